@@ -1,0 +1,281 @@
+// Paged decode attention: one new token a request, its query heads over the request's pages.
+//
+// A cluster of blocks owns one (request, kv head); the G query heads of the kv head are handled together, so that a
+// page is read once. The context is cut into tiles of 16 tokens, dealt round-robin to the cluster's warps. Each warp
+// streams its tiles through its own ring of stages with the bulk tensor copy engine and keeps its own running softmax;
+// no block-wide barrier stands in the loop. Warps are merged through shared memory, blocks through the cluster's.
+//
+// With tokens as the rows of the matrix instruction and queries as its 8 columns:
+//   scores [16 tokens, 8 queries] = K Q^T;  out [H, 8 queries] += V^T P^T
+// so a lane holds the same two queries in both, and one transposition of the 16 x 8 scores joins them.
+//
+// Pages of earlier tokens were written by earlier steps, so they are fetched before the wait for the previous kernel.
+// Only the current token's row comes from that kernel: it is read after the wait and put over the fetched one.
+// What a page holds beyond the request's length is masked (keys) or overwritten with zeros (values): NaN there is harmless.
+#pragma once
+#include "ptx.cuh"
+
+namespace meshserve {
+
+constexpr int kTileTokens = 16;
+constexpr int kAttentionWarps = 4;
+constexpr int kAttentionThreads = 32 * kAttentionWarps;
+constexpr int kMaxGroup = 8;
+constexpr int kWarpRingBytes = 24 * 1024;   // 4 warps x 24 KB: two blocks an SM, 192 KB in flight
+
+struct AttentionArgs {
+  const bf16* q;              // [B, K, G, H]
+  const bf16* cache;          // this layer's [P, K, 2, S, H]
+  const int* page_table;      // [B, max_pages]
+  const int* positions;       // [B]
+  bf16* out;                  // [B, K, G, H]
+  long long first_row;        // the layer's first row of the whole cache seen as [L P K 2 S, H]
+  int max_pages, page_size, kv_heads, group, splits;
+  float scale_log2;           // softmax scale * log2(e)
+};
+
+// What a warp, then a block, knows of its share: out is relative to exp2(largest), not yet divided by sum.
+template <int H>
+struct Partial {
+  static constexpr int kStride = H + 4;     // floats; 4 more keep the banks apart
+  float out[kMaxGroup * kStride];
+  float largest[kMaxGroup], sum[kMaxGroup];
+};
+
+// 2^(a - b) where both may be -inf (nothing seen yet).
+__device__ __forceinline__ float rescale(float a, float b) { return a == -INFINITY ? 0.0f : exp2f(a - b); }
+
+// Address of the 16-byte chunk of a token's row in a tile [H / 64 halves, 16 tokens, 128 bytes], swizzled.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int token, int chunk) {
+  return tile + (chunk / 8) * (kTileTokens * 128) + token * 128 + (((chunk % 8) ^ (token % 8)) * 16);
+}
+
+template <int H>
+struct WarpState {
+  uint32_t q[H / 16][2];      // queries as the B operand: query lane / 4, elements 16 k + 2 (lane % 4) ..
+  float out[H / 16][4];       // elements 16 h + lane / 4 (+ 8) of queries 2 (lane % 4), + 1
+  float largest[2], sum[2];   // of the two queries; `sum` over this lane's tokens alone
+};
+
+template <int H>
+__device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile, uint32_t v_tile, int first_token,
+                                            int num_tokens, float scale_log2, int lane) {
+  float even[4] = {}, odd[4] = {};          // two chains of products hide each other's latency
+#pragma unroll
+  for (int k = 0; k < H / 16; ++k) {
+    uint32_t a[4];
+    load_matrices(a, chunk_address(k_tile, lane % 16, 2 * k + lane / 16));
+    multiply_16x8x16(k % 2 ? odd : even, a, state.q[k][0], state.q[k][1]);
+  }
+  float score[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int token = first_token + lane / 4 + 8 * (i / 2);
+    score[i] = token < num_tokens ? (even[i] + odd[i]) * scale_log2 : -INFINITY;
+  }
+  float shrink[2];
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    float largest = fmaxf(score[c], score[c + 2]);
+    for (int offset = 4; offset < 32; offset *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    }
+    largest = fmaxf(largest, state.largest[c]);
+    shrink[c] = rescale(state.largest[c], largest);
+    state.largest[c] = largest;
+    score[c] = exp2f(score[c] - largest);
+    score[c + 2] = exp2f(score[c + 2] - largest);
+    state.sum[c] = state.sum[c] * shrink[c] + score[c] + score[c + 2];
+  }
+  uint32_t p0 = transpose_8x8(pack_bf16(score[0], score[1]));
+  uint32_t p1 = transpose_8x8(pack_bf16(score[2], score[3]));
+#pragma unroll
+  for (int h = 0; h < H / 16; ++h) {
+    uint32_t a[4];
+    load_matrices_transposed(a, chunk_address(v_tile, lane % 8 + 8 * (lane / 16), 2 * h + (lane / 8) % 2));
+    float(&out)[4] = state.out[h];
+    out[0] *= shrink[0];
+    out[1] *= shrink[1];
+    out[2] *= shrink[0];
+    out[3] *= shrink[1];
+    multiply_16x8x16(out, a, p0, p1);
+  }
+}
+
+// The last tile: the current token's row as the previous kernel wrote it (lanes 0..15 the key, 16..31 the value, 16
+// bytes each), and zeros for the values of tokens that the request doesn't have.
+template <int H>
+__device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int last_token, uint4 current, int lane) {
+  if (lane % 16 < H / 8) store_shared(chunk_address(lane < 16 ? k_tile : v_tile, last_token, lane % 16), current);
+  for (int i = lane; i < (kTileTokens - 1 - last_token) * (H / 8); i += 32) {
+    store_shared(chunk_address(v_tile, last_token + 1 + i / (H / 8), i % (H / 8)), make_uint4(0, 0, 0, 0));
+  }
+  __syncwarp();
+}
+
+// The warps' results into one of the block: 4 elements of a query a thread.
+template <int H>
+__device__ __forceinline__ void merge_warps(const uint8_t* memory, Partial<H>* merged, int group) {
+  for (int i = threadIdx.x; i < group * H / 4; i += kAttentionThreads) {
+    int query = i / (H / 4), at = query * Partial<H>::kStride + i % (H / 4) * 4;
+    float largest = -INFINITY, sum = 0.0f;
+    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int w = 0; w < kAttentionWarps; ++w) {
+      largest = fmaxf(largest, reinterpret_cast<const Partial<H>*>(memory + w * kWarpRingBytes)->largest[query]);
+    }
+    for (int w = 0; w < kAttentionWarps; ++w) {
+      const Partial<H>* part = reinterpret_cast<const Partial<H>*>(memory + w * kWarpRingBytes);
+      float scale = rescale(part->largest[query], largest);
+      float4 v = *reinterpret_cast<const float4*>(part->out + at);
+      out = make_float4(out.x + v.x * scale, out.y + v.y * scale, out.z + v.z * scale, out.w + v.w * scale);
+      sum += part->sum[query] * scale;
+    }
+    *reinterpret_cast<float4*>(merged->out + at) = out;
+    if (i % (H / 4) == 0) {
+      merged->largest[query] = largest;
+      merged->sum[query] = sum;
+    }
+  }
+}
+
+// The blocks' results into the output, divided by the sum. A request without tokens gives zeros.
+template <int H>
+__device__ __forceinline__ void merge_blocks(const Partial<H>* mine, bf16* output, int group, int splits) {
+  for (int i = blockIdx.x * kAttentionThreads + threadIdx.x; i < group * H / 4; i += splits * kAttentionThreads) {
+    int query = i / (H / 4), at = query * Partial<H>::kStride + i % (H / 4) * 4;
+    float largest = -INFINITY, sum = 0.0f;
+    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int r = 0; r < splits; ++r) {
+      largest = fmaxf(largest, load_cluster_float(address_in_cluster(shared_address(mine->largest + query), r)));
+    }
+    for (int r = 0; r < splits; ++r) {
+      float part_largest = load_cluster_float(address_in_cluster(shared_address(mine->largest + query), r));
+      float part_sum = load_cluster_float(address_in_cluster(shared_address(mine->sum + query), r));
+      float4 v = load_cluster_float4(address_in_cluster(shared_address(mine->out + at), r));
+      float scale = rescale(part_largest, largest);
+      out = make_float4(out.x + v.x * scale, out.y + v.y * scale, out.z + v.z * scale, out.w + v.w * scale);
+      sum += part_sum * scale;
+    }
+    float divisor = sum > 0.0f ? 1.0f / sum : 0.0f;
+    *reinterpret_cast<uint2*>(output + 4 * i) = make_uint2(pack_bf16(out.x * divisor, out.y * divisor),
+                                                           pack_bf16(out.z * divisor, out.w * divisor));
+  }
+}
+
+// Grid (splits, K, B), clusters of (splits, 1, 1).
+template <int H>
+__global__ void __launch_bounds__(kAttentionThreads, 2)
+    attention_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ AttentionArgs args) {
+  constexpr int kTileBytes = kTileTokens * H * 2;
+  constexpr int kStages = kWarpRingBytes / (2 * kTileBytes);
+  static_assert(sizeof(Partial<H>) <= kWarpRingBytes, "a warp's result takes the place of its ring");
+  extern __shared__ __align__(1024) uint8_t memory[];
+  Partial<H>* block_partial = reinterpret_cast<Partial<H>*>(memory + kAttentionWarps * kWarpRingBytes);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int kv_head = blockIdx.y, request = blockIdx.z;
+  const int num_tokens = args.positions[request] + 1;
+  const int num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
+  const int worker = blockIdx.x * kAttentionWarps + warp, num_workers = args.splits * kAttentionWarps;
+  const int my_tiles = num_tiles > worker ? (num_tiles - worker - 1) / num_workers + 1 : 0;
+  const uint32_t ring = shared_address(memory) + warp * kWarpRingBytes;
+  const uint32_t full = shared_address(block_partial + 1) + warp * kStages * 8;
+
+  if (lane == 0) {
+    for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, 1);
+    barrier_init_fence();
+  }
+  if (threadIdx.x == 0) let_next_kernel_start();
+  __syncwarp();
+
+  // Lane i holds the page of the warp's tile 32 j + i.
+  const int* my_pages = args.page_table + static_cast<size_t>(request) * args.max_pages;
+  auto look_up_pages = [&](int first) {
+    int tile = first + lane;
+    return tile < my_tiles ? my_pages[(worker + tile * num_workers) * kTileTokens / args.page_size] : 0;
+  };
+  int looked_up = 0, page_of_lane = look_up_pages(0);
+  const uint64_t policy = evict_first_policy();
+  auto fetch = [&](int i) {  // tile i of this warp, by all lanes
+    if (i - looked_up >= 32) {
+      looked_up = i;
+      page_of_lane = look_up_pages(i);
+    }
+    int page = __shfl_sync(0xffffffffu, page_of_lane, i - looked_up);
+    if (lane == 0) {
+      int offset = (worker + i * num_workers) * kTileTokens % args.page_size;
+      long long slab = (static_cast<long long>(page) * args.kv_heads + kv_head) * 2;
+      int row = static_cast<int>(args.first_row + slab * args.page_size + offset);
+      int s = i % kStages;
+      uint32_t to = ring + s * 2 * kTileBytes;
+      barrier_expect_bytes(full + 8 * s, 2 * kTileBytes);
+      copy_tile_3d(to, &pages, 0, row, 0, full + 8 * s, policy);
+      copy_tile_3d(to + kTileBytes, &pages, 0, row + args.page_size, 0, full + 8 * s, policy);
+    }
+  };
+  for (int i = 0; i < min(kStages, my_tiles); ++i) fetch(i);
+
+  wait_for_previous_kernel();
+  WarpState<H> state;
+  const bf16* q = args.q + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
+#pragma unroll
+  for (int k = 0; k < H / 16; ++k) {
+    const uint32_t* at = reinterpret_cast<const uint32_t*>(q + (lane / 4) * H + 16 * k + 2 * (lane % 4));
+    bool is_head = lane / 4 < args.group && num_tokens > 0;
+    state.q[k][0] = is_head ? at[0] : 0;
+    state.q[k][1] = is_head ? at[4] : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state.out[k][i] = 0.0f;
+  }
+  state.largest[0] = state.largest[1] = -INFINITY;
+  state.sum[0] = state.sum[1] = 0.0f;
+  uint4 current = make_uint4(0, 0, 0, 0);
+  const bool has_last_tile = my_tiles > 0 && worker + (my_tiles - 1) * num_workers == num_tiles - 1;
+  if (has_last_tile && lane % 16 < H / 8) {
+    int page = my_pages[(num_tokens - 1) / args.page_size], offset = (num_tokens - 1) % args.page_size;
+    size_t slab = (static_cast<size_t>(page) * args.kv_heads + kv_head) * 2 + lane / 16;
+    current = *reinterpret_cast<const uint4*>(args.cache + (slab * args.page_size + offset) * H + 8 * (lane % 16));
+  }
+
+  for (int i = 0; i < my_tiles; ++i) {
+    int s = i % kStages, tile = worker + i * num_workers;
+    uint32_t k_tile = ring + s * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
+    barrier_wait(full + 8 * s, (i / kStages) & 1);
+    if (tile == num_tiles - 1) {
+      patch_tile<H>(k_tile, v_tile, (num_tokens - 1) % kTileTokens, current, lane);
+    }
+    attend_tile(state, k_tile, v_tile, tile * kTileTokens, num_tokens, args.scale_log2, lane);
+    __syncwarp();
+    if (i + kStages < my_tiles) fetch(i + kStages);
+  }
+
+  Partial<H>* mine = reinterpret_cast<Partial<H>*>(memory + warp * kWarpRingBytes);
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    float sum = state.sum[c];
+    for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    int query = 2 * (lane % 4) + c;
+    if (lane < 4) {
+      mine->largest[query] = state.largest[c];
+      mine->sum[query] = sum;
+    }
+#pragma unroll
+    for (int h = 0; h < H / 16; ++h) {
+      float* to = mine->out + query * Partial<H>::kStride + 16 * h + lane / 4;
+      to[0] = state.out[h][c];
+      to[8] = state.out[h][c + 2];
+    }
+  }
+  __syncthreads();
+  merge_warps<H>(memory, block_partial, args.group);
+  if (args.splits > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  bf16* out = args.out + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
+  merge_blocks<H>(block_partial, out, args.group, args.splits);
+  if (args.splits > 1) cluster_sync();  // other blocks have read this one's result
+}
+
+}  // namespace meshserve

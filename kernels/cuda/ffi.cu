@@ -1,0 +1,271 @@
+// XLA's calls. decode_layers runs a range of layers behind one call; the others are its parts, for a mesh, where a sum
+// over devices follows the o and the down projection. Every call only launches kernels on XLA's stream, the same ones
+// for the same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as an
+// attribute: a slice of them would be a copy.
+#include "launch.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace meshserve {
+namespace {
+
+namespace ffi = xla::ffi;
+using In = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+using Ints = ffi::Span<const int32_t>;
+
+template <class T>
+T* data(const In& buffer) {
+  return static_cast<T*>(buffer.untyped_data());
+}
+template <class T>
+T* data(Out& buffer) {
+  return static_cast<T*>(buffer->untyped_data());
+}
+int size(const In& buffer, int dimension) { return static_cast<int>(buffer.dimensions()[dimension]); }
+
+ffi::Error result(const Step& step) {
+  return step.error().empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, step.error());
+}
+
+Tuning tuning_of(Ints values) {
+  Tuning t;
+  int* fields[] = {&t.qkv_splits,       &t.o_splits,         &t.gate_up_splits, &t.down_splits,
+                   &t.attention_splits, &t.blocks_per_stage, &t.pair,           &t.ring_kilobytes};
+  for (size_t i = 0; i < std::min<size_t>(values.size(), 8); ++i) *fields[i] = values[i];
+  return t;
+}
+
+void add_cache(Shapes& shapes, const In& cache, const In& page_table) {  // [L, P, K, 2, S, H]
+  shapes.layers = size(cache, 0);
+  shapes.pages = size(cache, 1);
+  shapes.kv_heads = size(cache, 2);
+  shapes.page_size = size(cache, 4);
+  shapes.head_dim = size(cache, 5);
+  shapes.max_pages = size(page_table, 1);
+}
+
+ffi::Error too_small(size_t needed) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "the scratch buffer needs " + std::to_string(needed) + " bytes");
+}
+
+ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_norm, In k_norm, In o, In post_norm,
+                         In gate_up, In down, In cache, In page_table, In positions, In inverse_frequencies, Out x_out,
+                         Out cache_out, Out scratch, int32_t first_layer, int32_t num_layers, float epsilon, float scale,
+                         float rotary_scale, Ints tuning) {
+  Shapes shapes;
+  add_cache(shapes, cache, page_table);
+  shapes.batch = size(x, 0);
+  shapes.embed = size(x, 1);
+  shapes.group = size(qkv, 2) / shapes.head_dim - 2;
+  shapes.mlp = size(gate_up, 2);
+  Step step(shapes, tuning_of(tuning), stream);
+  step.weights = {data<bf16>(input_norm), data<bf16>(qkv),       data<bf16>(q_norm),  data<bf16>(k_norm),
+                  data<bf16>(o),          data<bf16>(post_norm), data<bf16>(gate_up), data<bf16>(down)};
+  step.cache = {data<bf16>(cache_out), data<int>(page_table), data<int>(positions)};
+  step.inverse_frequencies = data<float>(inverse_frequencies);
+  step.epsilon = epsilon;
+  step.scale = scale;
+  step.rotary_scale = rotary_scale;
+  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
+  if (needed > scratch->element_count()) return too_small(needed);
+
+  const Scratch& s = step.scratch;
+  const bf16* residual = data<bf16>(x);
+  bf16* stream_out = data<bf16>(x_out);
+  auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes.embed; };
+  step.prepare(residual, gain(step.weights.input_norm, first_layer), true);
+  for (int layer = first_layer; layer < first_layer + num_layers; ++layer) {
+    bool is_last = layer + 1 == first_layer + num_layers;
+    step.qkv(layer, s.q);
+    step.attention(layer, s.q, s.attended);
+    step.output(layer, s.attended, residual, stream_out, gain(step.weights.post_norm, layer));
+    residual = stream_out;
+    step.gate_up(layer, s.activated);
+    step.down(layer, s.activated, residual, stream_out,
+              is_last ? nullptr : gain(step.weights.input_norm, layer + 1));
+  }
+  return result(step);
+}
+
+ffi::Error decode_qkv(cudaStream_t stream, In x, In norm, In qkv, In q_norm, In k_norm, In cache, In page_table,
+                      In positions, In inverse_frequencies, Out q, Out cache_out, Out scratch, int32_t layer,
+                      float epsilon, float rotary_scale, Ints tuning) {
+  Shapes shapes;
+  add_cache(shapes, cache, page_table);
+  shapes.batch = size(x, 0);
+  shapes.embed = size(x, 1);
+  shapes.group = size(qkv, 2) / shapes.head_dim - 2;
+  Step step(shapes, tuning_of(tuning), stream);
+  step.weights.qkv = data<bf16>(qkv);
+  step.weights.q_norm = data<bf16>(q_norm);
+  step.weights.k_norm = data<bf16>(k_norm);
+  step.cache = {data<bf16>(cache_out), data<int>(page_table), data<int>(positions)};
+  step.inverse_frequencies = data<float>(inverse_frequencies);
+  step.epsilon = epsilon;
+  step.rotary_scale = rotary_scale;
+  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
+  if (needed > scratch->element_count()) return too_small(needed);
+  step.prepare(data<bf16>(x), data<bf16>(norm) + static_cast<size_t>(layer) * shapes.embed, true);
+  step.qkv(layer, data<bf16>(q));
+  return result(step);
+}
+
+ffi::Error paged_attention(cudaStream_t stream, In q, In cache, In page_table, In positions, Out out, int32_t layer,
+                           float scale, Ints tuning) {
+  Shapes shapes;
+  add_cache(shapes, cache, page_table);
+  shapes.batch = size(q, 0);
+  shapes.group = size(q, 2);
+  Step step(shapes, tuning_of(tuning), stream);
+  step.cache = {data<bf16>(cache), data<int>(page_table), data<int>(positions)};
+  step.scale = scale;
+  step.attention(layer, data<bf16>(q), data<bf16>(out));
+  return result(step);
+}
+
+// out = [residual +] input weights^T; the residual is left out where has_residual is 0 (then `residual` is not read).
+ffi::Error project_residual(cudaStream_t stream, In input, In weights, In residual, Out out, int32_t layer,
+                            int32_t has_residual, int32_t is_down, Ints tuning) {
+  Shapes shapes;
+  shapes.layers = size(weights, 0);
+  shapes.embed = size(weights, 1);
+  shapes.batch = size(input, 0);
+  const bf16* added = has_residual ? data<bf16>(residual) : nullptr;
+  if (is_down) {
+    shapes.mlp = size(weights, 2);
+  } else {
+    shapes.kv_heads = shapes.group = 1;
+    shapes.head_dim = size(weights, 2);
+  }
+  Step step(shapes, tuning_of(tuning), stream);
+  if (is_down) {
+    step.weights.down = data<bf16>(weights);
+    step.down(layer, data<bf16>(input), added, data<bf16>(out), nullptr);
+  } else {
+    step.weights.o = data<bf16>(weights);
+    step.output(layer, data<bf16>(input), added, data<bf16>(out), nullptr);
+  }
+  return result(step);
+}
+
+ffi::Error decode_gate_up(cudaStream_t stream, In x, In norm, In gate_up, Out out, Out scratch, int32_t layer,
+                          float epsilon, Ints tuning) {
+  Shapes shapes;
+  shapes.layers = size(gate_up, 0);
+  shapes.batch = size(x, 0);
+  shapes.embed = size(x, 1);
+  shapes.mlp = size(gate_up, 2);
+  Step step(shapes, tuning_of(tuning), stream);
+  step.weights.gate_up = data<bf16>(gate_up);
+  step.epsilon = epsilon;
+  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
+  if (needed > scratch->element_count()) return too_small(needed);
+  step.prepare(data<bf16>(x), data<bf16>(norm) + static_cast<size_t>(layer) * shapes.embed, false);
+  step.gate_up(layer, data<bf16>(out));
+  return result(step);
+}
+
+using Stream = ffi::PlatformStream<cudaStream_t>;
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_layers, decode_layers,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<In>()  // x
+                                  .Arg<In>()  // input_norm
+                                  .Arg<In>()  // qkv
+                                  .Arg<In>()  // q_norm
+                                  .Arg<In>()  // k_norm
+                                  .Arg<In>()  // o
+                                  .Arg<In>()  // post_norm
+                                  .Arg<In>()  // gate_up
+                                  .Arg<In>()  // down
+                                  .Arg<In>()  // cache, aliased with the second result
+                                  .Arg<In>()  // page_table
+                                  .Arg<In>()  // positions
+                                  .Arg<In>()  // inverse_frequencies
+                                  .Ret<In>()  // x
+                                  .Ret<In>()  // cache
+                                  .Ret<In>()  // scratch
+                                  .Attr<int32_t>("first_layer")
+                                  .Attr<int32_t>("num_layers")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("rotary_scale")
+                                  .Attr<Ints>("tuning"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_qkv, decode_qkv,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<In>()  // x
+                                  .Arg<In>()  // input_norm
+                                  .Arg<In>()  // qkv
+                                  .Arg<In>()  // q_norm
+                                  .Arg<In>()  // k_norm
+                                  .Arg<In>()  // cache, aliased with the second result
+                                  .Arg<In>()  // page_table
+                                  .Arg<In>()  // positions
+                                  .Arg<In>()  // inverse_frequencies
+                                  .Ret<In>()  // q
+                                  .Ret<In>()  // cache
+                                  .Ret<In>()  // scratch
+                                  .Attr<int32_t>("layer")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("rotary_scale")
+                                  .Attr<Ints>("tuning"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_paged_attention, paged_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<In>()  // q
+                                  .Arg<In>()  // cache
+                                  .Arg<In>()  // page_table
+                                  .Arg<In>()  // positions
+                                  .Ret<In>()
+                                  .Attr<int32_t>("layer")
+                                  .Attr<float>("scale")
+                                  .Attr<Ints>("tuning"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_project_residual, project_residual,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<In>()  // input
+                                  .Arg<In>()  // weights
+                                  .Arg<In>()  // residual
+                                  .Ret<In>()
+                                  .Attr<int32_t>("layer")
+                                  .Attr<int32_t>("has_residual")
+                                  .Attr<int32_t>("is_down")
+                                  .Attr<Ints>("tuning"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_gate_up, decode_gate_up,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<In>()  // x
+                                  .Arg<In>()  // post_norm
+                                  .Arg<In>()  // gate_up
+                                  .Ret<In>()  // activated
+                                  .Ret<In>()  // scratch
+                                  .Attr<int32_t>("layer")
+                                  .Attr<float>("epsilon")
+                                  .Attr<Ints>("tuning"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// Bytes of scratch that calls with these shapes need.
+extern "C" size_t meshserve_scratch_bytes(int batch, int embed, int q_columns, int head_dim, int mlp) {
+  Shapes shapes;
+  shapes.batch = batch;
+  shapes.embed = embed;
+  shapes.kv_heads = 1;
+  shapes.group = q_columns / std::max(head_dim, 1);
+  shapes.head_dim = head_dim;
+  shapes.mlp = mlp;
+  return Scratch::bytes(shapes);
+}
+
+}  // namespace meshserve

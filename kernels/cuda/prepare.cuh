@@ -1,0 +1,46 @@
+// What the first projection of a call needs and no kernel before it has left: x * gain, the sums of squares of x, and
+// the cosines and sines of the rotary position. One block a token.
+#pragma once
+#include "ptx.cuh"
+
+namespace meshserve {
+
+constexpr int kPrepareThreads = 256;
+
+struct PrepareArgs {
+  const bf16* x;                   // [B, columns]
+  const bf16* gain;                // [columns]
+  bf16* scaled;                    // [B, columns]
+  float* sums;                     // [B, columns / 128]
+  int columns;
+  const int* positions;            // null: no angles
+  const float* inverse_frequencies;
+  float* cos_sin;                  // [B, head_dim]
+  float rotary_scale;
+  int head_dim;
+};
+
+__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ PrepareArgs args) {
+  const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) let_next_kernel_start();
+  wait_for_previous_kernel();
+  const size_t row = static_cast<size_t>(token) * args.columns;
+  for (int tile = warp; tile < args.columns / 128; tile += kPrepareThreads / 32) {
+    int column = tile * 128 + 4 * lane;
+    float4 x = unpack_bf16(*reinterpret_cast<const uint2*>(args.x + row + column));
+    float4 gain = unpack_bf16(*reinterpret_cast<const uint2*>(args.gain + column));
+    *reinterpret_cast<uint2*>(args.scaled + row + column) =
+        make_uint2(pack_bf16(x.x * gain.x, x.y * gain.y), pack_bf16(x.z * gain.z, x.w * gain.w));
+    float sum = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
+    if (lane == 0) args.sums[token * (args.columns / 128) + tile] = sum;
+  }
+  const int half = args.head_dim / 2;
+  if (args.positions != nullptr && threadIdx.x < half) {
+    float angle = static_cast<float>(max(args.positions[token], 0)) * args.inverse_frequencies[threadIdx.x];
+    float* to = args.cos_sin + static_cast<size_t>(token) * args.head_dim + threadIdx.x;
+    to[0] = cosf(angle) * args.rotary_scale;
+    to[half] = sinf(angle) * args.rotary_scale;
+  }
+}
+
+}  // namespace meshserve

@@ -1,0 +1,109 @@
+"""Shapes and random inputs that drive the tests and the benchmarks of the decode layers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import DecodeBatch, LayerSettings, LayerWeights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One test: `lengths` are the requests' tokens, the current one included; 0 is a padding row."""
+
+    name: str
+    lengths: tuple[int, ...]
+    num_layers: int = 2
+    embed: int = 256
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 128
+    mlp: int = 384
+    page_size: int = 32
+
+    @property
+    def pages_per_request(self) -> int:
+        return max(1, -(-max(self.lengths) // self.page_size))
+
+
+CASES = (
+    Case(name="one-token", lengths=(1,)),
+    Case(name="page-borders", lengths=(31, 32, 33, 64, 65), page_size=32),
+    Case(name="padding-rows", lengths=(0, 17, 0, 100), page_size=16),
+    Case(name="group-1", lengths=(5, 40, 129), group=1),
+    Case(name="group-4-ring-wraps", lengths=(700, 3, 1500), group=4, page_size=64),
+    Case(name="group-5", lengths=(33, 250), group=5, kv_heads=1, page_size=128),
+    Case(name="group-8", lengths=(16, 15, 300), group=8, page_size=16),
+    Case(name="head-64", lengths=(1, 16, 17, 513), head_dim=64, page_size=16, kv_heads=3, group=2),
+    Case(name="head-64-group-7", lengths=(64, 200), head_dim=64, group=7, kv_heads=2),
+    Case(name="qwen3-0.6b-layer", lengths=(1, 33, 512, 140), embed=1024, kv_heads=8, mlp=3072, page_size=64),
+    Case(name="batch-9", lengths=tuple(range(20, 29))),
+    Case(name="batch-16", lengths=tuple(range(1, 161, 10))),
+    Case(name="batch-30", lengths=tuple(range(30, 60)), group=4, embed=512),
+    Case(name="batch-64", lengths=tuple(range(64)), embed=512, mlp=512),
+    Case(name="batch-50-odd-tiles", lengths=tuple(range(100, 150)), embed=384, mlp=320, kv_heads=3, group=3),
+    Case(name="batch-128", lengths=tuple(range(1, 257, 2)), embed=512, mlp=1024),
+    Case(name="batch-200", lengths=tuple(range(200)), embed=512, mlp=512),
+    Case(name="qwen3-8b-layer", lengths=(1024,) * 3 + (77,), embed=4096, kv_heads=8, group=4, mlp=12288, page_size=64),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    x: jax.Array
+    weights: LayerWeights
+    cache: jax.Array
+    batch: DecodeBatch
+    inverse_frequencies: jax.Array
+    settings: LayerSettings
+
+
+def page_table(case: Case, rng: np.random.Generator, num_pages: int) -> np.ndarray:
+    """Every request's pages, drawn without order; what a request does not own names a page of another's."""
+    shuffled = rng.permutation(num_pages)[: len(case.lengths) * case.pages_per_request]
+    return shuffled.reshape(len(case.lengths), case.pages_per_request).astype(np.int32)
+
+
+def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
+    """Random inputs. The cache holds NaN wherever no request has a token, pages nobody owns included; so do the places
+    of the current tokens, which the step must write before it reads them."""
+    rng = np.random.default_rng(seed)
+    num_layers, embed, mlp = case.num_layers, case.embed, case.mlp
+    q_columns = case.kv_heads * case.group * case.head_dim
+
+    def matrix(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5, dtype)
+
+    def gain(*shape: int) -> jax.Array:
+        return jnp.asarray(1 + 0.2 * rng.standard_normal(shape, np.float32), dtype)
+
+    weights = LayerWeights(
+        input_norm=gain(num_layers, embed),
+        qkv=matrix(num_layers, case.kv_heads, (case.group + 2) * case.head_dim, embed),
+        q_norm=gain(num_layers, case.head_dim),
+        k_norm=gain(num_layers, case.head_dim),
+        o=matrix(num_layers, embed, q_columns),
+        post_norm=gain(num_layers, embed),
+        gate_up=matrix(num_layers, 2, mlp, embed),
+        down=matrix(num_layers, embed, mlp),
+    )
+    num_pages = len(case.lengths) * case.pages_per_request + 3
+    table = page_table(case, rng, num_pages)
+    shape = (num_layers, num_pages, case.kv_heads, 2, case.page_size, case.head_dim)
+    cache = np.full(shape, np.nan, np.float32)
+    for row, length in enumerate(case.lengths):
+        for position in range(length - 1):  # the last is this step's
+            page = table[row, position // case.page_size]
+            cache[:, page, :, :, position % case.page_size] = rng.standard_normal(
+                (num_layers, case.kv_heads, 2, case.head_dim), np.float32
+            )
+    return Inputs(
+        x=jnp.asarray(3 * rng.standard_normal((len(case.lengths), embed), np.float32), dtype),
+        weights=weights,
+        cache=jnp.asarray(cache, dtype),
+        batch=DecodeBatch(positions=jnp.asarray(np.array(case.lengths, np.int32) - 1), page_table=jnp.asarray(table)),
+        inverse_frequencies=jnp.asarray(1e6 ** (-np.arange(0, case.head_dim, 2) / case.head_dim), jnp.float32),
+        settings=LayerSettings(epsilon=1e-6, softmax_scale=case.head_dim**-0.5, rotary_scale=1.0),
+    )

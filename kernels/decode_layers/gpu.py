@@ -1,0 +1,224 @@
+"""A decode step's layers on an NVIDIA Hopper GPU, in bfloat16: see ../cuda.
+
+Five kernels a layer behind one XLA call. Each lets the next one start early, which fetches its weights while it waits,
+so that the memory is busy between kernels too (programmatic dependent launch).
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshserve.kernels.cuda import build
+
+if TYPE_CHECKING:
+    from . import DecodeBatch, LayerSettings, LayerWeights
+
+unavailable_reason = build.unavailable_reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchShape:
+    """How the kernels cut their work; 0 lets them choose. For measuring."""
+
+    qkv_splits: int = 0  # ranges of the summed dimension, 1 to 8
+    o_splits: int = 0
+    gate_up_splits: int = 0
+    down_splits: int = 0
+    attention_splits: int = 0  # ranges of the context, 1 to 8
+    blocks_per_stage: int = 0  # 64 columns each
+    pair: int = 0  # 2: two neighbouring tiles share the activations
+    ring_kilobytes: int = 0  # of shared memory for weights in flight
+
+    def attribute(self) -> np.ndarray:
+        return np.array(dataclasses.astuple(self), np.int32)
+
+
+CHOSEN = LaunchShape()
+
+
+def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
+    """Why the kernels do not take these shapes or types, or None where they do."""
+    embed, mlp, q_columns = weights.o.shape[1], weights.down.shape[2], weights.o.shape[2]
+    _, _, kv_heads, _, page_size, head_dim = cache.shape
+    group = weights.qkv.shape[2] // head_dim - 2
+    checks = (
+        (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are built"),
+        (1 <= group <= 8, f"{group} query heads a kv head; 1 to 8 are supported"),
+        (page_size % 16 == 0, f"pages have {page_size} tokens; a multiple of 16 is needed"),
+        (embed % 128 == 0, f"the embedding has {embed} elements; a multiple of 128 is needed"),
+        (mlp % 64 == 0, f"the mlp has {mlp} elements a device; a multiple of 64 is needed"),
+        (q_columns % 64 == 0, f"the query heads have {q_columns} elements a device; a multiple of 64 is needed"),
+        (q_columns == kv_heads * group * head_dim, "the o projection does not fit the query heads"),
+    )
+    for holds, reason in checks:
+        if not holds:
+            return reason
+    for name, array in (*weights._asdict().items(), ("cache", cache)):
+        if array.dtype != jnp.bfloat16:
+            return f"{name} is {array.dtype}; bfloat16 is needed"
+    return None
+
+
+def _scratch(x: jax.Array, q_columns: int, head_dim: int, mlp: int) -> jax.ShapeDtypeStruct:
+    num_bytes = build.load().meshserve_scratch_bytes(x.shape[0], x.shape[1], q_columns, head_dim, mlp)
+    return jax.ShapeDtypeStruct((num_bytes,), jnp.uint8)
+
+
+def _like(x: jax.Array, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape or x.shape, x.dtype)
+
+
+def decode_layers(
+    x: jax.Array,
+    weights: "LayerWeights",
+    cache: jax.Array,
+    batch: "DecodeBatch",
+    inverse_frequencies: jax.Array,
+    *,
+    settings: "LayerSettings",
+    layers: range | None = None,
+    launch: LaunchShape = CHOSEN,
+) -> tuple[jax.Array, jax.Array]:
+    """See `DecodeKernels`."""
+    layers = range(weights.qkv.shape[0]) if layers is None else layers
+    if layers.step != 1 or len(layers) == 0:
+        raise ValueError(f"layers is {layers}; consecutive layers, at least one, are needed")
+    scratch = _scratch(x, weights.o.shape[2], cache.shape[5], weights.down.shape[2])
+    x, cache, _ = jax.ffi.ffi_call(
+        "meshserve_decode_layers", (_like(x), _like(cache), scratch), input_output_aliases={9: 1}
+    )(
+        x,
+        *weights,
+        cache,
+        batch.page_table,
+        batch.positions,
+        inverse_frequencies,
+        first_layer=np.int32(layers.start),
+        num_layers=np.int32(len(layers)),
+        epsilon=np.float32(settings.epsilon),
+        scale=np.float32(settings.softmax_scale),
+        rotary_scale=np.float32(settings.rotary_scale),
+        tuning=launch.attribute(),
+    )
+    return x, cache
+
+
+def qkv(
+    x: jax.Array,
+    weights: "LayerWeights",
+    cache: jax.Array,
+    batch: "DecodeBatch",
+    inverse_frequencies: jax.Array,
+    *,
+    settings: "LayerSettings",
+    layer: int,
+    launch: LaunchShape = CHOSEN,
+) -> tuple[jax.Array, jax.Array]:
+    """See `DecodeKernels`."""
+    _, _, kv_heads, _, _, head_dim = cache.shape
+    group = weights.qkv.shape[2] // head_dim - 2
+    q, cache, _ = jax.ffi.ffi_call(
+        "meshserve_decode_qkv",
+        (
+            _like(x, x.shape[0], kv_heads, group, head_dim),
+            _like(cache),
+            _scratch(x, kv_heads * group * head_dim, head_dim, 0),
+        ),
+        input_output_aliases={5: 1},
+    )(
+        x,
+        weights.input_norm,
+        weights.qkv,
+        weights.q_norm,
+        weights.k_norm,
+        cache,
+        batch.page_table,
+        batch.positions,
+        inverse_frequencies,
+        layer=np.int32(layer),
+        epsilon=np.float32(settings.epsilon),
+        rotary_scale=np.float32(settings.rotary_scale),
+        tuning=launch.attribute(),
+    )
+    return q, cache
+
+
+def attention(
+    q: jax.Array,
+    cache: jax.Array,
+    batch: "DecodeBatch",
+    *,
+    settings: "LayerSettings",
+    layer: int,
+    launch: LaunchShape = CHOSEN,
+) -> jax.Array:
+    """See `DecodeKernels`."""
+    build.load()
+    return jax.ffi.ffi_call("meshserve_paged_attention", _like(q, q.shape[0], q[0].size))(
+        q,
+        cache,
+        batch.page_table,
+        batch.positions,
+        layer=np.int32(layer),
+        scale=np.float32(settings.softmax_scale),
+        tuning=launch.attribute(),
+    )
+
+
+def _project_residual(
+    x: jax.Array, matrix: jax.Array, residual: jax.Array | None, *, layer: int, is_down: bool, launch: LaunchShape
+) -> jax.Array:
+    build.load()
+    return jax.ffi.ffi_call("meshserve_project_residual", _like(x, x.shape[0], matrix.shape[1]))(
+        x,
+        matrix,
+        x if residual is None else residual,
+        layer=np.int32(layer),
+        has_residual=np.int32(residual is not None),
+        is_down=np.int32(is_down),
+        tuning=launch.attribute(),
+    )
+
+
+def output(
+    attended: jax.Array,
+    weights: "LayerWeights",
+    residual: jax.Array | None,
+    *,
+    layer: int,
+    launch: LaunchShape = CHOSEN,
+) -> jax.Array:
+    """See `DecodeKernels`."""
+    return _project_residual(attended, weights.o, residual, layer=layer, is_down=False, launch=launch)
+
+
+def gate_up(
+    x: jax.Array, weights: "LayerWeights", *, settings: "LayerSettings", layer: int, launch: LaunchShape = CHOSEN
+) -> jax.Array:
+    """See `DecodeKernels`."""
+    mlp = weights.gate_up.shape[2]
+    results = (_like(x, x.shape[0], mlp), _scratch(x, 0, 0, mlp))
+    activated, _ = jax.ffi.ffi_call("meshserve_decode_gate_up", results)(
+        x,
+        weights.post_norm,
+        weights.gate_up,
+        layer=np.int32(layer),
+        epsilon=np.float32(settings.epsilon),
+        tuning=launch.attribute(),
+    )
+    return activated
+
+
+def down(
+    activated: jax.Array,
+    weights: "LayerWeights",
+    residual: jax.Array | None,
+    *,
+    layer: int,
+    launch: LaunchShape = CHOSEN,
+) -> jax.Array:
+    """See `DecodeKernels`."""
+    return _project_residual(activated, weights.down, residual, layer=layer, is_down=True, launch=launch)

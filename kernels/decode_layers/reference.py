@@ -1,0 +1,112 @@
+"""The meaning of a decode step's layers, in plain jax.numpy, for any backend and float type."""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from . import DecodeBatch, LayerSettings, LayerWeights
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, epsilon: float) -> jax.Array:
+    """Over the last axis, statistics in float32, in x's dtype."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * scale * gain.astype(jnp.float32)).astype(x.dtype)
+
+
+def project(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """x [B, in] by matrix [out, in], summed in float32, in x's dtype."""
+    product = jnp.einsum("bi,oi->bo", x, matrix, precision="highest", preferred_element_type=jnp.float32)
+    return product.astype(x.dtype)
+
+
+def rotate(x: jax.Array, positions: jax.Array, inverse_frequencies: jax.Array, rotary_scale: float) -> jax.Array:
+    """x [B, ..., H] turned by its position: element i is paired with i + H / 2."""
+    angles = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inverse_frequencies
+    angles = angles.reshape(angles.shape[:1] + (1,) * (x.ndim - 2) + angles.shape[1:])
+    cosine, sine = jnp.cos(angles) * rotary_scale, jnp.sin(angles) * rotary_scale
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1).astype(x.dtype)
+
+
+def qkv(
+    x: jax.Array,
+    weights: "LayerWeights",
+    cache: jax.Array,
+    batch: "DecodeBatch",
+    inverse_frequencies: jax.Array,
+    *,
+    settings: "LayerSettings",
+    layer: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `DecodeKernels`."""
+    _, num_pages, kv_heads, _, page_size, head_dim = cache.shape
+    normed = rms_norm(x, weights.input_norm[layer], settings.epsilon)
+    matrix = weights.qkv[layer].reshape(-1, x.shape[1])
+    heads = project(normed, matrix).reshape(x.shape[0], kv_heads, -1, head_dim)
+    q = rms_norm(heads[:, :, :-2], weights.q_norm[layer], settings.epsilon)
+    k = rms_norm(heads[:, :, -2], weights.k_norm[layer], settings.epsilon)
+    q = rotate(q, batch.positions, inverse_frequencies, settings.rotary_scale)
+    k = rotate(k, batch.positions, inverse_frequencies, settings.rotary_scale)
+    positions = jnp.maximum(batch.positions, 0)
+    page = jnp.take_along_axis(batch.page_table, (positions // page_size)[:, None], axis=1)[:, 0]
+    page = jnp.where(batch.positions < 0, num_pages, page)  # out of range: dropped
+    pair = jnp.stack([k, heads[:, :, -1]], axis=2).astype(cache.dtype)  # [B, K, 2, H]
+    return q, cache.at[layer, page, :, :, positions % page_size].set(pair, mode="drop")
+
+
+def attention(
+    q: jax.Array, cache: jax.Array, batch: "DecodeBatch", *, settings: "LayerSettings", layer: int
+) -> jax.Array:
+    """See `DecodeKernels`. Gathers every page of the table."""
+    _, num_pages, kv_heads, _, page_size, head_dim = cache.shape
+    num_requests, max_pages = batch.page_table.shape
+    pages = cache[layer, jnp.clip(batch.page_table, 0, num_pages - 1)]  # [B, pages, K, 2, S, H]
+    pages = pages.transpose(3, 0, 2, 1, 4, 5).reshape(2, num_requests, kv_heads, max_pages * page_size, head_dim)
+    is_seen = jnp.arange(max_pages * page_size)[None, :] <= batch.positions[:, None]  # [B, tokens]
+    k, v = jnp.where(is_seen[:, None, :, None], pages, 0).astype(jnp.float32)
+    scores = jnp.einsum("bkgh,bkth->bkgt", q.astype(jnp.float32), k, precision="highest") * settings.softmax_scale
+    scores = jnp.where(is_seen[:, None, None, :], scores, -jnp.inf)
+    probabilities = jnp.where(batch.positions[:, None, None, None] < 0, 0.0, jax.nn.softmax(scores, axis=-1))
+    attended = jnp.einsum("bkgt,bkth->bkgh", probabilities, v, precision="highest")
+    return attended.reshape(num_requests, -1).astype(q.dtype)
+
+
+def output(attended: jax.Array, weights: "LayerWeights", residual: jax.Array | None, *, layer: int) -> jax.Array:
+    """See `DecodeKernels`."""
+    product = project(attended, weights.o[layer])
+    return product if residual is None else residual + product
+
+
+def gate_up(x: jax.Array, weights: "LayerWeights", *, settings: "LayerSettings", layer: int) -> jax.Array:
+    """See `DecodeKernels`."""
+    normed = rms_norm(x, weights.post_norm[layer], settings.epsilon)
+    gate, up = (project(normed, matrix).astype(jnp.float32) for matrix in weights.gate_up[layer])
+    return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+
+def down(activated: jax.Array, weights: "LayerWeights", residual: jax.Array | None, *, layer: int) -> jax.Array:
+    """See `DecodeKernels`."""
+    product = project(activated, weights.down[layer])
+    return product if residual is None else residual + product
+
+
+def decode_layers(
+    x: jax.Array,
+    weights: "LayerWeights",
+    cache: jax.Array,
+    batch: "DecodeBatch",
+    inverse_frequencies: jax.Array,
+    *,
+    settings: "LayerSettings",
+    layers: range | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `DecodeKernels`."""
+    for layer in layers if layers is not None else range(weights.qkv.shape[0]):
+        q, cache = qkv(x, weights, cache, batch, inverse_frequencies, settings=settings, layer=layer)
+        attended = attention(q, cache, batch, settings=settings, layer=layer)
+        x = output(attended, weights, x, layer=layer)
+        x = down(gate_up(x, weights, settings=settings, layer=layer), weights, x, layer=layer)
+    return x, cache

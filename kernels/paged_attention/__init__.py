@@ -1,0 +1,70 @@
+"""Attention of a ragged batch over a paged KV cache, on one device's block.
+
+A step's tokens stand in one row: request after request, each with one token (a decode) or more (a prefill chunk), any
+mixture in one call. Each token's key and value are written to the cache first, then every token attends to all positions
+of its request up to its own.
+
+Dimensions: T tokens, B requests, K kv heads of this block, G query heads a kv head, H head dim, L layers, P pages,
+S page size (tokens a page).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from . import reference
+
+
+class PagedBatch(NamedTuple):
+    """Which token belongs where. Padding: a token at position -1; a request without tokens."""
+
+    positions: jax.Array  # [T] int32: of the token in its request, from 0; -1 for padding
+    token_request: jax.Array  # [T] int32: index of the token's request in this batch
+    page_table: jax.Array  # [B, max_pages] int32: entries beyond what a request owns are never used
+
+
+class PagedAttention(Protocol):
+    """An implementation. It must not let the contents of pages a request does not own into its result, NaN included."""
+
+    def __call__(
+        self, q: jax.Array, cache: jax.Array, batch: PagedBatch, *, layer: int | jax.Array, scale: float
+    ) -> jax.Array:
+        """Args: q [T, K, G, H]; cache [L, P, K, 2, S, H]; `scale` multiplies the scores. Returns [T, K, G, H] in q's
+        dtype: softmax(q k^T * scale) v over positions 0..positions[t], accumulated in float32; 0 for padding tokens.
+        """
+        ...
+
+
+def write_kv(
+    cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *, layer: int | jax.Array
+) -> jax.Array:
+    """Writes each token's key and value (k, v [T, K, H]) to its place in the cache [L, P, K, 2, S, H].
+
+    Padding tokens write nothing. In place when the cache is donated.
+    """
+    num_pages, page_size = cache.shape[1], cache.shape[4]
+    is_padding = batch.positions < 0
+    positions = jnp.maximum(batch.positions, 0)
+    page = batch.page_table[batch.token_request, positions // page_size]
+    page = jnp.where(is_padding, num_pages, page)  # out of range: dropped
+    return cache.at[layer, page, :, :, positions % page_size].set(
+        jnp.stack([k, v], axis=2).astype(cache.dtype), mode="drop"
+    )
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"reference": reference.paged_attention}
+
+
+def implementation(name: str) -> PagedAttention:
+    """The named implementation; "auto" takes the fastest that runs on the default backend.
+
+    Raises:
+      ValueError: there is no such implementation.
+    """
+    if name == "auto":
+        name = "reference"
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"attention is {name!r}; this build has {', '.join(IMPLEMENTATIONS)}.")
+    return IMPLEMENTATIONS[name]

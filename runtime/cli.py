@@ -1,0 +1,148 @@
+"""The command line: meshserve serve | generate | chat | demo.
+
+The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, which beats the default.
+Heavy imports happen inside the commands, so that --help is instant.
+"""
+
+import argparse
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .config import ServeConfig, read_toml
+from .errors import MeshserveError
+
+_EXIT_USAGE = 2
+_SERVER_ONLY = frozenset({"host", "port", "drain_seconds", "allow_insecure", "served_name", "max_waiting"})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status. Errors meant for the user are printed as one line, without a traceback."""
+    namespace = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for noisy in ("jax", "absl", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        return namespace.run(namespace)
+    except (MeshserveError, ValueError, MemoryError) as error:
+        print(f"meshserve: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshserve", description="Serve Qwen3 from a mesh of accelerators.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve = commands.add_parser("serve", help="serve a model over gRPC")
+    _add_options(serve, frozenset())
+    serve.set_defaults(run=_serve)
+
+    generate = commands.add_parser("generate", help="complete a file of prompts, without a server")
+    _add_options(generate, _SERVER_ONLY)
+    generate.add_argument("--input", type=Path, required=True, help="JSONL: prompt or prompt_token_ids, sampling fields")
+    generate.add_argument("--output", type=Path, required=True, help="JSONL: index, token_ids, text, finish_reason")
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk to a server")
+    chat.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (%(default)s)")
+    chat.add_argument("--max-tokens", type=int, default=512, help="of each answer (%(default)s)")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
+    chat.add_argument("--system", default="", help="a system message to begin with")
+    chat.set_defaults(run=_chat)
+
+    demo = commands.add_parser("demo", help="serve the embedded model on a CPU mesh and stream from it")
+    demo.add_argument("--tp", type=int, default=4, help="tensor-parallel degree (%(default)s)")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, left_out: frozenset[str]) -> None:
+    """One flag for each option of ServeConfig, and --config."""
+    parser.add_argument("--config", type=Path, help="TOML file with the same options as keys; flags beat it")
+    for field in dataclasses.fields(ServeConfig):
+        if field.name in left_out:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        text = f"{field.metadata['help']} (default: {field.default!r})"
+        if field.type is bool:
+            parser.add_argument(
+                flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+        else:
+            parser.add_argument(
+                flag,
+                dest=field.name,
+                type=field.type,  # type: ignore[arg-type]  # int, float or str
+                choices=field.metadata["choices"] or None,
+                default=argparse.SUPPRESS,
+                help=text,
+            )
+
+
+def serve_config(namespace: argparse.Namespace) -> ServeConfig:
+    """The config that flags and TOML file make together.
+
+    Raises:
+      ConfigError: see `read_toml` and `ServeConfig`.
+    """
+    names = {field.name for field in dataclasses.fields(ServeConfig)}
+    from_file = read_toml(namespace.config) if namespace.config else {}
+    from_flags = {name: value for name, value in vars(namespace).items() if name in names}
+    return ServeConfig(**(from_file | from_flags))
+
+
+def _serve(namespace: argparse.Namespace) -> int:
+    from .launch import launch
+    from .mailbox import Mailroom
+    from .server import Edge, run_server
+
+    config = serve_config(namespace)
+    mailroom = Mailroom()
+    launched = launch(config, mailroom.deliver)
+    edge = Edge(launched.engine, launched.tokenizer, launched.info, mailroom)
+    try:
+        run_server(
+            edge,
+            host=config.host,
+            port=config.port,
+            drain_seconds=config.drain_seconds,
+            allow_insecure=config.allow_insecure,
+            prepare=launched.engine.start,
+        )
+    finally:
+        launched.engine.stop()
+    return 0
+
+
+def _generate(namespace: argparse.Namespace) -> int:
+    from .offline import generate_file
+
+    num_failed = generate_file(serve_config(namespace), namespace.input, namespace.output)
+    if num_failed:
+        print(f"meshserve: {num_failed} prompts were refused; see `error` in {namespace.output}", file=sys.stderr)
+    return 1 if num_failed else 0
+
+
+def _chat(namespace: argparse.Namespace) -> int:
+    from .chat import chat
+
+    return chat(
+        namespace.target,
+        max_tokens=namespace.max_tokens,
+        temperature=namespace.temperature,
+        system=namespace.system,
+    )
+
+
+def _demo(namespace: argparse.Namespace) -> int:
+    from .demo import run_demo
+
+    return run_demo(tp=namespace.tp)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

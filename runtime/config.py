@@ -1,0 +1,264 @@
+"""What a model is (`ModelConfig`, read from config.json) and how to serve it (`ServeConfig`, flags and TOML).
+
+Each option of `ServeConfig` is written once, here: the command line's flags and the TOML keys are generated from it.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, UnsupportedModelError
+
+SUPPORTED_ARCHITECTURE = "Qwen3ForCausalLM"
+
+# Keys of config.json that change nothing about the forward pass of a served model.
+_IGNORED_KEYS = frozenset(
+    "_name_or_path attention_dropout bos_token_id chunk_size_feed_forward eos_token_id id2label initializer_range "
+    "is_encoder_decoder label2id max_window_layers output_attentions output_hidden_states pad_token_id problem_type "
+    "return_dict sliding_window transformers_version use_cache".split()
+)
+_REQUIRED_KEYS = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "rms_norm_eps max_position_embeddings tie_word_embeddings".split()
+)
+# Options that must have the one value meshserve implements.
+_FIXED_OPTIONS: Mapping[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+}
+_ROPE_KEYS = frozenset("rope_theta rope_scaling rope_parameters".split())
+_DTYPE_KEYS = frozenset("dtype torch_dtype".split())
+_YARN_KEYS = frozenset(
+    "rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow truncate "
+    "mscale mscale_all_dim".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding. `kind` is "default", "linear" or "yarn"; the rest is read by the scaled kinds only."""
+
+    theta: float
+    kind: str
+    factor: float
+    original_max_positions: int
+    attention_factor: float  # multiplies cos and sin; 1 but for YaRN
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Qwen3 dense model, as its config.json describes it. There are no defaults: the file says everything."""
+
+    vocab_size: int
+    embed_dim: int
+    mlp_dim: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    is_tied: bool  # the output head is the embedding
+    dtype: str  # of the checkpoint: "bfloat16", "float32" or "float16"
+    rope: RopeConfig
+
+    @property
+    def num_params(self) -> int:
+        """Weights of the unsharded model, padding left out."""
+        heads = (2 * self.num_query_heads + 2 * self.num_kv_heads) * self.head_dim * self.embed_dim
+        layer = heads + 3 * self.mlp_dim * self.embed_dim + 2 * self.embed_dim + 2 * self.head_dim
+        tables = (1 if self.is_tied else 2) * self.vocab_size * self.embed_dim
+        return self.num_layers * layer + tables + self.embed_dim
+
+    @classmethod
+    def from_file(cls, path: Path) -> "ModelConfig":
+        """Reads config.json.
+
+        Raises:
+          UnsupportedModelError: the file is missing, or names an architecture or option that is not implemented.
+        """
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UnsupportedModelError(f"{path} does not exist. --model takes a Hugging Face model directory.") from None
+        except json.JSONDecodeError as error:
+            raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
+        return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """As `from_file`, from the parsed file."""
+        _check_options(raw)
+        return cls(
+            vocab_size=raw["vocab_size"],
+            embed_dim=raw["hidden_size"],
+            mlp_dim=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_query_heads=raw["num_attention_heads"],
+            num_kv_heads=raw["num_key_value_heads"],
+            head_dim=raw["head_dim"],
+            rms_norm_eps=raw["rms_norm_eps"],
+            max_positions=raw["max_position_embeddings"],
+            is_tied=raw["tie_word_embeddings"],
+            dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+            rope=_rope_config(raw),
+        )
+
+
+def _check_options(raw: Mapping[str, Any]) -> None:
+    if raw.get("architectures") != [SUPPORTED_ARCHITECTURE]:
+        raise UnsupportedModelError(
+            f"config.json: architectures is {raw.get('architectures')!r}; meshserve serves [{SUPPORTED_ARCHITECTURE!r}]."
+        )
+    missing = [key for key in _REQUIRED_KEYS if raw.get(key) is None]
+    if missing:
+        raise UnsupportedModelError(f"config.json lacks {', '.join(missing)}. Add what the model was trained with.")
+    for key, allowed in _FIXED_OPTIONS.items():
+        if raw.get(key, allowed) != allowed:
+            raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}; meshserve implements {allowed!r} only.")
+    layer_types = set(raw.get("layer_types") or ())
+    if layer_types - {"full_attention"}:
+        raise UnsupportedModelError(f"config.json: layer_types has {sorted(layer_types)}; only full_attention is served.")
+    known = {*_REQUIRED_KEYS, *_FIXED_OPTIONS, *_IGNORED_KEYS, *_ROPE_KEYS, *_DTYPE_KEYS, "architectures", "layer_types"}
+    unknown = sorted(key for key, value in raw.items() if key not in known and value is not None)
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json has options meshserve does not know: {', '.join(unknown)}. It refuses what it cannot honour."
+        )
+    if raw["num_attention_heads"] % raw["num_key_value_heads"]:
+        raise UnsupportedModelError(
+            f"config.json: {raw['num_attention_heads']} query heads are not a multiple of "
+            f"{raw['num_key_value_heads']} KV heads."
+        )
+
+
+def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
+    """Transformers 5 writes `rope_parameters`; earlier files have `rope_theta` and `rope_scaling`."""
+    scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    theta = scaling.get("rope_theta", raw.get("rope_theta"))
+    if theta is None:
+        raise UnsupportedModelError("config.json names no rope_theta. Add what the model was trained with.")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    allowed = {"default": {"rope_type", "type", "rope_theta"}, "yarn": _YARN_KEYS}
+    allowed["linear"] = allowed["default"] | {"factor"}
+    if kind not in allowed:
+        raise UnsupportedModelError(
+            f"config.json: rope scaling {kind!r} is not implemented; meshserve honours {', '.join(sorted(allowed))}."
+        )
+    unknown = sorted(key for key in scaling if key not in allowed[kind])
+    if unknown:
+        raise UnsupportedModelError(f"config.json: rope scaling {kind!r} has unknown options {', '.join(unknown)}.")
+    if kind != "default" and "factor" not in scaling:
+        raise UnsupportedModelError(f"config.json: rope scaling {kind!r} needs a factor.")
+    factor = float(scaling.get("factor", 1.0))
+    return RopeConfig(
+        theta=float(theta),
+        kind=kind,
+        factor=factor,
+        original_max_positions=scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"],
+        attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """The temperature of YaRN (arXiv 2309.00071, section 3.4) unless the file states it."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    """A field of `ServeConfig`: its default, its help line, and the values it takes if they are few."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Everything about how a model is served. The defaults serve a small model on one device."""
+
+    model: str = option("", "Hugging Face model directory, or 'demo' for the embedded model")
+    tp: int = option(1, "tensor-parallel degree: the number of devices in the mesh")
+    cpu_devices: int = option(0, "serve on this many virtual CPU devices; 0 uses the accelerators")
+    dtype: str = option("auto", "of weights, activations and KV cache", ("auto", "bfloat16", "float32"))
+    page_size: int = option(32, "tokens a KV page")
+    num_pages: int = option(0, "KV pages of each device; 0 takes memory_fraction of what the weights leave")
+    memory_fraction: float = option(0.85, "share of device memory for weights and KV cache together")
+    max_context: int = option(0, "tokens of prompt and output together; 0 takes the model's own limit, at most 32768")
+    max_running: int = option(64, "requests in one step")
+    max_step_tokens: int = option(512, "token budget of one step: decodes and prefill chunks together")
+    max_waiting: int = option(1024, "requests in the queue; more are refused")
+    attention: str = option("auto", "paged attention implementation", ("auto", "reference"))
+    host: str = option("127.0.0.1", "address to bind")
+    port: int = option(50051, "port to bind; 0 takes a free one")
+    drain_seconds: float = option(30.0, "after SIGTERM, the time running requests have to finish")
+    allow_insecure: bool = option(False, "bind a non-loopback address without TLS")
+    served_name: str = option("", "model name in GetModelInfo; by default the directory's name")
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1.")
+        if self.max_step_tokens < self.max_running:
+            raise ConfigError(
+                f"max_step_tokens is {self.max_step_tokens} and max_running {self.max_running}: every running request "
+                "decodes one token a step, so the budget must be at least as large. Raise it or lower max_running."
+            )
+        if self.cpu_devices and self.cpu_devices < self.tp:
+            raise ConfigError(f"tp is {self.tp} but cpu_devices only {self.cpu_devices}. Raise cpu_devices or leave it 0.")
+        for option_field in dataclasses.fields(self):
+            choices = option_field.metadata["choices"]
+            if choices and getattr(self, option_field.name) not in choices:
+                raise ConfigError(
+                    f"{option_field.name} is {getattr(self, option_field.name)!r}; it takes {', '.join(choices)}."
+                )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The options a TOML file sets, checked against `ServeConfig`: an unknown key names its nearest neighbour.
+
+    Raises:
+      ConfigError: no such file, bad TOML, an unknown key, or a value of the wrong type.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path}: {error}.") from None
+    types = {option_field.name: option_field.type for option_field in dataclasses.fields(ServeConfig)}
+    for key, value in raw.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, n=1)
+            hint = f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(types)}."
+            raise ConfigError(f"--config {path}: unknown key {key!r}.{hint}")
+        expected = types[key]
+        if expected is float and type(value) is int:
+            raw[key] = float(value)
+        elif type(value) is not expected:
+            raise ConfigError(f"--config {path}: {key} is {value!r}; it must be of type {getattr(expected, '__name__', expected)}.")
+    return raw

@@ -1,0 +1,56 @@
+"""Where the edge and the engine meet: neither imports the other, both speak of these.
+
+engine thread                                   event loop of the edge
+Engine.submit, cancel, load     <----------     one call for each request
+Deliver, once a step            ---------->     `mailbox.Mailroom.deliver`
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .request import FinishReason, Load, Output, SamplingParams
+
+# Takes all outputs of one step. The engine calls it from its own thread; it returns at once and never raises.
+Deliver = Callable[[Sequence[Output]], None]
+
+
+class Engine(Protocol):
+    """What makes tokens. Every method returns at once and may be called from any thread."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine's loop died; None while it is well. Set before the outputs that the death causes."""
+
+    def submit(self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
+        """Accepts a request. From now on its outputs are delivered, the last one, and only it, with a finish reason.
+
+        Raises:
+          InvalidRequestError: it can never be served.
+          QueueFullError: not now.
+          EngineStoppedError: not by this engine any more.
+        """
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        """Ends a request with `reason`. Its last output is still delivered. Unknown and ended requests are ignored."""
+
+    def load(self) -> Load:
+        """How busy the engine is now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What is served. The field names are those of GetModelInfoResponse in inference.proto, which explains them."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    tp_degree: int
+    dtype: str
+    page_size_tokens: int
+    num_parameters: int
+    num_devices: int
+    device_kind: str
+    server_version: str

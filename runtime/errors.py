@@ -1,0 +1,39 @@
+"""What can go wrong, as types. Every message says what was got, what is allowed and what to do.
+
+`server.GRPC_STATUS` is the one table that maps these to gRPC codes.
+"""
+
+
+class MeshserveError(Exception):
+    """Base of every error that meshserve raises on purpose."""
+
+
+class ConfigError(MeshserveError):
+    """A flag, TOML key or combination of options that cannot be served."""
+
+
+class UnsupportedModelError(MeshserveError):
+    """A config.json that names an architecture or option meshserve does not implement."""
+
+
+class InvalidRequestError(MeshserveError):
+    """A request that can never be served as it stands.
+
+    `field` is the request field at fault, in the words of the public API (for example `sampling.top_p`).
+    """
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class QueueFullError(MeshserveError):
+    """The server accepts no more requests for now. `retry_seconds` is a hint for the caller."""
+
+    def __init__(self, message: str, retry_seconds: float):
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
+
+class EngineStoppedError(MeshserveError):
+    """The engine is not running: it was stopped, is draining, or its loop died. The text carries the reason."""

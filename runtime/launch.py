@@ -1,0 +1,155 @@
+"""From a `ServeConfig` to a running engine: mesh, weights, programs, cache, queues, in this order."""
+
+import importlib.metadata
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from meshserve.deploy import demo
+from meshserve.kernels import paged_attention
+from meshserve.sharding.layout import ShardLayout, shard_layout
+from meshserve.sharding.memory import num_pages_that_fit
+from meshserve.sharding.mesh import make_mesh, use_cpu_devices
+
+from .batch import BatchBuilder, declare_buckets
+from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig
+from .contract import Deliver, ModelInfo
+from .engine import Engine
+from .errors import ConfigError
+from .hf_weights import load_model
+from .pages import PageAllocator
+from .scheduler import Scheduler, SchedulerLimits
+from .step import CacheShape, StepRunner, cache_page_bytes, state_shapes
+from .tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+DEMO_MODEL = "demo"
+_DEFAULT_MAX_CONTEXT = 32_768  # tokens, where the model allows more and the config does not say
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A ready engine, not yet started, and what the edge needs beside it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    info: ModelInfo
+
+
+def model_directory(config: ServeConfig) -> Path:
+    """Where the model lies; "demo" names the embedded one.
+
+    Raises:
+      ConfigError: no model is named, or there is no such directory.
+    """
+    if not config.model:
+        raise ConfigError("no model is named. Pass --model with a Hugging Face model directory, or --model demo.")
+    directory = Path(demo.__file__).with_name("model") if config.model == DEMO_MODEL else Path(config.model)
+    if not directory.is_dir():
+        raise ConfigError(f"--model {config.model}: no such directory. Download the model first, or use --model demo.")
+    return directory
+
+
+def launch(config: ServeConfig, deliver: Deliver) -> Launched:
+    """Builds everything and compiles every program. Blocks for as long as that takes.
+
+    Raises:
+      MeshserveError, CheckpointError, ValueError, MemoryError: the config, the model or the devices do not allow it.
+    """
+    directory = model_directory(config)
+    model = ModelConfig.from_file(directory / "config.json")
+    tokenizer = Tokenizer(directory)
+    if config.cpu_devices:
+        use_cpu_devices(config.cpu_devices)
+    mesh = make_mesh(config.tp)
+    layout = shard_layout(
+        num_shards=config.tp,
+        num_query_heads=model.num_query_heads,
+        num_kv_heads=model.num_kv_heads,
+        vocab_size=model.vocab_size,
+        mlp_dim=model.mlp_dim,
+    )
+    dtype = _dtype(config, model)
+    max_context = _max_context(config, model)
+    structure, params = load_model(directory, model, layout, mesh, dtype)
+    num_pages = config.num_pages or _num_pages(config, model, layout, mesh, dtype)
+    max_request_pages = min(-(-max_context // config.page_size), num_pages)
+    buckets = declare_buckets(
+        max_step_tokens=config.max_step_tokens, max_running=config.max_running, page_size=config.page_size
+    )
+    shape = CacheShape(num_pages, config.page_size, config.max_running, max_request_pages)
+    runner = StepRunner(
+        structure=structure,
+        params=params,
+        state_shapes=state_shapes(model, layout, shape, dtype),
+        attend=paged_attention.implementation(config.attention),
+        buckets=buckets,
+        mesh=mesh,
+    )
+    _log.info(
+        "%d programs compiled in %.1f s; %d pages of %d tokens a device",
+        len(buckets), runner.compile_seconds, num_pages, config.page_size,
+    )  # fmt: skip
+    pages = PageAllocator(num_pages)
+    limits = SchedulerLimits(
+        page_size=config.page_size,
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_waiting=config.max_waiting,
+        max_context=max_context,
+    )
+    engine = Engine(
+        scheduler=Scheduler(limits, pages, tokenizer.eos_token_ids),
+        pages=pages,
+        batches=BatchBuilder(buckets, max_running=config.max_running, page_size=config.page_size),
+        runner=runner,
+        tokenizer=tokenizer,
+        deliver=deliver,
+    )
+    return Launched(engine, tokenizer, _model_info(config, model, tokenizer, mesh, max_context))
+
+
+def _dtype(config: ServeConfig, model: ModelConfig) -> jnp.dtype:
+    """Of weights, activations and cache. A float16 checkpoint is served in bfloat16, which has float32's range."""
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    return jnp.dtype("float32" if model.dtype == "float32" else "bfloat16")
+
+
+def _max_context(config: ServeConfig, model: ModelConfig) -> int:
+    if config.max_context > model.max_positions:
+        raise ConfigError(
+            f"max_context is {config.max_context}; the model was made for {model.max_positions} tokens "
+            "(max_position_embeddings). Lower it, or configure YaRN rope scaling in the model's config.json."
+        )
+    return config.max_context or min(model.max_positions, _DEFAULT_MAX_CONTEXT)
+
+
+def _num_pages(config: ServeConfig, model: ModelConfig, layout: ShardLayout, mesh: Mesh, dtype: jnp.dtype) -> int:
+    page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
+    return num_pages_that_fit(mesh, config.memory_fraction, page_bytes)
+
+
+def _model_info(
+    config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, mesh: Mesh, max_context: int
+) -> ModelInfo:
+    devices = jax.devices()
+    return ModelInfo(
+        name=config.served_name or (config.model if config.model == DEMO_MODEL else Path(config.model).name),
+        architecture=SUPPORTED_ARCHITECTURE,
+        vocab_size=model.vocab_size,
+        max_context_tokens=max_context,
+        eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        tp_degree=config.tp,
+        dtype=_dtype(config, model).name,
+        page_size_tokens=config.page_size,
+        num_parameters=model.num_params,
+        num_devices=mesh.size,
+        device_kind=devices[0].device_kind,
+        server_version=importlib.metadata.version("meshserve"),
+    )

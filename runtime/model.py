@@ -1,0 +1,185 @@
+"""Qwen3 dense as flax.nnx modules, written per shard.
+
+Step 6 of 10. In: the token ids of one step. Out: the hidden state of each token, and logits of a vocabulary shard.
+
+Called inside `shard_map`, every module sees its shard's block of each parameter and says itself what crosses the mesh:
+one `psum` after the attention output, one after the MLP, one for the embedding. Outside, the same modules are built
+abstractly (`abstract_model`) and declare each parameter once: its global shape, its logical axes.
+
+T tokens, D embed, K groups of heads (KV heads, repeats counted), G query heads a group, H head dim, F mlp, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, write_kv
+from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.mesh import TENSOR_AXIS
+
+from .config import ModelConfig
+from .rope import rotate, rotation
+
+
+class Weight(nnx.Param):
+    """A parameter. Its metadata `axes` names the logical axis of each dimension (see `sharding.mesh.RULES`)."""
+
+
+class StepContext(NamedTuple):
+    """What every layer of a step shares."""
+
+    batch: PagedBatch
+    cos: jax.Array  # [T, H / 2]
+    sin: jax.Array
+    attend: PagedAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Declare:
+    """Makes parameters of one dtype; `stack` layers of them share one array, so that a step has few arguments."""
+
+    dtype: jnp.dtype
+    stack: tuple[int, ...] = ()
+
+    def __call__(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Weight:
+        return Weight(jnp.zeros(self.stack + shape, self.dtype), axes=(None,) * len(self.stack) + axes)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis; statistics in float32, x's dtype out."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * normed.astype(x.dtype)
+
+
+def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [T, in] times weight [out, in], transposed: [T, out]. float32 stays float32 on every backend."""
+    return jnp.einsum("ti,oi->to", x, weight, precision="highest" if x.dtype == jnp.float32 else None)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with normalised q and k."""
+
+    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
+        embed_dim, head_dim = config.embed_dim, config.head_dim
+        groups, group_size = layout.num_groups, layout.group_size
+        # The rows of a group: its query heads, then its key head, then its value head.
+        self.qkv = declare((groups, (group_size + 2) * head_dim, embed_dim), ("kv_heads", None, None))
+        self.q_norm = declare((head_dim,), (None,))
+        self.k_norm = declare((head_dim,), (None,))
+        self.out = declare((embed_dim, config.num_query_heads * head_dim), (None, "query_heads"))
+        self.head_dim, self.eps = head_dim, config.rms_norm_eps
+
+    def __call__(
+        self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, D] -> ([T, D] summed over the mesh, the cache with this step's keys and values)."""
+        num_tokens, groups = x.shape[0], self.qkv.shape[0]
+        heads = project(x, self.qkv[...].reshape(-1, x.shape[1])).reshape(num_tokens, groups, -1, self.head_dim)
+        q, k, v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
+        q = rotate(rms_norm(q, self.q_norm[...], self.eps), context.cos, context.sin)
+        k = rotate(rms_norm(k, self.k_norm[...], self.eps), context.cos, context.sin)
+        cache = write_kv(cache, k, v, context.batch, layer=layer)
+        attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
+        return jax.lax.psum(project(attended.reshape(num_tokens, -1), self.out[...]), TENSOR_AXIS), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
+        self.gate_up = declare((2, layout.mlp_dim, config.embed_dim), (None, "mlp", None))
+        self.down = declare((config.embed_dim, layout.mlp_dim), (None, "mlp"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [T, D] -> [T, D] summed over the mesh."""
+        gate, up = jnp.split(project(x, self.gate_up[...].reshape(-1, x.shape[1])), 2, axis=-1)
+        return jax.lax.psum(project(jax.nn.silu(gate) * up, self.down[...]), TENSOR_AXIS)
+
+
+class DecoderLayer(nnx.Module):
+    """Norm, attention, norm, MLP, each pair around the residual stream."""
+
+    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
+        self.attention_norm = declare((config.embed_dim,), (None,))
+        self.attention = Attention(config, layout, declare)
+        self.mlp_norm = declare((config.embed_dim,), (None,))
+        self.mlp = MLP(config, layout, declare)
+        self.eps = config.rms_norm_eps
+
+    def __call__(
+        self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        attended, cache = self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, layer, context)
+        x = x + attended
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps)), cache
+
+
+class Qwen3(nnx.Module):
+    """The whole model. `layers` holds the parameters of all layers, stacked."""
+
+    def __init__(self, config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype):
+        declare = _Declare(dtype=dtype)
+        table = (layout.vocab_size, config.embed_dim)
+        self.embedding = declare(table, ("vocab", None))
+        self.layers = DecoderLayer(config, layout, _Declare(dtype=dtype, stack=(config.num_layers,)))
+        self.norm = declare((config.embed_dim,), (None,))
+        if not config.is_tied:
+            self.head = declare(table, ("vocab", None))
+        self.config = config
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        """Ids [T] -> [T, D]. Each shard looks up the ids of its own vocabulary; the others give zeros."""
+        num_rows = self.embedding.shape[0]
+        local = token_ids - jax.lax.axis_index(TENSOR_AXIS) * num_rows
+        is_here = (local >= 0) & (local < num_rows)
+        rows = self.embedding[...][jnp.clip(local, 0, num_rows - 1)]
+        return jax.lax.psum(jnp.where(is_here[:, None], rows, 0), TENSOR_AXIS)
+
+    def __call__(
+        self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, attend: PagedAttention, *, is_unrolled: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs all layers.
+
+        Args:
+          token_ids: [T] int32.
+          cache: [L, P, K, 2, S, H], this shard's KV heads.
+          batch: where each token belongs.
+          attend: the paged attention of this backend.
+          is_unrolled: layer after layer in one program, as GPUs want it (XLA captures unrolled layers in a command
+            buffer, not a loop), or as a loop, which compiles several times faster.
+
+        Returns:
+          The hidden state of each token before the final norm [T, D], and the cache.
+        """
+        cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
+        context = StepContext(batch, cos, sin, attend)
+        start = (self.embed(token_ids), cache)
+        if not is_unrolled:
+            return jax.lax.fori_loop(0, self.config.num_layers, lambda i, carry: self.layer(i, *carry, context), start)
+        for index in range(self.config.num_layers):
+            start = self.layer(index, *start, context)
+        return start
+
+    def layer(
+        self, index: int | jax.Array, x: jax.Array, cache: jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """One decoder layer: x [T, D] and the cache -> the same."""
+        structure, stacked = nnx.split(self.layers)
+        layer = nnx.merge(structure, jax.tree.map(lambda stack: stack[index], stacked))
+        return layer(x, cache, index, context)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states [B, D] -> float32 logits of this shard's vocabulary [B, V / shards]."""
+        x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+        table = self.embedding[...] if self.config.is_tied else self.head[...]
+        precision = "highest" if x.dtype == jnp.float32 else None
+        return jnp.einsum("bd,vd->bv", x, table, precision=precision, preferred_element_type=jnp.float32)
+
+
+def abstract_model(config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure, and its parameters as shapes with their logical axes. Allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: Qwen3(config, layout, dtype)))

@@ -1,0 +1,166 @@
+"""`meshserve generate`: a file of prompts in, a file of completions out, no server."""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import ServeConfig
+from .errors import InvalidRequestError, MeshserveError
+from .launch import Launched, launch
+from .request import Output, SamplingParams
+
+_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+
+@dataclasses.dataclass
+class Completion:
+    """One prompt's output, as it grows."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    error: str = ""
+
+    def add(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.error = output.message
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason.value
+
+    def to_json(self, index: int) -> str:
+        line: dict[str, Any] = {
+            "index": index,
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+        }
+        if self.error:
+            line["error"] = self.error
+        return json.dumps(line, ensure_ascii=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One line of the input file."""
+
+    prompt: str | tuple[int, ...]
+    params: SamplingParams
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads a JSONL file: `prompt` (text) or `prompt_token_ids`, and any fields of `SamplingParams`.
+
+    Raises:
+      MeshserveError: the file cannot be read, or a line is not such an object; the message names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MeshserveError(f"--input {path} cannot be read: {error}.") from None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                prompts.append(_prompt(json.loads(line)))
+            except (ValueError, InvalidRequestError) as error:
+                raise MeshserveError(f"--input {path}, line {number}: {error}") from None
+    return prompts
+
+
+def _prompt(raw: Any) -> Prompt:
+    if not isinstance(raw, dict):
+        raise ValueError(f"got {type(raw).__name__}; a line is a JSON object.")
+    unknown = sorted(raw.keys() - {"prompt", "prompt_token_ids", *_SAMPLING_FIELDS})
+    if unknown:
+        raise ValueError(f"unknown fields {', '.join(unknown)}; known are prompt, prompt_token_ids, {', '.join(_SAMPLING_FIELDS)}.")
+    text, token_ids = raw.get("prompt"), raw.get("prompt_token_ids")
+    if (text is None) == (token_ids is None):
+        raise ValueError("give exactly one of prompt and prompt_token_ids.")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"prompt is {text!r}; it must be a string.")
+    if token_ids is not None and not (isinstance(token_ids, list) and all(type(token) is int for token in token_ids)):
+        raise ValueError("prompt_token_ids must be a list of integers.")
+    return Prompt(text if token_ids is None else tuple(token_ids), _sampling_params(raw))
+
+
+def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:
+    types: dict[str, tuple[type, ...]] = {
+        "max_tokens": (int,), "temperature": (int, float), "top_k": (int,), "top_p": (int, float),
+        "seed": (int, type(None)), "ignore_eos": (bool,), "stop": (str, list),
+    }  # fmt: skip
+    fields = {name: raw[name] for name in _SAMPLING_FIELDS if name in raw}
+    for name, value in fields.items():
+        if type(value) not in types[name]:
+            raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}.")
+    stop = fields.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not all(isinstance(text, str) for text in stop):
+        raise ValueError("stop must be a string or a list of strings.")
+    return SamplingParams(**{**fields, "stop": tuple(stop)})
+
+
+class Batch:
+    """Collects the outputs of a set of requests. `deliver` is for the engine; the ids are the prompts' indices."""
+
+    def __init__(self, num_prompts: int):
+        self.completions = [Completion() for _ in range(num_prompts)]
+        self._num_open = 0
+        self._changed = threading.Condition()
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                self.completions[int(output.request_id)].add(output)
+                self._num_open -= output.finish_reason is not None
+            self._changed.notify()
+
+    def run(self, launched: Launched, prompts: Sequence[Prompt]) -> None:
+        """Submits every prompt and waits for all of them. What is refused gets its reason as `error`."""
+        for index, prompt in enumerate(prompts):
+            with self._changed:
+                self._num_open += 1
+            try:
+                launched.engine.submit(str(index), self._token_ids(launched, prompt), prompt.params)
+            except InvalidRequestError as error:
+                self.completions[index].finish_reason = "error"
+                self.completions[index].error = str(error)
+                with self._changed:
+                    self._num_open -= 1
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_open == 0)
+
+    @staticmethod
+    def _token_ids(launched: Launched, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt.prompt, str):
+            return launched.tokenizer.encode(prompt.prompt)
+        vocab_size = launched.info.vocab_size
+        for token_id in prompt.prompt:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError("prompt_token_ids", f"{token_id} is no token; ids are 0 to {vocab_size - 1}.")
+        return prompt.prompt
+
+
+def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
+    """Completes every prompt of `source` into `target`, line by line in the same order.
+
+    Returns the number of prompts that failed; their output lines carry `error`.
+
+    Raises:
+      MeshserveError: the input is malformed, or the engine died.
+    """
+    prompts = read_prompts(source)
+    batch = Batch(len(prompts))
+    config = dataclasses.replace(config, max_waiting=max(len(prompts), 1))
+    launched = launch(config, batch.deliver)
+    launched.engine.start()
+    batch.run(launched, prompts)
+    launched.engine.stop()
+    lines = [completion.to_json(index) for index, completion in enumerate(batch.completions)]
+    target.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    if launched.engine.failure is not None:
+        raise MeshserveError(f"the engine died: {launched.engine.failure}. {target} holds what was finished before.")
+    return sum(bool(completion.error) for completion in batch.completions)

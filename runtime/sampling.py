@@ -1,0 +1,152 @@
+"""Choosing the next token from logits that lie in vocabulary shards.
+
+Step 7 of 10. In: float32 logits of this shard's vocabulary. Out: one token a row, the same on every shard.
+
+The logits are never gathered. Top-k and top-p find the one logit value that separates kept from dropped tokens by a
+search over the bits of its float, four bits a round, with one small `psum` a round: exact for every k and p, no sort.
+Tokens whose logit equals the threshold are all kept. Sampling is the Gumbel-max trick; its noise comes from a counter
+(request seed, position, token id), so a token depends neither on the batch, nor on the step, nor on the number of shards.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from meshserve.sharding.mesh import TENSOR_AXIS
+
+_DIGIT_BITS = 4
+_THREEFRY_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_THREEFRY_PARITY = 0x1BD11BDA
+
+
+class SamplingBatch(NamedTuple):
+    """One set of parameters a row, each [B]. See `request.SamplingParams` for their meaning."""
+
+    temperature: jax.Array  # float32; 0 is greedy
+    top_p: jax.Array  # float32
+    top_k: jax.Array  # int32; 0 is off
+    seed_low: jax.Array  # uint32
+    seed_high: jax.Array  # uint32
+    position: jax.Array  # int32: of the token to be sampled
+
+
+def sample(logits: jax.Array, params: SamplingBatch, *, vocab_size: int, is_unrolled: bool) -> jax.Array:
+    """One token a row. Call inside `shard_map`.
+
+    Args:
+      logits: [B, V / shards] float32, this shard's part of the padded vocabulary.
+      params: per row.
+      vocab_size: of the model; padding beyond it is never chosen.
+      is_unrolled: write out the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
+
+    Returns:
+      [B] int32 token ids, equal on every shard. Rows that are greedy take the largest logit, the lowest id among equals.
+    """
+    token_ids = _local_token_ids(logits.shape[1])
+    logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
+    any_random = jnp.any(params.temperature > 0.0)
+    random_scores = partial(_random_scores, is_unrolled=is_unrolled)
+    scores = jax.lax.cond(any_random, random_scores, lambda logits, *_: logits, logits, params, token_ids)
+    return _argmax(scores, token_ids)
+
+
+def _local_token_ids(num_local: int) -> jax.Array:
+    return jax.lax.axis_index(TENSOR_AXIS) * num_local + jnp.arange(num_local, dtype=jnp.int32)
+
+
+def _random_scores(
+    logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, *, is_unrolled: bool
+) -> jax.Array:
+    """Scores whose largest is a sample: greedy rows keep their logits, dropped tokens get -inf."""
+    is_random = params.temperature > 0.0
+    scaled = logits / jnp.where(is_random, params.temperature, 1.0)[:, None]
+    top_k, top_p = params.top_k, params.top_p
+    keep_top_k = partial(_keep_top_k, is_unrolled=is_unrolled)
+    keep_top_p = partial(_keep_top_p, is_unrolled=is_unrolled)
+    kept = jax.lax.cond(jnp.any(is_random & (top_k > 0)), keep_top_k, lambda x, _: x, scaled, top_k)
+    kept = jax.lax.cond(jnp.any(is_random & (top_p < 1.0)), keep_top_p, lambda x, _: x, kept, top_p)
+    return jnp.where(is_random[:, None], kept + _gumbel(params, token_ids), logits)
+
+
+def _keep_top_k(logits: jax.Array, top_k: jax.Array, *, is_unrolled: bool) -> jax.Array:
+    """Rows with top_k > 0 keep their k largest logits; fewer than k real tokens are all kept."""
+    keys = _sortable(logits)
+    weights = jnp.isfinite(logits).astype(jnp.float32)  # counts below 2^24 are exact
+    target = jnp.minimum(top_k.astype(jnp.float32), jax.lax.psum(weights.sum(axis=1), TENSOR_AXIS))
+    threshold = _threshold(keys, weights, target, is_unrolled=is_unrolled)
+    return jnp.where((top_k <= 0)[:, None] | (keys >= threshold[:, None]), logits, -jnp.inf)
+
+
+def _keep_top_p(logits: jax.Array, top_p: jax.Array, *, is_unrolled: bool) -> jax.Array:
+    """Rows with top_p < 1 keep the smallest set of most likely tokens whose probability reaches p."""
+    highest = jax.lax.pmax(logits.max(axis=1), TENSOR_AXIS)
+    weights = jnp.exp(logits - highest[:, None])
+    keys = _sortable(logits)
+    target = top_p * jax.lax.psum(weights.sum(axis=1), TENSOR_AXIS)
+    threshold = _threshold(keys, weights, target, is_unrolled=is_unrolled)
+    return jnp.where((top_p >= 1.0)[:, None] | (keys >= threshold[:, None]), logits, -jnp.inf)
+
+
+def _sortable(x: jax.Array) -> jax.Array:
+    """float32 -> uint32 in the same order."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits & sign != 0, ~bits, bits | sign)
+
+
+def _threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, is_unrolled: bool) -> jax.Array:
+    """The largest key t of each row such that the weights of all keys >= t, over all shards, reach the target.
+
+    keys, weights [B, V / shards]; target [B] -> [B] uint32. 0 where rounding keeps even the whole row below the target.
+    """
+    digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
+
+    def fix_digit(index: jax.Array, prefix: jax.Array) -> jax.Array:
+        shift = jnp.uint32(32 - _DIGIT_BITS) - jnp.uint32(_DIGIT_BITS) * index.astype(jnp.uint32)
+        candidates = prefix[:, None] | (digits << shift)  # [B, 15], ascending
+        is_above = keys[:, None, :] >= candidates[:, :, None]
+        reached = jax.lax.psum(jnp.where(is_above, weights[:, None, :], 0.0).sum(axis=2), TENSOR_AXIS)
+        digit = (reached >= target[:, None]).sum(axis=1).astype(jnp.uint32)  # reached falls along the candidates
+        return prefix | (digit << shift)
+
+    start = jnp.zeros(keys.shape[0], jnp.uint32)
+    return jax.lax.fori_loop(0, 32 // _DIGIT_BITS, fix_digit, start, unroll=is_unrolled)
+
+
+def _gumbel(params: SamplingBatch, token_ids: jax.Array) -> jax.Array:
+    """Standard Gumbel noise [B, V / shards], a function of (seed, position, token id) alone."""
+    shape = (params.position.shape[0], token_ids.shape[0])
+    position = jnp.broadcast_to(params.position.astype(jnp.uint32)[:, None], shape)
+    token = jnp.broadcast_to(token_ids.astype(jnp.uint32)[None, :], shape)
+    bits = threefry(params.seed_low[:, None], params.seed_high[:, None], position, token)
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))  # log1p keeps the resolution where the noise is large
+
+
+def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """The first word of Threefry-2x32 with 20 rounds (Salmon et al., 2011), elementwise over uint32 arrays.
+
+    Written out so that XLA fuses it with its use; jax's own primitive is a kernel of its own on GPUs.
+    """
+    keys = (key_low, key_high, key_low ^ key_high ^ jnp.uint32(_THREEFRY_PARITY))
+    x, y = low + keys[0], high + keys[1]
+    for group in range(5):
+        for rotation in _THREEFRY_ROTATIONS[group % 2]:
+            x = x + y
+            y = x ^ ((y << jnp.uint32(rotation)) | (y >> jnp.uint32(32 - rotation)))
+        x = x + keys[(group + 1) % 3]
+        y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x
+
+
+def _argmax(scores: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """The token id of each row's largest score over all shards; the lowest id among equals."""
+    best = jnp.argmax(scores, axis=1)
+    score = jnp.take_along_axis(scores, best[:, None], axis=1)[:, 0]
+    packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), token_ids[best]], axis=1)
+    shards = jax.lax.all_gather(packed, TENSOR_AXIS)  # [shards, B, 2]: one small collective
+    scores = jax.lax.bitcast_convert_type(shards[:, :, 0], jnp.float32)
+    winner = jnp.argmax(scores, axis=0)  # the first among equals: shards stand in order of token id
+    return jnp.take_along_axis(shards[:, :, 1], winner[None, :], axis=0)[0]

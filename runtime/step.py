@@ -1,0 +1,168 @@
+"""The compiled program of a bucket, and the state it works on.
+
+Step 6 of 10. In: a packed vector (see `batch.py`). Out: one sampled token a request, still on the device.
+
+Everything a step needs beyond that vector stays on the devices and is donated to each step: the KV cache, the table of
+each row's last token (a sampled token is the next step's input without the host ever seeing it in between), and the
+table of each row's pages. A row is the place of a running request in those tables.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from tqdm import tqdm
+
+from meshserve.kernels.paged_attention import PagedAttention, PagedBatch
+from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.mesh import named_sharding, partition_spec
+
+from .batch import ON_DEVICE, Bucket
+from .config import ModelConfig
+from .sampling import SamplingBatch, sample
+
+# [L, P, K, 2, S, H]: a page holds each KV head's keys, then its values, so one copy fetches a head's page.
+CACHE_AXES = (None, None, "kv_heads", None, None, None)
+_PROGRESS_DELAY_SECONDS = 2.0
+
+
+class CacheShape(NamedTuple):
+    """The KV cache and the tables beside it."""
+
+    num_pages: int
+    page_size: int  # tokens
+    max_running: int  # rows
+    max_request_pages: int
+
+
+class DeviceState(NamedTuple):
+    """What lives on the devices from step to step; a step consumes it and returns the next."""
+
+    cache: jax.Array  # [L, P, K, 2, S, H], sharded by KV head
+    last_tokens: jax.Array  # [max_running] int32
+    page_table: jax.Array  # [max_running, max_request_pages] int32
+
+
+def cache_page_bytes(config: ModelConfig, layout: ShardLayout, page_size: int, dtype: jnp.dtype) -> int:
+    """Bytes of one page on one device, all layers together."""
+    groups = layout.num_groups // layout.num_shards
+    return config.num_layers * groups * 2 * page_size * config.head_dim * dtype.itemsize
+
+
+def state_shapes(config: ModelConfig, layout: ShardLayout, shape: CacheShape, dtype: jnp.dtype) -> DeviceState:
+    """The device state as shapes."""
+    cache = (config.num_layers, shape.num_pages, layout.num_groups, 2, shape.page_size, config.head_dim)
+    return DeviceState(
+        jax.ShapeDtypeStruct(cache, dtype),
+        jax.ShapeDtypeStruct((shape.max_running,), jnp.int32),
+        jax.ShapeDtypeStruct((shape.max_running, shape.max_request_pages), jnp.int32),
+    )
+
+
+def step(
+    structure: nnx.GraphDef,
+    attend: PagedAttention,
+    bucket: Bucket,
+    is_unrolled: bool,
+    params: nnx.State,
+    state: DeviceState,
+    packed: jax.Array,
+) -> tuple[DeviceState, jax.Array]:
+    """One step, written per shard. Returns the next state and the sampled tokens [B] int32 (noise for chunks that do not
+    end with their request's last token; the host ignores those)."""
+    model = nnx.merge(structure, params)
+    fields = {name: packed[place] for name, place in bucket.fields.items()}
+    page_table = state.page_table.at[fields["page_row"], fields["page_index"]].set(fields["page"], mode="drop")
+    rows = fields["rows"]
+    from_table = state.last_tokens[rows[fields["token_request"]]]
+    token_ids = jnp.where(fields["token_ids"] == ON_DEVICE, from_table, fields["token_ids"])
+    batch = PagedBatch(fields["positions"], fields["token_request"], page_table[rows])
+    x, cache = model(token_ids, state.cache, batch, attend, is_unrolled=is_unrolled)
+    sampling = SamplingBatch(
+        temperature=jax.lax.bitcast_convert_type(fields["temperature"], jnp.float32),
+        top_p=jax.lax.bitcast_convert_type(fields["top_p"], jnp.float32),
+        top_k=fields["top_k"],
+        seed_low=jax.lax.bitcast_convert_type(fields["seed_low"], jnp.uint32),
+        seed_high=jax.lax.bitcast_convert_type(fields["seed_high"], jnp.uint32),
+        position=fields["sample_position"],
+    )
+    logits = model.logits(x[fields["last_index"]])
+    sampled = sample(logits, sampling, vocab_size=model.config.vocab_size, is_unrolled=is_unrolled)
+    last_tokens = state.last_tokens.at[rows].set(sampled, mode="drop")
+    return DeviceState(cache, last_tokens, page_table), sampled
+
+
+def sharded_step(
+    structure: nnx.GraphDef, abstract: nnx.State, attend: PagedAttention, bucket: Bucket, mesh: Mesh
+) -> jax.stages.Wrapped:
+    """The step of a bucket over the mesh: (params, state, packed) -> (state, sampled); the state is donated."""
+    param_specs = jax.tree.map(
+        lambda weight: weight.replace(partition_spec(weight.axes)), abstract, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
+    is_unrolled = mesh.devices.flat[0].platform == "gpu"
+    program = jax.shard_map(
+        partial(step, structure, attend, bucket, is_unrolled),
+        mesh=mesh,
+        in_specs=(param_specs, state_specs, PartitionSpec()),
+        out_specs=(state_specs, PartitionSpec()),
+        check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
+    )
+    return jax.jit(program, donate_argnums=1)
+
+
+class StepRunner:
+    """Holds the parameters, the device state and the compiled programs. Compiles all of them on construction."""
+
+    def __init__(
+        self,
+        *,
+        structure: nnx.GraphDef,
+        params: nnx.State,
+        state_shapes: DeviceState,
+        attend: PagedAttention,
+        buckets: Sequence[Bucket],
+        mesh: Mesh,
+    ):
+        self._params = params
+        self._shardings = DeviceState(
+            named_sharding(mesh, CACHE_AXES), named_sharding(mesh, ()), named_sharding(mesh, ())
+        )
+        shapes = jax.tree.map(_placed, state_shapes, self._shardings)
+        started = time.monotonic()
+        self._programs: Mapping[Bucket, jax.stages.Compiled] = {
+            bucket: _compile(sharded_step(structure, params, attend, bucket, mesh), params, shapes, bucket, mesh)
+            for bucket in tqdm(buckets, desc="programs", unit="", delay=_PROGRESS_DELAY_SECONDS, leave=False)
+        }
+        self.compile_seconds = time.monotonic() - started
+        self._state = _allocate(shapes)
+
+    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
+        self._state, sampled = self._programs[bucket](self._params, self._state, packed)
+        sampled.copy_to_host_async()
+        return sampled
+
+
+def _placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def _compile(
+    program: jax.stages.Wrapped, params: nnx.State, state: DeviceState, bucket: Bucket, mesh: Mesh
+) -> jax.stages.Compiled:
+    packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(mesh, ()))
+    return program.lower(params, state, packed).compile()
+
+
+def _allocate(shapes: DeviceState) -> DeviceState:
+    def zeros() -> DeviceState:
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes))()

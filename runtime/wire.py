@@ -1,0 +1,67 @@
+"""Between the messages of inference.proto and the nouns of `request` and `contract`, for the server and the client.
+
+The dataclasses use the field names of the messages, so most of this copies by name; a test holds the names together.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from meshserve.protos import inference_pb2 as pb
+
+from .contract import ModelInfo
+from .request import FinishReason, Load, Output, SamplingParams
+
+_FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
+    {
+        FinishReason.STOP: pb.FINISH_REASON_STOP,
+        FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+        FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+        FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
+        FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+    }
+)
+
+
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """The sent fields, and the defaults for the rest.
+
+    Raises:
+      InvalidRequestError: a value is out of range.
+    """
+    sent: dict[str, Any] = {field.name: value for field, value in message.ListFields()}  # a zero that was sent is here
+    if "stop" in sent:
+        sent["stop"] = tuple(sent["stop"])
+    return SamplingParams(**sent)
+
+
+def generate_response(output: Output) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(text=output.text, token_ids=output.token_ids)
+    if output.finish_reason is not None:
+        usage = pb.Usage(num_prompt_tokens=output.num_prompt_tokens, num_output_tokens=output.num_output_tokens)
+        reason = _FINISH_REASONS[output.finish_reason]
+        response.finish.CopyFrom(pb.Finish(reason=reason, message=output.message, usage=usage))
+    return response
+
+
+def finish_reason(value: int) -> FinishReason:
+    """The reason of a Finish message. One that a newer server may send and this code does not know is an ERROR."""
+    return next((reason for reason, number in _FINISH_REASONS.items() if number == value), FinishReason.ERROR)
+
+
+def model_info_response(info: ModelInfo) -> pb.GetModelInfoResponse:
+    return pb.GetModelInfoResponse(**dataclasses.asdict(info))
+
+
+def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
+    values = {field.name: getattr(response, field.name) for field in dataclasses.fields(ModelInfo)}
+    return ModelInfo(**values | {"eos_token_ids": tuple(response.eos_token_ids)})
+
+
+def load_response(load: Load) -> pb.GetLoadResponse:
+    return pb.GetLoadResponse(**dataclasses.asdict(load))
+
+
+def load(response: pb.GetLoadResponse) -> Load:
+    return Load(**{field.name: getattr(response, field.name) for field in dataclasses.fields(Load)})

@@ -1,0 +1,46 @@
+"""The mesh: which devices serve, and where each logical axis of an array lies on them."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+TENSOR_AXIS = "tensor"
+
+# Logical axis of a parameter or cache -> mesh axis. What is not named here is replicated.
+RULES = {"vocab": TENSOR_AXIS, "kv_heads": TENSOR_AXIS, "query_heads": TENSOR_AXIS, "mlp": TENSOR_AXIS}
+
+
+def use_cpu_devices(num_devices: int) -> None:
+    """Makes this process serve on virtual CPU devices. Call it before anything else asks jax for devices.
+
+    Raises:
+      RuntimeError: jax has already started its backends.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def make_mesh(tensor_parallelism: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of the first `tensor_parallelism` devices along one axis.
+
+    Raises:
+      ValueError: there are too few devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    if len(devices) < tensor_parallelism:
+        raise ValueError(
+            f"tp is {tensor_parallelism} but jax sees {len(devices)} {devices[0].platform} device(s). "
+            "Lower tp, or serve on virtual devices with --cpu-devices."
+        )
+    return Mesh(np.asarray(devices[:tensor_parallelism]), (TENSOR_AXIS,))
+
+
+def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
+    """Where an array with these logical axes lies on the mesh."""
+    return PartitionSpec(*(RULES[axis] if axis is not None else None for axis in axes))
+
+
+def named_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(axes))

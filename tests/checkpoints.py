@@ -1,0 +1,89 @@
+"""Random Qwen3 checkpoints as Hugging Face saves them, and what transformers makes of them: the oracle of the tests."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+# Tiny but not trivial: 8 query heads allow TP 1, 2, 4 and 8.
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "eos_token_id": None,
+}
+
+
+def save_checkpoint(directory: Path, *, seed: int = 0, shard_size: str = "1GB", **overrides: Any) -> Path:
+    """Writes a random model and a byte-level tokenizer into `directory`."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(**{**TINY, **overrides}, initializer_range=0.25)
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # they start as ones, which would hide a wrong one
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    save_byte_tokenizer(directory)
+    return directory
+
+
+def save_byte_tokenizer(directory: Path) -> None:
+    """A tokenizer of the 256 bytes and nothing else."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Changes keys of config.json; None removes a key."""
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    raw.update(changes)
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def greedy(directory: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """What transformers generates in float32, prompt by prompt."""
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    outputs = []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([list(prompt)])
+            mask = torch.ones_like(ids)
+            output = model.generate(
+                ids, attention_mask=mask, do_sample=False, min_new_tokens=max_tokens, max_new_tokens=max_tokens
+            )
+            outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+def hidden_states(directory: Path, prompt: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The output of every layer [T, D] before the final norm, and the logits [T, V], in float32."""
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    outputs: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(
+            lambda _module, _args, out: outputs.append((out[0] if isinstance(out, tuple) else out).reshape(len(prompt), -1))
+        )
+    with torch.no_grad():
+        logits = model(torch.tensor([list(prompt)])).logits[0]
+    return outputs, logits

@@ -1,0 +1,120 @@
+"""The reference decode layers against a plain float64 computation, one request and one head at a time."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshserve.kernels import decode_layers
+from meshserve.kernels.decode_layers import cases, reference
+
+SMALL = [case for case in cases.CASES if case.embed <= 256 and max(case.lengths) <= 300]
+
+
+def norm(x, gain, epsilon):
+    return x / np.sqrt(np.mean(x * x) + epsilon) * gain
+
+
+def rotate(x, position, inverse_frequencies, scale):
+    half = len(x) // 2
+    angle = position * inverse_frequencies
+    cosine, sine = np.cos(angle) * scale, np.sin(angle) * scale
+    return np.concatenate([x[:half] * cosine - x[half:] * sine, x[half:] * cosine + x[:half] * sine])
+
+
+def naive_layers(inputs: cases.Inputs) -> tuple[np.ndarray, np.ndarray]:
+    """x after all layers, of the rows that are no padding, and the cache."""
+    weights = jax.tree.map(lambda a: np.asarray(a, np.float64), inputs.weights)
+    cache = np.asarray(inputs.cache, np.float64)
+    num_layers, _, kv_heads, _, page_size, head_dim = cache.shape
+    group = weights.qkv.shape[2] // head_dim - 2
+    frequencies, settings = np.asarray(inputs.inverse_frequencies, np.float64), inputs.settings
+    rows = []
+    for row, position in enumerate(np.asarray(inputs.batch.positions)):
+        x = np.asarray(inputs.x, np.float64)[row]
+        pages = np.asarray(inputs.batch.page_table)[row]
+        for layer in range(num_layers if position >= 0 else 0):
+            normed = norm(x, weights.input_norm[layer], settings.epsilon)
+            attended = []
+            for head in range(kv_heads):
+                parts = (weights.qkv[layer, head] @ normed).reshape(group + 2, head_dim)
+                k = norm(parts[group], weights.k_norm[layer], settings.epsilon)
+                k = rotate(k, position, frequencies, settings.rotary_scale)
+                cache[layer, pages[position // page_size], head, :, position % page_size] = k, parts[group + 1]
+                seen = np.array(
+                    [cache[layer, pages[t // page_size], head, :, t % page_size] for t in range(position + 1)]
+                )
+                for q in parts[:group]:
+                    q = norm(q, weights.q_norm[layer], settings.epsilon)
+                    q = rotate(q, position, frequencies, settings.rotary_scale)
+                    weight = np.exp(seen[:, 0] @ q * settings.softmax_scale)
+                    attended.append(weight @ seen[:, 1] / weight.sum())
+            x = x + weights.o[layer] @ np.concatenate(attended)
+            gate, up = weights.gate_up[layer] @ norm(x, weights.post_norm[layer], settings.epsilon)
+            x = x + weights.down[layer] @ (gate / (1 + np.exp(-gate)) * up)
+        rows.append(x)
+    return np.array(rows), cache
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_reference_is_the_float64_computation(case):
+    inputs = cases.make_inputs(case, seed=1, dtype=jnp.float32)
+    inputs = dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, rotary_scale=1.1))
+    expected_x, expected_cache = naive_layers(inputs)
+    x, cache = reference.decode_layers(
+        inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies, settings=inputs.settings
+    )
+    real = np.asarray(inputs.batch.positions) >= 0
+    np.testing.assert_allclose(np.asarray(x)[real], expected_x[real], rtol=2e-4, atol=2e-4)
+    assert np.isfinite(np.asarray(x)).all()
+    np.testing.assert_allclose(np.asarray(cache), expected_cache, rtol=1e-3, atol=1e-3)  # NaN only where it was
+
+
+def test_a_range_of_layers_continues_where_the_last_one_ended():
+    inputs = cases.make_inputs(cases.CASES[1], seed=2, dtype=jnp.float32)
+    fixed = (inputs.batch, inputs.inverse_frequencies)
+    whole = reference.decode_layers(inputs.x, inputs.weights, inputs.cache, *fixed, settings=inputs.settings)
+    x, cache = inputs.x, inputs.cache
+    for layers in (range(0, 1), range(1, 2)):
+        x, cache = reference.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
+    np.testing.assert_array_equal(x, whole[0])
+    np.testing.assert_array_equal(cache, whole[1])
+
+
+def test_cuda_says_why_it_cannot_run_here():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match="default backend here is cpu"):
+        decode_layers.implementation("cuda")
+
+
+def test_unknown_implementation_is_named():
+    with pytest.raises(ValueError, match="'fast'; this build has reference, cuda"):
+        decode_layers.implementation("fast")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 32}, "head_dim is 32"),
+        ({"group": 9}, "9 query heads"),
+        ({"page_size": 8}, "pages have 8 tokens"),
+        ({"embed": 192}, "the embedding has 192"),
+        ({"mlp": 96}, "the mlp has 96"),
+    ],
+)
+def test_unsupported_shapes_are_named(change, reason):
+    case = dataclasses.replace(cases.CASES[0], **change)
+    inputs = cases.make_inputs(case, seed=0, dtype=jnp.bfloat16)
+    assert reason in decode_layers.unsupported_reason(inputs.weights, inputs.cache)
+
+
+def test_every_bfloat16_case_is_supported_and_float32_is_not():
+    for case in cases.CASES:
+        if case.embed <= 512:
+            inputs = cases.make_inputs(case, seed=0, dtype=jnp.bfloat16)
+            assert decode_layers.unsupported_reason(inputs.weights, inputs.cache) is None
+    inputs = cases.make_inputs(cases.CASES[0], seed=0, dtype=jnp.float32)
+    assert "is float32" in decode_layers.unsupported_reason(inputs.weights, inputs.cache)

@@ -1,0 +1,160 @@
+"""The CUDA decode layers against the reference in float32, on a Hopper GPU."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshserve.kernels.cuda import build
+from meshserve.kernels.decode_layers import DecodeBatch, cases, gpu, reference
+
+REASON = build.unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+BOUND = 1e-2  # of ||out - reference|| / ||reference||; bfloat16 rounding alone gives 2e-3 to 5e-3
+case_parameter = pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+
+
+@functools.cache
+def inputs_of(case: cases.Case) -> cases.Inputs:
+    return cases.make_inputs(case, seed=3, dtype=jnp.bfloat16)
+
+
+def expect(function, *arguments, **known):
+    """The reference's result in float32, computed on the CPU: nothing of the GPU's arithmetic is in it."""
+    arguments = jax.device_put(arguments, jax.devices("cpu")[0])
+    arguments = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, arguments)
+    return jax.jit(functools.partial(function, **known))(*arguments)
+
+
+def relative_error(out, expected) -> float:
+    out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+
+
+def check_cache(inputs: cases.Inputs, cache, expected, num_layers_written: int):
+    """The written places are close, all others keep their bits."""
+    before, after, expected = (np.asarray(a, np.float32) for a in (inputs.cache, cache, expected))
+    written = np.isnan(before) & ~np.isnan(expected)
+    head_dim = before.shape[-1]
+    num_requests = int((np.asarray(inputs.batch.positions) >= 0).sum())
+    assert written.sum() == num_layers_written * num_requests * before.shape[2] * 2 * head_dim
+    assert relative_error(after[written], expected[written]) < BOUND
+    np.testing.assert_array_equal(after[~written], before[~written])
+
+
+@case_parameter
+def test_whole_stack(case):
+    inputs = inputs_of(case)
+    arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
+    x, cache = run(*arguments)
+    expected_x, expected_cache = expect(reference.decode_layers, *arguments, settings=inputs.settings)
+    real = np.asarray(inputs.batch.positions) >= 0
+    before = np.asarray(inputs.x, np.float32)[real]
+    out, expected = np.asarray(x, np.float32)[real], np.asarray(expected_x)[real]
+    assert np.isfinite(np.asarray(x, np.float32)).all()
+    assert relative_error(out, expected) < BOUND
+    assert relative_error(out - before, expected - before) < 2 * BOUND  # what the layers add, not the residual alone
+    check_cache(inputs, cache, expected_cache, case.num_layers)
+    again = run(*arguments)
+    np.testing.assert_array_equal(np.asarray(again[0]), np.asarray(x))  # the same bits: nothing races
+
+
+@case_parameter
+def test_parts(case):
+    inputs = inputs_of(case)
+    weights, batch, settings = inputs.weights, inputs.batch, inputs.settings
+    layer = case.num_layers - 1
+    real = np.asarray(batch.positions) >= 0
+
+    def check(out, expected):
+        assert np.isfinite(np.asarray(out, np.float32)).all()
+        assert relative_error(np.asarray(out, np.float32)[real], np.asarray(expected)[real]) < BOUND
+
+    known = {"settings": settings, "layer": layer}
+    q, cache = gpu.qkv(inputs.x, weights, inputs.cache, batch, inputs.inverse_frequencies, **known)
+    expected_q, expected_cache = expect(
+        reference.qkv, inputs.x, weights, inputs.cache, batch, inputs.inverse_frequencies, **known
+    )
+    check(q, expected_q)
+    check_cache(inputs, cache, expected_cache, 1)
+    attended = gpu.attention(q, cache, batch, **known)
+    check(attended, expect(reference.attention, q, cache, batch, **known))
+    assert not np.asarray(attended, np.float32)[~real].any()
+    for residual in (inputs.x, None):
+        out = gpu.output(attended, weights, residual, layer=layer)
+        check(out, expect(reference.output, attended, weights, residual, layer=layer))
+    activated = gpu.gate_up(inputs.x, weights, **known)
+    check(activated, expect(reference.gate_up, inputs.x, weights, **known))
+    for residual in (inputs.x, None):
+        out = gpu.down(activated, weights, residual, layer=layer)
+        check(out, expect(reference.down, activated, weights, residual, layer=layer))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["group-4-ring-wraps", "head-64", "batch-64"])
+def test_attention_does_not_depend_on_its_splits(name, splits):
+    case = next(case for case in cases.CASES if case.name == name)
+    inputs = inputs_of(case)
+    shape = (len(case.lengths), case.kv_heads, case.group, case.head_dim)
+    q = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
+    cache = jnp.where(jnp.isnan(inputs.cache), 0.5, inputs.cache)  # the current tokens' places too
+    known = {"settings": inputs.settings, "layer": 1}
+    out = gpu.attention(q, cache, inputs.batch, launch=gpu.LaunchShape(attention_splits=splits), **known)
+    assert relative_error(out, expect(reference.attention, q, cache, inputs.batch, **known)) < BOUND
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b-layer", "batch-16", "batch-64", "batch-128"])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("pair", [1, 2])
+@pytest.mark.parametrize("blocks_per_stage", [1, 2])
+def test_projections_do_not_depend_on_their_splits(name, splits, pair, blocks_per_stage):
+    case = next(case for case in cases.CASES if case.name == name)
+    inputs = inputs_of(case)
+    arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    launch = gpu.LaunchShape(
+        qkv_splits=splits, o_splits=splits, gate_up_splits=splits, down_splits=splits, pair=pair,
+        blocks_per_stage=blocks_per_stage,
+    )  # fmt: skip
+    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
+    tuned = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings, launch=launch))
+    real = np.asarray(inputs.batch.positions) >= 0
+    out, expected = (np.asarray(function(*arguments)[0], np.float32)[real] for function in (tuned, run))
+    assert relative_error(out, expected) < BOUND
+
+
+def test_a_range_of_layers_continues_where_the_last_one_ended():
+    case = dataclasses.replace(cases.CASES[1], num_layers=4)
+    inputs = cases.make_inputs(case, seed=4, dtype=jnp.bfloat16)
+    fixed = (inputs.batch, inputs.inverse_frequencies)
+    whole_x, whole_cache = gpu.decode_layers(inputs.x, inputs.weights, inputs.cache, *fixed, settings=inputs.settings)
+    x, cache = inputs.x, inputs.cache
+    for layers in (range(0, 1), range(1, 4)):
+        x, cache = gpu.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(whole_x))
+    np.testing.assert_array_equal(np.asarray(cache), np.asarray(whole_cache))
+
+
+def test_a_row_does_not_depend_on_the_rest_of_its_batch():
+    case = next(case for case in cases.CASES if case.name == "qwen3-0.6b-layer")
+    inputs = inputs_of(case)
+    run = functools.partial(gpu.decode_layers, settings=inputs.settings)
+    x, _ = run(inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    masked = DecodeBatch(inputs.batch.positions.at[1:].set(-1), inputs.batch.page_table)
+    alone, _ = run(inputs.x, inputs.weights, inputs.cache, masked, inputs.inverse_frequencies)
+    np.testing.assert_array_equal(np.asarray(alone)[0], np.asarray(x)[0])
+
+
+def test_a_donated_cache_is_updated_in_place():
+    inputs = cases.make_inputs(cases.CASES[1], seed=5, dtype=jnp.bfloat16)
+    run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings), donate_argnums=2)
+    arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    text = run.lower(*arguments).compile().as_text()
+    shape = "bf16[" + ",".join(map(str, inputs.cache.shape)) + "]"
+    assert not [line for line in text.splitlines() if " copy(" in line and shape in line.split("copy(")[0]]
+    before = inputs.cache.unsafe_buffer_pointer()
+    _, cache = run(*arguments)
+    assert cache.unsafe_buffer_pointer() == before

@@ -1,0 +1,169 @@
+"""A server on a loopback port, with an engine whose tokens can be worked out by hand.
+
+Token i of a request is (last prompt token + 1 + i) modulo the vocabulary, and its text is the number and a space.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshserve.runtime.contract import ModelInfo
+from meshserve.runtime.lifecycle import ServerHandle, run_server
+from meshserve.runtime.mailbox import Mailroom
+from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.server import Edge
+
+VOCAB_SIZE = 128
+MAX_CONTEXT_TOKENS = 64
+INFO = ModelInfo(
+    name="toy",
+    architecture="Qwen3ForCausalLM",
+    vocab_size=VOCAB_SIZE,
+    max_context_tokens=MAX_CONTEXT_TOKENS,
+    eos_token_ids=(0, 5),
+    tp_degree=2,
+    dtype="bfloat16",
+    page_size_tokens=16,
+    num_parameters=2**33,
+    num_devices=2,
+    device_kind="cpu",
+    server_version="0.1.0",
+)
+
+
+class Letters:
+    """A tokenizer: one token for each ASCII character."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode("ascii"))
+
+
+@dataclass
+class Job:
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    num_output: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """One token for each open request a step, until max_tokens."""
+
+    deliver: Callable[[list[Output]], None]
+    step_seconds: float = 0.002
+    text: Callable[[int], str] = "{} ".format
+    submit_error: Exception | None = None
+    failure: str | None = None
+    cancels: list[tuple[str, FinishReason]] = field(default_factory=list)
+    num_submits: int = 0
+    ends: list[str] = field(default_factory=list)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    pending: list[Output] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_running: bool = True
+
+    def submit(self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
+        if self.submit_error is not None:
+            raise self.submit_error
+        with self.lock:
+            assert request_id not in self.jobs
+            self.jobs[request_id] = Job(request_id, prompt_token_ids, params)
+            self.num_submits += 1
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        with self.lock:
+            self.cancels.append((request_id, reason))
+            if (job := self.jobs.pop(request_id, None)) is not None:
+                self.pending.append(self.last(job, reason))
+
+    def load(self) -> Load:
+        with self.lock:
+            return Load(num_running=len(self.jobs), num_waiting=1, num_pages=100, num_free_pages=90)
+
+    def last(self, job: Job, reason: FinishReason, **rest: Any) -> Output:
+        self.ends.append(job.request_id)
+        usage = {"num_prompt_tokens": len(job.prompt), "num_output_tokens": job.num_output}
+        return Output(request_id=job.request_id, finish_reason=reason, **usage, **rest)
+
+    def run(self) -> None:
+        while self.is_running and self.failure is None:
+            with self.lock:
+                outputs, self.pending = self.pending, []
+                outputs += [self.advance(job) for job in list(self.jobs.values())]
+            if outputs:
+                self.deliver(outputs)
+            time.sleep(self.step_seconds)
+
+    def advance(self, job: Job) -> Output:
+        token_id = (job.prompt[-1] + 1 + job.num_output) % VOCAB_SIZE
+        job.num_output += 1
+        new = {"token_ids": (token_id,), "text": self.text(token_id)}
+        if job.num_output < job.params.max_tokens:
+            return Output(request_id=job.request_id, **new)
+        del self.jobs[job.request_id]
+        return self.last(job, FinishReason.LENGTH, **new)
+
+    def end(self, reason: FinishReason, message: str) -> None:
+        """Ends every open request from within, as a live engine that gives one up."""
+        with self.lock:
+            self.pending += [self.last(job, reason, message=message) for job in self.jobs.values()]
+            self.jobs.clear()
+
+
+def edge_of(engine: FakeEngine, room: Mailroom) -> Edge:
+    return Edge(engine, Letters(), INFO, room)  # type: ignore[arg-type]
+
+
+@dataclass
+class Running:
+    engine: FakeEngine
+    room: Mailroom
+    handle: ServerHandle
+    target: str
+    errors: list[BaseException]
+    thread: threading.Thread
+
+    def stop(self) -> None:
+        self.handle.request_stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def running(*, max_undelivered_tokens: int = 4096, drain_seconds: float = 5.0, **options: Any) -> Iterator[Running]:
+    room = Mailroom(max_undelivered_tokens=max_undelivered_tokens)
+    engine = FakeEngine(room.deliver, **options)
+    edge = edge_of(engine, room)
+    handles: list[ServerHandle] = []
+    errors: list[BaseException] = []
+    ready = threading.Event()
+
+    def serve() -> None:
+        try:
+            run_server(
+                edge,
+                host="127.0.0.1",
+                port=0,
+                drain_seconds=drain_seconds,
+                on_ready=lambda handle: (handles.append(handle), ready.set()),
+            )
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=serve), threading.Thread(target=engine.run)]
+    for thread in threads:
+        thread.start()
+    assert ready.wait(10)
+    server = Running(engine, room, handles[0], f"127.0.0.1:{handles[0].port}", errors, threads[0])
+    try:
+        yield server
+    finally:
+        handles[0].request_stop()
+        handles[0].request_stop()  # twice: without draining
+        threads[0].join(10)
+        engine.is_running = False
+        threads[1].join(10)

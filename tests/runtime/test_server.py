@@ -1,0 +1,414 @@
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.protos import inference_pb2_grpc as pb_grpc
+from meshserve.runtime import wire
+from meshserve.runtime.client import AsyncClient, CallError, Client, Usage, call_errors
+from meshserve.runtime.contract import ModelInfo
+from meshserve.runtime.errors import ConfigError, EngineStoppedError, InvalidRequestError, QueueFullError
+from meshserve.runtime.lifecycle import ServerHandle, run_server
+from meshserve.runtime.mailbox import Mailroom
+from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.server import SERVICE_NAME
+
+from .loopback import INFO, VOCAB_SIZE, FakeEngine, Running, edge_of, running
+
+Code = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Client]:
+    with Client(server.target) as client:
+        yield client
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def health_of(target: str, service: str = "") -> int:
+    with grpc.insecure_channel(target) as channel:
+        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service)).status
+
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.mark.parametrize("prompt", ["abc", [97, 98, 99], "x" * 40 + "c"])
+def test_a_stream_brings_every_token_once_and_one_finish(client, prompt):
+    chunks = list(client.generate(prompt, max_tokens=20))
+    token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    assert token_ids == list(range(100, 120))
+    assert "".join(chunk.text for chunk in chunks) == "".join(f"{token_id} " for token_id in token_ids)
+    assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].finish.reason is FinishReason.LENGTH
+    assert chunks[-1].finish.usage == Usage(num_prompt_tokens=len(prompt), num_output_tokens=20)
+
+
+def test_model_info_and_load(client):
+    assert client.model_info() == INFO
+    assert client.load() == Load(num_running=0, num_waiting=1, num_pages=100, num_free_pages=90)
+
+
+def test_leaving_the_stream_cancels_the_request(server, client):
+    for chunk in client.generate("a", max_tokens=100_000, request_id="left"):
+        assert chunk.finish is None
+        break
+    wait_for(lambda: ("left", FinishReason.CANCELLED) in server.engine.cancels)
+    wait_for(lambda: server.room.num_open == 0)
+    assert client.complete("a", max_tokens=2, request_id="left").token_ids == (98, 99)  # the id is free again
+
+
+def test_a_deadline_ends_the_request(server, client):
+    with pytest.raises(CallError) as caught:
+        client.complete("a", max_tokens=100_000, request_id="late", timeout_seconds=0.2)
+    assert caught.value.code is Code.DEADLINE_EXCEEDED
+    wait_for(lambda: ("late", FinishReason.DEADLINE) in server.engine.cancels)
+
+
+def test_request_ids_are_unique_among_open_requests(client):
+    stream = client.generate("a", max_tokens=100_000, request_id="twin")
+    next(stream)
+    with pytest.raises(CallError, match="'twin' names a request that has not ended") as caught:
+        client.complete("a", request_id="twin")
+    assert caught.value.code is Code.ALREADY_EXISTS
+    stream.close()
+
+
+def request(**message: Any) -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(**message.pop("sampling", {}))
+    return pb.GenerateRequest(**({"text": "a"} | message), sampling=sampling)
+
+
+INVALID = {
+    "no prompt": (pb.GenerateRequest(), "prompt", "neither text nor token_ids"),
+    "empty text": (request(text=""), "text", "0 tokens"),
+    "empty ids": (pb.GenerateRequest(token_ids=pb.TokenIds()), "token_ids", "0 tokens"),
+    "bad id": (
+        pb.GenerateRequest(token_ids=pb.TokenIds(token_ids=[1, 128])),
+        "token_ids",
+        "token 1 is 128; allowed is 0",
+    ),
+    "too long": (request(text="a" * 64), "text", "has 64 tokens; this server accepts 63 .*--max-context"),
+    "far too long": (request(text="a" * 10_000), "text", "has 10000 tokens"),
+    "empty request_id": (request(request_id=""), "request_id", "1 to 128"),
+    "long request_id": (request(request_id="a" * 129), "request_id", "129 characters"),
+    "odd request_id": (request(request_id="a\nb"), "request_id", "printable"),
+    "max_tokens": (request(sampling={"max_tokens": 0}), "sampling.max_tokens", "got 0; allowed is 1 or more"),
+    "temperature": (request(sampling={"temperature": -1.0}), "sampling.temperature", "got -1.0"),
+    "nan": (request(sampling={"temperature": float("nan")}), "sampling.temperature", "got nan"),
+    "top_p": (request(sampling={"top_p": 0.0}), "sampling.top_p", "above 0"),
+    "seed": (request(sampling={"seed": 2**63}), "sampling.seed", "0 to"),
+    "stop": (request(sampling={"stop": [""]}), "sampling.stop", "1 to 256"),
+    "stops": (request(sampling={"stop": ["a"] * 17}), "sampling.stop", "17 strings"),
+    "huge stop": (request(sampling={"stop": ["\u4e16" * 100_000]}), "sampling.stop", "got"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_arguments_name_the_field(server, name):
+    message, field_name, words = INVALID[name]
+    num_submits = server.engine.num_submits
+    with grpc.insecure_channel(server.target) as channel, pytest.raises(CallError, match=words) as caught:
+        with call_errors():
+            list(pb_grpc.InferenceServiceStub(channel).Generate(message))
+    assert caught.value.code is Code.INVALID_ARGUMENT
+    assert caught.value.field == field_name
+    assert server.engine.num_submits == num_submits
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (QueueFullError("1024 requests wait", retry_seconds=1.5), Code.RESOURCE_EXHAUSTED, "1024 requests wait"),
+        (InvalidRequestError("prompt", "too long for the pages"), Code.INVALID_ARGUMENT, "too long for the pages"),
+        (EngineStoppedError("stopped"), Code.UNAVAILABLE, "stopped"),
+        (KeyError("a secret"), Code.INTERNAL, "internal error .KeyError."),
+    ],
+)
+def test_the_engines_refusals_become_statuses(server, client, monkeypatch, error, code, words):
+    monkeypatch.setattr(server.engine, "submit_error", error)
+    with pytest.raises(CallError, match=words) as caught:
+        client.complete("a", request_id="refused")
+    assert caught.value.code is code
+    assert "secret" not in str(caught.value)
+    assert caught.value.retry_seconds == (1.5 if code is Code.RESOURCE_EXHAUSTED else None)
+    monkeypatch.undo()
+    assert client.complete("a", request_id="refused", max_tokens=1).token_ids == (98,)
+
+
+def test_a_live_engine_ends_a_request_with_its_reason(server, client):
+    stream = client.generate("a", max_tokens=100_000)
+    next(stream)
+    server.engine.end(FinishReason.ERROR, "the cache is corrupt")
+    with pytest.raises(CallError, match="the cache is corrupt"):
+        list(stream)
+    stream = client.generate("a", max_tokens=100_000)
+    next(stream)
+    server.engine.end(FinishReason.CANCELLED, "")
+    assert list(stream)[-1].finish.reason is FinishReason.CANCELLED
+
+
+def test_a_dead_engine_ends_every_stream_and_the_server():
+    with running() as server, Client(server.target) as client:
+        streams = [client.generate("a", max_tokens=100_000) for _ in range(3)]
+        for stream in streams:
+            next(stream)
+        server.engine.failure = "XlaRuntimeError: out of memory"
+        for stream in streams:
+            with pytest.raises(CallError, match="the engine failed: XlaRuntimeError: out of memory") as caught:
+                list(stream)
+            assert caught.value.code is Code.UNAVAILABLE
+        server.thread.join(10)
+        assert [type(error) for error in server.errors] == [EngineStoppedError]  # uncaught: the process exits with 1
+
+
+def test_a_slow_reader_loses_the_request_and_nobody_else_does():
+    wide = 20_000
+    options = {"max_undelivered_tokens": 20, "step_seconds": 0.0005}
+    with running(text=lambda token_id: "x" * wide, **options) as server, Client(server.target) as client:
+        slow = client.generate("a", max_tokens=100_000, request_id="slow")
+        next(slow)
+        wait_for(lambda: ("slow", FinishReason.CANCELLED) in server.engine.cancels)
+        assert client.complete("a", max_tokens=5).text == "x" * wide * 5
+        with pytest.raises(CallError, match="this server keeps 20") as caught:
+            list(slow)
+        assert caught.value.code is Code.RESOURCE_EXHAUSTED
+
+
+def test_a_caller_that_never_reads_and_then_vanishes_leaves_nothing_behind(caplog):
+    options = {"max_undelivered_tokens": 20, "step_seconds": 0.0005}
+    with running(text=lambda token_id: "x" * 20_000, **options) as server:
+        for _ in range(2):  # the second time with the id of the first
+            with Client(server.target) as client:
+                stuck = client.generate("a", max_tokens=100_000, request_id="stuck")
+                next(stuck)
+                wait_for(lambda: ("stuck", FinishReason.CANCELLED) in server.engine.cancels)
+                assert server.room.num_open == 0
+            wait_for(lambda: server.engine.ends == ["stuck"])
+            time.sleep(0.1)  # the handler may cancel once more
+            server.engine.ends.clear()
+            server.engine.cancels.clear()
+        with Client(server.target) as client:
+            next(client.generate("a", max_tokens=100_000))
+            stuck = client.generate("a", max_tokens=100_000)
+            next(stuck)
+            wait_for(lambda: server.engine.cancels)
+            start = time.monotonic()
+            server.stop()
+            assert time.monotonic() - start < 3.0  # of 5 s to drain: nobody waits for those who do not read
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_stopping_lets_running_requests_end():
+    with running(step_seconds=0.01) as server, Client(server.target) as client:
+        stream = client.generate("a", max_tokens=100)
+        next(stream)
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        wait_for(lambda: health_of(server.target) == NOT_SERVING)
+        assert health_of(server.target, SERVICE_NAME) == NOT_SERVING
+        with pytest.raises(CallError, match="the server is stopping") as caught:
+            client.complete("a")
+        assert caught.value.code is Code.UNAVAILABLE
+        assert list(stream)[-1].finish.usage.num_output_tokens == 100
+        stopping.join(10)
+        assert not server.thread.is_alive() and server.errors == []
+
+
+def test_stopping_does_not_wait_for_ever():
+    with running(drain_seconds=0.2) as server, Client(server.target) as client:
+        stream = client.generate("a", max_tokens=100_000)
+        next(stream)
+        server.stop()
+        with pytest.raises(CallError, match="stopped before the request could end") as caught:
+            list(stream)
+        assert caught.value.code is Code.UNAVAILABLE
+        assert len(server.engine.cancels) == 1 and server.errors == []
+
+
+def test_sigterm_drains(capfd):
+    room = Mailroom()
+    engine = FakeEngine(room.deliver, step_seconds=0.01)
+    got: list[Any] = []
+
+    def caller(port: int) -> None:
+        with Client(f"127.0.0.1:{port}") as client:
+            for chunk in client.generate("a", max_tokens=30):
+                if not got:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                got.append(chunk)
+
+    def on_ready(handle: ServerHandle) -> None:
+        threads.append(threading.Thread(target=caller, args=(handle.port,)))
+        threads[-1].start()
+
+    threads = [threading.Thread(target=engine.run)]
+    threads[0].start()
+    edge = edge_of(engine, room)
+    run_server(edge, host="localhost", port=0, drain_seconds=5.0, on_ready=on_ready)
+    engine.is_running = False
+    for thread in threads:
+        thread.join(10)
+    assert got[-1].finish.usage.num_output_tokens == 30
+    assert "meshserve listens on localhost:" in capfd.readouterr().out
+
+
+def test_many_streams_with_random_cancels_end_once_each(caplog):
+    async def one(client: AsyncClient, rng: random.Random) -> str:
+        start, max_tokens, patience = rng.randrange(100), rng.randrange(1, 60), rng.randrange(1, 90)
+        token_ids: list[int] = []
+        stream = client.generate([start], max_tokens=max_tokens)
+        finishes = 0
+        async for chunk in stream:
+            token_ids += chunk.token_ids
+            finishes += chunk.finish is not None
+            if len(token_ids) >= patience and not finishes:
+                await stream.aclose()
+                break
+        assert token_ids == [(start + 1 + i) % VOCAB_SIZE for i in range(len(token_ids))]
+        assert not finishes or (finishes == 1 and len(token_ids) == max_tokens)
+        return "finished" if finishes else "left"
+
+    async def main(target: str) -> list[str]:
+        async with AsyncClient(target) as client:
+            await client.wait_until_ready(5)
+            return await asyncio.gather(*(one(client, random.Random(seed)) for seed in range(64)))
+
+    with running() as server:
+        outcomes = asyncio.run(main(server.target))
+        assert outcomes.count("finished") > 10 and outcomes.count("left") > 10
+        wait_for(lambda: len(server.engine.ends) == 64 and server.room.num_open == 0 and not server.engine.jobs)
+        assert server.engine.num_submits == 64
+        assert len(set(server.engine.ends)) == 64
+        with Client(server.target) as client:
+            assert client.complete("a", max_tokens=1).token_ids == (98,)
+    assert [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+
+
+def test_health_and_refusal_until_the_engine_is_prepared(capfd):
+    room = Mailroom()
+    engine = FakeEngine(room.deliver)
+    go, ready, handles = threading.Event(), threading.Event(), []
+    edge = edge_of(engine, room)
+    options = {"host": "127.0.0.1", "port": 0, "drain_seconds": 0.0, "prepare": lambda: go.wait(10) and engine_run()}
+
+    def engine_run() -> None:
+        threading.Thread(target=engine.run).start()
+
+    def on_ready(handle: ServerHandle) -> None:
+        handles.append(handle)
+        ready.set()
+
+    thread = threading.Thread(target=run_server, args=(edge,), kwargs=options | {"on_ready": on_ready})
+    thread.start()
+    said = ""
+    while "listens on" not in said:
+        said += capfd.readouterr().out
+        time.sleep(0.01)
+    target = said.split()[-1]
+    with Client(target) as client:
+        assert health_of(target) == health_of(target, SERVICE_NAME) == NOT_SERVING
+        with pytest.raises(CallError, match="the server is starting"):
+            client.complete("a")
+        with pytest.raises(CallError, match="not ready within 0.2 s"):
+            client.wait_until_ready(0.2)
+        go.set()
+        client.wait_until_ready(5)
+        assert health_of(target) == SERVING
+        assert client.complete("a", max_tokens=2).token_ids == (98, 99)
+    assert ready.wait(5)
+    handles[0].request_stop()
+    thread.join(10)
+    engine.is_running = False
+    assert not thread.is_alive()
+
+
+def test_a_failure_to_prepare_ends_the_server():
+    def prepare() -> None:
+        raise ConfigError("no memory is left for the KV cache")
+
+    room = Mailroom()
+    edge = edge_of(FakeEngine(room.deliver), room)
+    with pytest.raises(ConfigError, match="no memory is left"):
+        run_server(edge, host="127.0.0.1", port=0, drain_seconds=0.0, prepare=prepare)
+
+
+def test_addresses_that_are_refused(server):
+    room = Mailroom()
+    edge = edge_of(FakeEngine(room.deliver), room)
+    for host in ("0.0.0.0", "::", "10.1.2.3", "example.com", ""):
+        with pytest.raises(ConfigError, match="--allow-insecure"):
+            run_server(edge, host=host, port=0, drain_seconds=0.0)
+    with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{server.handle.port}"):
+        run_server(edge, host="127.0.0.1", port=server.handle.port, drain_seconds=0.0)
+
+
+def buf() -> str:
+    found = shutil.which("buf", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if found is None:
+        pytest.skip("buf is not installed")
+    return found
+
+
+def test_buf_curl_finds_the_service_by_reflection(server):
+    def curl(*args: str) -> str:
+        command = [buf(), "curl", "--protocol", "grpc", "--http2-prior-knowledge", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+
+    address = f"http://{server.target}"
+    assert SERVICE_NAME in curl(address, "--list-services").split()
+    body = json.dumps({"text": "a", "sampling": {"maxTokens": 3, "temperature": 0}})
+    out = curl(f"{address}/{SERVICE_NAME}/Generate", "-d", body)
+    decoder, messages = json.JSONDecoder(), []
+    while out := out.lstrip():
+        message, end = decoder.raw_decode(out)
+        messages.append(message)
+        out = out[end:]
+    assert "".join(message.get("text", "") for message in messages) == "98 99 100 "
+    assert messages[-1]["finish"] == {
+        "reason": "FINISH_REASON_LENGTH",
+        "usage": {"numPromptTokens": 1, "numOutputTokens": 3},
+    }
+
+
+def test_messages_and_dataclasses_have_the_same_fields():
+    def names(kind: type) -> set[str]:
+        return {item.name for item in fields(kind)}
+
+    assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == names(SamplingParams)
+    assert set(pb.GetModelInfoResponse.DESCRIPTOR.fields_by_name) == names(ModelInfo)
+    assert set(pb.GetLoadResponse.DESCRIPTOR.fields_by_name) == names(Load)
+    for reason in FinishReason:
+        response = wire.generate_response(Output(request_id="a", finish_reason=reason))
+        assert pb.FinishReason.Name(response.finish.reason) == f"FINISH_REASON_{reason.name}"
+        assert wire.finish_reason(response.finish.reason) is reason
+    sent = pb.SamplingParams(temperature=0.0, top_k=0, seed=0, ignore_eos=False, stop=["a"])
+    assert wire.sampling_params(sent) == SamplingParams(temperature=0.0, seed=0, stop=("a",))
+    assert wire.sampling_params(pb.SamplingParams()) == SamplingParams()
