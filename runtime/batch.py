@@ -1,7 +1,7 @@
 """Step 5 of 10: a StepPlan becomes one padded host array of a declared shape. In: StepPlan. Out: int32 vector.
 
-All that a step needs from the host travels in one vector, one transfer: floats as their bits. `Bucket.fields` is the only
-place that knows the order; `step.py` takes the vector apart with it on the device. numpy only.
+All that a step needs from the host travels in one vector, one transfer: floats as their bits. Only `Bucket.fields`
+knows the order; `step.py` takes the vector apart with it on the device. numpy only.
 """
 
 import itertools

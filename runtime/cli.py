@@ -1,6 +1,6 @@
 """The command line: meshserve serve | generate | chat | demo.
 
-The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, which beats the default.
+The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
 Heavy imports happen inside the commands, so that --help is instant.
 """
 
@@ -19,7 +19,7 @@ _SERVER_ONLY = frozenset({"host", "port", "drain_seconds", "allow_insecure", "se
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status. Errors meant for the user are printed as one line, without a traceback."""
+    """Runs a command; returns the exit status. Errors meant for the user are printed without a traceback."""
     namespace = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     for noisy in ("jax", "absl", "httpx"):
@@ -43,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="complete a file of prompts, without a server")
     _add_options(generate, _SERVER_ONLY)
-    generate.add_argument("--input", type=Path, required=True, help="JSONL: prompt or prompt_token_ids, sampling fields")
+    generate.add_argument(
+        "--input", type=Path, required=True, help="JSONL: prompt or prompt_token_ids, sampling fields"
+    )
     generate.add_argument("--output", type=Path, required=True, help="JSONL: index, token_ids, text, finish_reason")
     generate.set_defaults(run=_generate)
 
@@ -76,7 +78,7 @@ def _add_options(parser: argparse.ArgumentParser, left_out: frozenset[str]) -> N
             parser.add_argument(
                 flag,
                 dest=field.name,
-                type=field.type,  # type: ignore[arg-type]  # int, float or str
+                type=field.type,  # int, float or str
                 choices=field.metadata["choices"] or None,
                 default=argparse.SUPPRESS,
                 help=text,
@@ -97,8 +99,9 @@ def serve_config(namespace: argparse.Namespace) -> ServeConfig:
 
 def _serve(namespace: argparse.Namespace) -> int:
     from .launch import launch
+    from .lifecycle import run_server
     from .mailbox import Mailroom
-    from .server import Edge, run_server
+    from .server import Edge
 
     config = serve_config(namespace)
     mailroom = Mailroom()

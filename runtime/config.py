@@ -94,7 +94,9 @@ class ModelConfig:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UnsupportedModelError(f"{path} does not exist. --model takes a Hugging Face model directory.") from None
+            raise UnsupportedModelError(
+                f"{path} does not exist. --model takes a Hugging Face model directory."
+            ) from None
         except json.JSONDecodeError as error:
             raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
         return cls.from_dict(raw)
@@ -122,7 +124,7 @@ class ModelConfig:
 def _check_options(raw: Mapping[str, Any]) -> None:
     if raw.get("architectures") != [SUPPORTED_ARCHITECTURE]:
         raise UnsupportedModelError(
-            f"config.json: architectures is {raw.get('architectures')!r}; meshserve serves [{SUPPORTED_ARCHITECTURE!r}]."
+            f"config.json: architectures is {raw.get('architectures')!r}; served is [{SUPPORTED_ARCHITECTURE!r}]."
         )
     missing = [key for key in _REQUIRED_KEYS if raw.get(key) is None]
     if missing:
@@ -132,8 +134,18 @@ def _check_options(raw: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}; meshserve implements {allowed!r} only.")
     layer_types = set(raw.get("layer_types") or ())
     if layer_types - {"full_attention"}:
-        raise UnsupportedModelError(f"config.json: layer_types has {sorted(layer_types)}; only full_attention is served.")
-    known = {*_REQUIRED_KEYS, *_FIXED_OPTIONS, *_IGNORED_KEYS, *_ROPE_KEYS, *_DTYPE_KEYS, "architectures", "layer_types"}
+        raise UnsupportedModelError(
+            f"config.json: layer_types has {sorted(layer_types)}; only full_attention is served."
+        )
+    known = {
+        *_REQUIRED_KEYS,
+        *_FIXED_OPTIONS,
+        *_IGNORED_KEYS,
+        *_ROPE_KEYS,
+        *_DTYPE_KEYS,
+        "architectures",
+        "layer_types",
+    }
     unknown = sorted(key for key, value in raw.items() if key not in known and value is not None)
     if unknown:
         raise UnsupportedModelError(
@@ -229,7 +241,9 @@ class ServeConfig:
                 "decodes one token a step, so the budget must be at least as large. Raise it or lower max_running."
             )
         if self.cpu_devices and self.cpu_devices < self.tp:
-            raise ConfigError(f"tp is {self.tp} but cpu_devices only {self.cpu_devices}. Raise cpu_devices or leave it 0.")
+            raise ConfigError(
+                f"tp is {self.tp} but cpu_devices only {self.cpu_devices}. Raise cpu_devices or leave it 0."
+            )
         for option_field in dataclasses.fields(self):
             choices = option_field.metadata["choices"]
             if choices and getattr(self, option_field.name) not in choices:
@@ -260,5 +274,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         if expected is float and type(value) is int:
             raw[key] = float(value)
         elif type(value) is not expected:
-            raise ConfigError(f"--config {path}: {key} is {value!r}; it must be of type {getattr(expected, '__name__', expected)}.")
+            raise ConfigError(
+                f"--config {path}: {key} is {value!r}; it must be of type {getattr(expected, '__name__', expected)}."
+            )
     return raw

@@ -2,9 +2,9 @@
 
 Step 8 of 10. In: requests, from any thread. Out: `Output`s, one delivery a step, from the engine's own thread.
 
-While the device runs step k the host plans and dispatches step k+1, and only then waits for the tokens of step k. So the
-device always has its next step queued, at the price that an end the host could not foresee (an end token, a stop string)
-is seen one step late: that step's token for the request is dropped.
+While the device runs step k the host plans and dispatches step k+1, and only then waits for the tokens of step k. So
+the device always has its next step queued, at the price that an end the host could not foresee (an end token, a stop
+string) is seen one step late: that step's token for the request is dropped.
 """
 
 import logging
@@ -100,9 +100,7 @@ class Engine:
           EngineStoppedError: the engine is stopping or has failed.
         """
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = Request(
-            request_id=request_id, prompt_token_ids=tuple(prompt_token_ids), params=params, seed=seed
-        )
+        request = Request(request_id=request_id, prompt_token_ids=tuple(prompt_token_ids), params=params, seed=seed)
         with self._changed:
             if self.failure is not None:
                 raise EngineStoppedError(f"the engine has failed: {self.failure}")

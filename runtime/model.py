@@ -6,7 +6,7 @@ Called inside `shard_map`, every module sees its shard's block of each parameter
 one `psum` after the attention output, one after the MLP, one for the embedding. Outside, the same modules are built
 abstractly (`abstract_model`) and declare each parameter once: its global shape, its logical axes.
 
-T tokens, D embed, K groups of heads (KV heads, repeats counted), G query heads a group, H head dim, F mlp, V vocabulary.
+T tokens, D embed, K groups of heads (KV heads, repeats counted), G query heads a group, H head dim, F mlp, V vocab.
 """
 
 from dataclasses import dataclass
@@ -157,12 +157,16 @@ class Qwen3(nnx.Module):
         """
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         context = StepContext(batch, cos, sin, attend)
-        start = (self.embed(token_ids), cache)
+
+        def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return self.layer(index, *carry, context)
+
+        carry = (self.embed(token_ids), cache)
         if not is_unrolled:
-            return jax.lax.fori_loop(0, self.config.num_layers, lambda i, carry: self.layer(i, *carry, context), start)
+            return jax.lax.fori_loop(0, self.config.num_layers, run_layer, carry)
         for index in range(self.config.num_layers):
-            start = self.layer(index, *start, context)
-        return start
+            carry = run_layer(index, carry)
+        return carry
 
     def layer(
         self, index: int | jax.Array, x: jax.Array, cache: jax.Array, context: StepContext

@@ -76,7 +76,9 @@ def _prompt(raw: Any) -> Prompt:
         raise ValueError(f"got {type(raw).__name__}; a line is a JSON object.")
     unknown = sorted(raw.keys() - {"prompt", "prompt_token_ids", *_SAMPLING_FIELDS})
     if unknown:
-        raise ValueError(f"unknown fields {', '.join(unknown)}; known are prompt, prompt_token_ids, {', '.join(_SAMPLING_FIELDS)}.")
+        raise ValueError(
+            f"unknown fields {', '.join(unknown)}; known are prompt, prompt_token_ids, {', '.join(_SAMPLING_FIELDS)}."
+        )
     text, token_ids = raw.get("prompt"), raw.get("prompt_token_ids")
     if (text is None) == (token_ids is None):
         raise ValueError("give exactly one of prompt and prompt_token_ids.")
@@ -84,7 +86,8 @@ def _prompt(raw: Any) -> Prompt:
         raise ValueError(f"prompt is {text!r}; it must be a string.")
     if token_ids is not None and not (isinstance(token_ids, list) and all(type(token) is int for token in token_ids)):
         raise ValueError("prompt_token_ids must be a list of integers.")
-    return Prompt(text if token_ids is None else tuple(token_ids), _sampling_params(raw))
+    prompt = text if text is not None else tuple(token_ids or ())
+    return Prompt(prompt, _sampling_params(raw))
 
 
 def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:

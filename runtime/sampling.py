@@ -5,7 +5,7 @@ Step 7 of 10. In: float32 logits of this shard's vocabulary. Out: one token a ro
 The logits are never gathered. Top-k and top-p find the one logit value that separates kept from dropped tokens by a
 search over the bits of its float, four bits a round, with one small `psum` a round: exact for every k and p, no sort.
 Tokens whose logit equals the threshold are all kept. Sampling is the Gumbel-max trick; its noise comes from a counter
-(request seed, position, token id), so a token depends neither on the batch, nor on the step, nor on the number of shards.
+(request seed, position, token id), so a token depends neither on the batch, nor the step, nor the number of shards.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ def sample(logits: jax.Array, params: SamplingBatch, *, vocab_size: int, is_unro
       is_unrolled: write out the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
 
     Returns:
-      [B] int32 token ids, equal on every shard. Rows that are greedy take the largest logit, the lowest id among equals.
+      [B] int32 token ids, equal on every shard. Greedy rows take the largest logit, the lowest id among equals.
     """
     token_ids = _local_token_ids(logits.shape[1])
     logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
@@ -56,9 +56,7 @@ def _local_token_ids(num_local: int) -> jax.Array:
     return jax.lax.axis_index(TENSOR_AXIS) * num_local + jnp.arange(num_local, dtype=jnp.int32)
 
 
-def _random_scores(
-    logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, *, is_unrolled: bool
-) -> jax.Array:
+def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, *, is_unrolled: bool) -> jax.Array:
     """Scores whose largest is a sample: greedy rows keep their logits, dropped tokens get -inf."""
     is_random = params.temperature > 0.0
     scaled = logits / jnp.where(is_random, params.temperature, 1.0)[:, None]

@@ -10,7 +10,7 @@ table of each row's pages. A row is the place of a running request in those tabl
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +41,18 @@ class CacheShape(NamedTuple):
     max_request_pages: int
 
 
-class DeviceState(NamedTuple):
-    """What lives on the devices from step to step; a step consumes it and returns the next."""
+Leaf = TypeVar("Leaf")
 
-    cache: jax.Array  # [L, P, K, 2, S, H], sharded by KV head
-    last_tokens: jax.Array  # [max_running] int32
-    page_table: jax.Array  # [max_running, max_request_pages] int32
+
+class DeviceState(NamedTuple, Generic[Leaf]):
+    """What lives on the devices from step to step; a step consumes it and returns the next.
+
+    Its leaves are arrays, or what describes them: shapes, shardings.
+    """
+
+    cache: Leaf  # [L, P, K, 2, S, H], sharded by KV head
+    last_tokens: Leaf  # [max_running] int32
+    page_table: Leaf  # [max_running, max_request_pages] int32
 
 
 def cache_page_bytes(config: ModelConfig, layout: ShardLayout, page_size: int, dtype: jnp.dtype) -> int:
@@ -55,7 +61,9 @@ def cache_page_bytes(config: ModelConfig, layout: ShardLayout, page_size: int, d
     return config.num_layers * groups * 2 * page_size * config.head_dim * dtype.itemsize
 
 
-def state_shapes(config: ModelConfig, layout: ShardLayout, shape: CacheShape, dtype: jnp.dtype) -> DeviceState:
+def state_shapes(
+    config: ModelConfig, layout: ShardLayout, shape: CacheShape, dtype: jnp.dtype
+) -> DeviceState[jax.ShapeDtypeStruct]:
     """The device state as shapes."""
     cache = (config.num_layers, shape.num_pages, layout.num_groups, 2, shape.page_size, config.head_dim)
     return DeviceState(
@@ -71,11 +79,13 @@ def step(
     bucket: Bucket,
     is_unrolled: bool,
     params: nnx.State,
-    state: DeviceState,
+    state: DeviceState[jax.Array],
     packed: jax.Array,
-) -> tuple[DeviceState, jax.Array]:
-    """One step, written per shard. Returns the next state and the sampled tokens [B] int32 (noise for chunks that do not
-    end with their request's last token; the host ignores those)."""
+) -> tuple[DeviceState[jax.Array], jax.Array]:
+    """One step, written per shard. Returns the next state and the sampled tokens [B] int32.
+
+    A chunk that does not end with its request's last token gets a token too, without meaning; the host ignores it.
+    """
     model = nnx.merge(structure, params)
     fields = {name: packed[place] for name, place in bucket.fields.items()}
     page_table = state.page_table.at[fields["page_row"], fields["page_index"]].set(fields["page"], mode="drop")
@@ -103,7 +113,9 @@ def sharded_step(
 ) -> jax.stages.Wrapped:
     """The step of a bucket over the mesh: (params, state, packed) -> (state, sampled); the state is donated."""
     param_specs = jax.tree.map(
-        lambda weight: weight.replace(partition_spec(weight.axes)), abstract, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        lambda weight: weight.replace(partition_spec(weight.axes)),
+        abstract,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
     is_unrolled = mesh.devices.flat[0].platform == "gpu"
@@ -125,7 +137,7 @@ class StepRunner:
         *,
         structure: nnx.GraphDef,
         params: nnx.State,
-        state_shapes: DeviceState,
+        state_shapes: DeviceState[jax.ShapeDtypeStruct],
         attend: PagedAttention,
         buckets: Sequence[Bucket],
         mesh: Mesh,
@@ -155,14 +167,14 @@ def _placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -
 
 
 def _compile(
-    program: jax.stages.Wrapped, params: nnx.State, state: DeviceState, bucket: Bucket, mesh: Mesh
+    program: jax.stages.Wrapped, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct], bucket: Bucket, mesh: Mesh
 ) -> jax.stages.Compiled:
     packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(mesh, ()))
     return program.lower(params, state, packed).compile()
 
 
-def _allocate(shapes: DeviceState) -> DeviceState:
-    def zeros() -> DeviceState:
+def _allocate(shapes: DeviceState[jax.ShapeDtypeStruct]) -> DeviceState[jax.Array]:
+    def zeros() -> DeviceState[jax.Array]:
         return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes))()

@@ -41,7 +41,8 @@ def shard_layout(
     if num_query_heads % num_shards:
         allowed = [degree for degree in range(1, num_query_heads + 1) if num_query_heads % degree == 0]
         raise ValueError(
-            f"tp is {num_shards}, which does not divide the model's {num_query_heads} query heads. Use one of {allowed}."
+            f"tp is {num_shards}, which does not divide the model's {num_query_heads} query heads. Use one of "
+            f"{', '.join(map(str, allowed))}."
         )
     group_size = math.gcd(num_query_heads // num_kv_heads, num_query_heads // num_shards)
     num_groups = num_query_heads // group_size

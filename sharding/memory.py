@@ -28,8 +28,8 @@ def num_pages_that_fit(mesh: Mesh, fraction: float, page_bytes: int) -> int:
     available = free_bytes(mesh, fraction)
     if available < page_bytes:
         raise MemoryError(
-            f"{available / 2**30:.2f} GiB are left for the KV cache on each device after the weights, less than one page "
-            f"({page_bytes / 2**20:.1f} MiB). Raise tp, raise memory_fraction, or use a smaller dtype."
+            f"{available / 2**30:.2f} GiB are left on each device for the KV cache after the weights, less than one "
+            f"page ({page_bytes / 2**20:.1f} MiB). Raise tp, raise memory_fraction, or use a smaller dtype."
         )
     return available // page_bytes
 

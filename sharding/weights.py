@@ -115,7 +115,9 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _open(path: Path) -> safe_open:
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist. The directory must hold {_SINGLE_FILE} or the files of its index.")
+        raise CheckpointError(
+            f"{path} does not exist. The directory must hold {_SINGLE_FILE} or the files of its index."
+        )
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
@@ -166,7 +168,8 @@ def _load_whole(
 ) -> jax.Array:
     pieces = parameter.pieces(layer)
 
-    def read(region: tuple[slice, ...]) -> np.ndarray:
+    def read(region: tuple[slice, ...] | None) -> np.ndarray:
+        assert region is not None  # jax passes None for arrays without a layout only
         return _assemble(files, pieces, shape, region, parameter.dtype)
 
     return jax.make_array_from_callback(shape, sharding, read)
@@ -191,6 +194,8 @@ def _assemble(
             slice(origin + first - place, origin + last - place)
             for origin, place, (first, last) in zip(piece.start, piece.place[-rank:], overlap[-rank:], strict=True)
         )
-        target = tuple(slice(first - start, last - start) for (first, last), (start, _) in zip(overlap, bounds, strict=True))
+        target = tuple(
+            slice(first - start, last - start) for (first, last), (start, _) in zip(overlap, bounds, strict=True)
+        )
         block[target] = files.read(piece.tensor, source)
     return block

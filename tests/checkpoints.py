@@ -82,7 +82,9 @@ def hidden_states(directory: Path, prompt: Sequence[int]) -> tuple[list[torch.Te
     outputs: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.register_forward_hook(
-            lambda _module, _args, out: outputs.append((out[0] if isinstance(out, tuple) else out).reshape(len(prompt), -1))
+            lambda _module, _args, out: outputs.append(
+                (out[0] if isinstance(out, tuple) else out).reshape(len(prompt), -1)
+            )
         )
     with torch.no_grad():
         logits = model(torch.tensor([list(prompt)])).logits[0]

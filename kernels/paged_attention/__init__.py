@@ -1,8 +1,8 @@
 """Attention of a ragged batch over a paged KV cache, on one device's block.
 
 A step's tokens stand in one row: request after request, each with one token (a decode) or more (a prefill chunk), any
-mixture in one call. Each token's key and value are written to the cache first, then every token attends to all positions
-of its request up to its own.
+mixture in one call. First each token's key and value are written to the cache, then every token attends to the
+positions of its request up to its own.
 
 Dimensions: T tokens, B requests, K kv heads of this block, G query heads a kv head, H head dim, L layers, P pages,
 S page size (tokens a page).
@@ -37,9 +37,7 @@ class PagedAttention(Protocol):
         ...
 
 
-def write_kv(
-    cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *, layer: int | jax.Array
-) -> jax.Array:
+def write_kv(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *, layer: int | jax.Array) -> jax.Array:
     """Writes each token's key and value (k, v [T, K, H]) to its place in the cache [L, P, K, 2, S, H].
 
     Padding tokens write nothing. In place when the cache is donated.

@@ -1,4 +1,4 @@
-"""The same tokens as Hugging Face in float32, at every tensor-parallel degree; the same hidden states, layer by layer."""
+"""The same tokens as Hugging Face in float32, at every tensor-parallel degree, and the same hidden states."""
 
 import dataclasses
 import json
@@ -59,7 +59,10 @@ def run_generate(model: Path, directory: Path, prompts: list[list[int]], **optio
         )
     )  # fmt: skip
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    assert main(["generate", f"--model={model}", "--dtype=float32", *flags, f"--input={source}", f"--output={target}"]) == 0
+    assert (
+        main(["generate", f"--model={model}", "--dtype=float32", *flags, f"--input={source}", f"--output={target}"])
+        == 0
+    )
     lines = [json.loads(line) for line in target.read_text().splitlines()]
     assert [line["index"] for line in lines] == list(range(len(prompts)))
     assert all(line["finish_reason"] == "length" for line in lines)
@@ -140,7 +143,9 @@ def _our_hidden_states(directory: Path, prompt: list[int], tp: int) -> tuple[lis
 
     def forward(params: nnx.State, cache: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         model = nnx.merge(structure, params)
-        context = StepContext(batch, *rotation(config.rope, config.head_dim, batch.positions), implementation("reference"))
+        context = StepContext(
+            batch, *rotation(config.rope, config.head_dim, batch.positions), implementation("reference")
+        )
         x, outputs = model.embed(jnp.asarray(prompt)), []
         for index in range(config.num_layers):
             x, cache = model.layer(index, x, cache, context)
