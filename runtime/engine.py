@@ -10,7 +10,7 @@ string) is seen one step late: that step's token for the request is dropped.
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from .batch import BatchBuilder, Bucket
+from .contract import Deliver
 from .errors import EngineStoppedError
 from .pages import PageAllocator
 from .request import FinishReason, Load, Output, Request, SamplingParams
@@ -25,9 +26,6 @@ from .scheduler import Progress, Scheduler, StepPlan
 from .tokenizer import TextStream, Tokenizer
 
 _log = logging.getLogger(__name__)
-
-Deliver = Callable[[Sequence[Output]], None]
-
 
 class Runner(Protocol):
     """Dispatches a step and returns its tokens, which may still be on their way (`step.StepRunner`)."""

@@ -97,13 +97,10 @@ async def serve(
             f"host is {host!r}, which other machines can reach, and the connection is not encrypted. Allowed is a "
             "loopback address such as 127.0.0.1. Put a gateway before it, or set --allow-insecure in a closed network."
         )
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
     health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    pb_grpc.add_InferenceServiceServicer_to_server(edge, server)
-    if is_local:  # it tells strangers what there is to attack, and serves only those who explore by hand
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+    # Reflection tells strangers what there is to attack, and serves only those who explore by hand.
+    server = _new_server(edge, health_servicer, has_reflection=is_local)
     handle = ServerHandle(_bind(server, host, port))
     edge.mailroom.bind(edge.engine.cancel)
     await server.start()
@@ -151,6 +148,15 @@ def run_server(
         asyncio.run(serving)
     else:
         uvloop.run(serving)
+
+
+def _new_server(edge: Edge, health_servicer: Any, *, has_reflection: bool) -> grpc.aio.Server:
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    pb_grpc.add_InferenceServiceServicer_to_server(edge, server)
+    if has_reflection:
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server
 
 
 async def _set_health(servicer: Any, status: int) -> None:

@@ -1,0 +1,101 @@
+"""`meshserve demo`: a real server on a mesh of virtual CPU devices, and a real client that streams from it."""
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .client import AsyncClient
+from .errors import MeshserveError
+
+_PROMPTS = (
+    "HAMLET:\nTo be, or not to be",
+    "ROMEO:\nBut soft! What light",
+    "KING RICHARD:\nNow is the winter",
+    "FIRST WITCH:\nWhen shall we",
+)
+_MAX_TOKENS = 96
+_READY_SECONDS = 180.0
+_LISTENS = re.compile(r"listens on (\S+)")
+
+
+@dataclass
+class _Run:
+    """One request's text and times."""
+
+    prompt: str
+    text: str = ""
+    num_tokens: int = 0
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+
+def run_demo(*, tp: int) -> int:
+    """Starts the server, streams a few requests at once, prints what came and how fast.
+
+    Raises:
+      MeshserveError: the server did not start.
+    """
+    num_devices = max(tp, 4)
+    print(f"Starting a server: the embedded Shakespeare model on a mesh of {tp} virtual CPU devices ...", flush=True)
+    started = time.monotonic()
+    with _server(tp, num_devices) as target:
+        print(f"Ready on {target} after {time.monotonic() - started:.0f} s. Streaming {len(_PROMPTS)} requests:\n")
+        asyncio.run(_stream_all(target))
+    return 0
+
+
+@contextlib.contextmanager
+def _server(tp: int, num_devices: int) -> Iterator[str]:
+    """A server process on a free port; yields its address once it listens."""
+    command = [
+        sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", f"--tp={tp}",
+        f"--cpu-devices={num_devices}", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=64",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := _LISTENS.search(line):
+                yield found[1]
+                break
+        else:
+            raise MeshserveError(f"the server ended with status {process.wait()} before it was ready; see above.")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def _stream_all(target: str) -> None:
+    async with AsyncClient(target) as client:
+        await client.wait_until_ready(_READY_SECONDS)
+        started = time.monotonic()
+        runs = await asyncio.gather(*(_stream(client, prompt, seed) for seed, prompt in enumerate(_PROMPTS)))
+        seconds = time.monotonic() - started
+        load = await client.load()
+    for run in runs:
+        print(f"{run.prompt}{run.text}\n")
+        print(
+            f"  [{run.num_tokens} tokens; the first after {run.first_token_seconds * 1000:.0f} ms, "
+            f"then {(run.num_tokens - 1) / (run.total_seconds - run.first_token_seconds):.0f} tokens/s]\n"
+        )
+    num_tokens = sum(run.num_tokens for run in runs)
+    print(
+        f"{len(runs)} requests, {num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds:.0f} tokens/s together."
+    )
+    print(f"KV pages free again: {load.num_free_pages} of {load.num_pages}.")
+
+
+async def _stream(client: AsyncClient, prompt: str, seed: int) -> _Run:
+    run, started = _Run(prompt), time.monotonic()
+    sampling = {"max_tokens": _MAX_TOKENS, "temperature": 0.8, "seed": seed, "ignore_eos": True}
+    async for chunk in client.generate(prompt, **sampling):
+        run.first_token_seconds = run.first_token_seconds or time.monotonic() - started
+        run.text += chunk.text
+        run.num_tokens += len(chunk.token_ids)
+    run.total_seconds = time.monotonic() - started
+    return run

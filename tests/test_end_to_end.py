@@ -1,0 +1,157 @@
+"""The real server, as a process of its own on a mesh of virtual CPU devices, and real clients on loopback."""
+
+import asyncio
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from meshserve.runtime.client import AsyncClient, CallError, Client
+from meshserve.runtime.request import FinishReason
+
+NUM_STREAMS = 64
+SERVE = [
+    sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--tp=4", "--cpu-devices=8",
+    "--dtype=float32", "--page-size=16", "--max-running=16", "--max-step-tokens=32", "--num-pages=96",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Address and process. The cache is too small for all streams at once, so requests are preempted."""
+    log = tmp_path_factory.mktemp("server") / "stderr"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(SERVE, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        try:
+            target = None
+            assert process.stdout is not None
+            for line in process.stdout:
+                if found := re.search(r"listens on (\S+)", line):
+                    target = found[1]
+                    break
+            assert target is not None, log.read_text()
+            with Client(target) as client:
+                client.wait_until_ready(120)
+            yield target, process
+        finally:
+            process.kill()
+            process.wait()
+
+
+async def _one_stream(client: AsyncClient, index: int) -> str:
+    """A stream with a fate drawn from its index: left to end, cancelled, or under a deadline. Returns how it ended."""
+    draw = random.Random(index)
+    fate = draw.choice(["whole", "cancelled", "deadline"])
+    sampling = {"max_tokens": draw.randint(1, 120), "temperature": 0.8, "seed": index, "ignore_eos": True}
+    timeout_seconds = draw.uniform(0.05, 2.0) if fate == "deadline" else None
+    prompt = [draw.randrange(300, 2000) for _ in range(draw.randint(1, 200))]
+    finishes, num_tokens = [], 0
+    try:
+        async for chunk in client.generate(prompt, **sampling, timeout_seconds=timeout_seconds):
+            assert not finishes, "a message after the last"
+            num_tokens += len(chunk.token_ids)
+            if chunk.finish is not None:
+                finishes.append(chunk.finish.reason)
+            elif fate == "cancelled" and draw.random() < 0.2:
+                return "cancelled"
+    except CallError as error:
+        assert not finishes and error.code is grpc.StatusCode.DEADLINE_EXCEEDED, error
+        return "deadline"
+    assert finishes == [FinishReason.LENGTH] and num_tokens == sampling["max_tokens"]
+    return "whole"
+
+
+async def _all_streams(target: str) -> list[str]:
+    async with AsyncClient(target) as client:
+        ends = await asyncio.gather(*(_one_stream(client, index) for index in range(NUM_STREAMS)))
+        for _ in range(100):  # the last cancellations may still be on their way
+            load = await client.load()
+            if load.num_free_pages == load.num_pages:
+                break
+            await asyncio.sleep(0.05)
+        assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
+    return ends
+
+
+def test_64_streams_leave_no_page_behind(server: tuple[str, subprocess.Popen]) -> None:
+    ends = asyncio.run(_all_streams(server[0]))
+    assert set(ends) == {"whole", "cancelled", "deadline"}, "the draw did not produce every fate"
+
+
+def test_a_seed_fixes_the_text_whatever_else_runs(server: tuple[str, subprocess.Popen]) -> None:
+    async def texts() -> list[str]:
+        async with AsyncClient(server[0]) as client:
+            calls = [
+                client.complete("HAMLET:\n", max_tokens=40, temperature=1.0, top_p=0.9, top_k=50, seed=seed)
+                for seed in (1, 2, 3, 1)
+            ]
+            return [completion.text for completion in await asyncio.gather(*calls)]
+
+    async def alone() -> str:
+        async with AsyncClient(server[0]) as client:
+            return (
+                await client.complete("HAMLET:\n", max_tokens=40, temperature=1.0, top_p=0.9, top_k=50, seed=1)
+            ).text
+
+    together = asyncio.run(texts())
+    assert together[0] == together[3] == asyncio.run(alone())
+    assert len(set(together)) == 3
+
+
+def test_the_server_and_the_command_line_agree(server: tuple[str, subprocess.Popen], tmp_path: Path) -> None:
+    """The same greedy text from the server at TP 4 and from `meshserve generate` at TP 2."""
+    with Client(server[0]) as client:
+        served = client.complete("ROMEO:\nBut soft", max_tokens=24, temperature=0.0)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"prompt": "ROMEO:\nBut soft", "max_tokens": 24, "temperature": 0}))
+    flags = ["--tp=2", "--cpu-devices=2", "--dtype=float32", "--max-running=1", "--max-step-tokens=1", "--num-pages=8"]
+    command = [*SERVE[:3], "generate", "--model=demo", *flags, f"--input={source}", f"--output={target}"]
+    subprocess.run(command, check=True)
+    line = json.loads(target.read_text())
+    assert (line["token_ids"], line["text"]) == (list(served.token_ids), served.text)
+
+
+def test_buf_curl_lists_and_calls_through_reflection(server: tuple[str, subprocess.Popen]) -> None:
+    """An unmodified generic client that knows nothing but the address."""
+    buf = shutil.which("buf", path=str(Path(sys.executable).parent)) or shutil.which("buf")
+    assert buf is not None, "buf comes with the test extra (buf-bin)"
+    curl = [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
+    listed = subprocess.run(
+        [*curl, f"http://{server[0]}", "--list-services"], check=True, capture_output=True, text=True
+    )
+    assert "meshserve.v1.InferenceService" in listed.stdout
+    body = json.dumps({"text": "JULIET:\n", "sampling": {"maxTokens": 5, "temperature": 0, "ignoreEos": True}})
+    url = f"http://{server[0]}/meshserve.v1.InferenceService/Generate"
+    called = subprocess.run([*curl, "-d", body, url], check=True, capture_output=True, text=True)
+    assert '"FINISH_REASON_LENGTH"' in called.stdout
+    assert len(re.findall(r'"numOutputTokens": 5\b', called.stdout)) == 1
+
+
+def test_refusals_name_the_field(server: tuple[str, subprocess.Popen]) -> None:
+    with Client(server[0]) as client:
+        for fields, field in (({"top_p": 1.5}, "sampling.top_p"), ({"max_tokens": 0}, "sampling.max_tokens")):
+            with pytest.raises(CallError, match=field) as caught:
+                client.complete("x", **fields)
+            assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(CallError, match="max_context"):
+            client.complete([300] * 5000)
+
+
+def test_sigterm_ends_the_server_in_order(server: tuple[str, subprocess.Popen]) -> None:
+    """Last, because the server is gone afterwards: a running stream ends well, the exit status is 0."""
+    target, process = server
+    with Client(target) as client:
+        stream = client.generate("HAMLET:\n", max_tokens=60, ignore_eos=True)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        *_, last = stream
+        assert last.finish is not None and last.finish.reason is FinishReason.LENGTH
+    assert process.wait(30) == 0
