@@ -1,4 +1,4 @@
-"""The command line: meshserve serve | generate | chat | demo.
+"""The command line: meshserve serve | generate | chat | bench | demo.
 
 The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
 Heavy imports happen inside the commands, so that --help is instant.
@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that --help is instant.
 
 import argparse
 import dataclasses
+import importlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from .config import ServeConfig, read_toml
 from .errors import MeshserveError
 
 _EXIT_USAGE = 2
+_BENCHMARKS = ("decode",)
 _SERVER_ONLY = frozenset({"host", "port", "drain_seconds", "allow_insecure", "served_name", "max_waiting"})
 
 
@@ -55,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
     chat.add_argument("--system", default="", help="a system message to begin with")
     chat.set_defaults(run=_chat)
+
+    bench = commands.add_parser("bench", help="measure this machine", add_help=False)
+    bench.add_argument("benchmark", choices=_BENCHMARKS, help="what to measure")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark; --help lists them")
+    bench.set_defaults(run=_bench)
 
     demo = commands.add_parser("demo", help="serve the embedded model on a CPU mesh and stream from it")
     demo.add_argument("--tp", type=int, default=4, help="tensor-parallel degree (%(default)s)")
@@ -139,6 +146,10 @@ def _chat(namespace: argparse.Namespace) -> int:
         temperature=namespace.temperature,
         system=namespace.system,
     )
+
+
+def _bench(namespace: argparse.Namespace) -> int:
+    return importlib.import_module(f"meshserve.benchmarks.{namespace.benchmark}").main(namespace.arguments)
 
 
 def _demo(namespace: argparse.Namespace) -> int:

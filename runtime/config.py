@@ -222,7 +222,10 @@ class ServeConfig:
     max_running: int = option(64, "requests in one step")
     max_step_tokens: int = option(512, "token budget of one step: decodes and prefill chunks together")
     max_waiting: int = option(1024, "requests in the queue; more are refused")
-    attention: str = option("auto", "paged attention implementation", ("auto", "reference"))
+    attention: str = option("auto", "paged attention implementation", ("auto", "reference", "cuda"))
+    decode_layers: str = option(
+        "auto", "fused kernels for the layers of small steps", ("auto", "off", "reference", "cuda")
+    )
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(50051, "port to bind; 0 takes a free one")
     drain_seconds: float = option(30.0, "after SIGTERM, the time running requests have to finish")
