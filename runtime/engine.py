@@ -27,6 +27,7 @@ from .tokenizer import TextStream, Tokenizer
 
 _log = logging.getLogger(__name__)
 
+
 class Runner(Protocol):
     """Dispatches a step and returns its tokens, which may still be on their way (`step.StepRunner`)."""
 
