@@ -49,6 +49,7 @@ struct Received {
   static constexpr int kRows = 16;          // at most splits + group - 1
   float out[kRows * H];
   float4 largest_and_sum[kRows];
+  uint64_t barrier[2];        // counts their bytes
 };
 
 // 2^(a - b) where both may be -inf (nothing seen yet).
@@ -146,10 +147,11 @@ __device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_byte
       sum += part->sum[query] * scale;
     }
     int row = blockIdx.x * queries_per_block + (query >> log2_splits), to = query & (splits - 1);
-    store_cluster_float4(address_in_cluster(shared_address(received->out + row * H + element), to), out);
+    uint32_t barrier = address_in_cluster(shared_address(received->barrier), to);
+    send_float4(address_in_cluster(shared_address(received->out + row * H + element), to), out, barrier);
     if (element == 0) {
-      store_cluster_float4(address_in_cluster(shared_address(received->largest_and_sum + row), to),
-                           make_float4(largest, sum, 0.0f, 0.0f));
+      send_float4(address_in_cluster(shared_address(received->largest_and_sum + row), to),
+                  make_float4(largest, sum, 0.0f, 0.0f), barrier);
     }
   }
 }
@@ -208,6 +210,16 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     for (int s = 0; s < args.stages; ++s) barrier_init(full + 8 * s, 1);
     barrier_init_fence();
   }
+  // The rows of this block's queries, one of each block.
+  const uint32_t all_received = shared_address(received->barrier);
+  if (threadIdx.x == 0) {
+    const int splits = 1 << args.log2_splits, rank = blockIdx.x;
+    const int rows = args.group > rank ? ((args.group - rank + splits - 1) >> args.log2_splits) << args.log2_splits : 0;
+    barrier_init(all_received, 1);
+    barrier_init_fence();
+    barrier_expect_bytes(all_received, rows * (H + 4) * 4);
+  }
+  __syncthreads();
   if (args.log2_splits > 0) cluster_arrive();  // the blocks write into each other's memory at the end
   if (threadIdx.x == 0) {
     prefetch_map(&pages);
@@ -300,11 +312,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   __syncthreads();
   if (args.log2_splits > 0) cluster_wait();
   merge_warps<H>(memory, warp_bytes, received, args.group, args.log2_splits);
-  if (args.log2_splits > 0) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  barrier_wait(all_received, 0);
   bf16* out = args.out + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
   merge_blocks<H>(received, out, args.group, args.log2_splits);
 }

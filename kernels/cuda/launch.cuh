@@ -243,12 +243,12 @@ class Step {
 
   // Ranges of k (a power of two), of at least 4 blocks of k each. Two blocks fit on an SM: enough to give every SM one;
   // between one and two an SM, long ones are halved once more, as they would end unevenly. Where a block takes a whole
-  // SM: as many as fit at once.
+  // SM: as many as fit at once, in clusters of 4, as some GPCs have no room for a second cluster of 8.
   static int choose_splits(int tiles, int k_blocks, bool takes_sm) {
     int splits = 1;
     auto may_double = [&] { return 2 * splits <= kMaxSplits && k_blocks / (2 * splits) >= 4; };
     if (takes_sm) {
-      while (2 * splits * tiles <= kMultiprocessors && may_double()) splits *= 2;
+      while (splits < 4 && 2 * splits * tiles <= kMultiprocessors && may_double()) splits *= 2;
       return splits;
     }
     while (tiles * splits < kMultiprocessors - 12 && may_double()) splits *= 2;

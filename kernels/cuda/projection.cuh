@@ -42,7 +42,7 @@ template <int N>
 constexpr int kTiles = N == 128 ? 2 : 1;
 // After the ring: barriers, 1 / rms and cache row of each token, and the narrow kernels' buffer of sums.
 template <int N>
-constexpr int kOtherBytes = 16 * kMaxStages + N * 16 + (kIsNarrow<N> ? N * kSumStride * 4 : 0);
+constexpr int kOtherBytes = 16 * kMaxStages + 16 + N * 16 + (kIsNarrow<N> ? N * kSumStride * 4 : 0);
 
 enum class Epilogue : int { kQkv, kResidual, kGateUp };
 
@@ -152,6 +152,15 @@ __device__ __forceinline__ void load_inverse_rms(const ProjectionArgs& args, int
   }
 }
 
+// Lane i of four holds row i of a 4 x 4 matrix and gets its column i. The four differ in bits 2 and 3 of the lane.
+__device__ __forceinline__ float4 transpose_4x4(float4 v, int i) {
+  float low = __shfl_xor_sync(0xffffffffu, i % 2 ? v.x : v.y, 4), high = __shfl_xor_sync(0xffffffffu, i % 2 ? v.z : v.w, 4);
+  v = i % 2 ? make_float4(low, v.y, high, v.w) : make_float4(v.x, low, v.z, high);
+  low = __shfl_xor_sync(0xffffffffu, i / 2 ? v.x : v.z, 8);
+  high = __shfl_xor_sync(0xffffffffu, i / 2 ? v.y : v.w, 8);
+  return i / 2 ? make_float4(low, high, v.z, v.w) : make_float4(v.x, v.y, low, high);
+}
+
 // A narrow kernel's activations of its range of k, by all consumers: [blocks, N, 64], swizzled as the copy engine does.
 template <int N>
 __device__ __forceinline__ void load_resident_input(const ProjectionArgs& args, int first_token, int first_block,
@@ -247,7 +256,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
                       const __grid_constant__ ProjectionArgs args) {
   constexpr int kInputBytes = N * kBlockK * 2;              // of a block
   constexpr int kChains = kIsNarrow<N> ? 2 : 1;             // of products: short ones hide each other's latency
-  constexpr int kTogether = N < 64 ? 1 : N / 32;            // tokens of a warp whose loads are in flight together
+  constexpr int kTogether = N < 64 ? 1 : N == 64 ? 2 : 8;   // tokens of a warp whose loads are in flight together
   extern __shared__ __align__(1024) uint8_t ring[];
 
   // The shuffle tells the compiler that a warp does not diverge by its number, which wgmma needs.
@@ -260,7 +269,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
   const int iterations = (k_end - k_begin) / per_stage;
   const uint32_t ring_address = shared_address(ring);
   const uint32_t full = ring_address + args.ring_bytes, empty = full + 8 * kMaxStages;
-  long long* cache_offsets = reinterpret_cast<long long*>(ring + args.ring_bytes + 16 * kMaxStages);
+  const uint32_t sums_full = empty + 8 * kMaxStages;
+  long long* cache_offsets = reinterpret_cast<long long*>(ring + args.ring_bytes + 16 * kMaxStages + 16);
   float* inverse_rms = reinterpret_cast<float*>(cache_offsets + N);
   const uint32_t received = shared_address(inverse_rms + 2 * N);
   const bool is_resident = kIsNarrow<N> && args.resident_input != nullptr;
@@ -279,7 +289,9 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, kConsumerWarps);
     }
+    barrier_init(sums_full, 1);
     barrier_init_fence();
+    if (kIsNarrow<N>) barrier_expect_bytes(sums_full, N * kTileRows * 4);
     let_next_kernel_start();
   }
   __syncthreads();
@@ -327,7 +339,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
     __syncwarp();
     if (is_cluster) {
       cluster_wait();
-      cluster_sync();
+      if (!kIsNarrow<N>) cluster_sync();
       if (!kIsNarrow<N>) cluster_sync();
     }
     return;
@@ -339,10 +351,10 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
     }
     wait_for_previous_kernel();
     if (E != Epilogue::kResidual) load_inverse_rms<N>(args, first_token, lane, inverse_rms);
-    if (is_cluster) {
-      cluster_wait();
+    if (is_cluster) cluster_wait();
+    if (is_cluster && !kIsNarrow<N>) {
       cluster_sync();
-      if (!kIsNarrow<N>) cluster_sync();
+      cluster_sync();
     } else {
       sync_threads(2, kConsumers + 32);
     }
@@ -402,31 +414,37 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
   }
   if (is_cluster) cluster_wait();
 
-  // Add up the splits. Narrow: each block sends a token's sums to the block that finishes the token, and one barrier
-  // ends it. Wide: each leaves its sums where the ring was, and the others read them there.
-  const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
+  // Add up the splits. Narrow: each block sends a token's sums to the block that finishes the token, which counts their
+  // bytes; a barrier of the cluster would cost 0.7 us more. Wide: each leaves its sums where the ring was, and the others
+  // read them there.
   if constexpr (kIsNarrow<N>) {
-    const uint32_t to = received + ((split * N) >> args.log2_splits) * kSumStride * 4 + row * 4;
+    const int index = lane / 4 % 4;  // of the four values a lane sends, after they are exchanged to be neighbouring rows
+    const int row = 16 * warp + 8 * (index / 2) + 4 * (lane / 16);
 #pragma unroll
-    for (int j = 0; j < N / 2; ++j) {
-      int token = 8 * (j / 4) + column + j % 2;
-      uint32_t at = to + (token >> args.log2_splits) * kSumStride * 4 + (j % 4 / 2) * 32;
-      store_cluster_float(address_in_cluster(at, token & (splits - 1)), sums[0][j]);
+    for (int j = 0; j < N / 8; ++j) {
+      float4 v = transpose_4x4(make_float4(sums[0][4 * j], sums[0][4 * j + 1], sums[0][4 * j + 2], sums[0][4 * j + 3]),
+                               lane / 4 % 4);
+      int token = 8 * j + 2 * (lane % 4) + index % 2, to = token & (splits - 1);
+      int slot = (split * N + token) >> args.log2_splits;
+      uint32_t at = received + (slot * kSumStride + row) * 4;
+      send_float4(address_in_cluster(at, to), v, address_in_cluster(sums_full, to));
     }
   } else {
     sync_threads(1, kConsumers);  // both warpgroups have done with the ring
     float* partial = reinterpret_cast<float*>(ring);
+    const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
 #pragma unroll
     for (int j = 0; j < kTiles<N> * (N / 2); ++j) {
       int t = j / (N / 2), i = j % (N / 2), token = 8 * (i / 4) + column + i % 2;
       partial[(t * N + token) * kSumStride + row + i % 4 / 2 * 8] = sums[t][i];
     }
   }
-  if (is_cluster) {
+  if (is_cluster && !kIsNarrow<N>) {
     cluster_sync();
   } else {
     sync_threads(2, kConsumers + 32);  // with the helper
   }
+  if (kIsNarrow<N>) barrier_wait(sums_full, 0);
 
 #pragma unroll 1
   for (int t = 0; t < kTiles<N> && first_tile + t < args.tiles; ++t) {
@@ -455,7 +473,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
             part = load_shared_float4(received + (slot * kSumStride + 4 * lane) * 4);
           } else {
             uint32_t at = ring_address + ((t * N + n + u * token_step) * kSumStride + 4 * lane) * 4;
-            part = load_cluster_float4(address_in_cluster(at, r));
+            part = is_cluster ? load_cluster_float4(address_in_cluster(at, r)) : load_shared_float4(at);
           }
           total[u] = make_float4(total[u].x + part.x, total[u].y + part.y, total[u].z + part.z, total[u].w + part.w);
         }
