@@ -115,6 +115,7 @@ def test_a_terminal_can_stop_an_answer_and_go_on(server):
         terminal.wait_for("11 12 13 ")
         terminal.type("\x03")
         terminal.wait_for(r"\[stopped\]")
+        terminal.wait_for("> ")
         terminal.type("\x04")  # Ctrl-D
         assert terminal.status() == 0
     finally:
