@@ -21,8 +21,10 @@ from .contract import Deliver, ModelInfo
 from .engine import Engine
 from .errors import ConfigError
 from .hf_weights import load_model
+from .limits import SchedulerLimits
 from .pages import PageAllocator
-from .scheduler import Scheduler, SchedulerLimits
+from .record import Record
+from .scheduler import Scheduler
 from .step import CacheShape, StepRunner, cache_page_bytes, state_shapes
 from .tokenizer import Tokenizer
 
@@ -55,8 +57,10 @@ def model_directory(config: ServeConfig) -> Path:
     return directory
 
 
-def launch(config: ServeConfig, deliver: Deliver) -> Launched:
+def launch(config: ServeConfig, deliver: Deliver, record: Record | None = None) -> Launched:
     """Builds everything and compiles every program. Blocks for as long as that takes.
+
+    `deliver` and `record` get what comes out of the engine; see `Engine`.
 
     Raises:
       MeshserveError, CheckpointError, ValueError, MemoryError: the config, the model or the devices do not allow it.
@@ -80,7 +84,10 @@ def launch(config: ServeConfig, deliver: Deliver) -> Launched:
     num_pages = config.num_pages or _num_pages(config, model, layout, mesh, dtype)
     max_request_pages = min(-(-max_context // config.page_size), num_pages)
     buckets = declare_buckets(
-        max_step_tokens=config.max_step_tokens, max_running=config.max_running, page_size=config.page_size
+        max_step_tokens=config.max_step_tokens,
+        max_running=config.max_running,
+        page_size=config.page_size,
+        max_decode_steps=config.max_decode_steps,
     )
     shape = CacheShape(num_pages, config.page_size, config.max_running, max_request_pages)
     runner = StepRunner(
@@ -102,14 +109,24 @@ def launch(config: ServeConfig, deliver: Deliver) -> Launched:
         max_step_tokens=config.max_step_tokens,
         max_waiting=config.max_waiting,
         max_context=max_context,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_decode_steps=config.max_decode_steps,
+        priority_seconds=config.priority_seconds,
+        has_prefix_cache=config.prefix_cache,
     )
     engine = Engine(
         scheduler=Scheduler(limits, pages, tokenizer.eos_token_ids),
         pages=pages,
-        batches=BatchBuilder(buckets, max_running=config.max_running, page_size=config.page_size),
+        batches=BatchBuilder(
+            buckets,
+            max_running=config.max_running,
+            page_size=config.page_size,
+            max_request_pages=max_request_pages,
+        ),
         runner=runner,
         tokenizer=tokenizer,
         deliver=deliver,
+        record=record,
     )
     return Launched(engine, tokenizer, _model_info(config, model, tokenizer, mesh, max_context))
 
