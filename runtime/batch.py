@@ -133,7 +133,7 @@ class BatchBuilder:
 
     def _page_row(self, request: Request, num_pages: int) -> np.ndarray:
         page_row = np.zeros(1 + self._max_request_pages, np.int32)
-        page_row[0] = request.row
+        page_row[0] = _row(request)
         page_row[1 : 1 + num_pages] = request.pages[:num_pages]
         return page_row
 
@@ -175,17 +175,22 @@ class BatchBuilder:
             fields["page_row"][:count], fields["page_index"][:count], fields["page"][:count] = row, index, page
         fields["page_row"][count:] = self._no_row
 
-    def _new_pages(self, plan: StepPlan, starts: np.ndarray) -> Iterator[tuple[int | None, int, int]]:
+    def _new_pages(self, plan: StepPlan, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """(row, index in the request's list, page) of the pages whose first position the step computes."""
         # Positions from a decode's to the next multiple of the page size: below its length, it begins a page.
         begins = -starts % self._page_size < (plan.decode_lengths or 1)
         for decode in np.flatnonzero(begins).tolist():
             request = plan.decodes[decode]
             index = -(-plan.starts[decode] // self._page_size)
-            yield request.row, index, request.pages[index]
+            yield _row(request), index, request.pages[index]
         for request, start, num_tokens, _ in plan.prefills:
             for index in range(-(-start // self._page_size), -(-(start + num_tokens) // self._page_size)):
-                yield request.row, index, request.pages[index]
+                yield _row(request), index, request.pages[index]
+
+
+def _row(request: Request) -> int:
+    assert request.row is not None, request.request_id
+    return request.row
 
 
 def _params(request: Request) -> np.ndarray:

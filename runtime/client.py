@@ -45,12 +45,20 @@ class SamplingFields(TypedDict, total=False):
     stop: Sequence[str]
 
 
+class GenerateFields(SamplingFields, total=False):
+    """Fields of GenerateRequest beside them."""
+
+    priority: int
+    cache_salt: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Usage:
     """Tokens counted for one request."""
 
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +71,12 @@ class Finish:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What is new since the chunk before. The last chunk of a request, and only it, has `finish`."""
+    """What is new since the chunk before. The last chunk of each sample, and only it, has `finish`."""
 
     text: str
     token_ids: tuple[int, ...]
     finish: Finish | None
+    index: int = 0  # of the sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +135,16 @@ class Client:
         self,
         prompt: str | Sequence[int],
         *,
+        n: int = 1,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[GenerateFields],
     ) -> Iterator[Chunk]:
-        """Streams the continuation of a prompt, given as text or as token ids.
+        """Streams the continuation of a prompt, given as text or as token ids; of `n` samples, as they come.
 
         The call starts with the first chunk asked for. `timeout_seconds` is for the whole of it; None waits for ever.
         """
-        request = _generate_request(prompt, request_id, sampling)
+        request = _generate_request(prompt, request_id, n, fields)
         call = self._stub.Generate(request, timeout=timeout_seconds)
         try:
             with call_errors():
@@ -149,11 +159,24 @@ class Client:
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[GenerateFields],
     ) -> Completion:
         """As `generate`, all at once."""
-        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **sampling)
+        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **fields)
         return _completion(list(chunks))
+
+    def complete_samples(
+        self,
+        prompt: str | Sequence[int],
+        n: int,
+        *,
+        request_id: str | None = None,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[GenerateFields],
+    ) -> list[Completion]:
+        """As `complete`, `n` samples of one prompt."""
+        chunks = list(self.generate(prompt, n=n, request_id=request_id, timeout_seconds=timeout_seconds, **fields))
+        return _completions(chunks, n)
 
     def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""
@@ -207,12 +230,13 @@ class AsyncClient:
         self,
         prompt: str | Sequence[int],
         *,
+        n: int = 1,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[GenerateFields],
     ) -> AsyncIterator[Chunk]:
         """See `Client.generate`."""
-        request = _generate_request(prompt, request_id, sampling)
+        request = _generate_request(prompt, request_id, n, fields)
         call = self._stub.Generate(request, timeout=timeout_seconds)
         try:
             with call_errors():
@@ -227,11 +251,24 @@ class AsyncClient:
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[GenerateFields],
     ) -> Completion:
         """See `Client.complete`."""
-        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **sampling)
+        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **fields)
         return _completion([chunk async for chunk in chunks])
+
+    async def complete_samples(
+        self,
+        prompt: str | Sequence[int],
+        n: int,
+        *,
+        request_id: str | None = None,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[GenerateFields],
+    ) -> list[Completion]:
+        """See `Client.complete_samples`."""
+        chunks = self.generate(prompt, n=n, request_id=request_id, timeout_seconds=timeout_seconds, **fields)
+        return _completions([chunk async for chunk in chunks], n)
 
     async def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""
@@ -257,12 +294,15 @@ class AsyncClient:
 
 
 def _generate_request(
-    prompt: str | Sequence[int], request_id: str | None, sampling: SamplingFields
+    prompt: str | Sequence[int], request_id: str | None, n: int, fields: GenerateFields
 ) -> pb.GenerateRequest:
-    fields: dict[str, Any] = dict(sampling)
-    if isinstance(fields.get("stop"), str):
-        raise TypeError(f"stop is the string {fields['stop']!r}; it takes a list of strings.")
-    request = pb.GenerateRequest(request_id=request_id, sampling=pb.SamplingParams(**fields))
+    sampling: dict[str, Any] = dict(fields)
+    if isinstance(sampling.get("stop"), str):
+        raise TypeError(f"stop is the string {sampling['stop']!r}; it takes a list of strings.")
+    options = {name: sampling.pop(name) for name in ("priority", "cache_salt") if name in sampling}
+    if n != 1:
+        options["n"] = n
+    request = pb.GenerateRequest(request_id=request_id, sampling=pb.SamplingParams(**sampling), **options)
     if isinstance(prompt, str):
         request.text = prompt
     else:
@@ -276,11 +316,15 @@ def _chunk(response: pb.GenerateResponse) -> Chunk:
         usage = response.finish.usage
         finish = Finish(
             reason=wire.finish_reason(response.finish.reason),
-            usage=Usage(num_prompt_tokens=usage.num_prompt_tokens, num_output_tokens=usage.num_output_tokens),
+            usage=Usage(
+                num_prompt_tokens=usage.num_prompt_tokens,
+                num_output_tokens=usage.num_output_tokens,
+                num_cached_tokens=usage.num_cached_tokens,
+            ),
         )
         if finish.reason is FinishReason.ERROR:
             raise CallError(grpc.StatusCode.INTERNAL, response.finish.message)
-    return Chunk(text=response.text, token_ids=tuple(response.token_ids), finish=finish)
+    return Chunk(text=response.text, token_ids=tuple(response.token_ids), finish=finish, index=response.index)
 
 
 def _completion(chunks: Sequence[Chunk]) -> Completion:
@@ -293,6 +337,10 @@ def _completion(chunks: Sequence[Chunk]) -> Completion:
         finish_reason=finish.reason,
         usage=finish.usage,
     )
+
+
+def _completions(chunks: Sequence[Chunk], n: int) -> list[Completion]:
+    return [_completion([chunk for chunk in chunks if chunk.index == index]) for index in range(n)]
 
 
 @contextlib.contextmanager

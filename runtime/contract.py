@@ -35,7 +35,7 @@ class Engine(Protocol):
         """
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request with `reason`. Its last outputs are still delivered. Unknown and ended requests are ignored."""
+        """Ends a request with `reason`. Its last outputs are still delivered. Unknown and ended ones are ignored."""
 
     def load(self) -> Load:
         """How busy the engine is now."""

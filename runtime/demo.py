@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .client import AsyncClient
+from .client import AsyncClient, GenerateFields
 from .errors import MeshserveError
 
 _PROMPTS = (
@@ -92,7 +92,7 @@ async def _stream_all(target: str) -> None:
 
 async def _stream(client: AsyncClient, prompt: str, seed: int) -> _Run:
     run, started = _Run(prompt), time.monotonic()
-    sampling = {"max_tokens": _MAX_TOKENS, "temperature": 0.8, "seed": seed, "ignore_eos": True}
+    sampling: GenerateFields = {"max_tokens": _MAX_TOKENS, "temperature": 0.8, "seed": seed, "ignore_eos": True}
     async for chunk in client.generate(prompt, **sampling):
         run.first_token_seconds = run.first_token_seconds or time.monotonic() - started
         run.text += chunk.text

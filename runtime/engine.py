@@ -166,7 +166,7 @@ class Engine:
         return samples
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request with all its samples; pages are free at once. One that is unknown or has ended is left alone."""
+        """Ends a request, all samples; its pages are free at once. One that is unknown or has ended is left alone."""
         with self._changed:
             for request in tuple(self._open.get(request_id, ())):
                 if self._scheduler.finish(request, reason, self._clock()):

@@ -99,15 +99,19 @@ class StepRecorder:
 
     def collected(self, record: StepRecord, step_seconds: float) -> None:
         """Completes the record of a step whose tokens are booked, and hands it on."""
-        counts = self._read_counts()
-        changes = {name: counts[name] - before for name, before in self._counts.items()}
-        self._counts = counts
-        self._record(dataclasses.replace(record, step_seconds=step_seconds, **changes))
+        before, self._counts = self._counts, self._read_counts()
+        evicted, wasted, refused, expired = (now - then for now, then in zip(self._counts, before, strict=True))
+        self._record(
+            dataclasses.replace(
+                record,
+                step_seconds=step_seconds,
+                num_evicted_pages=evicted,
+                num_wasted_tokens=wasted,
+                num_refused=refused,
+                num_expired=expired,
+            )
+        )
 
-    def _read_counts(self) -> dict[str, int]:
-        return {
-            "num_evicted_pages": self._pages.num_evictions,
-            "num_wasted_tokens": self._scheduler.num_wasted_tokens,
-            "num_refused": self._scheduler.num_refused,
-            "num_expired": self._scheduler.num_expired,
-        }
+    def _read_counts(self) -> tuple[int, int, int, int]:
+        scheduler = self._scheduler
+        return self._pages.num_evictions, scheduler.num_wasted_tokens, scheduler.num_refused, scheduler.num_expired

@@ -20,9 +20,9 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from . import wire
 from .contract import Engine, ModelInfo
-from .errors import EngineStoppedError, InvalidRequestError, QueueFullError
+from .errors import DeadlineError, EngineStoppedError, InvalidRequestError, QueueFullError
 from .mailbox import Mailroom, RequestIdInUseError, SlowReaderError
-from .request import FinishReason, SamplingParams
+from .request import FinishReason, RequestOptions, SamplingParams
 from .tokenizer import Tokenizer
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -34,6 +34,7 @@ GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         RequestIdInUseError: grpc.StatusCode.ALREADY_EXISTS,
         QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         SlowReaderError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
         EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
     }
 )
@@ -70,10 +71,11 @@ class Edge(pb_grpc.InferenceServiceServicer):
         try:
             request_id = _request_id(request)
             params = wire.sampling_params(request.sampling)
+            options = wire.request_options(request, context.time_remaining())
             prompt_token_ids = await self._prompt_token_ids(request)
             if self._refusal is not None:
                 raise EngineStoppedError(self._refusal)
-            await self._stream(request_id, prompt_token_ids, params, context)
+            await self._stream(request_id, prompt_token_ids, params, options, context)
         except grpc.aio.InternalError as error:
             # A write found the caller gone before grpc had cancelled this task. No fault, and nobody to tell.
             raise asyncio.CancelledError from error
@@ -116,21 +118,28 @@ class Edge(pb_grpc.InferenceServiceServicer):
         return token_ids
 
     async def _stream(
-        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, context: Any
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        options: RequestOptions,
+        context: Any,
     ) -> None:
-        mailbox = self.mailroom.open(request_id)
+        mailbox = self.mailroom.open(request_id, options.n)
         try:
-            self.engine.submit(request_id, prompt_token_ids, params)
+            self.engine.submit(request_id, prompt_token_ids, params, options)
         except BaseException:
             self.mailroom.discard(mailbox)
             raise
         try:
-            finish_reason = None
-            while finish_reason is None:
+            num_open_samples = options.n
+            while num_open_samples:
                 output = await mailbox.take()
-                finish_reason = output.finish_reason
-                if finish_reason is FinishReason.ERROR and self.engine.failure is not None:
+                num_open_samples -= output.finish_reason is not None
+                if output.finish_reason is FinishReason.ERROR and self.engine.failure is not None:
                     raise failure_error(self.engine)
+                if output.finish_reason is FinishReason.DEADLINE:
+                    raise DeadlineError(output.message)
                 await context.write(wire.generate_response(output))
         finally:
             remaining = context.time_remaining()  # None if the call has no deadline

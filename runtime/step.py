@@ -146,7 +146,7 @@ def window(
 
 
 def set_page_row(page_table: jax.Array, page_row: jax.Array) -> jax.Array:
-    """The page table [max_running, max_request_pages] with one row new; `page_row` is the row's index, then its pages."""
+    """The page table [max_running, max_request_pages] with one row new. `page_row`: its index, then its pages."""
     return page_table.at[page_row[0]].set(page_row[1:])
 
 

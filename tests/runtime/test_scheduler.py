@@ -1,4 +1,4 @@
-"""The scheduler's rules, one by one. Whole lives are in test_histories.py, sharing and urgency in files of their own."""
+"""The scheduler's rules, one by one. Whole lives are in test_histories.py, sharing and urgency beside it."""
 
 import pytest
 
