@@ -299,7 +299,7 @@ def _generate_request(
     sampling: dict[str, Any] = dict(fields)
     if isinstance(sampling.get("stop"), str):
         raise TypeError(f"stop is the string {sampling['stop']!r}; it takes a list of strings.")
-    options = {name: sampling.pop(name) for name in ("priority", "cache_salt") if name in sampling}
+    options: dict[str, Any] = {name: sampling.pop(name) for name in ("priority", "cache_salt") if name in sampling}
     if n != 1:
         options["n"] = n
     request = pb.GenerateRequest(request_id=request_id, sampling=pb.SamplingParams(**sampling), **options)

@@ -81,6 +81,8 @@ class Running:
         request.num_computed_tokens = len(cached) * self._limits.page_size
         request.num_published_pages = len(cached)
         has_cache = self._limits.has_prefix_cache
+        if has_cache:
+            extend_page_keys(request, self._limits.page_size, request.num_known_tokens // self._limits.page_size)
         request.publish_at_tokens = (len(cached) + 1) * self._limits.page_size if has_cache else _NEVER
         insort(self._requests, request, key=_rank_of)
 
