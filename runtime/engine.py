@@ -82,7 +82,7 @@ class Engine:
         self._scheduler = scheduler
         self._pages = pages
         self._batches = batches
-        self._runner = runner
+        self.runner = runner
         self._tokenizer = tokenizer
         self._deliver = deliver
         self._recorder = StepRecorder(scheduler, pages, record) if record is not None else None
@@ -224,8 +224,8 @@ class Engine:
             dispatched = self._clock()
             record = self._recorder.planned(plan, bucket, dispatched - started) if self._recorder else None
         for page_row in page_rows:
-            self._runner.set_page_row(page_row)
-        return _Flight(plan, self._runner.run(bucket, packed), dispatched, record)
+            self.runner.set_page_row(page_row)
+        return _Flight(plan, self.runner.run(bucket, packed), dispatched, record)
 
     def _collect(self, flight: _Flight) -> None:
         """Waits for the tokens of a dispatch and books them."""

@@ -31,6 +31,7 @@ class Mailbox:
     def __init__(self, request_id: str, num_samples: int = 1):
         self.request_id = request_id
         self.num_undelivered_tokens = 0
+        self.num_samples = num_samples
         self.num_open_samples = num_samples  # whose last output the engine has not delivered
         self.is_abandoned = False  # no handler will take anything any more
         self._outputs: list[Output] = []

@@ -23,6 +23,8 @@ _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
     }
 )
 
+AnswerMessage = pb.GenerateResponse | pb.ChatResponse  # the same fields
+
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     """The sent fields, and the defaults for the rest.
@@ -36,19 +38,20 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**sent)
 
 
-def request_options(message: pb.GenerateRequest, timeout_seconds: float | None) -> RequestOptions:
+def request_options(message: pb.GenerateRequest | pb.ChatRequest, timeout_seconds: float | None) -> RequestOptions:
     """The sent fields, and the defaults for the rest.
 
     Raises:
       InvalidRequestError: a value is out of range.
     """
-    names = ("priority", "cache_salt", "n")
+    names: tuple[Any, ...] = ("priority", "cache_salt", "n")
     sent = {name: getattr(message, name) for name in names if message.HasField(name)}
     return RequestOptions(timeout_seconds=timeout_seconds, **sent)
 
 
-def generate_response(output: Output) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(text=output.text, token_ids=output.token_ids, index=output.index)
+def answer(kind: type[AnswerMessage], output: Output) -> AnswerMessage:
+    """A message of an answer's stream."""
+    response = kind(text=output.text, token_ids=output.token_ids, index=output.index)
     if output.finish_reason is not None:
         names = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
         usage = pb.Usage(**{name: getattr(output, name) for name in names})
