@@ -28,7 +28,7 @@ class SamplingFields(TypedDict, total=False):
 
 
 class RequestFields(SamplingFields, total=False):
-    """And the fields of a request beside them. With `n` above 1 the chunks of all samples come mixed, as they are made."""
+    """And the fields of a request beside them. With `n` above 1 the chunks of all samples come mixed, as made."""
 
     priority: int
     cache_salt: str
@@ -116,7 +116,7 @@ def _request_fields(fields: RequestFields) -> dict[str, Any]:
     sampling: dict[str, Any] = dict(fields)
     if isinstance(sampling.get("stop"), str):
         raise TypeError(f"stop is the string {sampling['stop']!r}; it takes a list of strings.")
-    beside = {name: sampling.pop(name) for name in ("priority", "cache_salt", "n") if name in sampling}
+    beside: dict[str, Any] = {name: sampling.pop(name) for name in ("priority", "cache_salt", "n") if name in sampling}
     return {"sampling": pb.SamplingParams(**sampling), **beside}
 
 
