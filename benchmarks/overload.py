@@ -2,9 +2,9 @@
 
     python benchmarks/overload.py [--seconds 120] [--json FILE]
 
-First a closed loop of as many callers as the server runs requests: its maximum. Then callers arrive at four times that
-rate, whether or not the earlier ones are served, and the queue fills and refuses. Then the closed loop again, because other
-work on the machine may have changed the maximum. Goodput counts the tokens of completed requests.
+First a closed loop of callers who keep every row taken: the server's maximum. Then callers arrive at four times that
+rate, whether or not the earlier ones are served, and the queue fills and refuses. Then the closed loop again, because
+other work on the machine may have changed the maximum. Goodput counts the tokens that callers got.
 """
 
 import argparse
