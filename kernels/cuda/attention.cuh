@@ -11,7 +11,7 @@
 //
 // Pages of earlier tokens were written by earlier steps, so they are fetched before the wait for the previous kernel.
 // Only the current token's row comes from that kernel: it is read after the wait and put over the fetched one.
-// What a page holds beyond the request's length is masked (keys) or overwritten with zeros (values): NaN there is harmless.
+// What a page holds beyond the request's length is masked (keys) or overwritten with zeros (values): NaN does no harm.
 #pragma once
 #include "ptx.cuh"
 
@@ -49,6 +49,7 @@ struct Received {
   static constexpr int kRows = 16;          // at most splits + group - 1
   float out[kRows * H];
   float4 largest_and_sum[kRows];
+  uint64_t barrier[2];        // counts their bytes
 };
 
 // 2^(a - b) where both may be -inf (nothing seen yet).
@@ -125,8 +126,8 @@ __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int
 
 // The warps' results into one of the block, sent to the block that finishes the query: 4 elements a thread.
 template <int H>
-__device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_bytes, const Received<H>* received, int group,
-                                            int log2_splits) {
+__device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_bytes, const Received<H>* received,
+                                            int group, int log2_splits) {
   const int splits = 1 << log2_splits, queries_per_block = (group + splits - 1) >> log2_splits;
 #pragma unroll 1
   for (int i = threadIdx.x; i < group * H / 4; i += kAttentionThreads) {
@@ -146,10 +147,16 @@ __device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_byte
       sum += part->sum[query] * scale;
     }
     int row = blockIdx.x * queries_per_block + (query >> log2_splits), to = query & (splits - 1);
-    store_cluster_float4(address_in_cluster(shared_address(received->out + row * H + element), to), out);
-    if (element == 0) {
-      store_cluster_float4(address_in_cluster(shared_address(received->largest_and_sum + row), to),
-                           make_float4(largest, sum, 0.0f, 0.0f));
+    const uint32_t at = shared_address(received->out + row * H + element);
+    const uint32_t stats_at = shared_address(received->largest_and_sum + row);
+    const float4 stats = make_float4(largest, sum, 0.0f, 0.0f);
+    if (log2_splits > 0) {
+      const uint32_t barrier = address_in_cluster(shared_address(received->barrier), to);
+      send_float4(address_in_cluster(at, to), out, barrier);
+      if (element == 0) send_float4(address_in_cluster(stats_at, to), stats, barrier);
+    } else {
+      store_shared_float4(at, out);
+      if (element == 0) store_shared_float4(stats_at, stats);
     }
   }
 }
@@ -208,6 +215,16 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     for (int s = 0; s < args.stages; ++s) barrier_init(full + 8 * s, 1);
     barrier_init_fence();
   }
+  // The rows of this block's queries, one of each block.
+  const uint32_t all_received = shared_address(received->barrier);
+  if (threadIdx.x == 0) {
+    const int splits = 1 << args.log2_splits, rank = blockIdx.x;
+    const int rows = args.group > rank ? ((args.group - rank + splits - 1) >> args.log2_splits) << args.log2_splits : 0;
+    barrier_init(all_received, 1);
+    barrier_init_fence();
+    barrier_expect_bytes(all_received, rows * (H + 4) * 4);
+  }
+  __syncthreads();
   if (args.log2_splits > 0) cluster_arrive();  // the blocks write into each other's memory at the end
   if (threadIdx.x == 0) {
     prefetch_map(&pages);
@@ -301,7 +318,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   if (args.log2_splits > 0) cluster_wait();
   merge_warps<H>(memory, warp_bytes, received, args.group, args.log2_splits);
   if (args.log2_splits > 0) {
-    cluster_sync();
+    barrier_wait(all_received, 0);
   } else {
     __syncthreads();
   }

@@ -119,7 +119,8 @@ class Step {
     args.group = shapes_.group;
     args.head_dim = shapes_.head_dim;
     int tiles = (shapes_.qkv_rows() + kTileRows - 1) / kTileRows;
-    project<Epilogue::kQkv>("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles, tuning_.qkv_splits);
+    project<Epilogue::kQkv>("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles,
+                            tuning_.qkv_splits);
   }
 
   void attention(int layer, const bf16* q, bf16* out) {
@@ -147,19 +148,19 @@ class Step {
     args.stages = std::min(kMaxWarpRingBytes / stage_bytes, most_tiles);
     const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
     if (h == 128) {
-      launch("attention", attention_kernel<128>, grid, kAttentionThreads, ring_bytes + sizeof(Received<128>), splits, pages,
-             args);
+      launch("attention", attention_kernel<128>, grid, kAttentionThreads, ring_bytes + sizeof(Received<128>), splits,
+             pages, args);
     } else {
-      launch("attention", attention_kernel<64>, grid, kAttentionThreads, ring_bytes + sizeof(Received<64>), splits, pages,
-             args);
+      launch("attention", attention_kernel<64>, grid, kAttentionThreads, ring_bytes + sizeof(Received<64>), splits,
+             pages, args);
     }
   }
 
   // out = residual (may be null) + attended o^T; where `next_gain` is given, what the next norm needs too.
   void output(int layer, const bf16* attended, const bf16* residual, bf16* out, const bf16* next_gain) {
     ProjectionArgs args = residual_args(layer, residual, out, next_gain);
-    project<Epilogue::kResidual>("o", args, weights.o, shapes_.embed, shapes_.q_columns(), attended, shapes_.embed / kTileRows,
-            tuning_.o_splits);
+    project<Epilogue::kResidual>("o", args, weights.o, shapes_.embed, shapes_.q_columns(), attended,
+                                 shapes_.embed / kTileRows, tuning_.o_splits);
   }
 
   void gate_up(int layer, bf16* activated) {
@@ -175,8 +176,8 @@ class Step {
 
   void down(int layer, const bf16* activated, const bf16* residual, bf16* out, const bf16* next_gain) {
     ProjectionArgs args = residual_args(layer, residual, out, next_gain);
-    project<Epilogue::kResidual>("down", args, weights.down, shapes_.embed, shapes_.mlp, activated, shapes_.embed / kTileRows,
-            tuning_.down_splits);
+    project<Epilogue::kResidual>("down", args, weights.down, shapes_.embed, shapes_.mlp, activated,
+                                 shapes_.embed / kTileRows, tuning_.down_splits);
   }
 
  private:
@@ -243,17 +244,18 @@ class Step {
 
   // Ranges of k (a power of two), of at least 4 blocks of k each. Two blocks fit on an SM: enough to give every SM one;
   // between one and two an SM, long ones are halved once more, as they would end unevenly. Where a block takes a whole
-  // SM: as many as fit at once.
+  // SM: as many as fit at once, in clusters of 4, as some GPCs have no room for a second cluster of 8.
   static int choose_splits(int tiles, int k_blocks, bool takes_sm) {
     int splits = 1;
     auto may_double = [&] { return 2 * splits <= kMaxSplits && k_blocks / (2 * splits) >= 4; };
     if (takes_sm) {
-      while (2 * splits * tiles <= kMultiprocessors && may_double()) splits *= 2;
+      while (splits < 4 && 2 * splits * tiles <= kMultiprocessors && may_double()) splits *= 2;
       return splits;
     }
     while (tiles * splits < kMultiprocessors - 12 && may_double()) splits *= 2;
     const int blocks = tiles * splits;
-    if (blocks > kMultiprocessors && blocks < 2 * kMultiprocessors && k_blocks / splits >= 32 && may_double()) splits *= 2;
+    const bool is_uneven = blocks > kMultiprocessors && blocks < 2 * kMultiprocessors;
+    if (is_uneven && k_blocks / splits >= 32 && may_double()) splits *= 2;
     return splits;
   }
 
