@@ -2,20 +2,25 @@
 
     python benchmarks/overload.py [--seconds 120] [--json FILE]
 
-First a closed loop of as many callers as the server runs requests: its maximum. Then callers arrive at four times that
-rate, whether or not the earlier ones are served, and the queue fills and refuses. Then the closed loop again, because other
-work on the machine may have changed the maximum. Goodput counts the tokens of completed requests.
+First a closed loop of callers who keep every row taken: the server's maximum. Then callers arrive at four times that
+rate, whether or not the earlier ones are served, and the queue fills and refuses. Then the closed loop again, because
+other work on the machine may have changed the maximum. Goodput counts the tokens that callers got.
+
+The callers share one event loop and the machine with the server. How late that loop itself wakes up is reported beside
+the time refusals took: what the machine, not the server, adds to them. Goodput is also given for each second of CPU
+time that the server got, which does not depend on how much of it other work has taken.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +45,7 @@ class Phase:
     """What callers saw in a part of the run."""
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of the server
     num_completed: int = 0
     num_tokens: int = 0
     refusal_seconds: list[float] = field(default_factory=list)
@@ -69,25 +75,40 @@ async def _run(seconds: float) -> dict[str, float | list[str]]:
         await client.wait_until_ready(300.0)
         draw = random.Random(0)
         await _closed_loop(client, draw, 5.0)  # warm-up
-        before = await _closed_loop(client, draw, seconds / 4)
+        before = await _timed(pid, _closed_loop(client, draw, seconds / 4))
         memory = _Memory(pid)
-        sampling = asyncio.create_task(memory.sample())
-        overload = await _open_loop(client, draw, _OVERLOAD * before.num_completed / before.seconds, seconds)
-        sampling.cancel()
-        after = await _closed_loop(client, draw, seconds / 4)
+        lateness: list[float] = []
+        watching = [asyncio.create_task(memory.sample()), asyncio.create_task(_watch_loop(lateness))]
+        rate = _OVERLOAD * before.num_completed / before.seconds
+        overload = await _timed(pid, _open_loop(client, draw, rate, seconds))
+        for task in watching:
+            task.cancel()
+        after = await _timed(pid, _closed_loop(client, draw, seconds / 4))
         load = await client.load()
     maximum = (before.num_tokens + after.num_tokens) / (before.seconds + after.seconds)
     refusals = sorted(overload.refusal_seconds) or [0.0]
+    lateness.sort()
     return {
         "max_tokens_per_second_before": round(before.tokens_per_second, 1),
         "max_tokens_per_second_after": round(after.tokens_per_second, 1),
         "overload_tokens_per_second": round(overload.tokens_per_second, 1),
         "goodput_over_maximum": round(overload.tokens_per_second / maximum, 3),
+        "tokens_per_cpu_second_maximum": round(
+            (before.num_tokens + after.num_tokens) / (before.cpu_seconds + after.cpu_seconds), 1
+        ),
+        "tokens_per_cpu_second_overload": round(overload.num_tokens / overload.cpu_seconds, 1),
+        "server_cpu_share_maximum": round(
+            (before.cpu_seconds + after.cpu_seconds) / (before.seconds + after.seconds), 2
+        ),
+        "server_cpu_share_overload": round(overload.cpu_seconds / overload.seconds, 2),
         "num_completed": overload.num_completed,
         "num_refused": len(overload.refusal_seconds),
+        "refusals_within_50_ms": round(sum(seconds < 0.05 for seconds in refusals) / len(refusals), 4),
         "refusal_ms_p50": round(1000 * refusals[len(refusals) // 2], 1),
         "refusal_ms_p99": round(1000 * refusals[len(refusals) * 99 // 100], 1),
         "refusal_ms_longest": round(1000 * refusals[-1], 1),
+        "own_lateness_ms_p99": round(1000 * lateness[len(lateness) * 99 // 100], 1),
+        "own_lateness_ms_longest": round(1000 * lateness[-1], 1),
         "retry_hint_seconds_longest": round(max(overload.retry_seconds, default=0.0), 2),
         "memory_mib_start": memory.mib[0],
         "memory_mib_half": memory.mib[len(memory.mib) // 2],
@@ -97,6 +118,19 @@ async def _run(seconds: float) -> dict[str, float | list[str]]:
         "num_pages_not_free_at_end": load.num_pages - load.num_free_pages,
         "errors": sorted({*before.errors, *overload.errors, *after.errors}),
     }
+
+
+async def _timed(pid: int, running: Awaitable[Phase]) -> Phase:
+    """The phase, with the CPU time that the server took meanwhile."""
+    before = _cpu_seconds(pid)
+    phase = await running
+    phase.cpu_seconds = _cpu_seconds(pid) - before
+    return phase
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
 
 
 async def _closed_loop(client: AsyncClient, draw: random.Random, seconds: float) -> Phase:
@@ -148,6 +182,14 @@ async def _call(client: AsyncClient, draw: random.Random, phase: Phase, end: flo
         return
     phase.num_completed += has_ended
     phase.num_tokens += num_tokens
+
+
+async def _watch_loop(lateness: list[float]) -> None:
+    """How long after its time this process's event loop wakes up, every 10 ms."""
+    while True:
+        due = time.monotonic() + 0.01
+        await asyncio.sleep(0.01)
+        lateness.append(time.monotonic() - due)
 
 
 class _Memory:

@@ -2,9 +2,9 @@
 
     python benchmarks/scheduler.py [--json FILE]
 
-A steady decode: every row holds a request that gets a token in each step, one step is in flight, pages are 32 tokens, the
-prefix cache is on. Medians over the steps, and the 99th percentile; the time is this thread's CPU time, so that a busy
-machine does not count. `make bench-scheduler` pins the process to one core.
+A steady decode: every row holds a request that gets a token in each step, one step is in flight, pages are 32 tokens,
+the prefix cache is on. Medians over the steps, and the 99th percentile; the time is this thread's CPU time, so that a
+busy machine does not count. `make bench-scheduler` pins the process to one core.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def _account(scheduler: Scheduler, flight: StepPlan, now: float) -> float:
 
 
 def _make(num_running: int, num_queued: int) -> tuple[Scheduler, BatchBuilder]:
-    """Every row is taken by a request that outlasts the measurement; the rest waits, some with priorities and deadlines."""
+    """Every row is taken by a request that outlasts the measurement; the rest waits, with priorities and deadlines."""
     max_output_tokens = _NUM_WARM_UP_STEPS + _NUM_STEPS + 100
     max_step_tokens = max(64 * num_running, 2048)
     limits = SchedulerLimits(

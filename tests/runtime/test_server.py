@@ -136,6 +136,15 @@ def test_leaving_the_stream_cancels_the_request(server, client):
     assert client.complete("a", max_tokens=2, request_id="left").token_ids == (98, 99)  # the id is free again
 
 
+def test_a_deadline_that_the_engine_gives_up_on_is_the_status(server, client):
+    stream = client.generate([65], max_tokens=10_000)
+    next(stream)
+    server.engine.end(FinishReason.DEADLINE, "it could not be met any more")
+    with pytest.raises(CallError, match="could not be met") as caught:
+        list(stream)
+    assert caught.value.code is Code.DEADLINE_EXCEEDED
+
+
 def test_a_deadline_ends_the_request(server, client):
     with pytest.raises(CallError) as caught:
         client.complete("a", max_tokens=100_000, request_id="late", timeout_seconds=0.2)
