@@ -25,6 +25,7 @@ class SamplingFields(TypedDict, total=False):
     seed: int
     ignore_eos: bool
     stop: Sequence[str]
+    num_resumed_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,11 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
         finish_reason=finish.reason,
         usage=finish.usage,
     )
+
+
+def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata that shows a token."""
+    return (("authorization", f"Bearer {token}"),) if token is not None else ()
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from .answer import (
     Finish,
     SamplingFields,
     Usage,
+    bearer,
     call_errors,
     chat_request,
     chunk,
@@ -60,13 +61,15 @@ class Client:
     Args:
       target: "host:port", or any name gRPC resolves.
       credentials: for TLS; without them the connection is not encrypted.
+      token: shown with every call. Without TLS anybody on the way can read it.
     """
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None):
+    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str | None = None):
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
             self._channel = grpc.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+        self._metadata = bearer(token)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -93,7 +96,7 @@ class Client:
         The call starts with the first chunk asked for. `timeout_seconds` is for the whole of it; None waits for ever.
         """
         request = generate_request(prompt, request_id, sampling)
-        return _chunks(self._stub.Generate, request, timeout_seconds)
+        return _chunks(self._stub.Generate, request, timeout_seconds, self._metadata)
 
     def chat(
         self,
@@ -107,7 +110,7 @@ class Client:
         """Streams the answer to a conversation: `{"role": "user", "content": "..."}` and the like, oldest first. The
         server applies the model's chat template. See `generate` for the rest."""
         request = chat_request(messages, request_id, enable_thinking, sampling)
-        return _chunks(self._stub.Chat, request, timeout_seconds)
+        return _chunks(self._stub.Chat, request, timeout_seconds, self._metadata)
 
     def complete(
         self,
@@ -124,12 +127,21 @@ class Client:
     def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""
         with call_errors():
-            return wire.model_info(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_seconds))
+            request = pb.GetModelInfoRequest()
+            return wire.model_info(self._stub.GetModelInfo(request, timeout=timeout_seconds, metadata=self._metadata))
 
     def load(self, *, timeout_seconds: float | None = None) -> Load:
         """How busy the server is now."""
         with call_errors():
-            return wire.load(self._stub.GetLoad(pb.GetLoadRequest(), timeout=timeout_seconds))
+            request = pb.GetLoadRequest()
+            return wire.load(self._stub.GetLoad(request, timeout=timeout_seconds, metadata=self._metadata))
+
+    def abort(self, request_ids: Sequence[str], *, timeout_seconds: float | None = None) -> int:
+        """Ends requests of the same caller; returns how many were open."""
+        with call_errors():
+            request = pb.AbortRequest(request_ids=request_ids)
+            call = self._stub.Abort(request, timeout=timeout_seconds, metadata=self._metadata)
+            return call.num_aborted
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
         """Returns once the server takes requests.
@@ -151,11 +163,12 @@ class Client:
 class AsyncClient:
     """Calls from asyncio. Make it, and use it, within one running loop. Arguments and results are those of `Client`."""
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None):
+    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str | None = None):
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+        self._metadata = bearer(token)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -179,7 +192,7 @@ class AsyncClient:
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.generate`."""
         request = generate_request(prompt, request_id, sampling)
-        return _chunks_async(self._stub.Generate, request, timeout_seconds)
+        return _chunks_async(self._stub.Generate, request, timeout_seconds, self._metadata)
 
     def chat(
         self,
@@ -192,7 +205,7 @@ class AsyncClient:
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.chat`."""
         request = chat_request(messages, request_id, enable_thinking, sampling)
-        return _chunks_async(self._stub.Chat, request, timeout_seconds)
+        return _chunks_async(self._stub.Chat, request, timeout_seconds, self._metadata)
 
     async def complete(
         self,
@@ -209,12 +222,23 @@ class AsyncClient:
     async def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""
         with call_errors():
-            return wire.model_info(await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_seconds))
+            request = pb.GetModelInfoRequest()
+            return wire.model_info(
+                await self._stub.GetModelInfo(request, timeout=timeout_seconds, metadata=self._metadata)
+            )
 
     async def load(self, *, timeout_seconds: float | None = None) -> Load:
         """How busy the server is now."""
         with call_errors():
-            return wire.load(await self._stub.GetLoad(pb.GetLoadRequest(), timeout=timeout_seconds))
+            request = pb.GetLoadRequest()
+            return wire.load(await self._stub.GetLoad(request, timeout=timeout_seconds, metadata=self._metadata))
+
+    async def abort(self, request_ids: Sequence[str], *, timeout_seconds: float | None = None) -> int:
+        """See `Client.abort`."""
+        with call_errors():
+            request = pb.AbortRequest(request_ids=request_ids)
+            call = self._stub.Abort(request, timeout=timeout_seconds, metadata=self._metadata)
+            return (await call).num_aborted
 
     async def wait_until_ready(self, timeout_seconds: float) -> None:
         """See `Client.wait_until_ready`."""
@@ -229,8 +253,8 @@ class AsyncClient:
         raise _not_ready(timeout_seconds)
 
 
-def _chunks(method: Any, request: Any, timeout_seconds: float | None) -> Generator[Chunk, None, None]:
-    call = method(request, timeout=timeout_seconds)
+def _chunks(method: Any, request: Any, timeout_seconds: float | None, metadata: Any) -> Generator[Chunk, None, None]:
+    call = method(request, timeout=timeout_seconds, metadata=metadata)
     try:
         with call_errors():
             for response in call:
@@ -239,8 +263,10 @@ def _chunks(method: Any, request: Any, timeout_seconds: float | None) -> Generat
         call.cancel()  # does nothing to a call that has ended
 
 
-async def _chunks_async(method: Any, request: Any, timeout_seconds: float | None) -> AsyncGenerator[Chunk, None]:
-    call = method(request, timeout=timeout_seconds)
+async def _chunks_async(
+    method: Any, request: Any, timeout_seconds: float | None, metadata: Any
+) -> AsyncGenerator[Chunk, None]:
+    call = method(request, timeout=timeout_seconds, metadata=metadata)
     try:
         with call_errors():
             async for response in call:

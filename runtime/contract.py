@@ -37,6 +37,25 @@ class Engine(Protocol):
     def load(self) -> Load:
         """How busy the engine is now."""
 
+    def flush_prefix_cache(self) -> int:
+        """Forgets the pages that are kept for requests to come; returns how many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of the engine, for those who count. Counts are of this step alone."""
+
+    seconds: float  # since the tokens of the step before, or since it was dispatched if there was none in flight
+    num_requests: int
+    max_requests: int  # the most a step may have
+    num_tokens: int
+    num_padded_tokens: int  # of the bucket: what the step could have held
+    queue_seconds: tuple[float, ...] = ()  # of the requests whose first step this was: how long they had waited
+    num_cached_tokens: int = 0  # prompt tokens that these requests found in the cache
+    num_preemptions: int = 0
+    num_wasted_tokens: int = 0
+    num_compiles: int = 0  # programs compiled although the server was ready
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
@@ -54,3 +73,7 @@ class ModelInfo:
     num_devices: int
     device_kind: str
     server_version: str
+    supports_chat: bool = False
+    supports_resume: bool = True
+    supports_logprobs: bool = False
+    supports_structured_output: bool = False

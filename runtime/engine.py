@@ -107,7 +107,8 @@ class Engine:
                 raise EngineStoppedError("the engine is stopping; send the request to another server.")
             self._scheduler.add(request)
             if self._tokenizer is not None:
-                self._texts[request_id] = TextStream(self._tokenizer, params.stop)
+                text = self._texts[request_id] = TextStream(self._tokenizer, params.stop)
+                text.push(prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :])
             self._changed.notify()
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
@@ -126,6 +127,10 @@ class Engine:
                 num_pages=self._pages.num_pages,
                 num_free_pages=self._pages.num_free_pages,
             )
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets the pages kept for prompts to come; returns how many. This engine keeps none."""
+        return 0
 
     def _run(self) -> None:
         try:

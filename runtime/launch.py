@@ -59,8 +59,9 @@ def model_directory(config: ServeConfig) -> Path:
     return directory
 
 
-def launch(config: ServeConfig, deliver: Deliver) -> Launched:
-    """Loads a model and makes everything ready to serve it. Blocks for as long as that takes.
+def launch(config: ServeConfig, deliver: Deliver, progress: Callable[[str], None] = _log.info) -> Launched:
+    """Loads a model and makes everything ready to serve it. Blocks for as long as that takes; tells `progress` where
+    it is.
 
     Raises:
       MeshserveError, CheckpointError, ValueError, MemoryError: the config, the model or the devices do not allow it.
@@ -70,7 +71,10 @@ def launch(config: ServeConfig, deliver: Deliver) -> Launched:
     tokenizer = Tokenizer(directory)
 
     def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
-        return load_model(directory, *target)  # type: ignore[arg-type]
+        progress("loading the weights")
+        loaded = load_model(directory, *target)  # type: ignore[arg-type]
+        progress("compiling the programs")
+        return loaded
 
     engine, mesh = build_engine(config, model, load, tokenizer, deliver)
     return Launched(engine, tokenizer, _model_info(config, model, tokenizer, mesh))
@@ -168,4 +172,5 @@ def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, m
         num_devices=mesh.size,
         device_kind=mesh.devices.flat[0].device_kind,
         server_version=importlib.metadata.version("meshserve"),
+        supports_chat=tokenizer.has_chat_template,
     )

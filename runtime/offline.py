@@ -12,7 +12,9 @@ from .errors import InvalidRequestError, MeshserveError
 from .launch import Launched, launch
 from .request import Output, SamplingParams
 
-_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_SAMPLING_FIELDS = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.name != "num_resumed_tokens"
+)
 
 
 @dataclasses.dataclass
