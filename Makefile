@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test check protos clean
+.PHONY: demo test test-gateway check protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Off-the-shelf clients through the gateway `smg`. With aiperf on the PATH that, too.
+test-gateway: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
+	$(BIN)/pytest -q tests/test_gateway.py
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

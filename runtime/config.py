@@ -235,6 +235,7 @@ class ServeConfig:
     tls_client_ca: str = option("", "PEM file of the authority that callers' certificates must come from (mutual TLS)")
     tokens: str = option("", "TOML file of tenants and the digests of their tokens; read again when it changes")
     http_port: int = option(-1, "port for /metrics, /livez and /readyz; 0 takes a free one, -1 opens none")
+    gateway_port: int = option(-1, "port for gateways that speak VllmEngine (extra `gateway`); 0 and -1 as above")
     log_format: str = option("text", "of the log on stderr; json has a line for each request", ("text", "json"))
     profile_dir: str = option("", "folder for the profiles that AdminService.StartProfile records")
     served_name: str = option("", "model name in GetModelInfo; by default the directory's name")

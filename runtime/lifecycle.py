@@ -13,7 +13,7 @@ import ipaddress
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -27,6 +27,7 @@ from .access import ANYBODY
 from .admin import Admin
 from .errors import ConfigError, EngineStoppedError
 from .gate import Gate
+from .gateway import add_gateway
 from .http_port import HttpPort
 from .permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
 from .profiler import Profiler
@@ -52,7 +53,7 @@ _RELOAD_SECONDS = 1.0
 class Listen:
     """Where and how to listen.
 
-    `port` 0 takes a free one. `http_port` None opens none, 0 a free one. `allow_insecure` permits a host that other
+    `port` 0 takes a free one; the other ports likewise, and None opens none. `allow_insecure` permits a host that other
     machines can reach without TLS or without tokens.
     """
 
@@ -61,16 +62,18 @@ class Listen:
     allow_insecure: bool = False
     tls: TlsFiles | None = None
     http_port: int | None = None
+    gateway_port: int | None = None
     drain_seconds: float = 30.0
     profiler: Profiler | None = None
 
 
 class ServerHandle:
-    """A running server. `port` and `http_port` are those bound; `request_stop` works from any thread."""
+    """A running server. The ports are those bound; `request_stop` works from any thread."""
 
     def __init__(self, port: int):
         self.port = port
         self.http_port: int | None = None
+        self.gateway_port: int | None = None
         self.grace_seconds: float | None = None  # that `Drain` asked for
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
@@ -132,6 +135,10 @@ async def serve(
         await http.start(listen.host, listen.http_port)
         handle.http_port = http.port
     edge.mailroom.bind(edge.cancel)
+    servers = [server]
+    if listen.gateway_port is not None:
+        servers.append(grpc.aio.server(options=_SERVER_OPTIONS))
+        add_gateway(edge, servers[-1])
     await server.start()
     print(f"meshserve listens on {_address(listen.host, handle.port)}", flush=True)
     if listen.http_port is not None:
@@ -141,13 +148,18 @@ async def serve(
             if await _prepared(edge, prepare, handle):
                 edge.accept()
                 await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
+                if listen.gateway_port is not None:
+                    # Only now: a gateway that finds the port open and no model behind it remembers an unknown model.
+                    handle.gateway_port = _bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
+                    await servers[-1].start()
+                    print(f"meshserve answers gateways on {_address(listen.host, handle.gateway_port)}", flush=True)
                 if on_ready is not None:
                     on_ready(handle)
                 await _watch(edge, handle)
         finally:
             await health_servicer.enter_graceful_shutdown()
             await _drain(edge, handle, listen.drain_seconds)
-            await server.stop(_STOP_GRACE_SECONDS)
+            await asyncio.gather(*(each.stop(_STOP_GRACE_SECONDS) for each in servers))
             await http.stop()
     if edge.failure is not None:
         raise failure_error(edge.failure)
@@ -182,6 +194,8 @@ def _check_safety(edge: Edge, listen: Listen, is_local: bool) -> None:
     missing = []
     if listen.tls is None:
         missing.append("the connection is not encrypted (--tls-cert, --tls-key)")
+    if listen.gateway_port is not None:
+        missing.append("--gateway-port takes neither TLS nor tokens")
     if edge.access.path is None:
         missing.append("callers need no token (--tokens)")
     if missing and not is_local and not listen.allow_insecure:

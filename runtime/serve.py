@@ -28,6 +28,7 @@ def listen_of(config: ServeConfig) -> Listen:
         allow_insecure=config.allow_insecure,
         tls=tls,
         http_port=config.http_port if config.http_port >= 0 else None,
+        gateway_port=config.gateway_port if config.gateway_port >= 0 else None,
         drain_seconds=config.drain_seconds,
         profiler=Profiler(Path(config.profile_dir)) if config.profile_dir else None,
     )

@@ -147,8 +147,9 @@ class Edge(pb_grpc.InferenceServiceServicer):
         params: SamplingParams,
         write: Callable[[Output], Awaitable[None]],
         context: Any,
+        tenant: Tenant | None = None,
     ) -> None:
-        """Submits one request and writes its outputs until the last, on behalf of the caller of `context`.
+        """Submits one request and writes its outputs until the last, on behalf of `tenant`, by default the caller's.
 
         Raises:
           MeshserveError: whatever `contract.Engine.submit` and `mailbox.Mailbox.take` raise, and QuotaExceededError.
@@ -156,7 +157,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         backend, intake = self.serving()  # tokenising may have taken a while
         intake.check_resumed(params, len(prompt_token_ids))
         metadata = context.invocation_metadata()
-        tenant = self.access.tenant(metadata)
+        tenant = tenant if tenant is not None else self.access.tenant(metadata)
         num_tokens = min(len(prompt_token_ids) + params.max_tokens, backend.info.max_context_tokens)
         with self.access.in_flight(tenant, num_tokens):
             mailbox = self.mailroom.open(scoped(tenant, request_id))
@@ -216,13 +217,13 @@ class Edge(pb_grpc.InferenceServiceServicer):
                 raise InvalidRequestError(
                     "request_ids", f"got {len(request.request_ids)}; allowed are {_MAX_ABORTS}. Call several times."
                 )
-            return pb.AbortResponse(num_aborted=self.abort_requests(request.request_ids, context))
+            tenant = self.access.tenant(context.invocation_metadata())
+            return pb.AbortResponse(num_aborted=self.abort_requests(request.request_ids, tenant))
         except Exception as error:
             await abort(context, error)
 
-    def abort_requests(self, request_ids: Sequence[str], context: Any) -> int:
-        """Ends those requests of the caller that are open; returns how many were."""
-        tenant = self.access.tenant(context.invocation_metadata())
+    def abort_requests(self, request_ids: Sequence[str], tenant: Tenant) -> int:
+        """Ends those requests of the tenant that are open; returns how many were."""
         found = [name for request_id in set(request_ids) if self.mailroom.is_open(name := scoped(tenant, request_id))]
         for name in found:
             self.cancel(name, FinishReason.CANCELLED)
