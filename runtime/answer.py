@@ -147,10 +147,10 @@ def call_errors() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise _call_error(error) from error
+        raise call_error(error) from error
 
 
-def _call_error(error: Any) -> CallError:
+def call_error(error: Any) -> CallError:
     """From grpc's error, sync or async: both are calls that have ended, with code, details and trailing metadata."""
     field, retry_seconds = None, None
     metadata = dict(error.trailing_metadata() or ())

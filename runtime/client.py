@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
-from . import wire
+from . import resume, wire
 from .answer import (
     CallError,
     Chunk,
@@ -61,14 +61,25 @@ class Client:
     Args:
       target: "host:port", or any name gRPC resolves.
       credentials: for TLS; without them the connection is not encrypted.
+      resumes: how often in a row an interrupted stream may begin again, on any server of the target, with the tokens
+        that have come (`resume`); calls are then spread over the target's healthy addresses. 0: an interruption raises.
       token: shown with every call. Without TLS anybody on the way can read it.
     """
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str | None = None):
+    def __init__(
+        self,
+        target: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        resumes: int = 0,
+    ):
+        options = _channel_options(resumes)
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.insecure_channel(target, options=options)
         else:
-            self._channel = grpc.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(target, credentials, options=options)
+        self._resumes = resumes
         self._metadata = bearer(token)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -96,6 +107,8 @@ class Client:
         The call starts with the first chunk asked for. `timeout_seconds` is for the whole of it; None waits for ever.
         """
         request = generate_request(prompt, request_id, sampling)
+        if self._resumes:
+            return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes)
         return _chunks(self._stub.Generate, request, timeout_seconds, self._metadata)
 
     def chat(
@@ -110,6 +123,8 @@ class Client:
         """Streams the answer to a conversation: `{"role": "user", "content": "..."}` and the like, oldest first. The
         server applies the model's chat template. See `generate` for the rest."""
         request = chat_request(messages, request_id, enable_thinking, sampling)
+        if self._resumes:
+            return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes)
         return _chunks(self._stub.Chat, request, timeout_seconds, self._metadata)
 
     def complete(
@@ -163,11 +178,20 @@ class Client:
 class AsyncClient:
     """Calls from asyncio. Make it, and use it, within one running loop. Arguments and results are those of `Client`."""
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str | None = None):
+    def __init__(
+        self,
+        target: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        resumes: int = 0,
+    ):
+        options = _channel_options(resumes)
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        self._resumes = resumes
         self._metadata = bearer(token)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -192,6 +216,8 @@ class AsyncClient:
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.generate`."""
         request = generate_request(prompt, request_id, sampling)
+        if self._resumes:
+            return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes)
         return _chunks_async(self._stub.Generate, request, timeout_seconds, self._metadata)
 
     def chat(
@@ -205,6 +231,8 @@ class AsyncClient:
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.chat`."""
         request = chat_request(messages, request_id, enable_thinking, sampling)
+        if self._resumes:
+            return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes)
         return _chunks_async(self._stub.Chat, request, timeout_seconds, self._metadata)
 
     async def complete(
@@ -251,6 +279,10 @@ class AsyncClient:
                 pass  # not there yet
             await asyncio.sleep(_HEALTH_POLL_SECONDS)
         raise _not_ready(timeout_seconds)
+
+
+def _channel_options(resumes: int) -> tuple[tuple[str, Any], ...]:
+    return _CHANNEL_OPTIONS + (resume.BALANCED_CHANNEL_OPTIONS if resumes else ())
 
 
 def _chunks(method: Any, request: Any, timeout_seconds: float | None, metadata: Any) -> Generator[Chunk, None, None]:

@@ -1,8 +1,8 @@
 """For gateways that speak `vllm.grpc.engine.VllmEngine`, such as `smg`: they turn it into OpenAI's HTTP API.
 
-On a port of its own, because these gateways send neither tokens nor TLS: bind it to loopback, or to a network that has
-only the gateway in it. The messages come from the package smg-grpc-proto (the extra `gateway`); it is no part of meshserve's own
-contract. What a request asks for and this server cannot do is refused, never left out in silence.
+On a port of its own, because these gateways send neither tokens nor TLS: bind it to loopback, or in a network that has
+only the gateway in it. The messages come from the package smg-grpc-proto (the extra `gateway`) and are no part of
+meshserve's own contract. What a request asks for and this server cannot do is refused, never left out in silence.
 """
 
 import asyncio
