@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-gateway check protos clean
+.PHONY: demo test test-gateway fuzz bench-edge check protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# 100,000 mutated requests, a thousand streams that nobody reads. Minutes.
+fuzz: $(VENV)/.test
+	$(BIN)/pytest -q -s --timeout 1800 --fuzz 100000 tests/runtime/test_hostile.py
 
 # Off-the-shelf clients through the gateway `smg`. With aiperf on the PATH that, too.
 test-gateway: $(VENV)/.test

@@ -25,6 +25,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+def is_worth_a_line(record: logging.LogRecord) -> bool:
+    """False for what grpc reports as an error of the server and is only a caller who went away before the answer."""
+    return not (record.name == "grpc._cython.cygrpc" and "ExecuteBatchError" in record.getMessage())
+
+
 def configure_logs(log_format: str) -> None:
     """Logs to stderr from now on.
 
@@ -33,6 +38,7 @@ def configure_logs(log_format: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_PLAIN))
+    handler.addFilter(is_worth_a_line)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for noisy in ("jax", "absl", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

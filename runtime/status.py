@@ -67,7 +67,10 @@ async def abort(context: Any, error: Exception) -> NoReturn:
         packed = any_pb2.Any()
         packed.Pack(detail)
         status.details.append(packed)
-    await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+    try:
+        await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone  # as above
     raise AssertionError("context.abort raises")
 
 

@@ -45,10 +45,10 @@ class Letters:
     max_token_chars = 200
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode("ascii"))
+        return tuple(text.encode("ascii", "replace"))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode("ascii")
+        return bytes(token_ids).decode("ascii", "replace")
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, enable_thinking: bool = True) -> str:
         if any(message["role"] == "alien" for message in messages):

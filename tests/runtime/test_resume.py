@@ -119,7 +119,7 @@ def test_it_gives_up_when_no_token_comes_in_between(breaking):
 
 
 def test_a_rolling_restart_fails_no_request():
-    """Two replicas that restart in turn, with less grace than their requests need, under 400 requests."""
+    """Two replicas that restart in turn, with less grace than their requests need, under 240 requests."""
     ports: dict[int, int] = {}
     is_over = threading.Event()
     num_restarts = 0
@@ -146,8 +146,8 @@ def test_a_rolling_restart_fails_no_request():
     async def main() -> None:
         target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports.values())
         async with AsyncClient(target, resumes=20) as client:
-            gate = asyncio.Semaphore(40)
-            await asyncio.gather(*(one(client, gate, index % 100) for index in range(400)))
+            gate = asyncio.Semaphore(60)
+            await asyncio.gather(*(one(client, gate, index % 100) for index in range(240)))
 
     threads = [threading.Thread(target=replica, args=(index,)) for index in (0, 1)]
     for thread in threads:
