@@ -16,6 +16,11 @@ test: $(VENV)/.test
 fuzz: $(VENV)/.test
 	$(BIN)/pytest -q -s --timeout 1800 --fuzz 100000 tests/runtime/test_hostile.py
 
+# What the edge carries, and a rolling restart of two replicas under 2,000 requests. Wants a quiet machine.
+bench-edge: $(VENV)/.test
+	$(BIN)/python benchmarks/edge_streams.py
+	$(BIN)/python benchmarks/edge_restart.py
+
 # Off-the-shelf clients through the gateway `smg`. With aiperf on the PATH that, too.
 test-gateway: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"

@@ -237,6 +237,7 @@ class ServeConfig:
     http_port: int = option(-1, "port for /metrics, /livez and /readyz; 0 takes a free one, -1 opens none")
     gateway_port: int = option(-1, "port for gateways that speak VllmEngine (extra `gateway`); 0 and -1 as above")
     log_format: str = option("text", "of the log on stderr; json has a line for each request", ("text", "json"))
+    trace: bool = option(False, "export an OpenTelemetry span for each request by OTLP (extra `tracing`)")
     profile_dir: str = option("", "folder for the profiles that AdminService.StartProfile records")
     served_name: str = option("", "model name in GetModelInfo; by default the directory's name")
 

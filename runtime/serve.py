@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .config import ServeConfig
 from .errors import InvalidRequestError
+from .journey import Observer
 from .lifecycle import Listen, run_server
 from .logs import configure_logs
 from .mailbox import Mailroom
@@ -14,6 +15,7 @@ from .permissions import new_access
 from .profiler import Profiler
 from .server import Backend, Edge
 from .tls import TlsFiles
+from .tracing import Tracer
 
 
 def listen_of(config: ServeConfig) -> Listen:
@@ -42,7 +44,9 @@ def serve_config_until_stopped(config: ServeConfig) -> int:
     """
     configure_logs(config.log_format)
     mailroom = Mailroom()
-    edge = Edge(mailroom, access=new_access(Path(config.tokens) if config.tokens else None))
+    tracer = Tracer() if config.trace else None
+    access = new_access(Path(config.tokens) if config.tokens else None)
+    edge = Edge(mailroom, access=access, observer=Observer(tracer=tracer))
     engines = []
 
     def tell(progress: str) -> None:
@@ -66,6 +70,8 @@ def serve_config_until_stopped(config: ServeConfig) -> int:
     finally:
         for engine in engines:
             engine.stop()
+        if tracer is not None:
+            tracer.close()
     if not engines:
         # Told to stop while it started: a compiler may be at work in a thread that nobody can end.
         sys.stdout.flush()
