@@ -16,9 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 
-from meshserve.runtime.client import AsyncClient
+import grpc
+import uvloop
+
+from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.lifecycle import Listen, run_server
 from meshserve.runtime.mailbox import Mailroom
@@ -101,15 +104,15 @@ async def measure(target: str, pid: int, num_streams: int, seconds: float) -> No
     begin = time.monotonic() + 2.0
     end = begin + seconds
 
-    async def one(client: AsyncClient) -> None:
+    async def one(generate: Callable[[bytes], AsyncIterable[bytes]]) -> None:
         last = 0.0
-        async for chunk in client.generate([1], max_tokens=1_000_000):
+        async for data in generate(request):
             now = time.monotonic()
             if now >= end:
                 return
             if now >= begin:
                 counts["messages"] += 1
-                counts["tokens"] += len(chunk.token_ids)
+                counts["tokens"] += len(pb.GenerateResponse.FromString(data).token_ids)
                 if last:
                     gaps.append(now - last)
             last = now
@@ -120,10 +123,15 @@ async def measure(target: str, pid: int, num_streams: int, seconds: float) -> No
         await asyncio.sleep(end - time.monotonic() - 0.1)
         return {tid: used - before.get(tid, 0.0) for tid, used in thread_seconds(pid).items()}
 
-    async with AsyncClient(target) as client:
-        await client.wait_until_ready(10)
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(token_ids=[1]), sampling=pb.SamplingParams(max_tokens=1_000_000)
+    ).SerializeToString()
+    async with grpc.aio.insecure_channel(target) as channel:  # bytes: the client is not what is measured
+        generate: Callable[[bytes], AsyncIterable[bytes]] = channel.unary_stream(
+            "/meshserve.v1.InferenceService/Generate"
+        )
         watching = asyncio.create_task(cpu())
-        await asyncio.gather(*(one(client) for _ in range(num_streams)))
+        await asyncio.gather(*(one(generate) for _ in range(num_streams)))
         used = await watching
     cuts = statistics.quantiles(gaps, n=1000)
     print(f"{num_streams} streams for {seconds:.0f} s, {os.cpu_count()} cores:")
@@ -154,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.sched_setaffinity(0, cores[1:2])
         assert process.stdout is not None
         target = next(found[1] for line in process.stdout if (found := re.search(r"listens on (\S+)", line)))
-        asyncio.run(measure(target, process.pid, options.streams, options.seconds))
+        uvloop.run(measure(target, process.pid, options.streams, options.seconds))
     finally:
         process.kill()
         process.wait()

@@ -145,6 +145,12 @@ class Client:
             request = pb.GetModelInfoRequest()
             return wire.model_info(self._stub.GetModelInfo(request, timeout=timeout_seconds, metadata=self._metadata))
 
+    def server_info(self, *, timeout_seconds: float | None = None) -> pb.GetServerInfoResponse:
+        """How the server is; answered in every state."""
+        with call_errors():
+            request = pb.GetServerInfoRequest()
+            return self._stub.GetServerInfo(request, timeout=timeout_seconds, metadata=self._metadata)
+
     def load(self, *, timeout_seconds: float | None = None) -> Load:
         """How busy the server is now."""
         with call_errors():
@@ -254,6 +260,12 @@ class AsyncClient:
             return wire.model_info(
                 await self._stub.GetModelInfo(request, timeout=timeout_seconds, metadata=self._metadata)
             )
+
+    async def server_info(self, *, timeout_seconds: float | None = None) -> pb.GetServerInfoResponse:
+        """See `Client.server_info`."""
+        with call_errors():
+            request = pb.GetServerInfoRequest()
+            return await self._stub.GetServerInfo(request, timeout=timeout_seconds, metadata=self._metadata)
 
     async def load(self, *, timeout_seconds: float | None = None) -> Load:
         """How busy the server is now."""
