@@ -16,7 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterable, Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import uvloop
@@ -104,7 +105,7 @@ async def measure(target: str, pid: int, num_streams: int, seconds: float) -> No
     begin = time.monotonic() + 2.0
     end = begin + seconds
 
-    async def one(generate: Callable[[bytes], AsyncIterable[bytes]]) -> None:
+    async def one(generate: Any) -> None:
         last = 0.0
         async for data in generate(request):
             now = time.monotonic()
@@ -127,9 +128,7 @@ async def measure(target: str, pid: int, num_streams: int, seconds: float) -> No
         token_ids=pb.TokenIds(token_ids=[1]), sampling=pb.SamplingParams(max_tokens=1_000_000)
     ).SerializeToString()
     async with grpc.aio.insecure_channel(target) as channel:  # bytes: the client is not what is measured
-        generate: Callable[[bytes], AsyncIterable[bytes]] = channel.unary_stream(
-            "/meshserve.v1.InferenceService/Generate"
-        )
+        generate: Any = channel.unary_stream("/meshserve.v1.InferenceService/Generate")
         watching = asyncio.create_task(cpu())
         await asyncio.gather(*(one(generate) for _ in range(num_streams)))
         used = await watching

@@ -22,7 +22,7 @@ from meshserve.runtime.request import FinishReason
 
 SERVE = [
     sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--tp=2", "--cpu-devices=2",
-    "--dtype=float32", "--page-size=16", "--max-running=16", "--max-step-tokens=32", "--num-pages=512",
+    "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=8", "--num-pages=512",
 ]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         with urllib.request.urlopen(f"{found[2]}/livez", timeout=10) as answer:
             assert answer.status == 200  # alive from the first moment, ready later
         with Client(found[1]) as client:
-            client.wait_until_ready(120)
+            client.wait_until_ready(240)
         yield Server(process, found[1], found[2], token, log, profiles)
     finally:
         process.kill()
