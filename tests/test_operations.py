@@ -86,7 +86,7 @@ def test_buf_curl_calls_every_method(server):
                 assert done.returncode == 0, (method.name, done.stderr)
     assert list(server.profiles.rglob("*.xplane.pb")), "StartProfile and StopProfile left a profile"
     refused = subprocess.run([*curl[:5], "-d", "{}", url], capture_output=True, text=True, timeout=60)
-    assert "unauthenticated" in refused.stderr.lower()
+    assert refused.returncode != 0, "without a token not even the schema is to be had"
 
 
 def test_metrics_and_the_log_tell_of_a_request(server):
