@@ -42,7 +42,7 @@ class Replica:
             "--dtype=float32",
             "--page-size=16",
         ]
-        flags += ["--max-running=16", "--max-step-tokens=64", "--num-pages=512", f"--drain-seconds={_GRACE_SECONDS}"]
+        flags += ["--max-running=8", "--max-step-tokens=8", "--num-pages=512", f"--drain-seconds={_GRACE_SECONDS}"]
         command = [sys.executable, "-m", "meshserve.runtime.cli", "serve", *flags]
         # A restart is not to wait for the compiler: the programs come from JAX's own cache on disk.
         cache = {"JAX_COMPILATION_CACHE_DIR": self._cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -54,7 +54,7 @@ class Replica:
 
     async def wait_until_ready(self) -> None:
         async with AsyncClient(f"127.0.0.1:{self.port}") as client:
-            await client.wait_until_ready(120)
+            await client.wait_until_ready(240)
 
     async def restart(self) -> None:
         self.process.terminate()
