@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-gateway fuzz bench-edge check protos clean
+.PHONY: demo test test-gateway fuzz bench-edge bench-gpu check protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -51,6 +51,13 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
 	touch $@
+
+# The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON as it is: it must have jax's CUDA build.
+bench-gpu:
+	$(PYTHON) -m pip install --quiet --no-deps --editable .
+	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-0.6b --random-weights --batch 1 4 \
+	    --context 82 512 --max-step-tokens 128
+	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-8b --random-weights --batch 1 32 128 --context 1024
 
 clean:
 	rm -rf $(VENV) build dist

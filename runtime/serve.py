@@ -1,6 +1,7 @@
 """`meshserve serve`: listens at once, loads and compiles behind the port, serves until told to stop."""
 
 import contextlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from .profiler import Profiler
 from .server import Backend, Edge
 from .tls import TlsFiles
 from .tracing import Tracer
+
+_log = logging.getLogger(__name__)
 
 
 def listen_of(config: ServeConfig) -> Listen:
@@ -48,20 +51,25 @@ def serve_config_until_stopped(config: ServeConfig) -> int:
     access = new_access(Path(config.tokens) if config.tokens else None)
     edge = Edge(mailroom, access=access, observer=Observer(tracer=tracer))
     engines = []
+    open_things = contextlib.ExitStack()
 
     def tell(progress: str) -> None:
         edge.progress = progress
 
     def prepare() -> Backend:
         tell("starting the devices")
-        from .launch import launch  # here, because importing jax takes seconds
+        from .compiles import CompileWatch  # here, because importing jax takes seconds
+        from .launch import launch
 
+        compiles = open_things.enter_context(CompileWatch(is_strict=config.strict))
         launched = launch(config, mailroom.deliver, tell)
         engines.append(launched.engine)
         if launched.info.supports_chat:
             tell("reading the chat template")
             with contextlib.suppress(InvalidRequestError):  # a template may want more than this; it is loaded then, too
                 launched.tokenizer.render_chat([{"role": "user", "content": ""}])
+        _log.info("ready to serve; %s", compiles.counts)
+        compiles.ready()
         launched.engine.start()
         return Backend(launched.engine, launched.tokenizer, launched.info)
 
@@ -70,6 +78,7 @@ def serve_config_until_stopped(config: ServeConfig) -> int:
     finally:
         for engine in engines:
             engine.stop()
+        open_things.close()
         if tracer is not None:
             tracer.close()
     if not engines:
