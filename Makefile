@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-gateway fuzz bench-edge bench-gpu check protos clean
+.PHONY: demo test test-gateway fuzz simulate bench-edge bench-gpu bench-scheduler check protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -25,6 +25,14 @@ bench-edge: $(VENV)/.test
 test-gateway: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
 	$(BIN)/pytest -q tests/test_gateway.py
+
+# The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
+simulate: $(VENV)/.test
+	$(BIN)/pytest -n 2 --timeout 3600 -s --simulated 20000 tests/runtime/test_simulation.py
+
+# Host time a step: planning, batch building, accounting. On one core, without a device.
+bench-scheduler: $(VENV)/.demo
+	taskset -c 0 $(BIN)/python benchmarks/scheduler.py
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

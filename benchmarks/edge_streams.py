@@ -26,7 +26,7 @@ from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.lifecycle import Listen, run_server
 from meshserve.runtime.mailbox import Mailroom
-from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.request import FinishReason, Load, Output, RequestOptions, SamplingParams
 from meshserve.runtime.server import Backend, Edge
 
 _INFO = ModelInfo(
@@ -47,7 +47,9 @@ class Ticking:
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
 
-    def submit(self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
+    def submit(
+        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+    ) -> None:
         with self._lock:
             self._open[request_id] = 0
 

@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--input", type=Path, required=True, help="JSONL: prompt or prompt_token_ids, sampling fields"
     )
-    generate.add_argument("--output", type=Path, required=True, help="JSONL: index, token_ids, text, finish_reason")
+    generate.add_argument(
+        "--output", type=Path, required=True, help="JSONL: index, sample, token_ids, text, finish_reason"
+    )
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser("chat", help="talk to a server")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .request import FinishReason, Load, Output, SamplingParams
+from .request import FinishReason, Load, Output, RequestOptions, SamplingParams
 
 # Takes all outputs of one step. The engine calls it from its own thread; it returns at once and never raises.
 Deliver = Callable[[Sequence[Output]], None]
@@ -22,8 +22,11 @@ class Engine(Protocol):
     def failure(self) -> str | None:
         """Why the engine's loop died; None while it is well. Set before the outputs that the death causes."""
 
-    def submit(self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        """Accepts a request. From now on its outputs are delivered, the last one, and only it, with a finish reason.
+    def submit(
+        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+    ) -> None:
+        """Accepts a request. From now on its outputs are delivered, the last one of each sample, and only it, with a
+        finish reason.
 
         Raises:
           InvalidRequestError: it can never be served.
@@ -32,29 +35,13 @@ class Engine(Protocol):
         """
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request with `reason`. Its last output is still delivered. Unknown and ended requests are ignored."""
+        """Ends a request with `reason`. Its last outputs are still delivered. Unknown and ended ones are ignored."""
 
     def load(self) -> Load:
         """How busy the engine is now."""
 
     def flush_prefix_cache(self) -> int:
         """Forgets the pages that are kept for requests to come; returns how many."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One step of the engine, for those who count. Counts are of this step alone."""
-
-    seconds: float  # since the tokens of the step before, or since it was dispatched if there was none in flight
-    num_requests: int
-    max_requests: int  # the most a step may have
-    num_tokens: int
-    num_padded_tokens: int  # of the bucket: what the step could have held
-    queue_seconds: tuple[float, ...] = ()  # of the requests whose first step this was: how long they had waited
-    num_cached_tokens: int = 0  # prompt tokens that these requests found in the cache
-    num_preemptions: int = 0
-    num_wasted_tokens: int = 0
-    num_compiles: int = 0  # programs compiled although the server was ready
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ import hashlib
 import io
 import time
 import zipfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,11 @@ import grpc
 
 from .access import LOCAL
 from .errors import ConfigError, EngineStoppedError, InvalidRequestError
-from .request import MAX_SEED, Output, SamplingParams
-from .server import Backend, Edge, checked_request_id
+from .request import MAX_SEED, Output, RequestOptions, SamplingParams
+from .server import Asked, Backend, Edge, checked_request_id
 from .status import abort
 
 _CHUNK_BYTES = 65_536
-_MAX_SAMPLES = 16
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -95,8 +95,7 @@ def _servicer(base: type) -> type:
             return self.pb.HealthCheckResponse(healthy=self.edge.failure is None, message=self.edge.failure or "")
 
         async def Abort(self, request: Any, context: Any) -> Any:
-            for request_id in request.request_ids:
-                self.edge.abort_requests([request_id, *_sample_ids(request_id, _MAX_SAMPLES)], LOCAL)
+            self.edge.abort_requests(request.request_ids, LOCAL)
             return self.pb.AbortResponse()
 
         async def GetModelInfo(self, request: Any, context: Any) -> Any:
@@ -186,71 +185,40 @@ class _Generation:
             else:
                 token_ids = intake.checked("text", await intake.encode(request.text))
             params = sampling_params(request.sampling_params, backend.info.max_context_tokens - len(token_ids))
-            num_samples = request.sampling_params.n or 1
-            if num_samples > _MAX_SAMPLES:
-                raise InvalidRequestError("n", f"got {num_samples}; allowed are {_MAX_SAMPLES}. Send several requests.")
-            await self._samples(request_id, token_ids, params, num_samples, _Writer(self.pb, request.stream, context))
+            options = RequestOptions(n=request.sampling_params.n or 1, timeout_seconds=context.time_remaining())
+            writer = _Writer(self.pb, request.stream, context)
+            asked = Asked(request_id, token_ids, params, options)
+            await self.edge.stream("VllmEngine.Generate", asked, writer.write, context, tenant=LOCAL)
         except Exception as error:
             await abort(context, error)
 
-    async def _samples(
-        self, request_id: str, token_ids: tuple[int, ...], params: SamplingParams, num_samples: int, writer: "_Writer"
-    ) -> None:
-        """One request a sample: each has a seed of its own, drawn or counted on from the caller's."""
-
-        async def sample(name: str, index: int) -> None:
-            fields = {key: getattr(params, key) for key in params.__dataclass_fields__}
-            if params.seed is not None:
-                fields["seed"] = (params.seed + index) % (MAX_SEED + 1)
-            await self.edge.stream(
-                "VllmEngine.Generate", name, token_ids, SamplingParams(**fields), writer.of(index), writer.context,
-                tenant=LOCAL,
-            )  # fmt: skip
-
-        names = [request_id] if num_samples == 1 else _sample_ids(request_id, num_samples)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, name in enumerate(names):
-                    group.create_task(sample(name, index))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
 
 class _Writer:
-    """Writes the outputs of one call's samples; grpc wants one writer at a time."""
+    """Writes the outputs of one call, the samples of it mixed as they come."""
 
     def __init__(self, pb: Any, is_streaming: bool, context: Any):
-        self.context = context
         self._pb = pb
         self._is_streaming = is_streaming
-        self._lock = asyncio.Lock()
+        self._context = context
+        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)  # by sample, where they go out all at once
 
-    def of(self, index: int) -> Callable[[Output], Awaitable[None]]:
-        """The writer of one sample."""
-        token_ids: list[int] = []
-
-        async def write(output: Output) -> None:
-            messages = []
-            if self._is_streaming and output.token_ids:
-                messages.append(self._pb.GenerateResponse(chunk=self._pb.GenerateStreamChunk(
-                    token_ids=output.token_ids, completion_tokens=len(output.token_ids), index=index,
-                )))  # fmt: skip
-            elif not self._is_streaming:
-                token_ids.extend(output.token_ids)
-            if output.finish_reason is not None:
-                messages.append(self._pb.GenerateResponse(complete=self._pb.GenerateComplete(
-                    output_ids=token_ids, finish_reason=_FINISH_WORDS[output.finish_reason.value], index=index,
-                    prompt_tokens=output.num_prompt_tokens, completion_tokens=output.num_output_tokens,
-                )))  # fmt: skip
-            async with self._lock:
-                for message in messages:
-                    await self.context.write(message)
-
-        return write
-
-
-def _sample_ids(request_id: str, num_samples: int) -> list[str]:
-    return [f"{request_id}#{index}" for index in range(num_samples)]
+    async def write(self, output: Output) -> None:
+        pb, index, num_new = self._pb, output.index, len(output.token_ids)
+        if not self._is_streaming:
+            self._token_ids[index] += output.token_ids
+        elif num_new:
+            chunk = pb.GenerateStreamChunk(token_ids=output.token_ids, completion_tokens=num_new, index=index)
+            await self._context.write(pb.GenerateResponse(chunk=chunk))
+        if output.finish_reason is not None:
+            complete = pb.GenerateComplete(
+                output_ids=self._token_ids[index],
+                finish_reason=_FINISH_WORDS[output.finish_reason.value],
+                index=index,
+                prompt_tokens=output.num_prompt_tokens,
+                completion_tokens=output.num_output_tokens,
+                cached_tokens=output.num_cached_tokens,
+            )
+            await self._context.write(pb.GenerateResponse(complete=complete))
 
 
 def _tokenizer_zip(directory: Path) -> bytes:

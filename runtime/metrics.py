@@ -10,10 +10,14 @@ may miss the last event, and no more. An observation costs one bisection: at 50,
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from .contract import ModelInfo, StepRecord
+from .contract import ModelInfo
 from .request import Load
+
+if TYPE_CHECKING:
+    from .record import StepRecord
 
 _LATENCY_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 _GAP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 1.0, 3.0)
@@ -59,15 +63,16 @@ class Metrics:
         self.queue_seconds = Histogram(_LATENCY_SECONDS)
         self.step_seconds = Histogram(_STEP_SECONDS)
         self.batch_occupancy = Histogram(_SHARES)
-        self.num_steps = 0
+        self.host_seconds = Histogram(_STEP_SECONDS)
+        self.num_late_compiles: Callable[[], int] = lambda: 0  # of `compiles.CompileWatch`
         self._step_counts: Counter[str] = Counter()
         self._started = time.monotonic()
 
-    def record_step(self, record: StepRecord) -> None:
-        """Takes one step, on the engine's thread."""
-        self.num_steps += 1
-        self.step_seconds.observe(record.seconds)
-        self.batch_occupancy.observe(record.num_requests / record.max_requests)
+    def record_step(self, record: "StepRecord") -> None:
+        """Takes one dispatch, on the engine's thread."""
+        self.step_seconds.observe(record.step_seconds)
+        self.host_seconds.observe(record.host_seconds)
+        self.batch_occupancy.observe(record.occupancy)
         for seconds in record.queue_seconds:
             self.queue_seconds.observe(seconds)
         for name in _STEP_COUNTERS:
@@ -115,7 +120,8 @@ class Metrics:
         )
         yield "meshserve_request_seconds", "From the call to its last message.", self.request_seconds
         yield "meshserve_queue_seconds", "From the queue to the first step.", self.queue_seconds
-        yield "meshserve_step_seconds", "From one step's tokens to the next's.", self.step_seconds
+        yield "meshserve_step_seconds", "From a dispatch until its tokens are there.", self.step_seconds
+        yield "meshserve_step_host_seconds", "Planning and building a batch.", self.host_seconds
         yield "meshserve_batch_occupancy_ratio", "Requests of a step, of the most it may have.", self.batch_occupancy
         yield "meshserve_event_loop_lag_seconds", "How late the event loop wakes up.", self.loop_lag_seconds
 
@@ -132,23 +138,25 @@ class Metrics:
             yield "meshserve_waiting_requests", "gauge", "Requests in the queue.", load.num_waiting
             yield "meshserve_kv_pages", "gauge", "Pages of the KV cache of each device.", load.num_pages
             yield "meshserve_kv_free_pages", "gauge", "Pages that a new request could take.", load.num_free_pages
-        if self.num_steps:
-            yield "meshserve_steps_total", "counter", "Steps of the engine.", self.num_steps
+        if self._step_counts:
+            yield "meshserve_compiles_after_ready_total", "counter", "A fault, each of them.", self.num_late_compiles()
             for field, (name, text) in _STEP_COUNTERS.items():
                 yield name, "counter", text, self._step_counts[field]
 
 
 # Fields of StepRecord that add up.
 _STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
-    "num_tokens": ("meshserve_step_tokens_total", "Tokens computed by steps."),
-    "num_padded_tokens": (
-        "meshserve_step_padded_tokens_total",
-        "Tokens that steps had room for, padding included.",
-    ),
-    "num_cached_tokens": ("meshserve_cached_tokens_total", "Tokens of prompts that the cache already had."),
-    "num_preemptions": ("meshserve_preemptions_total", "Times a running request gave way."),
+    "num_steps": ("meshserve_steps_total", "Steps of the engine; a dispatch may hold several."),
+    "num_prefill_tokens": ("meshserve_prefill_tokens_total", "Tokens of prompts computed by steps."),
+    "num_decode_tokens": ("meshserve_decode_tokens_total", "Tokens sampled by decode steps."),
+    "num_padding_tokens": ("meshserve_padding_tokens_total", "Places of compiled shapes that were left empty."),
+    "num_admitted_tokens": ("meshserve_admitted_tokens_total", "Known tokens of requests that began to run."),
+    "num_cached_tokens": ("meshserve_cached_tokens_total", "Those of them that the cache already had."),
+    "num_preempted": ("meshserve_preemptions_total", "Times a running request gave way."),
+    "num_evicted_pages": ("meshserve_evicted_pages_total", "Kept pages that were given to others."),
     "num_wasted_tokens": ("meshserve_wasted_tokens_total", "Tokens sampled for requests that had ended."),
-    "num_compiles": ("meshserve_compiles_after_ready_total", "Programs compiled after the server was ready; a fault."),
+    "num_refused": ("meshserve_refused_requests_total", "Requests for which the queue had no room."),
+    "num_expired": ("meshserve_expired_requests_total", "Requests whose deadline passed."),
 }
 
 

@@ -70,6 +70,9 @@ class _Run:
 
     def __init__(self, request: pb.GenerateRequest | pb.ChatRequest, prompt_token_ids: Sequence[int]):
         self._prompt = tuple(prompt_token_ids)
+        if request.HasField("n") and request.n != 1:
+            raise ValueError(f"n is {request.n}; a stream that resumes has one sample. Send several requests.")
+        self._options = {name: getattr(request, name) for name in ("priority", "cache_salt") if request.HasField(name)}
         self._request_id = request.request_id if request.HasField("request_id") else None
         self._sampling = pb.SamplingParams()
         self._sampling.CopyFrom(request.sampling)
@@ -82,7 +85,8 @@ class _Run:
 
     def next_request(self) -> pb.GenerateRequest:
         """What to send now."""
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(token_ids=[*self._prompt, *self._received]))
+        token_ids = pb.TokenIds(token_ids=[*self._prompt, *self._received])
+        request = pb.GenerateRequest(token_ids=token_ids, **self._options)
         request.sampling.CopyFrom(self._sampling)
         request.sampling.max_tokens = self._sampling.max_tokens - len(self._received)
         request.sampling.num_resumed_tokens = self._sampling.num_resumed_tokens + len(self._received)

@@ -62,7 +62,7 @@ def serve_config_until_stopped(config: ServeConfig) -> int:
         from .launch import launch
 
         compiles = open_things.enter_context(CompileWatch(is_strict=config.strict))
-        launched = launch(config, mailroom.deliver, tell)
+        launched = launch(config, mailroom.deliver, edge.observer.metrics.record_step, tell)
         engines.append(launched.engine)
         if launched.info.supports_chat:
             tell("reading the chat template")
@@ -70,6 +70,7 @@ def serve_config_until_stopped(config: ServeConfig) -> int:
                 launched.tokenizer.render_chat([{"role": "user", "content": ""}])
         _log.info("ready to serve; %s", compiles.counts)
         compiles.ready()
+        edge.observer.metrics.num_late_compiles = lambda: compiles.counts.num_late_compiles
         launched.engine.start()
         return Backend(launched.engine, launched.tokenizer, launched.info)
 

@@ -5,6 +5,8 @@ thread reaches it through `mailbox.Mailroom.deliver` only. `lifecycle` binds the
 decides who may call; `intake` makes tokens of what was sent.
 """
 
+import dataclasses
+import hashlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,12 +20,12 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from . import wire
 from .access import Access, Tenant
 from .contract import Engine, ModelInfo
-from .errors import EngineStoppedError, InvalidRequestError
+from .errors import DeadlineError, EngineStoppedError, InvalidRequestError
 from .intake import Intake
 from .journey import Observer
 from .mailbox import Mailroom
 from .permissions import new_access
-from .request import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, FinishReason, Output, SamplingParams
+from .request import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, FinishReason, Output, RequestOptions, SamplingParams
 from .status import abort, code_of
 from .tokenizer import Tokenizer
 
@@ -32,6 +34,16 @@ MAX_MESSAGE_BYTES = 16 * 2**20  # a prompt of a million tokens takes 3 MB
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_ABORTS = 1_024
 _DEADLINE_SLACK_SECONDS = 0.1  # the caller's clock started earlier: its cancel can overtake our own (by 2 ms, measured)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that has passed the intake."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    options: RequestOptions
 
 
 @dataclass(frozen=True)
@@ -135,16 +147,17 @@ class Edge(pb_grpc.InferenceServiceServicer):
             _, intake = self.serving()
             request_id = checked_request_id(request.request_id if request.HasField("request_id") else None)
             params = wire.sampling_params(request.sampling)
-            await self.stream(method, request_id, await prompt(intake), params, write, context)
+            asked = Asked(
+                request_id, await prompt(intake), params, wire.request_options(request, context.time_remaining())
+            )
+            await self.stream(method, asked, write, context)
         except Exception as error:  # a cancelled call raises CancelledError, which is not among these
             await abort(context, error)
 
     async def stream(
         self,
         method: str,
-        request_id: str,
-        prompt_token_ids: tuple[int, ...],
-        params: SamplingParams,
+        asked: "Asked",
         write: Callable[[Output], Awaitable[None]],
         context: Any,
         tenant: Tenant | None = None,
@@ -155,31 +168,34 @@ class Edge(pb_grpc.InferenceServiceServicer):
           MeshserveError: whatever `contract.Engine.submit` and `mailbox.Mailbox.take` raise, and QuotaExceededError.
         """
         backend, intake = self.serving()  # tokenising may have taken a while
-        intake.check_resumed(params, len(prompt_token_ids))
+        num_prompt_tokens = len(asked.prompt_token_ids)
+        intake.check_resumed(asked.params, num_prompt_tokens)
         metadata = context.invocation_metadata()
         tenant = tenant if tenant is not None else self.access.tenant(metadata)
-        num_tokens = min(len(prompt_token_ids) + params.max_tokens, backend.info.max_context_tokens)
+        options = salted(tenant, asked.options)
+        num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * options.n
         with self.access.in_flight(tenant, num_tokens):
-            mailbox = self.mailroom.open(scoped(tenant, request_id))
+            mailbox = self.mailroom.open(scoped(tenant, asked.request_id), options.n)
             try:
-                backend.engine.submit(mailbox.request_id, prompt_token_ids, params)
+                backend.engine.submit(mailbox.request_id, asked.prompt_token_ids, asked.params, options)
             except BaseException:
                 self.mailroom.discard(mailbox)
                 raise
             journey = self.observer.begin(
-                method=method, request_id=request_id, tenant=tenant.name, num_prompt_tokens=len(prompt_token_ids),
+                method=method, request_id=asked.request_id, tenant=tenant.name, num_prompt_tokens=num_prompt_tokens,
                 metadata=dict(metadata or ()),
             )  # fmt: skip
-            outcome, finish_reason = "cancelled", None
+            outcome, ended, num_open_samples = "cancelled", "cancelled", options.n
             try:
-                while finish_reason is None:
+                while num_open_samples:
                     output = await mailbox.take()
-                    finish_reason = output.finish_reason
-                    if finish_reason is FinishReason.ERROR and backend.engine.failure is not None:
-                        raise failure_error(backend.engine.failure)
+                    if output.finish_reason is not None:
+                        num_open_samples -= 1
+                        ended = output.finish_reason.value
+                        self._check_end(output)
                     await write(output)
                     journey.sent(output)
-                outcome = finish_reason.value
+                outcome = ended
             except Exception as error:
                 outcome = code_of(error).name.lower()
                 raise
@@ -189,6 +205,13 @@ class Edge(pb_grpc.InferenceServiceServicer):
                 reason = FinishReason.DEADLINE if is_late else FinishReason.CANCELLED
                 self.mailroom.close(mailbox, reason)
                 journey.end(reason.value if outcome == "cancelled" else outcome)
+
+    def _check_end(self, output: Output) -> None:
+        """Raises where the end of a sample is not a message but a status."""
+        if output.finish_reason is FinishReason.ERROR and self.failure is not None:
+            raise failure_error(self.failure)
+        if output.finish_reason is FinishReason.DEADLINE:
+            raise DeadlineError(output.message)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         try:
@@ -273,6 +296,14 @@ def checked_request_id(request_id: str | None) -> str:
 def scoped(tenant: Tenant, request_id: str) -> str:
     """The request's name inside the server: tenants cannot meet, nor abort each other's requests."""
     return f"{tenant.name}/{request_id}" if tenant.name else request_id
+
+
+def salted(tenant: Tenant, options: RequestOptions) -> RequestOptions:
+    """Tenants share no cached prompts: how fast an answer comes would tell one what another has asked."""
+    if not tenant.name:
+        return options
+    salt = hashlib.sha256(f"{tenant.name}\0{options.cache_salt}".encode()).hexdigest()
+    return dataclasses.replace(options, cache_salt=salt)
 
 
 def failure_error(failure: str) -> EngineStoppedError:

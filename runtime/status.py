@@ -11,6 +11,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from .errors import (
+    DeadlineError,
     EngineStoppedError,
     InvalidRequestError,
     PermissionDeniedError,
@@ -34,6 +35,7 @@ GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         QuotaExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         SlowReaderError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
         EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
     }
 )

@@ -1,9 +1,18 @@
 """Every test process serves on 8 virtual CPU devices."""
 
+import pytest
+
 from meshserve.sharding.mesh import use_cpu_devices
 
 use_cpu_devices(8)
 
 
-def pytest_addoption(parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=3000, help="mutated requests to send (make fuzz: 100,000)")
+    parser.addoption("--simulated", type=int, default=400, help="requests of each case of test_simulation.py")
+
+
+@pytest.fixture
+def num_simulated(pytestconfig: pytest.Config) -> int:
+    """Requests of each simulated case: few in `make test`, 20,000 in `make simulate`."""
+    return pytestconfig.getoption("--simulated")

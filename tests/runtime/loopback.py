@@ -16,7 +16,7 @@ from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
 from meshserve.runtime.permissions import new_access
-from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.request import FinishReason, Load, Output, RequestOptions, SamplingParams
 from meshserve.runtime.server import Backend, Edge
 
 VOCAB_SIZE = 128
@@ -82,7 +82,9 @@ class FakeEngine:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_running: bool = True
 
-    def submit(self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
+    def submit(
+        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+    ) -> None:
         if self.submit_error is not None:
             raise self.submit_error
         with self.lock:

@@ -3,10 +3,10 @@ import logging
 import re
 from pathlib import Path
 
-from meshserve.runtime.contract import StepRecord
 from meshserve.runtime.journey import Observer
 from meshserve.runtime.logs import JsonFormatter
 from meshserve.runtime.metrics import Histogram, Metrics
+from meshserve.runtime.record import StepRecord
 from meshserve.runtime.request import Load, Output
 
 
@@ -19,27 +19,25 @@ def test_a_histogram_counts_at_or_below_each_bound():
     ]  # fmt: skip
 
 
+RECORD = StepRecord(
+    num_running=2, max_running=8, num_waiting=0, num_pages=10, num_free_pages=5, num_kept_pages=1, num_decodes=2,
+    num_prefills=1, num_prefill_tokens=8, num_decode_tokens=2, num_padding_tokens=6, num_steps=1,
+    queue_seconds=(0.1, 0.2), num_admitted_tokens=40, num_cached_tokens=32, num_preempted=1, host_seconds=0.0002,
+    step_seconds=0.004,
+)  # fmt: skip
+
+
 def test_steps_add_up():
     metrics = Metrics()
+    metrics.num_late_compiles = lambda: 2
     for _ in range(3):
-        metrics.record_step(
-            StepRecord(
-                seconds=0.004,
-                num_requests=2,
-                max_requests=8,
-                num_tokens=10,
-                num_padded_tokens=16,
-                queue_seconds=(0.1, 0.2),
-                num_cached_tokens=32,
-                num_preemptions=1,
-            )  # fmt: skip
-        )
+        metrics.record_step(RECORD)
     text = metrics.exposition(info=None, load=None, num_open=0, is_ready=True)
     for line in (
-        "meshserve_steps_total 3", "meshserve_step_tokens_total 30", "meshserve_step_padded_tokens_total 48",
+        "meshserve_steps_total 3", "meshserve_prefill_tokens_total 24", "meshserve_padding_tokens_total 18",
         "meshserve_cached_tokens_total 96", "meshserve_preemptions_total 3", "meshserve_queue_seconds_count 6",
         'meshserve_step_seconds_bucket{le="0.005"} 3', 'meshserve_batch_occupancy_ratio_bucket{le="0.3"} 3',
-        "meshserve_compiles_after_ready_total 0",
+        "meshserve_compiles_after_ready_total 2",
     ):  # fmt: skip
         assert line in text.splitlines(), line
 
@@ -66,7 +64,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are():
     asked = {name for panel in json.loads(dashboard)["panels"] for target in panel["targets"]
              for name in re.findall(r"meshserve_\w+", target["expr"])}  # fmt: skip
     metrics = Metrics()
-    metrics.record_step(StepRecord(seconds=0.1, num_requests=1, max_requests=1, num_tokens=1, num_padded_tokens=1))
+    metrics.record_step(RECORD)
     metrics.num_requests["Generate", "stop"] += 1
     metrics.num_refused_calls["unauthenticated"] += 1
     load = Load(num_running=0, num_waiting=0, num_pages=1, num_free_pages=1)
