@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.errors import InvalidRequestError
-from meshserve.runtime.lifecycle import ServerHandle, run_server
+from meshserve.runtime.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
+from meshserve.runtime.permissions import new_access
 from meshserve.runtime.request import FinishReason, Load, Output, RequestOptions, SamplingParams
-from meshserve.runtime.server import Edge
+from meshserve.runtime.server import Backend, Edge
 
 VOCAB_SIZE = 128
 MAX_CONTEXT_TOKENS = 64
@@ -32,14 +34,21 @@ INFO = ModelInfo(
     num_devices=2,
     device_kind="cpu",
     server_version="0.1.0",
+    supports_chat=True,
 )
+LISTEN = Listen(drain_seconds=5.0)
 
 
 class Letters:
     """A tokenizer: one token for each ASCII character."""
 
+    max_token_chars = 200
+
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode("ascii"))
+        return tuple(text.encode("ascii", "replace"))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("ascii", "replace")
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, enable_thinking: bool = True) -> str:
         if any(message["role"] == "alien" for message in messages):
@@ -93,6 +102,9 @@ class FakeEngine:
         with self.lock:
             return Load(num_running=len(self.jobs), num_waiting=1, num_pages=100, num_free_pages=90)
 
+    def flush_prefix_cache(self) -> int:
+        return 7
+
     def last(self, job: Job, reason: FinishReason, **rest: Any) -> Output:
         self.ends.append(job.request_id)
         usage = {"num_prompt_tokens": len(job.prompt), "num_output_tokens": job.num_output}
@@ -123,8 +135,10 @@ class FakeEngine:
             self.jobs.clear()
 
 
-def edge_of(engine: FakeEngine, room: Mailroom) -> Edge:
-    return Edge(engine, Letters(), INFO, room)  # type: ignore[arg-type]
+def edge_of(engine: FakeEngine, room: Mailroom, tokens: Path | None = None) -> Edge:
+    edge = Edge(room, access=new_access(tokens))
+    edge.attach(Backend(engine, Letters(), INFO))  # type: ignore[arg-type]
+    return edge
 
 
 @dataclass
@@ -132,6 +146,7 @@ class Running:
     engine: FakeEngine
     room: Mailroom
     handle: ServerHandle
+    edge: Edge
     target: str
     errors: list[BaseException]
     thread: threading.Thread
@@ -143,31 +158,28 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*, max_undelivered_tokens: int = 4096, drain_seconds: float = 5.0, **options: Any) -> Iterator[Running]:
+def running(
+    *, max_undelivered_tokens: int = 4096, tokens: Path | None = None, listen: Listen = LISTEN, **options: Any
+) -> Iterator[Running]:
+    """A server until the block ends. `options` are those of FakeEngine."""
     room = Mailroom(max_undelivered_tokens=max_undelivered_tokens)
     engine = FakeEngine(room.deliver, **options)
-    edge = edge_of(engine, room)
+    edge = edge_of(engine, room, tokens)
     handles: list[ServerHandle] = []
     errors: list[BaseException] = []
     ready = threading.Event()
 
     def serve() -> None:
         try:
-            run_server(
-                edge,
-                host="127.0.0.1",
-                port=0,
-                drain_seconds=drain_seconds,
-                on_ready=lambda handle: (handles.append(handle), ready.set()),
-            )
+            run_server(edge, listen, on_ready=lambda handle: (handles.append(handle), ready.set()))
         except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=serve), threading.Thread(target=engine.run)]
     for thread in threads:
         thread.start()
-    assert ready.wait(10)
-    server = Running(engine, room, handles[0], f"127.0.0.1:{handles[0].port}", errors, threads[0])
+    assert ready.wait(10), errors
+    server = Running(engine, room, handles[0], edge, f"127.0.0.1:{handles[0].port}", errors, threads[0])
     try:
         yield server
     finally:
