@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass
 class FakeEngine:
-    """One token for each open request a step, until max_tokens."""
+    """One token for each open request a step, until max_tokens. All samples of a request are the same."""
 
     deliver: Callable[[list[Output]], None]
     step_seconds: float = 0.002
@@ -78,6 +78,8 @@ class FakeEngine:
     num_submits: int = 0
     ends: list[str] = field(default_factory=list)
     jobs: dict[str, Job] = field(default_factory=dict)
+    num_samples: dict[str, int] = field(default_factory=dict)
+    salts: list[str] = field(default_factory=list)
     pending: list[Output] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_running: bool = True
@@ -89,8 +91,10 @@ class FakeEngine:
             raise self.submit_error
         with self.lock:
             assert request_id not in self.jobs
+            self.num_samples[request_id] = options.n
             self.jobs[request_id] = Job(request_id, prompt_token_ids, params)
             self.num_submits += 1
+            self.salts.append(options.cache_salt)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         with self.lock:
@@ -115,6 +119,11 @@ class FakeEngine:
             with self.lock:
                 outputs, self.pending = self.pending, []
                 outputs += [self.advance(job) for job in list(self.jobs.values())]
+                outputs = [
+                    replace(output, index=index)
+                    for output in outputs
+                    for index in range(self.num_samples[output.request_id])
+                ]
             if outputs:
                 self.deliver(outputs)
             time.sleep(self.step_seconds)

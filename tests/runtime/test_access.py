@@ -187,6 +187,19 @@ def test_tenants_neither_meet_nor_abort_each_other(server):
         server.engine.step_seconds = before
 
 
+def test_tenants_share_no_cached_prompts(server):
+    """Nor can one name the salt of another: what reaches the engine is a digest of tenant and salt."""
+    server.engine.salts.clear()
+    for token, salt in (("write", "a"), ("new", "a"), ("write", "b"), ("write", ""), ("operate", "a"), ("operate", "")):
+        with Client(server.target, token=token) as client:
+            client.complete("a", max_tokens=1, cache_salt=salt)
+    first, same, *others = server.engine.salts
+    assert first == same and len({first, *others}) == 5
+    with Client(server.target, token="operate") as operator:
+        operator.complete("a", max_tokens=1, cache_salt=first)
+    assert server.engine.salts[-1] not in (first, *others)
+
+
 def test_a_revoked_token_is_refused_and_a_new_one_let_in(tmp_path):
     path = tmp_path / "tokens.toml"
     token, lines = new_token("first")

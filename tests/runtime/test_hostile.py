@@ -88,6 +88,8 @@ def random_value(draw: random.Random, field: FieldDescriptor, depth: int) -> Any
     if field.type == FieldDescriptor.TYPE_BOOL:
         return draw.random() < 0.5
     number = draw.choice(NUMBERS)
+    if field.type == FieldDescriptor.TYPE_INT32:
+        return draw.choice([1, -1]) * min(number, 2**31 - 1)
     return number | (draw.choice([0, 2**63]) if field.type == FieldDescriptor.TYPE_UINT64 else 0)
 
 
