@@ -9,8 +9,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.loading import load_parameters
 from meshserve.sharding.mesh import named_sharding
-from meshserve.sharding.weights import Parameter, Piece, TensorFiles, load_parameters
+from meshserve.sharding.tensor_files import TensorFiles
+from meshserve.sharding.weights import Parameter, Piece
 
 from .config import ModelConfig
 from .model import abstract_model
