@@ -20,12 +20,12 @@ from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig
 from .contract import Deliver, ModelInfo
 from .engine import Engine
 from .errors import ConfigError
-from .hf_weights import load_model
 from .kernel_choice import choose_kernels
 from .pages import PageAllocator
 from .scheduler import Scheduler, SchedulerLimits
 from .step import CacheShape, StepRunner, cache_page_bytes, state_shapes
 from .tokenizer import Tokenizer
+from .weights import load_model
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,8 @@ The result does not depend on the threads: every element is written exactly once
 """
 
 import contextlib
-import logging
 import math
 import os
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +24,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from .weights import Parameter, Region, Source, copies_into, part_of
-
-_log = logging.getLogger(__name__)
 
 _NUM_THREADS = min(8, 2 * (os.cpu_count() or 1))  # twice the cores: half of them wait for the disk
 _MAX_FLIGHT_BYTES = 512 * 2**20
@@ -42,7 +38,7 @@ def load_parameters(source: Source, parameters: Mapping[str, Parameter]) -> dict
       CheckpointError: the source is damaged.
     """
     num_bytes = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters.values())
-    started, arrays = time.monotonic(), {}
+    arrays: dict[str, _HostAssembly | _DeviceAssembly] = {}
     bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc="weights", delay=_PROGRESS_DELAY_SECONDS, leave=False)
     with bar as progress, _thread_pool() as pool:
         flight: deque[_Slab] = deque()
@@ -60,10 +56,7 @@ def load_parameters(source: Source, parameters: Mapping[str, Parameter]) -> dict
             arrays[name] = assembly
         while flight:
             land()
-        loaded = {name: assembly.array() for name, assembly in arrays.items()}
-    seconds = time.monotonic() - started
-    _log.info("%.2f GB of weights in %.1f s, %.2f GB/s", num_bytes / 1e9, seconds, num_bytes / 1e9 / seconds)
-    return loaded
+        return {name: assembly.array() for name, assembly in arrays.items()}
 
 
 @contextlib.contextmanager
