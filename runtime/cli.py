@@ -1,4 +1,4 @@
-"""The command line: meshserve serve | generate | chat | bench | demo.
+"""The command line: meshserve serve | generate | chat | convert | bench | demo.
 
 The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
 Heavy imports happen inside the commands, so that --help is instant.
@@ -57,6 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
     chat.add_argument("--system", default="", help="a system message to begin with")
     chat.set_defaults(run=_chat)
+
+    convert = commands.add_parser("convert", help="a Hugging Face model to an Orbax checkpoint and back")
+    convert.add_argument("--model", required=True, help="directory of either form, local, gs:// or s3://")
+    convert.add_argument("--output", default="", help="directory to write; left out, --verify checks --model alone")
+    convert.add_argument("--to", choices=("orbax", "safetensors"), default="orbax", help="form (%(default)s)")
+    convert.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the model's (%(default)s)"
+    )
+    convert.add_argument("--verify", action="store_true", help="read a checkpoint and compare all its digests")
+    convert.set_defaults(run=_convert)
 
     bench = commands.add_parser("bench", help="measure this machine", add_help=False)
     bench.add_argument("benchmark", choices=_BENCHMARKS, help="what to measure")
@@ -145,6 +155,14 @@ def _chat(namespace: argparse.Namespace) -> int:
         max_tokens=namespace.max_tokens,
         temperature=namespace.temperature,
         system=namespace.system,
+    )
+
+
+def _convert(namespace: argparse.Namespace) -> int:
+    from .convert import run_convert
+
+    return run_convert(
+        namespace.model, namespace.output, form=namespace.to, dtype=namespace.dtype, is_verified=namespace.verify
     )
 
 
