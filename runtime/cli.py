@@ -115,6 +115,7 @@ def serve_config(namespace: argparse.Namespace) -> ServeConfig:
 
 
 def _serve(namespace: argparse.Namespace) -> int:
+    from .compiles import CompileWatch
     from .launch import launch
     from .lifecycle import run_server
     from .mailbox import Mailroom
@@ -122,19 +123,22 @@ def _serve(namespace: argparse.Namespace) -> int:
 
     config = serve_config(namespace)
     mailroom = Mailroom()
-    launched = launch(config, mailroom.deliver)
-    edge = Edge(launched.engine, launched.tokenizer, launched.info, mailroom)
-    try:
-        run_server(
-            edge,
-            host=config.host,
-            port=config.port,
-            drain_seconds=config.drain_seconds,
-            allow_insecure=config.allow_insecure,
-            prepare=launched.engine.start,
-        )
-    finally:
-        launched.engine.stop()
+    with CompileWatch(is_strict=config.strict) as compiles:
+        launched = launch(config, mailroom.deliver)
+        edge = Edge(launched.engine, launched.tokenizer, launched.info, mailroom)
+        logging.getLogger(__name__).info("ready to serve; %s", compiles.counts)
+        compiles.ready()
+        try:
+            run_server(
+                edge,
+                host=config.host,
+                port=config.port,
+                drain_seconds=config.drain_seconds,
+                allow_insecure=config.allow_insecure,
+                prepare=launched.engine.start,
+            )
+        finally:
+            launched.engine.stop()
     return 0
 
 

@@ -11,19 +11,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.deploy import demo
-from meshserve.sharding.layout import ShardLayout, shard_layout
+from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import num_pages_that_fit
 from meshserve.sharding.mesh import make_mesh, use_cpu_devices
 
 from .batch import BatchBuilder, declare_buckets
+from .compiles import use_cache
 from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig
 from .contract import Deliver, ModelInfo
 from .engine import Engine
 from .errors import ConfigError
 from .kernel_choice import choose_kernels
+from .orbax_weights import model_layout
 from .pages import PageAllocator
 from .scheduler import Scheduler, SchedulerLimits
-from .step import CacheShape, StepRunner, cache_page_bytes, state_shapes
+from .step import CacheShape, StepRunner, cache_page_bytes, scratch_bytes, state_shapes
 from .tokenizer import Tokenizer
 from .weights import load_model
 
@@ -86,14 +88,10 @@ def build_engine(
     """
     if config.cpu_devices:
         use_cpu_devices(config.cpu_devices)
+    if config.cache_dir:
+        use_cache(Path(config.cache_dir).expanduser())
     mesh = make_mesh(config.tp)
-    layout = shard_layout(
-        num_shards=config.tp,
-        num_query_heads=model.num_query_heads,
-        num_kv_heads=model.num_kv_heads,
-        vocab_size=model.vocab_size,
-        mlp_dim=model.mlp_dim,
-    )
+    layout = model_layout(model, config.tp)
     limits = SchedulerLimits(
         page_size=config.page_size,
         max_running=config.max_running,
@@ -101,17 +99,27 @@ def build_engine(
         max_waiting=config.max_waiting,
         max_context=_max_context(config, model),
     )
-    structure, params = make_params(model, layout, mesh, _dtype(config, model))
-    shape = _cache_shape(config, model, layout, mesh, limits)
-    shapes = state_shapes(model, layout, shape, _dtype(config, model))
+    dtype = _dtype(config, model)
+    structure, params = make_params(model, layout, mesh, dtype)
     buckets = declare_buckets(
         max_step_tokens=config.max_step_tokens, max_running=config.max_running, page_size=config.page_size
     )
+    # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
+    one_page = CacheShape(1, config.page_size, config.max_running, -(-limits.max_context // config.page_size))
+    one_page_shapes = state_shapes(model, layout, one_page, dtype)
+    kernels = choose_kernels(config, mesh, params, one_page_shapes)
+    num_pages = config.num_pages
+    if not num_pages:
+        scratch = scratch_bytes(structure, params, one_page_shapes, kernels, buckets[-1], mesh)
+        kept = scratch + (config.reserve_mib << 20)
+        page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
+        num_pages = num_pages_that_fit(mesh, config.memory_fraction, page_bytes, kept)
+    shape = one_page._replace(num_pages=num_pages)
     runner = StepRunner(
         structure=structure,
         params=params,
-        state_shapes=shapes,
-        kernels=choose_kernels(config, mesh, params, shapes),
+        state_shapes=state_shapes(model, layout, shape, dtype),
+        kernels=kernels,
         buckets=buckets,
         mesh=mesh,
     )
@@ -126,16 +134,6 @@ def build_engine(
         deliver=deliver,
     )
     return engine, mesh
-
-
-def _cache_shape(
-    config: ServeConfig, model: ModelConfig, layout: ShardLayout, mesh: Mesh, limits: SchedulerLimits
-) -> CacheShape:
-    """The pages that the config asks for, or that the memory allows now that the weights are in place."""
-    page_bytes = cache_page_bytes(model, layout, config.page_size, _dtype(config, model))
-    num_pages = config.num_pages or num_pages_that_fit(mesh, config.memory_fraction, page_bytes)
-    max_request_pages = min(-(-limits.max_context // config.page_size), num_pages)
-    return CacheShape(num_pages, config.page_size, config.max_running, max_request_pages)
 
 
 def _dtype(config: ServeConfig, model: ModelConfig) -> jnp.dtype:

@@ -128,6 +128,21 @@ def sharded_step(
     return jax.jit(program, donate_argnums=1)
 
 
+def scratch_bytes(
+    structure: nnx.GraphDef,
+    params: nnx.State,
+    state_shapes: DeviceState[jax.ShapeDtypeStruct],
+    kernels: Kernels,
+    bucket: Bucket,
+    mesh: Mesh,
+) -> int:
+    """What the program of a bucket needs on each device beside its arguments and results. Compiles it."""
+    shapes = jax.tree.map(_placed, state_shapes, _state_shardings(mesh))
+    compiled = _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
+    analysis = compiled.memory_analysis()
+    return analysis.temp_size_in_bytes if analysis is not None else 0
+
+
 class StepRunner:
     """Holds the parameters, the device state and the compiled programs. Compiles all of them on construction."""
 
@@ -142,10 +157,7 @@ class StepRunner:
         mesh: Mesh,
     ):
         self._params = params
-        self._shardings = DeviceState(
-            named_sharding(mesh, CACHE_AXES), named_sharding(mesh, ()), named_sharding(mesh, ())
-        )
-        shapes = jax.tree.map(_placed, state_shapes, self._shardings)
+        shapes = jax.tree.map(_placed, state_shapes, _state_shardings(mesh))
         started = time.monotonic()
         self._programs: Mapping[Bucket, jax.stages.Compiled] = {
             bucket: _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
@@ -159,6 +171,10 @@ class StepRunner:
         self._state, sampled = self._programs[bucket](self._params, self._state, packed)
         sampled.copy_to_host_async()
         return sampled
+
+
+def _state_shardings(mesh: Mesh) -> DeviceState[jax.sharding.NamedSharding]:
+    return DeviceState(named_sharding(mesh, CACHE_AXES), named_sharding(mesh, ()), named_sharding(mesh, ()))
 
 
 def _placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:

@@ -156,6 +156,6 @@ def weight_files(directory: epath.Path) -> list[epath.Path]:
         return [directory / SINGLE_FILE]
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
+        return [directory / name for name in sorted(names)]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}). Download it again.") from None
-    return [directory / name for name in sorted(names)]

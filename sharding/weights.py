@@ -108,7 +108,12 @@ def copies_into(pieces: Sequence[Piece], blocks: Mapping[Region, np.ndarray]) ->
     """What each tensor contributes to the blocks; clears a block that the pieces do not cover."""
     copies: dict[str, list[Copy]] = {}
     for index, block in blocks.items():
-        wanted = [(piece.tensor, copy) for piece in pieces if (copy := _overlap(piece, index, block)) is not None]
+        wanted = []
+        for piece in pieces:
+            if (regions := overlap(piece, index)) is not None:
+                source, target = regions
+                memory = block[relative(target, index)].reshape([last - first for first, last in source])
+                wanted.append((piece.tensor, Copy(source, memory)))
         if sum(copy.target.size for _, copy in wanted) < block.size:
             block[...] = 0
         for tensor, copy in wanted:
@@ -116,28 +121,26 @@ def copies_into(pieces: Sequence[Piece], blocks: Mapping[Region, np.ndarray]) ->
     return copies
 
 
-def _overlap(piece: Piece, index: Region, block: np.ndarray) -> Copy | None:
-    """The part of a piece that falls into the block at `index`."""
+def overlap(piece: Piece, index: Region) -> tuple[Region, Region] | None:
+    """The part of a piece that falls into the block at `index` of its parameter: where it stands in the tensor, and
+    where in the parameter. None if there is none."""
     rank = len(index)
     extent = ((1,) * rank + piece.size)[-rank:]
-    overlap = [
+    target = tuple(
         (max(start, place), min(stop, place + length))
         for (start, stop), place, length in zip(index, piece.place, extent, strict=True)
-    ]
-    if any(first >= last for first, last in overlap):
+    )
+    if any(first >= last for first, last in target):
         return None
-    target = block[
-        tuple(slice(first - start, last - start) for (first, last), (start, _) in zip(overlap, index, strict=True))
-    ]
     shared = min(rank, len(piece.size))
-    region = [(origin, origin + 1) for origin in piece.start[: len(piece.size) - shared]]
-    region += [
+    surplus = tuple((origin, origin + 1) for origin in piece.start[: len(piece.size) - shared])
+    source = tuple(
         (origin + first - place, origin + last - place)
         for origin, place, (first, last) in zip(
-            piece.start[-shared:], piece.place[-shared:], overlap[-shared:], strict=True
+            piece.start[-shared:], piece.place[-shared:], target[-shared:], strict=True
         )
-    ]
-    return Copy(tuple(region), target.reshape([last - first for first, last in region]))
+    )
+    return surplus + source, target
 
 
 def part_of(copy: Copy, block: Region) -> Copy | None:
