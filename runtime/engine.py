@@ -10,8 +10,9 @@ string) is seen one step late: that step's token for the request is dropped.
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import jax
@@ -40,6 +41,14 @@ class _Flight:
 
     plan: StepPlan
     sampled: jax.Array | np.ndarray
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the mesh that was asked for."""
+
+    make_runner: Callable[[], tuple[Runner, int]]
+    done: Future[None] = field(default_factory=Future)
 
 
 class Engine:
@@ -73,6 +82,7 @@ class Engine:
         self._texts: dict[str, TextStream] = {}
         self._outputs: list[Output] = []
         self._flight: _Flight | None = None
+        self._change: _Change | None = None
         self._is_stopping = False
         self.failure: str | None = None  # why the loop died
         # Guards everything above but the flight, which is the thread's own. Held for fractions of a millisecond.
@@ -127,10 +137,63 @@ class Engine:
                 num_free_pages=self._pages.num_free_pages,
             )
 
+    def rebuild(self, make_runner: Callable[[], tuple[Runner, int]]) -> None:
+        """Puts another runner in the place of the present one between two steps, and waits until it is there.
+
+        The steps in flight are collected first. Running requests lose their pages and compute their tokens anew
+        afterwards; their streams pause. Requests are accepted all the while.
+
+        Args:
+          make_runner: makes the runner, with an empty cache, and tells the number of its pages. Runs on the engine's
+            thread. If it raises, the engine has failed: what the old runner held may be gone.
+
+        Raises:
+          EngineStoppedError: the engine is not running, or is rebuilding already.
+          Whatever `make_runner` raises.
+        """
+        change = _Change(make_runner)
+        with self._changed:
+            if self._is_stopping or self.failure is not None or not self._thread.is_alive() or self._change is not None:
+                raise EngineStoppedError("the engine is not running, or its mesh is being changed already.")
+            self._change = change
+            self._changed.notify()
+        change.done.result()
+
+    def _rebuild(self, change: "_Change") -> None:
+        if self._flight is not None:
+            self._collect(self._flight)
+            self._flight = None
+        self._flush()
+        with self._changed:
+            self._scheduler.preempt_all()
+        try:
+            runner, num_pages = change.make_runner()
+        except BaseException as error:
+            change.done.set_exception(error)
+            raise
+        with self._changed:
+            self.runner = runner
+            self._pages.reset(num_pages)
+            self._end_too_large()
+            self._change = None
+        change.done.set_result(None)
+
+    def _end_too_large(self) -> None:
+        """Ends the requests that the cache could not hold even if it held nothing else."""
+        limits, num_pages = self._scheduler.limits, self._pages.num_pages
+        for request in list(self._scheduler.requests.values()):
+            num_tokens = min(len(request.prompt_token_ids) + request.params.max_tokens, limits.max_context) - 1
+            if -(-num_tokens // limits.page_size) > num_pages:
+                self._scheduler.finish(request, FinishReason.ERROR)
+                self._end(request, message=f"the cache was rebuilt with {num_pages} pages, too few for this request")
+
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._step()
+                if self._change is not None:
+                    self._rebuild(self._change)
+                else:
+                    self._step()
         except Exception as error:  # whatever it was, every open request must hear of it
             _log.exception("the engine loop died")
             with self._changed:
@@ -139,13 +202,15 @@ class Engine:
         else:
             with self._changed:
                 self._end_all(FinishReason.CANCELLED, "the server is stopping")
+                if self._change is not None:
+                    self._change.done.set_exception(EngineStoppedError("the engine is stopping."))
         self._flush()
 
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do; False when it is time to stop."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_stopping or self._scheduler.has_work or self._flight or self._outputs
+                lambda: self._is_stopping or self._change or self._scheduler.has_work or self._flight or self._outputs
             )
             return not self._is_stopping
 

@@ -17,6 +17,10 @@ class PageAllocator:
     def __init__(self, num_pages: int):
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; a cache has 1 page or more.")
+        self.reset(num_pages)
+
+    def reset(self, num_pages: int) -> None:
+        """Begins anew with that many pages, all free; nobody may hold one."""
         self.num_pages = num_pages
         # A stack, lowest page on top: pages freed last are used first, so a lightly loaded cache touches few of them.
         self._free = list(range(num_pages - 1, -1, -1))

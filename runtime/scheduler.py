@@ -232,6 +232,11 @@ class Scheduler:
         self._waiting.move_to_end(request, last=False)  # older than all that wait
         return request
 
+    def preempt_all(self) -> None:
+        """Takes pages and rows from all running requests. Call it when no step is in flight."""
+        while self._running:
+            self._preempt_newest()
+
     def _release(self, request: Request) -> None:
         self._pages.free(request.pages)
         request.pages = []

@@ -166,6 +166,13 @@ class StepRunner:
         self.compile_seconds = time.monotonic() - started
         self._state = _allocate(shapes)
 
+    def release(self) -> nnx.State:
+        """Gives up the device state, whose memory is free at once, and returns the parameters. The runner is spent."""
+        for array in self._state:
+            array.delete()
+        params, self._params = self._params, nnx.State({})
+        return params
+
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
         self._state, sampled = self._programs[bucket](self._params, self._state, packed)

@@ -1,6 +1,7 @@
 """A model's parameters from its directory, whichever form that has, onto the devices of a mesh."""
 
 import logging
+import math
 import time
 
 import jax
@@ -20,7 +21,7 @@ from meshserve.sharding.weights import Parameter, Source
 from .config import ModelConfig
 from .hf_weights import TIED_HEAD, Pieces, checkpoint_tensors, hf_pieces
 from .model import abstract_model
-from .orbax_weights import stored_pieces, stored_shapes
+from .orbax_weights import model_layout, stored_pieces, stored_shapes
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,15 @@ def open_weights(directory: epath.PathLike, config: ModelConfig) -> Source:
 def pieces_of(source: Source, config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
     """The pieces of each parameter in an open model."""
     return (stored_pieces if isinstance(source, OrbaxCheckpoint) else hf_pieces)(config, layout)
+
+
+def device_weight_bytes(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> int:
+    """What the parameters take on each device, padding and repeats counted."""
+    _, abstract = abstract_model(config, model_layout(config, mesh.size), dtype)
+    weights = [weight for _, weight in nnx.to_flat_state(abstract)]
+    return sum(
+        math.prod(named_sharding(mesh, weight.axes).shard_shape(weight.shape)) * dtype.itemsize for weight in weights
+    )
 
 
 def load_model(

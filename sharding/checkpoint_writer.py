@@ -31,7 +31,7 @@ from .checkpoint import (
     sha256,
 )
 from .storage import is_remote
-from .weights import Region, relative
+from .weights import Region, bounds, relative
 
 _CHUNK_BYTES = 16 * 2**20  # what a reader holds of a tensor at a time, and the least it reads
 _SPLITS = 16  # a shard of any TP degree up to this is whole chunks
@@ -117,8 +117,7 @@ class CheckpointWriter:
 
 def _shards(array: jax.Array) -> Iterator[tuple[Region, np.ndarray]]:
     for shard in array.addressable_shards:
-        region = tuple(axis.indices(length)[:2] for axis, length in zip(shard.index, array.shape, strict=True))
-        yield region, np.asarray(shard.data)
+        yield bounds(shard.index, array.shape), np.asarray(shard.data)
 
 
 def _block(shards: list[tuple[Region, np.ndarray]], block: Region) -> np.ndarray:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from .weights import Parameter, Region, Source, copies_into, part_of
+from .weights import Parameter, Region, Source, bounds, copies_into, part_of
 
 _NUM_THREADS = min(8, 2 * (os.cpu_count() or 1))  # twice the cores: half of them wait for the disk
 _MAX_FLIGHT_BYTES = 512 * 2**20
@@ -163,11 +163,7 @@ class _Slab:
 def _addressable(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Region]:
     """The distinct blocks of an array on this process's devices, in the order of the mesh."""
     indices = sharding.addressable_devices_indices_map(shape).values()
-    return list(dict.fromkeys(_bounds(index, shape) for index in indices if index is not None))
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
-    return tuple((axis.indices(length)[0], axis.indices(length)[1]) for axis, length in zip(index, shape, strict=True))
+    return list(dict.fromkeys(bounds(index, shape) for index in indices if index is not None))
 
 
 def _aligned(index: Region, dtype: jnp.dtype) -> np.ndarray:
@@ -183,6 +179,6 @@ def _place(shape: tuple[int, ...], sharding: NamedSharding, blocks: Mapping[Regi
     """The blocks as one array over the devices."""
     indices = sharding.addressable_devices_indices_map(shape)
     shards = [
-        jax.device_put(blocks[_bounds(index, shape)], device) for device, index in indices.items() if index is not None
+        jax.device_put(blocks[bounds(index, shape)], device) for device, index in indices.items() if index is not None
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)

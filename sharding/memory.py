@@ -1,10 +1,12 @@
 """Bytes of device memory: what a KV page costs, and how many fit."""
 
 import math
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
+_MANY_BYTES = 1 << 62
 _CPU_CACHE_BYTES = 1 << 30  # virtual CPU devices share the host's memory: a modest cache for all of them together
 
 
@@ -38,3 +40,54 @@ def shard_bytes(arrays: object) -> int:
     """Bytes that a tree of arrays takes on one device."""
     leaves = jax.tree.leaves(arrays)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def check_weights_fit(mesh: Mesh, fraction: float, weight_bytes: int, page_bytes: int) -> None:
+    """Refuses weights for which the devices are too small, before any is read.
+
+    Args:
+      weight_bytes, page_bytes: what the weights and one page of the cache take on each device.
+
+    Raises:
+      MemoryError: names what is short and by how much.
+    """
+    if mesh.devices.flat[0].platform == "cpu":
+        needed, available = (weight_bytes + page_bytes) * mesh.size, host_free_bytes()
+        where = f"{mesh.size} virtual CPU device(s) together" if mesh.size > 1 else "the CPU device"
+        limit, remedy = "this machine's free memory", "Use a machine with more, or a smaller dtype"
+    else:
+        needed, available = weight_bytes + page_bytes, free_bytes(mesh, fraction, 0)
+        where = f"each of {mesh.size} device(s)"
+        limit = f"what memory_fraction {fraction} leaves free there"
+        remedy = "Raise tp, raise memory_fraction, or use a smaller dtype"
+    if needed > available:
+        raise MemoryError(
+            f"the weights and one page of the KV cache need {_gib(needed)} on {where}; {limit} is "
+            f"{_gib(max(available, 0))}, {_gib(needed - max(available, 0))} too little. {remedy}. No weight was read."
+        )
+
+
+def host_free_bytes() -> int:
+    """What this process can still allocate: the machine's free memory, or less in a container with a limit.
+
+    Where the system does not tell (it is not Linux) this is without bound.
+    """
+    free = [_MANY_BYTES]
+    meminfo = _read("/proc/meminfo")
+    free += [int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        cached = [line.split()[1] for line in _read("/sys/fs/cgroup/memory.stat").splitlines() if line[:5] == "file "]
+        free.append(int(limit) - int(used) + sum(map(int, cached)))  # the kernel gives file pages back
+    return min(free)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -153,6 +153,11 @@ def part_of(copy: Copy, block: Region) -> Copy | None:
     return Copy(part, copy.target[relative(part, copy.region)])
 
 
+def bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+    """A shard's place in its array, from the slices that jax speaks in."""
+    return tuple((axis.indices(length)[0], axis.indices(length)[1]) for axis, length in zip(index, shape, strict=True))
+
+
 def relative(region: Region, outer: Region) -> tuple[slice, ...]:
     """A region's place within an outer one."""
     return tuple(slice(first - start, last - start) for (first, last), (start, _) in zip(region, outer, strict=True))
