@@ -119,6 +119,7 @@ def _serve(namespace: argparse.Namespace) -> int:
     from .launch import launch
     from .lifecycle import run_server
     from .mailbox import Mailroom
+    from .reload import reload_on_hangup
     from .server import Edge
 
     config = serve_config(namespace)
@@ -128,6 +129,13 @@ def _serve(namespace: argparse.Namespace) -> int:
         edge = Edge(launched.engine, launched.tokenizer, launched.info, mailroom)
         logging.getLogger(__name__).info("ready to serve; %s", compiles.counts)
         compiles.ready()
+        launched.resharder.compiling = compiles.expected
+        reload_on_hangup(
+            config,
+            lambda: serve_config(namespace),
+            launched.resharder,
+            lambda tp: edge.set_info(launched.info_at(tp)),
+        )
         try:
             run_server(
                 edge,

@@ -1,5 +1,6 @@
 """From a `ServeConfig` to a ready engine: mesh, weights, programs, cache, queues, in this order."""
 
+import dataclasses
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -47,6 +48,10 @@ class Launched:
     info: ModelInfo
     resharder: Resharder
 
+    def info_at(self, tp: int) -> ModelInfo:
+        """What is served once the degree has changed."""
+        return dataclasses.replace(self.info, tp_degree=tp, num_devices=tp)
+
 
 def launch(config: ServeConfig, deliver: Deliver) -> Launched:
     """Loads a model and makes everything ready to serve it. Blocks for as long as that takes.
@@ -89,9 +94,10 @@ def build_engine(
     )
     dtype = _dtype(config, model)
     page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
-    check_weights_fit(mesh, config.memory_fraction, device_weight_bytes(model, mesh, dtype), page_bytes)
+    check_weights_fit(mesh, config.memory_fraction, device_weight_bytes(model, mesh, dtype), page_bytes=page_bytes)
     structure, params = make_params(model, layout, mesh, dtype)
     runner, num_pages = make_runner(config, model, mesh, structure, params)
+    runner.start(params)
     pages = PageAllocator(num_pages)
     engine = Engine(
         scheduler=Scheduler(limits, pages, tokenizer.eos_token_ids if tokenizer is not None else frozenset()),
@@ -105,9 +111,21 @@ def build_engine(
 
 
 def make_runner(
-    config: ServeConfig, model: ModelConfig, mesh: Mesh, structure: nnx.GraphDef, params: nnx.State
+    config: ServeConfig,
+    model: ModelConfig,
+    mesh: Mesh,
+    structure: nnx.GraphDef,
+    params: nnx.State,
+    *,
+    measured: Mesh | None = None,
+    kept_bytes: int = 0,
 ) -> tuple[StepRunner, int]:
-    """Compiles every program and allocates the cache: the runner, and the number of its pages.
+    """Compiles every program: the runner, not yet started, and the number of pages of its cache.
+
+    Args:
+      params: arrays, or shapes with shardings.
+      measured: the devices whose free memory decides about the cache, if not all of the mesh.
+      kept_bytes: of that memory, what will be taken on each device; negative if some will become free.
 
     Raises:
       ValueError, MemoryError: the devices do not allow it.
@@ -121,9 +139,9 @@ def make_runner(
     num_pages = config.num_pages
     if not num_pages:
         scratch = scratch_bytes(structure, params, one_page_shapes, kernels, buckets[-1], mesh)
-        kept = scratch + (config.reserve_mib << 20)
+        kept = scratch + (config.reserve_mib << 20) + kept_bytes
         page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
-        num_pages = num_pages_that_fit(mesh, config.memory_fraction, page_bytes, kept)
+        num_pages = num_pages_that_fit(measured or mesh, config.memory_fraction, page_bytes, kept)
     shape = one_page._replace(num_pages=num_pages)
     runner = StepRunner(
         structure=structure,

@@ -1,7 +1,9 @@
 """Another tensor-parallel degree for a running engine: the weights move from device to device, streams go on.
 
-    collect the steps in flight -> preempt every running request -> free the cache -> move the weights, one parameter
-    at a time -> compile the programs -> allocate the cache -> the requests compute their tokens anew and go on
+    compile the programs, while the old mesh goes on serving
+    -> collect the steps in flight, preempt every running request, free the cache
+    -> move the weights, one parameter at a time -> allocate the cache
+    -> the requests compute their tokens anew and go on
 
 A token depends on neither the mesh nor the batch, so the streams are what they would have been.
 """
@@ -11,13 +13,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.memory import check_weights_fit
 from meshserve.sharding.mesh import make_mesh, named_sharding
 from meshserve.sharding.resharding import reshard
 from meshserve.sharding.weights import Piece
@@ -28,18 +33,23 @@ from .errors import ConfigError
 from .model import abstract_model
 from .orbax_weights import model_layout
 from .step import StepRunner
+from .weights import device_weight_bytes
 
 _log = logging.getLogger(__name__)
 
-# Compiles the programs and allocates the cache for parameters in place: the runner, and the number of its pages.
-MakeRunner = Callable[[ServeConfig, ModelConfig, Mesh, nnx.GraphDef, nnx.State], tuple[StepRunner, int]]
+# `launch.make_runner`, which imports this module.
+MakeRunner = Callable[..., tuple[StepRunner, int]]
 
 
 class Resharder:
-    """Changes the degree of one engine. Safe to call from any thread; changes wait for each other."""
+    """Changes the degree of one engine. Safe to call from any thread; changes wait for each other.
+
+    `compiling` is entered around each change: who watches for compiles puts a context there in which they are no fault.
+    """
 
     def __init__(self, engine: Engine, config: ServeConfig, model: ModelConfig, make_runner: MakeRunner):
         self._engine, self._config, self._model, self._make_runner = engine, config, model, make_runner
+        self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         self._one_at_a_time = threading.Lock()
 
     @property
@@ -51,8 +61,9 @@ class Resharder:
         """Serves at another degree from now on. Returns the seconds for which the streams paused.
 
         Raises:
-          ConfigError: the model or the devices do not allow it; nothing has changed.
+          ConfigError, MemoryError: the model or the devices do not allow it; nothing has changed.
           EngineStoppedError: the engine is not running.
+          What goes wrong later, once the weights are on their way, ends the engine.
         """
         with self._one_at_a_time:
             if tp == self._config.tp:
@@ -62,28 +73,63 @@ class Resharder:
             except ValueError as error:
                 raise ConfigError(str(error)) from None
             config = dataclasses.replace(self._config, tp=tp)
-            started = time.monotonic()
-
-            def make_runner() -> tuple[StepRunner, int]:
-                nonlocal started
-                started = time.monotonic()
-                assert isinstance(self._engine.runner, StepRunner)
-                params = move_params(self._model, self._engine.runner.release(), self._config.tp, layout, mesh)
-                moved = time.monotonic()
-                structure, _ = abstract_model(self._model, layout, jax.tree.leaves(params)[0].dtype)
-                made = self._make_runner(config, self._model, mesh, structure, params)
-                _log.info(
-                    "weights moved in %.2f s, programs and cache made in %.2f s",
-                    moved - started,
-                    time.monotonic() - moved,
-                )
-                return made
-
-            self._engine.rebuild(make_runner)
+            old = self._engine.runner
+            assert isinstance(old, StepRunner)
+            with self.compiling():
+                runner, num_pages = self._prepared(config, old, mesh)
+                paused_seconds = self._swap(old, runner, num_pages, layout, mesh)
             self._config = config
+            _log.info("tp is %d now; the streams paused for %.2f s", tp, paused_seconds)
+            return paused_seconds
+
+    def _prepared(self, config: ServeConfig, old: StepRunner, mesh: Mesh) -> tuple[StepRunner, int]:
+        """The programs for the new mesh, while the old one goes on serving."""
+        self._check_memory(old, mesh)
+        structure, abstract = abstract_model(self._model, model_layout(self._model, mesh.size), old.dtype)
+        placed = [
+            (path, weight.replace(_placed(weight, old.dtype, named_sharding(mesh, weight.axes))))
+            for path, weight in nnx.to_flat_state(abstract)
+        ]
+        weight_bytes = device_weight_bytes(self._model, mesh, old.dtype)
+        stays = Mesh(mesh.devices[: min(mesh.size, self._config.tp)], mesh.axis_names)
+        return self._make_runner(
+            config,
+            self._model,
+            mesh,
+            structure,
+            nnx.from_flat_state(placed),
+            measured=stays,
+            kept_bytes=weight_bytes - old.device_bytes,
+        )
+
+    def _swap(self, old: StepRunner, new: StepRunner, num_pages: int, layout: ShardLayout, mesh: Mesh) -> float:
+        """Moves the weights and starts the new runner between two steps. Returns the seconds it took."""
+        seconds = 0.0
+
+        def make_runner() -> tuple[StepRunner, int]:
+            nonlocal seconds
+            started = time.monotonic()
+            new.start(move_params(self._model, old.release(), self._config.tp, layout, mesh))
             seconds = time.monotonic() - started
-            _log.info("tp is %d now; streams paused for %.2f s", tp, seconds)
-            return seconds
+            return new, num_pages
+
+        self._engine.rebuild(make_runner)
+        return seconds
+
+    def _check_memory(self, old: StepRunner, mesh: Mesh) -> None:
+        """Whether the weights have room: on the devices that are new to the mesh, or, where it shrinks, on those that
+        stay, once their present shards and cache are gone."""
+        old_tp = self._config.tp
+        held_bytes, needed_bytes = old.device_bytes, device_weight_bytes(self._model, mesh, old.dtype)
+        if mesh.size > old_tp:
+            mesh, held_bytes = Mesh(mesh.devices[old_tp:], mesh.axis_names), 0
+        elif mesh.devices.flat[0].platform == "cpu":
+            held_bytes = held_bytes * old_tp // mesh.size  # all devices share one memory
+        check_weights_fit(mesh, self._config.memory_fraction, needed_bytes, held_bytes=held_bytes)
+
+
+def _placed(weight: nnx.Variable, dtype: jnp.dtype, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding)
 
 
 def move_params(model: ModelConfig, params: nnx.State, old_tp: int, layout: ShardLayout, mesh: Mesh) -> nnx.State:

@@ -58,6 +58,10 @@ class Edge(pb_grpc.InferenceServiceServicer):
         self._info = info
         self._refusal: str | None = "the server is starting; wait until its health is SERVING"
 
+    def set_info(self, info: ModelInfo) -> None:
+        """Replaces what GetModelInfo tells. From any thread."""
+        self._info = info
+
     def accept(self) -> None:
         """From now on requests are taken."""
         self._refusal = None

@@ -42,28 +42,32 @@ def shard_bytes(arrays: object) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def check_weights_fit(mesh: Mesh, fraction: float, weight_bytes: int, page_bytes: int) -> None:
+def check_weights_fit(
+    mesh: Mesh, fraction: float, weight_bytes: int, *, page_bytes: int = 0, held_bytes: int = 0
+) -> None:
     """Refuses weights for which the devices are too small, before any is read.
 
     Args:
       weight_bytes, page_bytes: what the weights and one page of the cache take on each device.
+      held_bytes: what will be free on each device by then.
 
     Raises:
       MemoryError: names what is short and by how much.
     """
     if mesh.devices.flat[0].platform == "cpu":
-        needed, available = (weight_bytes + page_bytes) * mesh.size, host_free_bytes()
-        where = f"{mesh.size} virtual CPU device(s) together" if mesh.size > 1 else "the CPU device"
-        limit, remedy = "this machine's free memory", "Use a machine with more, or a smaller dtype"
+        needed, available = weight_bytes + page_bytes, host_free_bytes() // mesh.size + held_bytes
+        limit = "its part of the machine's free memory"
+        remedy = "Use a machine with more memory, or a smaller dtype"
     else:
-        needed, available = weight_bytes + page_bytes, free_bytes(mesh, fraction, 0)
-        where = f"each of {mesh.size} device(s)"
-        limit = f"what memory_fraction {fraction} leaves free there"
+        needed, available = weight_bytes + page_bytes, free_bytes(mesh, fraction, 0) + held_bytes
+        limit = f"what memory_fraction {fraction} leaves there"
         remedy = "Raise tp, raise memory_fraction, or use a smaller dtype"
     if needed > available:
+        page = " and one page of the KV cache" if page_bytes else ""
         raise MemoryError(
-            f"the weights and one page of the KV cache need {_gib(needed)} on {where}; {limit} is "
-            f"{_gib(max(available, 0))}, {_gib(needed - max(available, 0))} too little. {remedy}. No weight was read."
+            f"the weights{page} take {_gib(needed)} on each of {mesh.size} {mesh.devices.flat[0].platform} device(s); "
+            f"{limit} is {_gib(max(available, 0))}, {_gib(needed - max(available, 0))} too little. {remedy}. "
+            "No weight was read."
         )
 
 
