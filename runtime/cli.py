@@ -16,7 +16,7 @@ from .config import ServeConfig, read_toml
 from .errors import MeshserveError
 
 _EXIT_USAGE = 2
-_BENCHMARKS = ("decode",)
+_BENCHMARKS = ("decode", "loading")
 _SERVER_ONLY = frozenset({"host", "port", "drain_seconds", "allow_insecure", "served_name", "max_waiting"})
 
 

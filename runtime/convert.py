@@ -270,4 +270,4 @@ def _copy_other_files(directory: epath.Path, output: epath.Path, dtype: jnp.dtyp
 
 
 def _bar(num_bytes: int, what: str) -> tqdm:
-    return tqdm(total=num_bytes, unit="B", unit_scale=True, desc=what, delay=2.0, leave=False)
+    return tqdm(total=num_bytes, unit="B", unit_scale=True, desc=what, delay=2.0, leave=False, disable=None)
