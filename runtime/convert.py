@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from meshserve.sharding.checkpoint import MANIFEST_FILE, OrbaxCheckpoint
 from meshserve.sharding.checkpoint_writer import CheckpointWriter, storage_sharding
-from meshserve.sharding.loading import load_parameters
+from meshserve.sharding.loading import load_parameters, progress_bar
 from meshserve.sharding.mesh import use_cpu_devices
 from meshserve.sharding.storage import as_path, is_remote
 from meshserve.sharding.tensor_files import INDEX_FILE, weight_files
@@ -111,7 +111,7 @@ def verify(directory: epath.PathLike) -> int:
     checkpoint = OrbaxCheckpoint(path)
     checkpoint.check(stored_shapes(ModelConfig.from_file(path / "config.json")))
     names = checkpoint.names()
-    bar = _bar(checkpoint.manifest.num_bytes, "verify")
+    bar = progress_bar(checkpoint.manifest.num_bytes, "verify")
     with bar as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         for num_bytes in pool.map(checkpoint.verify, names):
             progress.update(num_bytes)
@@ -143,7 +143,7 @@ class _Job:
         if len(missing) < len(parts):
             _log.info("%d of %d parts are there from an earlier run", len(parts) - len(missing), len(parts))
         writing: Future[None] | None = None
-        with _bar(sum(sizes[part] for part in missing), "convert") as progress, ThreadPoolExecutor(1) as thread:
+        with progress_bar(sum(sizes[part] for part in missing), "convert") as progress, ThreadPoolExecutor(1) as thread:
             for part, arrays in missing.items():
                 loaded = load_parameters(self._source, self._stored_parameters(part, arrays))
                 if writing is not None:
@@ -166,7 +166,7 @@ class _Job:
             pieces = hf_pieces_of_stored(self._config)
         else:
             pieces = {name: [_whole(name, shape)] for name, shape in shapes.items()}
-        with _bar(num_bytes, "convert") as progress:
+        with progress_bar(num_bytes, "convert") as progress:
             for file, names in missing.items():
                 of_file = {name: shapes[name] for name in names}
                 values = self._tensors(of_file, pieces, progress)
@@ -242,7 +242,7 @@ def _source_hashes(directory: epath.Path) -> dict[str, str]:
     """The SHA-256 of each weight file: of safetensors files, what model hubs publish. Of a checkpoint of ours its
     manifest's, which names everything else."""
     files = [directory / MANIFEST_FILE] if is_orbax(directory) else weight_files(directory)
-    bar = _bar(sum(path.stat().length for path in files), "hash")
+    bar = progress_bar(sum(path.stat().length for path in files), "hash")
     with bar as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         digests = pool.map(lambda path: _sha256(path, progress), files)
         return {path.name: digest for path, digest in zip(files, digests, strict=True)}
@@ -267,7 +267,3 @@ def _copy_other_files(directory: epath.Path, output: epath.Path, dtype: jnp.dtyp
     raw = json.loads((directory / "config.json").read_text())
     changed = {key: dtype.name for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": dtype.name}
     (output / "config.json").write_text(json.dumps({**raw, **changed}, indent=2) + "\n")
-
-
-def _bar(num_bytes: int, what: str) -> tqdm:
-    return tqdm(total=num_bytes, unit="B", unit_scale=True, desc=what, delay=2.0, leave=False, disable=None)

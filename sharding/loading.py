@@ -67,6 +67,12 @@ def load_parameters(source: Source, parameters: Mapping[str, Parameter]) -> dict
         return {name: assembly.array() for name, assembly in arrays.items()}
 
 
+def progress_bar(num_bytes: int, what: str) -> tqdm:
+    """Bytes and bytes a second, where someone watches and it takes long."""
+    delay = _PROGRESS_DELAY_SECONDS
+    return tqdm(total=num_bytes, unit="B", unit_scale=True, desc=what, delay=delay, leave=False, disable=None)
+
+
 @contextlib.contextmanager
 def _thread_pool() -> Iterator[ThreadPoolExecutor]:
     """On an error what is queued is dropped, so that it is heard at once."""
