@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test check bench-loading protos clean
+.PHONY: demo test check protos test-gpu bench-gpu bench-loading clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -41,6 +41,17 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
 	touch $@
+
+# The CUDA kernels against their reference, on a machine with a Hopper GPU. Without tests/conftest.py, which takes the CPU.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py
+
+# The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON as it is: it must have jax's CUDA build.
+bench-gpu:
+	$(PYTHON) -m pip install --quiet --no-deps --editable .
+	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-0.6b --random-weights --batch 1 4 \
+	    --context 82 512 --max-step-tokens 128
+	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-8b --random-weights --batch 1 32 128 --context 1024
 
 clean:
 	rm -rf $(VENV) build dist

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import ServeConfig
-from .errors import InvalidRequestError, MeshserveError
+from .errors import EngineStoppedError, InvalidRequestError, MeshserveError
 from .launch import Launched, launch
 from .request import Output, SamplingParams
 
@@ -58,7 +58,7 @@ def read_prompts(path: Path) -> list[Prompt]:
       MeshserveError: the file cannot be read, or a line is not such an object; the message names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also cuts at U+2028, which JSON may contain
     except (OSError, UnicodeDecodeError) as error:
         raise MeshserveError(f"--input {path} cannot be read: {error}.") from None
     prompts = []
@@ -128,7 +128,7 @@ class Batch:
                 self._num_open += 1
             try:
                 launched.engine.submit(str(index), self._token_ids(launched, prompt), prompt.params)
-            except InvalidRequestError as error:
+            except (InvalidRequestError, EngineStoppedError) as error:
                 self.completions[index].finish_reason = "error"
                 self.completions[index].error = str(error)
                 with self._changed:

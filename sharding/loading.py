@@ -39,16 +39,7 @@ def load_parameters(source: Source, parameters: Mapping[str, Parameter]) -> dict
     """
     num_bytes = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters.values())
     arrays: dict[str, _HostAssembly | _DeviceAssembly] = {}
-    bar = tqdm(
-        total=num_bytes,
-        unit="B",
-        unit_scale=True,
-        desc="weights",
-        delay=_PROGRESS_DELAY_SECONDS,
-        leave=False,
-        disable=None,
-    )
-    with bar as progress, _thread_pool() as pool:
+    with progress_bar(num_bytes, "weights") as progress, _thread_pool() as pool:
         flight: deque[_Slab] = deque()
 
         def land() -> None:

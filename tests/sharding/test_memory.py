@@ -37,9 +37,7 @@ def test_a_model_larger_than_the_host_is_refused_before_it_is_read(
 
 
 def test_the_message_says_what_is_short_and_by_how_much() -> None:
-    device = SimpleNamespace(
-        platform="gpu", memory_stats=lambda: {"bytes_limit": 80 * GIB, "bytes_in_use": 8 * GIB}
-    )
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 80 * GIB, "bytes_in_use": 8 * GIB})
     mesh = SimpleNamespace(devices=np.array([device, device]), local_devices=[device], size=2)
     memory.check_weights_fit(mesh, 0.9, 63 * GIB, page_bytes=GIB)  # 72 - 8 = 64
     memory.check_weights_fit(mesh, 0.9, 66 * GIB, held_bytes=2 * GIB)

@@ -1,4 +1,4 @@
-"""Models in object stores: read through fsspec, here from a store in memory, and refused clearly where nothing reads it."""
+"""Models in object stores: read through fsspec, here from one in memory; refused where nothing reads the store."""
 
 from pathlib import Path
 
@@ -22,15 +22,19 @@ DEMO = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 class Bucket(MemoryFileSystem):
     """A Google Cloud Storage that lives in this process."""
 
-    protocol = "gs"
+    protocol = ("gs", "gcs")
     store: dict = {}
     pseudo_dirs = [""]
 
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("gs://").strip("/")
+
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> str:
-    fsspec.register_implementation("gs", Bucket, clobber=True)
-    store = fsspec.filesystem("gs")
+def bucket() -> str:
+    fsspec.register_implementation("gcs", Bucket, clobber=True)
+    store = fsspec.filesystem("gcs")
     for path in DEMO.iterdir():
         store.pipe_file(f"gs://models/demo/{path.name}", path.read_bytes())
     return "gs://models/demo"
