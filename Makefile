@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-gateway fuzz simulate bench-edge bench-gpu bench-scheduler check protos clean
+.PHONY: demo test test-gateway fuzz simulate bench-edge bench-gpu bench-scheduler check protos clean test-gpu
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -59,6 +59,10 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
 	touch $@
+
+# The CUDA kernels against their reference, on a machine with a Hopper GPU. Without tests/conftest.py, which takes the CPU.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py
 
 # The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON as it is: it must have jax's CUDA build.
 bench-gpu:
