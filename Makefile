@@ -28,7 +28,7 @@ test-gateway: $(VENV)/.test
 
 # The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
 simulate: $(VENV)/.test
-	$(BIN)/pytest -n 2 --timeout 3600 -s --simulated 20000 tests/runtime/test_simulation.py
+	$(BIN)/pytest -n 2 --timeout 3600 -rP --simulated 20000 tests/runtime/test_simulation.py
 
 # Host time a step: planning, batch building, accounting. On one core, without a device.
 bench-scheduler: $(VENV)/.demo
