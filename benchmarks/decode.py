@@ -27,11 +27,11 @@ import numpy as np
 from meshserve.runtime.batch import Bucket
 from meshserve.runtime.config import ModelConfig, ServeConfig
 from meshserve.runtime.engine import Engine, Runner
-from meshserve.runtime.hf_weights import load_model
 from meshserve.runtime.launch import MakeParams, build_engine
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.random_weights import random_model
 from meshserve.runtime.request import Output, SamplingParams
+from meshserve.runtime.weights import load_model
 
 _BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # a second, by the datasheets
 _PREFILL_STEPS = 4  # of slack before the first measured step

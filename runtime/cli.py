@@ -1,4 +1,4 @@
-"""The command line: meshserve serve | generate | chat | token | bench | demo.
+"""The command line: meshserve serve | generate | chat | convert | token | bench | demo.
 
 The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
 Heavy imports happen inside the commands, so that --help is instant.
@@ -16,7 +16,7 @@ from .errors import EngineStoppedError, MeshserveError
 from .logs import configure_logs
 
 _EXIT_USAGE = 2
-_BENCHMARKS = ("decode", "soak")
+_BENCHMARKS = ("decode", "loading", "soak")
 _SERVER_ONLY = frozenset(
     "host port drain_seconds allow_insecure served_name max_waiting tls_cert tls_key tls_client_ca tokens http_port "
     "gateway_port log_format trace profile_dir".split()
@@ -63,6 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
     chat.add_argument("--system", default="", help="a system message to begin with")
     chat.set_defaults(run=_chat)
+
+    convert = commands.add_parser("convert", help="a Hugging Face model to an Orbax checkpoint and back")
+    convert.add_argument("--model", required=True, help="directory of either form, local, gs:// or s3://")
+    convert.add_argument("--output", default="", help="directory to write; left out, --verify checks --model alone")
+    convert.add_argument("--to", choices=("orbax", "safetensors"), default="orbax", help="form (%(default)s)")
+    convert.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the model's (%(default)s)"
+    )
+    convert.add_argument("--verify", action="store_true", help="read a checkpoint and compare all its digests")
+    convert.set_defaults(run=_convert)
 
     bench = commands.add_parser("bench", help="measure this machine", add_help=False)
     bench.add_argument("benchmark", choices=_BENCHMARKS, help="what to measure")
@@ -118,7 +128,7 @@ def serve_config(namespace: argparse.Namespace) -> ServeConfig:
 def _serve(namespace: argparse.Namespace) -> int:
     from .serve import serve_config_until_stopped
 
-    return serve_config_until_stopped(serve_config(namespace))
+    return serve_config_until_stopped(serve_config(namespace), lambda: serve_config(namespace))
 
 
 def _generate(namespace: argparse.Namespace) -> int:
@@ -138,6 +148,14 @@ def _chat(namespace: argparse.Namespace) -> int:
         max_tokens=namespace.max_tokens,
         temperature=namespace.temperature,
         system=namespace.system,
+    )
+
+
+def _convert(namespace: argparse.Namespace) -> int:
+    from .convert import run_convert
+
+    return run_convert(
+        namespace.model, namespace.output, form=namespace.to, dtype=namespace.dtype, is_verified=namespace.verify
     )
 
 

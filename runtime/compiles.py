@@ -5,8 +5,10 @@ and the compiled programs never recompile. So a compile afterwards is a fault: i
 that caused it, and with `strict` refused before XLA starts on it.
 """
 
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,17 @@ class CompileWatch:
         """From now on a compile is a fault. jax itself logs its shapes."""
         self._is_ready = True
         jax.config.update("jax_log_compiles", True)
+
+    @contextlib.contextmanager
+    def expected(self) -> Iterator[None]:
+        """Within it compiles are no fault: other programs are being made on purpose."""
+        was_ready, self._is_ready = self._is_ready, False
+        jax.config.update("jax_log_compiles", False)
+        try:
+            yield
+        finally:
+            self._is_ready = was_ready
+            jax.config.update("jax_log_compiles", was_ready)
 
     @property
     def counts(self) -> CompileCounts:

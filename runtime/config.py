@@ -211,7 +211,7 @@ def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
 class ServeConfig:
     """Everything about how a model is served. The defaults serve a small model on one device."""
 
-    model: str = option("", "Hugging Face model directory, or 'demo' for the embedded model")
+    model: str = option("", "model directory: Hugging Face or Orbax, local, gs:// or s3://; or 'demo'")
     tp: int = option(1, "tensor-parallel degree: the number of devices in the mesh")
     cpu_devices: int = option(0, "serve on this many virtual CPU devices; 0 uses the accelerators")
     dtype: str = option("auto", "of weights, activations and KV cache", ("auto", "bfloat16", "float32"))

@@ -13,7 +13,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import jax
@@ -51,6 +52,14 @@ class _Flight:
     sampled: jax.Array | np.ndarray
     dispatched: float  # seconds
     record: StepRecord | None
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the mesh that was asked for."""
+
+    make_runner: Callable[[], tuple[Runner, int]]
+    done: Future[None] = field(default_factory=Future)
 
 
 class Engine:
@@ -91,6 +100,7 @@ class Engine:
         self._texts: dict[Request, TextStream] = {}
         self._outputs: list[Output] = []
         self._flight: _Flight | None = None
+        self._change: _Change | None = None
         self._is_stopping = False
         self.failure: str | None = None  # why the loop died
         # Guards everything above but the flight, which is the thread's own. Held for fractions of a millisecond.
@@ -189,25 +199,80 @@ class Engine:
         with self._changed:
             return self._pages.flush()
 
+    def rebuild(self, make_runner: Callable[[], tuple[Runner, int]]) -> None:
+        """Puts another runner in the place of the present one between two steps, and waits until it is there.
+
+        The steps in flight are collected first. Running requests lose their pages and compute their tokens anew
+        afterwards; their streams pause. Requests are accepted all the while.
+
+        Args:
+          make_runner: makes the runner, with an empty cache, and tells the number of its pages. Runs on the engine's
+            thread. If it raises, the engine has failed: what the old runner held may be gone.
+
+        Raises:
+          EngineStoppedError: the engine is not running, or is rebuilding already.
+          Whatever `make_runner` raises.
+        """
+        change = _Change(make_runner)
+        with self._changed:
+            if self._is_stopping or self.failure is not None or not self._thread.is_alive() or self._change is not None:
+                raise EngineStoppedError("the engine is not running, or its mesh is being changed already.")
+            self._change = change
+            self._changed.notify()
+        change.done.result()
+
+    def _rebuild(self, change: _Change) -> None:
+        if self._flight is not None:
+            self._collect(self._flight)
+            self._flight = None
+        self._flush()
+        with self._changed:
+            self._scheduler.preempt_all()
+        runner, num_pages = change.make_runner()
+        with self._changed:
+            self.runner = runner
+            self._pages.reset(num_pages)
+            self._end_too_large()
+            self._change = None
+        change.done.set_result(None)
+
+    def _end_too_large(self) -> None:
+        """Ends the requests that the cache could not hold even if it held nothing else."""
+        num_pages = self._pages.num_pages
+        for request in tuple(self._scheduler.requests):
+            if self._scheduler.limits.num_needed_pages(request) > num_pages:
+                self._scheduler.finish(request, FinishReason.ERROR, self._clock())
+                self._end(request, message=f"the cache was rebuilt with {num_pages} pages, too few for this request")
+
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self._step()
+                if self._change is not None:
+                    self._rebuild(self._change)
+                else:
+                    self._step()
         except Exception as error:  # whatever it was, every open request must hear of it
             _log.exception("the engine loop died")
             with self._changed:
                 self.failure = f"{type(error).__name__}: {error}"
                 self._end_all(FinishReason.ERROR, self.failure)
+                self._refuse_change(error)
         else:
             with self._changed:
                 self._end_all(FinishReason.CANCELLED, "the server is stopping")
+                self._refuse_change(EngineStoppedError("the engine is stopping."))
         self._flush()
+
+    def _refuse_change(self, error: Exception) -> None:
+        """Whoever waits for a change of the mesh hears that it will not come."""
+        if self._change is not None:
+            self._change.done.set_exception(error)
 
     def _wait_for_work(self) -> bool:
         """Sleeps while there is nothing to do; False when it is time to stop."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_stopping or self._scheduler.has_work or self._flight or self._outputs
+                lambda: self._is_stopping or self._change or self._scheduler.has_work or self._flight or self._outputs
             )
             return not self._is_stopping
 

@@ -1,24 +1,16 @@
 """Where each parameter's numbers stand in a Hugging Face Qwen3 checkpoint."""
 
 from collections.abc import Callable
-from pathlib import Path
-
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout
-from meshserve.sharding.mesh import named_sharding
-from meshserve.sharding.weights import Parameter, Piece, TensorFiles, load_parameters
+from meshserve.sharding.weights import Piece
 
 from .config import ModelConfig
-from .model import abstract_model
 
 Pieces = Callable[[int], list[Piece]]
 
 # A tied checkpoint may repeat the embedding under the head's name.
-_TIED_HEAD = frozenset({"lm_head.weight"})
+TIED_HEAD = frozenset({"lm_head.weight"})
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -46,7 +38,7 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def _pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
+def hf_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
     """The pieces of each parameter, by its path in the model; stacked ones layer by layer."""
     shapes = checkpoint_tensors(config)
 
@@ -91,30 +83,3 @@ def _pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
         "layers.mlp.gate_up": lambda layer: gate(layer) + up(layer),
         "layers.mlp.down": of_layer("mlp.down_proj.weight"),
     }
-
-
-def load_model(
-    directory: Path, config: ModelConfig, layout: ShardLayout, mesh: Mesh, dtype: jnp.dtype
-) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and its parameters, each shard on its device.
-
-    Raises:
-      CheckpointError: the files do not hold the model.
-    """
-    files = TensorFiles(directory)
-    files.check(checkpoint_tensors(config), ignored=_TIED_HEAD if config.is_tied else frozenset())
-    structure, abstract = abstract_model(config, layout, dtype)
-    pieces = _pieces(config, layout)
-    flat = {".".join(map(str, path)): weight for path, weight in nnx.to_flat_state(abstract)}
-    parameters = {
-        name: Parameter(
-            shape=weight.shape,
-            dtype=dtype,
-            sharding=named_sharding(mesh, weight.axes),
-            pieces=pieces[name],
-            num_layers=config.num_layers if name.startswith("layers.") else None,
-        )
-        for name, weight in flat.items()
-    }
-    arrays = load_parameters(files, parameters)
-    return structure, jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in flat])

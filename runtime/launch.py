@@ -1,5 +1,6 @@
 """From a `ServeConfig` to a ready engine: mesh, weights, programs, cache, queues, in this order."""
 
+import dataclasses
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -10,29 +11,30 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.deploy import demo
-from meshserve.sharding.layout import ShardLayout, shard_layout
-from meshserve.sharding.memory import num_pages_that_fit
+from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.memory import check_weights_fit, num_pages_that_fit
 from meshserve.sharding.mesh import make_mesh, use_cpu_devices
 
-from .batch import BatchBuilder, declare_buckets
+from .batch import BatchBuilder, Bucket, declare_buckets
 from .compiles import use_cache
 from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig
 from .contract import Deliver, ModelInfo
 from .engine import Engine
 from .errors import ConfigError
-from .hf_weights import load_model
 from .kernel_choice import choose_kernels
 from .limits import SchedulerLimits
+from .model_files import DEMO_MODEL, find_model
+from .orbax_weights import model_layout
 from .pages import PageAllocator
 from .record import Record
+from .reshard import Resharder
 from .scheduler import Scheduler
 from .step import CacheShape, StepRunner, cache_page_bytes, scratch_bytes, state_shapes
 from .tokenizer import Tokenizer
+from .weights import device_weight_bytes, load_model
 
 _log = logging.getLogger(__name__)
 
-DEMO_MODEL = "demo"
 _DEFAULT_MAX_CONTEXT = 32_768  # tokens, where the model allows more and the config does not say
 
 # Makes a model's structure and its parameters on the devices of a mesh.
@@ -46,20 +48,11 @@ class Launched:
     engine: Engine
     tokenizer: Tokenizer
     info: ModelInfo
+    resharder: Resharder
 
-
-def model_directory(config: ServeConfig) -> Path:
-    """Where the model lies; "demo" names the embedded one.
-
-    Raises:
-      ConfigError: no model is named, or there is no such directory.
-    """
-    if not config.model:
-        raise ConfigError("no model is named. Pass --model with a Hugging Face model directory, or --model demo.")
-    directory = Path(demo.__file__).with_name("model") if config.model == DEMO_MODEL else Path(config.model)
-    if not directory.is_dir():
-        raise ConfigError(f"--model {config.model}: no such directory. Download the model first, or use --model demo.")
-    return directory
+    def info_at(self, tp: int) -> ModelInfo:
+        """What is served once the degree has changed."""
+        return dataclasses.replace(self.info, tp_degree=tp, num_devices=tp)
 
 
 def launch(
@@ -76,18 +69,19 @@ def launch(
     Raises:
       MeshserveError, CheckpointError, ValueError, MemoryError: the config, the model or the devices do not allow it.
     """
-    directory = model_directory(config)
-    model = ModelConfig.from_file(directory / "config.json")
-    tokenizer = Tokenizer(directory)
+    files = find_model(config.model)
+    model = ModelConfig.from_file(files.small / "config.json")
+    tokenizer = Tokenizer(files.small)
 
     def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
         progress("loading the weights")
-        loaded = load_model(directory, *target)  # type: ignore[arg-type]
+        loaded = load_model(files.weights, *target)  # type: ignore[arg-type]
         progress("compiling the programs")
         return loaded
 
     engine, mesh = build_engine(config, model, load, tokenizer, deliver, record)
-    return Launched(engine, tokenizer, _model_info(config, model, tokenizer, mesh))
+    info = _model_info(config, model, tokenizer, mesh)
+    return Launched(engine, tokenizer, info, Resharder(engine, config, model, make_runner))
 
 
 def build_engine(
@@ -108,13 +102,7 @@ def build_engine(
     if config.cache_dir:
         use_cache(Path(config.cache_dir).expanduser())
     mesh = make_mesh(config.tp)
-    layout = shard_layout(
-        num_shards=config.tp,
-        num_query_heads=model.num_query_heads,
-        num_kv_heads=model.num_kv_heads,
-        vocab_size=model.vocab_size,
-        mlp_dim=model.mlp_dim,
-    )
+    layout = model_layout(model, config.tp)
     limits = SchedulerLimits(
         page_size=config.page_size,
         max_running=config.max_running,
@@ -127,24 +115,61 @@ def build_engine(
         has_prefix_cache=config.prefix_cache,
     )
     dtype = _dtype(config, model)
+    page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
+    check_weights_fit(mesh, config.memory_fraction, device_weight_bytes(model, mesh, dtype), page_bytes=page_bytes)
     structure, params = make_params(model, layout, mesh, dtype)
+    runner, num_pages = make_runner(config, model, mesh, structure, params)
+    runner.start(params)
+    pages = PageAllocator(num_pages)
+    engine = Engine(
+        scheduler=Scheduler(limits, pages, tokenizer.eos_token_ids if tokenizer is not None else frozenset()),
+        pages=pages,
+        batches=BatchBuilder(
+            _buckets(config),
+            max_running=config.max_running,
+            page_size=config.page_size,
+            max_request_pages=limits.num_pages_for(limits.max_context),
+        ),
+        runner=runner,
+        tokenizer=tokenizer,
+        deliver=deliver,
+        record=record,
+    )
+    return engine, mesh
+
+
+def make_runner(
+    config: ServeConfig,
+    model: ModelConfig,
+    mesh: Mesh,
+    structure: nnx.GraphDef,
+    params: nnx.State,
+    *,
+    measured: Mesh | None = None,
+    kept_bytes: int = 0,
+) -> tuple[StepRunner, int]:
+    """Compiles every program: the runner, not yet started, and the number of pages of its cache.
+
+    Args:
+      params: arrays, or shapes with shardings.
+      measured: the devices whose free memory decides about the cache, if not all of the mesh.
+      kept_bytes: of that memory, what will be taken on each device; negative if some will become free.
+
+    Raises:
+      ValueError, MemoryError: the devices do not allow it.
+    """
+    layout, dtype, buckets = model_layout(model, mesh.size), _dtype(config, model), _buckets(config)
     # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
-    one_page = CacheShape(1, config.page_size, config.max_running, -(-limits.max_context // config.page_size))
+    max_request_pages = -(-_max_context(config, model) // config.page_size)
+    one_page = CacheShape(1, config.page_size, config.max_running, max_request_pages)
     one_page_shapes = state_shapes(model, layout, one_page, dtype)
     kernels = choose_kernels(config, mesh, params, one_page_shapes)
-    buckets = declare_buckets(
-        max_step_tokens=config.max_step_tokens,
-        max_running=config.max_running,
-        page_size=config.page_size,
-        max_decode_steps=config.max_decode_steps,
-        has_decode_kernels=kernels.decode is not None,
-    )
     num_pages = config.num_pages
     if not num_pages:
         scratch = scratch_bytes(structure, params, one_page_shapes, kernels, buckets[-1], mesh)
-        kept = scratch + (config.reserve_mib << 20)
+        kept = scratch + (config.reserve_mib << 20) + kept_bytes
         page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
-        num_pages = num_pages_that_fit(mesh, config.memory_fraction, page_bytes, kept)
+        num_pages = num_pages_that_fit(measured or mesh, config.memory_fraction, page_bytes, kept)
     shape = one_page._replace(num_pages=num_pages)
     runner = StepRunner(
         structure=structure,
@@ -155,22 +180,17 @@ def build_engine(
         mesh=mesh,
     )
     _log.info("%d programs ready after %.1f s; %s", len(buckets), runner.compile_seconds, shape)
-    pages = PageAllocator(shape.num_pages)
-    engine = Engine(
-        scheduler=Scheduler(limits, pages, tokenizer.eos_token_ids if tokenizer is not None else frozenset()),
-        pages=pages,
-        batches=BatchBuilder(
-            buckets,
-            max_running=config.max_running,
-            page_size=config.page_size,
-            max_request_pages=shape.max_request_pages,
-        ),
-        runner=runner,
-        tokenizer=tokenizer,
-        deliver=deliver,
-        record=record,
+    return runner, num_pages
+
+
+def _buckets(config: ServeConfig) -> tuple[Bucket, ...]:
+    return declare_buckets(
+        max_step_tokens=config.max_step_tokens,
+        max_running=config.max_running,
+        page_size=config.page_size,
+        max_decode_steps=config.max_decode_steps,
+        has_decode_kernels=config.decode_layers not in ("auto", "off"),
     )
-    return engine, mesh
 
 
 def _dtype(config: ServeConfig, model: ModelConfig) -> jnp.dtype:

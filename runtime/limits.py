@@ -30,6 +30,10 @@ class SchedulerLimits:
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def num_needed_pages(self, request: Request) -> int:
+        """The most pages that an accepted request comes to hold."""
+        return self.num_pages_for(request.max_total_tokens - 1)  # keys and values of the last token are never needed
+
     def max_total_tokens(self, request: Request, num_pages: int) -> int:
         """The most tokens, prompt and output together, the request may come to have.
 

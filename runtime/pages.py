@@ -26,8 +26,12 @@ class PageAllocator:
     def __init__(self, num_pages: int):
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; a cache has 1 page or more.")
-        self.num_pages = num_pages
         self.num_evictions = 0  # pages kept that had to make room, since the start
+        self.reset(num_pages)
+
+    def reset(self, num_pages: int) -> None:
+        """Begins anew with that many pages, all unused: what was kept is forgotten, and nobody may hold any."""
+        self.num_pages = num_pages
         # A stack, lowest page on top: pages freed last are used first, so a lightly loaded cache touches few of them.
         self._unused = list(range(num_pages - 1, -1, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()  # longest unheld first

@@ -262,14 +262,22 @@ class Scheduler:
         queue_seconds = draft.now - request.arrival_seconds if is_first else None
         draft.admitted.append(Admission(request, len(cached), queue_seconds))
 
+    def preempt_all(self) -> None:
+        """Takes pages and rows from all running requests. Call it when no step is in flight."""
+        while len(self._running):
+            self._preempt(self._running.last)
+
     def _preempt_last(self, draft: Draft) -> None:
-        """Takes pages and row from the last in rank; it will compute its known tokens anew, or find them cached."""
         request = self._running.last
         draft.undo_decode(request)
+        self._preempt(request)
+        draft.preempted.append(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Takes pages and row from a running request; it will compute its known tokens anew, or find them cached."""
         self._running.release(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        draft.preempted.append(request)
         self._waiting.push(request.rank, request)
 
     def _let_leave(self) -> None:

@@ -70,7 +70,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         self._started = time.monotonic()
 
     def attach(self, backend: Backend) -> None:
-        """Gives it what it serves with. From any thread, once."""
+        """Gives it what it serves with, or another description of that. From any thread."""
         self._intake = Intake(backend.tokenizer, backend.info)
         self.backend = backend
 

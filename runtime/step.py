@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 
 from .batch import ON_DEVICE, Bucket
@@ -185,7 +186,10 @@ def scratch_bytes(
 
 
 class StepRunner:
-    """Holds the parameters, the device state and the compiled programs. Compiles all of them on construction."""
+    """Holds the compiled programs, and from `start` on the parameters and the device state.
+
+    Compiles on construction. `params` may be shapes with shardings there: what is compiled depends on nothing else.
+    """
 
     def __init__(
         self,
@@ -197,8 +201,7 @@ class StepRunner:
         buckets: Sequence[Bucket],
         mesh: Mesh,
     ):
-        self._params = params
-        shapes = jax.tree.map(_placed, state_shapes, _state_shardings(mesh))
+        self._shapes = shapes = jax.tree.map(_placed, state_shapes, _state_shardings(mesh))
         started = time.monotonic()
         self._programs: Mapping[Bucket, jax.stages.Compiled] = {
             bucket: _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
@@ -206,7 +209,27 @@ class StepRunner:
         }
         self._set_page_row = _compile_set_page_row(shapes.page_table, mesh)
         self.compile_seconds = time.monotonic() - started
-        self._state = _allocate(shapes)
+
+    def start(self, params: nnx.State) -> None:
+        """Takes the parameters and allocates the cache; from now on it can run."""
+        self._params, self._state = params, _allocate(self._shapes)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the parameters."""
+        return jax.tree.leaves(self._params)[0].dtype
+
+    @property
+    def device_bytes(self) -> int:
+        """What parameters and state take on each device."""
+        return shard_bytes((self._params, self._state))
+
+    def release(self) -> nnx.State:
+        """Gives up the device state, whose memory is free at once, and returns the parameters. The runner is spent."""
+        for array in self._state:
+            array.delete()
+        params, self._params = self._params, nnx.State({})
+        return params
 
     def set_page_row(self, page_row: np.ndarray) -> None:
         """Dispatches a new row of the page table [1 + max_request_pages] int32, for the steps to come."""

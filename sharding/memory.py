@@ -1,10 +1,12 @@
 """Bytes of device memory: what a KV page costs, and how many fit."""
 
 import math
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
+_MANY_BYTES = 1 << 62
 _CPU_CACHE_BYTES = 1 << 30  # virtual CPU devices share the host's memory: a modest cache for all of them together
 
 
@@ -38,3 +40,58 @@ def shard_bytes(arrays: object) -> int:
     """Bytes that a tree of arrays takes on one device."""
     leaves = jax.tree.leaves(arrays)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def check_weights_fit(
+    mesh: Mesh, fraction: float, weight_bytes: int, *, page_bytes: int = 0, held_bytes: int = 0
+) -> None:
+    """Refuses weights for which the devices are too small, before any is read.
+
+    Args:
+      weight_bytes, page_bytes: what the weights and one page of the cache take on each device.
+      held_bytes: what will be free on each device by then.
+
+    Raises:
+      MemoryError: names what is short and by how much.
+    """
+    if mesh.devices.flat[0].platform == "cpu":
+        needed, available = weight_bytes + page_bytes, host_free_bytes() // mesh.size + held_bytes
+        limit = "its part of the machine's free memory"
+        remedy = "Use a machine with more memory, or a smaller dtype"
+    else:
+        needed, available = weight_bytes + page_bytes, free_bytes(mesh, fraction, 0) + held_bytes
+        limit = f"what memory_fraction {fraction} leaves there"
+        remedy = "Raise tp, raise memory_fraction, or use a smaller dtype"
+    if needed > available:
+        page = " and one page of the KV cache" if page_bytes else ""
+        raise MemoryError(
+            f"the weights{page} take {_gib(needed)} on each of {mesh.size} {mesh.devices.flat[0].platform} device(s); "
+            f"{limit} is {_gib(max(available, 0))}, {_gib(needed - max(available, 0))} too little. {remedy}. "
+            "No weight was read."
+        )
+
+
+def host_free_bytes() -> int:
+    """What this process can still allocate: the machine's free memory, or less in a container with a limit.
+
+    Where the system does not tell (it is not Linux) this is without bound.
+    """
+    free = [_MANY_BYTES]
+    meminfo = _read("/proc/meminfo")
+    free += [int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        cached = [line.split()[1] for line in _read("/sys/fs/cgroup/memory.stat").splitlines() if line[:5] == "file "]
+        free.append(int(limit) - int(used) + sum(map(int, cached)))  # the kernel gives file pages back
+    return min(free)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,29 +1,19 @@
-"""Weights from Hugging Face safetensors files straight into each device's shard.
+"""What a parameter is made of, whatever the files and whatever the mesh.
 
-A parameter is described by `Piece`s: rectangles of checkpoint tensors and where they go. For each shard only the bytes
-that fall into it are read, one layer at a time, so that the host never holds the model.
+A parameter is described by `Piece`s: rectangles of stored tensors and where they go. A `Source` holds the tensors:
+safetensors files (`tensor_files.py`) or an Orbax checkpoint (`checkpoint.py`). `loading.py` brings the two together.
 """
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from typing import NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, which safetensors asks for
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
+from jax.sharding import NamedSharding
 
-_INDEX_FILE = "model.safetensors.index.json"
-_SINGLE_FILE = "model.safetensors"
-_READABLE_DTYPES = frozenset({"BF16", "F16", "F32"})
-_MAX_NAMES = 5  # of a list in an error message
-_PROGRESS_DELAY_SECONDS = 2.0
+Region = tuple[tuple[int, int], ...]  # first and last + 1 along each dimension
 
 
 class CheckpointError(ValueError):
@@ -32,9 +22,9 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a checkpoint tensor, and the place of its first element in a parameter.
+    """A rectangle of a stored tensor, and the place of its first element in a parameter.
 
-    `place` may have more dimensions than the tensor; the piece has extent 1 along the leading ones.
+    Where the two have different numbers of dimensions, the surplus leading ones have extent 1.
     """
 
     tensor: str
@@ -48,7 +38,7 @@ class Parameter:
     """What to load: global shape, dtype and sharding as jax sees them, and the pieces it is made of.
 
     With `num_layers` the parameter's first dimension is the layer, and `pieces(layer)` describes one layer; without,
-    `pieces(0)` describes it all. What no piece covers is padding and becomes zero.
+    `pieces(0)` describes it all. What no piece covers is padding and becomes zero. Pieces never overlap.
     """
 
     shape: tuple[int, ...]
@@ -58,144 +48,125 @@ class Parameter:
     num_layers: int | None = None
 
 
-class TensorFiles:
-    """The safetensors files of a model directory: one, or several behind an index.
+class Copy(NamedTuple):
+    """A region of a tensor, and the memory of the region's shape that it fills."""
 
-    Raises:
-      CheckpointError: there are none, one is missing, or one is cut short or damaged.
-    """
+    region: Region
+    target: np.ndarray
 
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._handles = {path.name: _open(path) for path in _weight_files(directory)}
-        self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
-        """Compares the files with the tensors a model needs; `ignored` ones may be there without use.
+class Source(Protocol):
+    """Stored tensors. Its methods are called from several threads at once."""
+
+    def blocks(self, tensor: str) -> Sequence[Region]:
+        """The regions that are read at a time; together they cover the tensor."""
+
+    def fill(self, tensor: str, block: Region, copies: Sequence[Copy]) -> None:
+        """Reads a block once and copies its parts, converted to their target's dtype.
 
         Raises:
-          CheckpointError: names the missing, surplus and misshapen tensors, and those of a dtype that is not served.
+          CheckpointError: it cannot be read, or is damaged.
         """
-        problems = []
-        present = set(self._file_of)
-        problems += _listed("missing", sorted(expected.keys() - present))
-        problems += _listed("not part of this model", sorted(present - expected.keys() - ignored))
-        misshapen, wrong_dtype = [], []
-        for name in sorted(expected.keys() & present):
-            tensor = self._slice(name)
-            if tuple(tensor.get_shape()) != expected[name]:
-                misshapen.append(f"{name} is {tuple(tensor.get_shape())}, config.json asks for {expected[name]}")
-            if tensor.get_dtype() not in _READABLE_DTYPES:
-                wrong_dtype.append(f"{name} is {tensor.get_dtype()}")
-        problems += _listed("of another shape", misshapen)
-        problems += _listed(f"of a dtype other than {', '.join(sorted(_READABLE_DTYPES))}", wrong_dtype)
-        if problems:
-            raise CheckpointError(
-                f"{self._directory} does not hold the model its config.json describes:\n  " + "\n  ".join(problems)
-            )
-
-    def read(self, name: str, region: tuple[slice, ...]) -> np.ndarray:
-        """A region of a tensor; only its bytes are read."""
-        return self._slice(name)[region]
-
-    def _slice(self, name: str):  # type: ignore[no-untyped-def]  # safetensors' PySafeSlice has no public name
-        return self._handles[self._file_of[name]].get_slice(name)
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / _INDEX_FILE
-    if not index.exists():
-        return [directory / _SINGLE_FILE]
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [directory / name for name in sorted(names)]
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}). Download it again.") from None
+def check_tensors(
+    where: object,
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    ignored: frozenset[str] = frozenset(),
+) -> None:
+    """Compares the shapes of stored tensors with those a model needs; `ignored` ones may be there without use.
+
+    Raises:
+      CheckpointError: names the missing, surplus and misshapen tensors.
+    """
+    problems = [
+        *listed("missing", sorted(expected.keys() - found.keys())),
+        *listed("not part of this model", sorted(found.keys() - expected.keys() - ignored)),
+        *listed(
+            "of another shape",
+            [
+                f"{name} is {found[name]}, config.json asks for {expected[name]}"
+                for name in sorted(expected.keys() & found.keys())
+                if found[name] != expected[name]
+            ],
+        ),
+    ]
+    if problems:
+        raise CheckpointError(f"{where} does not hold the model its config.json describes:\n  " + "\n  ".join(problems))
 
 
-def _open(path: Path) -> safe_open:
-    if not path.exists():
-        raise CheckpointError(
-            f"{path} does not exist. The directory must hold {_SINGLE_FILE} or the files of its index."
-        )
-    try:
-        return safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is cut short or damaged ({error}). Download it again.") from None
-
-
-def _listed(what: str, names: list[str]) -> list[str]:
+def listed(what: str, names: list[str], most: int = 5) -> list[str]:
+    """One line of an error message that names the first few; no line for none."""
     if not names:
         return []
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return [f"{len(names)} {what}: {'; '.join(names[:_MAX_NAMES])}{more}"]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return [f"{len(names)} {what}: {'; '.join(names[:most])}{more}"]
 
 
-def load_parameters(files: TensorFiles, parameters: Mapping[str, Parameter]) -> dict[str, jax.Array]:
-    """Loads each parameter onto its devices, with a progress bar when it takes long."""
-    num_bytes = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters.values())
-    arrays = {}
-    with tqdm(
-        total=num_bytes, unit="B", unit_scale=True, desc="weights", delay=_PROGRESS_DELAY_SECONDS, leave=False
-    ) as progress:
-        for name, parameter in parameters.items():
-            arrays[name] = _load(files, parameter, progress)
-    return arrays
+def copies_into(pieces: Sequence[Piece], blocks: Mapping[Region, np.ndarray]) -> dict[str, list[Copy]]:
+    """What each tensor contributes to the blocks; clears a block that the pieces do not cover."""
+    copies: dict[str, list[Copy]] = {}
+    for index, block in blocks.items():
+        wanted = []
+        for piece in pieces:
+            if (regions := overlap(piece, index)) is not None:
+                source, target = regions
+                memory = block[relative(target, index)].reshape([last - first for first, last in source])
+                wanted.append((piece.tensor, Copy(source, memory)))
+        if sum(copy.target.size for _, copy in wanted) < block.size:
+            block[...] = 0
+        for tensor, copy in wanted:
+            copies.setdefault(tensor, []).append(copy)
+    return copies
 
 
-def _load(files: TensorFiles, parameter: Parameter, progress: tqdm) -> jax.Array:
-    if parameter.num_layers is None:
-        array = _load_whole(files, parameter.shape, parameter, parameter.sharding, 0)
-        progress.update(array.nbytes)
-        return array
-    spec = parameter.sharding.spec
-    layer_sharding = NamedSharding(parameter.sharding.mesh, PartitionSpec(*spec[1:]))
-    stack = jax.jit(partial(jnp.zeros, parameter.shape, parameter.dtype), out_shardings=parameter.sharding)()
-    for layer in range(parameter.num_layers):
-        array = _load_whole(files, parameter.shape[1:], parameter, layer_sharding, layer)
-        stack = _put_layer(stack, array, layer)
-        progress.update(array.nbytes)
-    return stack
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put_layer(stack: jax.Array, array: jax.Array, layer: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0)
-
-
-def _load_whole(
-    files: TensorFiles, shape: tuple[int, ...], parameter: Parameter, sharding: NamedSharding, layer: int
-) -> jax.Array:
-    pieces = parameter.pieces(layer)
-
-    def read(region: tuple[slice, ...] | None) -> np.ndarray:
-        assert region is not None  # jax passes None for arrays without a layout only
-        return _assemble(files, pieces, shape, region, parameter.dtype)
-
-    return jax.make_array_from_callback(shape, sharding, read)
-
-
-def _assemble(
-    files: TensorFiles, pieces: Sequence[Piece], shape: tuple[int, ...], region: tuple[slice, ...], dtype: jnp.dtype
-) -> np.ndarray:
-    """The block of a parameter that `region` selects, read from the parts of the pieces that fall into it."""
-    bounds = [axis.indices(length)[:2] for axis, length in zip(region, shape, strict=True)]
-    block = np.zeros([stop - start for start, stop in bounds], dtype)
-    for piece in pieces:
-        extent = (1,) * (len(shape) - len(piece.size)) + piece.size
-        overlap = [
-            (max(start, place), min(stop, place + length))
-            for (start, stop), place, length in zip(bounds, piece.place, extent, strict=True)
-        ]
-        if any(first >= last for first, last in overlap):
-            continue
-        rank = len(piece.size)
-        source = tuple(
-            slice(origin + first - place, origin + last - place)
-            for origin, place, (first, last) in zip(piece.start, piece.place[-rank:], overlap[-rank:], strict=True)
+def overlap(piece: Piece, index: Region) -> tuple[Region, Region] | None:
+    """The part of a piece that falls into the block at `index` of its parameter: where it stands in the tensor, and
+    where in the parameter. None if there is none."""
+    rank = len(index)
+    extent = ((1,) * rank + piece.size)[-rank:]
+    target = tuple(
+        (max(start, place), min(stop, place + length))
+        for (start, stop), place, length in zip(index, piece.place, extent, strict=True)
+    )
+    if any(first >= last for first, last in target):
+        return None
+    shared = min(rank, len(piece.size))
+    surplus = tuple((origin, origin + 1) for origin in piece.start[: len(piece.size) - shared])
+    source = tuple(
+        (origin + first - place, origin + last - place)
+        for origin, place, (first, last) in zip(
+            piece.start[-shared:], piece.place[-shared:], target[-shared:], strict=True
         )
-        target = tuple(
-            slice(first - start, last - start) for (first, last), (start, _) in zip(overlap, bounds, strict=True)
-        )
-        block[target] = files.read(piece.tensor, source)
-    return block
+    )
+    return surplus + source, target
+
+
+def part_of(copy: Copy, block: Region) -> Copy | None:
+    """What a block of the tensor contributes to a copy."""
+    part = tuple(
+        (max(first, start), min(last, stop)) for (first, last), (start, stop) in zip(copy.region, block, strict=True)
+    )
+    if any(first >= last for first, last in part):
+        return None
+    return Copy(part, copy.target[relative(part, copy.region)])
+
+
+def bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+    """A shard's place in its array, from the slices that jax speaks in."""
+    return tuple((axis.indices(length)[0], axis.indices(length)[1]) for axis, length in zip(index, shape, strict=True))
+
+
+def relative(region: Region, outer: Region) -> tuple[slice, ...]:
+    """A region's place within an outer one."""
+    return tuple(slice(first - start, last - start) for (first, last), (start, _) in zip(region, outer, strict=True))
+
+
+def assign(target: np.ndarray, values: np.ndarray) -> None:
+    """Copies and, where the dtypes differ, converts. Equal dtypes are copied as integers: numpy holds the
+    interpreter's lock while it copies bfloat16, which is no dtype of its own."""
+    if target.dtype == values.dtype:
+        bits = np.dtype(f"u{target.dtype.itemsize}")
+        target, values = target.view(bits), values.view(bits)
+    target[...] = values

@@ -21,7 +21,7 @@ from meshserve.runtime.client import AsyncClient, Client
 from meshserve.runtime.request import FinishReason
 
 SERVE = [
-    sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--tp=2", "--cpu-devices=2",
+    sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--cpu-devices=2",
     "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=8", "--num-pages=512",
 ]  # fmt: skip
 
@@ -34,6 +34,7 @@ class Server:
     token: str
     log: Path
     profiles: Path
+    config: Path
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log, tokens, profiles = folder / "log", folder / "tokens.toml", folder / "profiles"
     token, lines = new_token("operator")
     tokens.write_text(lines.replace("]\n", ']\npermissions = ["admin", "info", "inference"]\n', 1))
-    command = [*SERVE, f"--tokens={tokens}", f"--profile-dir={profiles}", "--http-port=0", "--log-format=json"]
+    config = folder / "serve.toml"
+    config.write_text("tp = 2\n")
+    command = [
+        *SERVE, f"--config={config}", f"--tokens={tokens}", f"--profile-dir={profiles}", "--http-port=0",
+        "--log-format=json",
+    ]  # fmt: skip
     with log.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
@@ -54,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             assert answer.status == 200  # alive from the first moment, ready later
         with Client(found[1]) as client:
             client.wait_until_ready(240)
-        yield Server(process, found[1], found[2], token, log, profiles)
+        yield Server(process, found[1], found[2], token, log, profiles, config)
     finally:
         process.kill()
         process.wait()
@@ -98,6 +104,32 @@ def test_metrics_and_the_log_tell_of_a_request(server):
     lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
     [found] = [line for line in lines if line.get("request_id") == "to be found"]
     assert (found["tenant"], found["outcome"], found["num_output_tokens"]) == ("operator", "length", 4)
+
+
+def test_sighup_changes_the_degree_under_streams(server):
+    """One stream follows the other while the mesh changes below them: all have the same tokens."""
+    with Client(server.target, token=server.token) as client:
+
+        def complete() -> tuple[int, ...]:
+            return client.complete("IAGO:\n", max_tokens=400, temperature=0.8, seed=3, ignore_eos=True).token_ids
+
+        def reload(config: str, words: str) -> None:
+            """Until the log says these words."""
+            server.config.write_text(config)
+            server.process.send_signal(signal.SIGHUP)
+            end = time.monotonic() + 200
+            while words not in (log := server.log.read_text()):
+                assert time.monotonic() < end, log
+                assert complete() == expected
+
+        expected = complete()
+        reload("tp = 3\n", "tp stays as it was: tp is 3 but cpu_devices only 2")
+        assert client.model_info().tp_degree == 2
+        reload("tp = 1\nmax_waiting = 7\n", "tp is 1 now")
+        assert "max_waiting has changed in the config" in server.log.read_text()
+        assert complete() == expected
+        while client.model_info().tp_degree != 1:  # a moment after the log
+            time.sleep(0.05)
 
 
 def test_sigterm_with_100_streams_loses_none(server):

@@ -39,12 +39,13 @@ ALLOWED = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,  # 64 samples make tokens faster than a busy caller reads them
 }
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(step_seconds=0.002, max_undelivered_tokens=300) as server:
+    with running(step_seconds=0.002) as server:
         yield server
 
 
@@ -178,7 +179,6 @@ channel = grpc.insecure_channel(sys.argv[1])
 stub = pb_grpc.InferenceServiceStub(channel)
 request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=1_000_000))
 calls = [stub.Generate(request) for _ in range(int(sys.argv[2]))]
-next(calls[-1])
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -195,8 +195,8 @@ def test_hundreds_of_streams_that_nobody_reads(pytestconfig):
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None and process.stdout.readline() == "open\n"
+            wait_for(lambda: server.engine.num_submits == num_streams + 1, 60)
             process.send_signal(signal.SIGSTOP)
-            wait_for(lambda: len(server.engine.jobs) == num_streams)
             assert_polite(server)
             wait_for(lambda: not server.engine.jobs, 60)  # each lost its request when 100 tokens waited
             assert_polite(server)
@@ -251,6 +251,7 @@ def test_a_client_that_dies_in_the_middle(server):
     command = [sys.executable, "-c", READS_NONE, server.target, "50"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "open\n"
+    wait_for(lambda: len(server.engine.jobs) == 50)
     process.kill()
     process.wait()
     assert_clean(server)

@@ -170,3 +170,17 @@ def test_a_flush_forgets_kept_pages_and_no_held_ones():
     pages.free(held)
     pages.audit([])
     assert pages.num_free_pages == 4
+
+
+def test_a_reset_forgets_everything_and_keeps_the_count_of_evictions():
+    """The cache behind the pages is another one then: what was kept must not be found."""
+    pages = PageAllocator(2)
+    for key in (b"first", b"second"):
+        held = pages.allocate(2)
+        pages.publish(held[0], key)
+        pages.free(held)
+    assert pages.num_evictions == 1 and pages.match([b"second"])
+    pages.reset(5)
+    assert (pages.num_pages, pages.num_free_pages, pages.num_kept_pages, pages.num_evictions) == (5, 5, 0, 1)
+    assert pages.match([b"second"]) == []
+    pages.audit([])

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from meshserve.kernels.paged_attention import PagedBatch, implementation
 from meshserve.runtime.cli import main
 from meshserve.runtime.config import ModelConfig
-from meshserve.runtime.hf_weights import load_model
 from meshserve.runtime.model import StepContext
 from meshserve.runtime.rope import rotation
+from meshserve.runtime.weights import load_model
 from meshserve.sharding.layout import shard_layout
 from meshserve.sharding.mesh import make_mesh, partition_spec
 from tests import checkpoints

@@ -14,10 +14,12 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from meshserve.runtime.config import ModelConfig, RopeConfig
-from meshserve.runtime.hf_weights import checkpoint_tensors, load_model
+from meshserve.runtime.hf_weights import checkpoint_tensors
+from meshserve.runtime.weights import load_model
 from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.mesh import make_mesh
-from meshserve.sharding.weights import CheckpointError, TensorFiles
+from meshserve.sharding.tensor_files import TensorFiles
+from meshserve.sharding.weights import CheckpointError, Copy, Region
 
 # 8 query heads over 4 KV heads; vocabulary and MLP width divide by no degree.
 CONFIG = ModelConfig(
@@ -142,15 +144,15 @@ def test_other_dtypes_are_converted(tmp_path: Path):
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
-    """Every read of a tensor: its name, and (start, stop) of each dimension."""
+    """Every part of a tensor that a shard gets: its name, and (start, stop) of each dimension."""
     seen = []
-    read = TensorFiles.read
+    fill = TensorFiles.fill
 
-    def recording(files: TensorFiles, name: str, region: tuple[slice, ...]) -> np.ndarray:
-        seen.append((name, tuple((axis.start, axis.stop) for axis in region)))
-        return read(files, name, region)
+    def recording(files: TensorFiles, name: str, block: Region, copies: list[Copy]) -> None:
+        seen.extend((name, copy.region) for copy in copies)
+        fill(files, name, block, copies)
 
-    monkeypatch.setattr(TensorFiles, "read", recording)
+    monkeypatch.setattr(TensorFiles, "fill", recording)
     return seen
 
 

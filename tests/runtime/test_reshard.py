@@ -1,0 +1,158 @@
+"""A running engine changes its degree: the streams go on with the same tokens."""
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from meshserve.runtime.config import ModelConfig, ServeConfig
+from meshserve.runtime.engine import Runner
+from meshserve.runtime.errors import ConfigError, EngineStoppedError
+from meshserve.runtime.launch import Launched, launch
+from meshserve.runtime.orbax_weights import model_layout
+from meshserve.runtime.request import FinishReason, Output, SamplingParams
+from meshserve.runtime.reshard import move_params
+from meshserve.runtime.weights import load_model
+from meshserve.sharding.mesh import make_mesh
+from tests import checkpoints
+
+MAX_TOKENS = 60
+# Few shapes, because compiling them is what takes the time.
+CONFIG = {"page_size": 16, "max_running": 2, "max_step_tokens": 2, "num_pages": 64, "dtype": "float32", "cache_dir": ""}
+PROMPTS = checkpoints.random_prompts((3, 20, 41), vocab_size=320)  # one more than may run at a time
+SAMPLING = [SamplingParams(max_tokens=MAX_TOKENS, temperature=t, seed=5, ignore_eos=True) for t in (0, 0.8, 1)]
+
+
+class Streams:
+    """Collects outputs; `wait` until so many tokens have come, all streams together."""
+
+    def __init__(self) -> None:
+        self.token_ids: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.stop_at = sys.maxsize  # tokens, all streams together; the engine waits there for `go_on`
+        self._may_go_on = threading.Event()
+        self.go_on()
+        self._changed = threading.Condition()
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                self.token_ids.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.reasons[output.request_id] = output.finish_reason
+            self._changed.notify()
+            if sum(map(len, self.token_ids.values())) >= self.stop_at:
+                self._may_go_on.clear()
+        self._may_go_on.wait()
+
+    def go_on(self) -> None:
+        self.stop_at = sys.maxsize
+        self._may_go_on.set()
+
+    def wait(self, num_tokens: int = 0, num_finished: int = 0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: sum(map(len, self.token_ids.values())) >= num_tokens and len(self.reasons) >= num_finished,
+                timeout=120,
+            )
+
+    def run(self, launched: Launched) -> None:
+        for index, (prompt, params) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
+            launched.engine.submit(str(index), tuple(prompt), params)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        num_hidden_layers=2,
+        vocab_size=333,
+        intermediate_size=90,
+        tie_word_embeddings=False,
+    )
+
+
+def test_streams_go_on_with_the_same_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 -> 4 -> 1 while three requests run, against an engine that stays at 2."""
+    streams = Streams()
+    launched = launch(ServeConfig(model=str(model), tp=2, **CONFIG), streams.deliver)
+    launched.engine.start()
+    streams.run(launched)
+    streams.wait(num_finished=len(PROMPTS))
+    expected, streams.token_ids, streams.reasons = streams.token_ids, {}, {}
+    rebuild = launched.engine.rebuild
+
+    def going_on(make_runner: Callable[[], tuple[Runner, int]]) -> None:
+        streams.go_on()
+        rebuild(make_runner)
+
+    monkeypatch.setattr(launched.engine, "rebuild", going_on)
+
+    for num_tokens, tp in ((40, 4), (130, 1)):
+        streams.stop_at = num_tokens  # or they would end while the programs are compiled
+        if tp == 4:
+            streams.run(launched)
+        streams.wait(num_tokens)
+        assert launched.resharder.change_tp(tp) > 0
+        assert not all(index in streams.reasons for index in map(str, range(len(PROMPTS)))), "too late: all have ended"
+        assert launched.resharder.tp == tp
+        with pytest.raises(ConfigError, match="tp is 3"):  # and nothing has changed
+            launched.resharder.change_tp(3)
+    streams.wait(num_finished=len(PROMPTS))
+    assert streams.token_ids == expected
+    assert set(streams.reasons.values()) == {FinishReason.LENGTH}
+    load = launched.engine.load()
+    assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
+
+    launched.engine.stop()
+    with pytest.raises(EngineStoppedError):
+        launched.resharder.change_tp(2)
+
+
+def test_what_no_longer_fits_and_what_fails(model: Path) -> None:
+    """A request too large for the new cache is told so; a change that fails ends the engine and every stream."""
+    streams = Streams()
+    launched = launch(ServeConfig(model=str(model), tp=1, **CONFIG), streams.deliver)
+    launched.engine.start()
+    streams.run(launched)
+    streams.wait(num_tokens=20)
+    runner = launched.engine.runner
+    launched.engine.rebuild(lambda: (runner, 6))  # 96 tokens: too few for a prompt of 41 tokens and 60 more
+    streams.wait(num_finished=1)
+    assert streams.reasons == {"2": FinishReason.ERROR}
+
+    def make_runner() -> tuple:
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        launched.engine.rebuild(make_runner)
+    streams.wait(num_finished=len(PROMPTS))
+    assert set(streams.reasons.values()) == {FinishReason.ERROR}
+    assert launched.engine.failure == "MemoryError: no room"
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_attention_heads": 6, "num_key_value_heads": 2}])
+def test_moved_parameters_are_those_that_loading_gives(shape: dict, tmp_path: Path) -> None:
+    """Bit for bit and padding included, growing and shrinking."""
+    directory = checkpoints.save_checkpoint(
+        tmp_path, num_hidden_layers=2, vocab_size=333, intermediate_size=90, **shape
+    )
+    config = ModelConfig.from_file(directory / "config.json")
+    degrees = (2, 8, 4, 1, 2) if config.num_query_heads == 8 else (2, 3, 6, 3)
+
+    def load(tp: int) -> nnx.State:
+        return load_model(directory, config, model_layout(config, tp), make_mesh(tp), jnp.dtype("bfloat16"))[1]
+
+    for old, new in zip(degrees, degrees[1:], strict=False):
+        moved = move_params(config, load(old), old, model_layout(config, new), make_mesh(new))
+        loaded = load(new)
+        assert jax.tree.structure(moved) == jax.tree.structure(loaded)
+        for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(loaded), strict=True):
+            assert one.sharding == other.sharding
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=f"{old} -> {new}")
