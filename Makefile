@@ -4,13 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test check simulate bench-scheduler protos test-gpu bench-gpu clean
+.PHONY: demo test test-gateway test-gpu check fuzz simulate bench-edge bench-gpu bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# 100,000 mutated requests, a thousand streams that nobody reads. Minutes.
+fuzz: $(VENV)/.test
+	$(BIN)/pytest -q -s --timeout 1800 --fuzz 100000 tests/runtime/test_hostile.py
+
+# What the edge carries, and a rolling restart of two replicas under 2,000 requests. Wants a quiet machine.
+bench-edge: $(VENV)/.test
+	$(BIN)/python benchmarks/edge_streams.py
+	$(BIN)/python benchmarks/edge_restart.py
+
+# Off-the-shelf clients through the gateway `smg`. With aiperf on the PATH that, too.
+test-gateway: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
+	$(BIN)/pytest -q tests/test_gateway.py
 
 # The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
 simulate: $(VENV)/.test

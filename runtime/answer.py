@@ -25,6 +25,7 @@ class SamplingFields(TypedDict, total=False):
     seed: int
     ignore_eos: bool
     stop: Sequence[str]
+    num_resumed_tokens: int
 
 
 class RequestFields(SamplingFields, total=False):
@@ -149,6 +150,11 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
     )
 
 
+def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata that shows a token."""
+    return (("authorization", f"Bearer {token}"),) if token is not None else ()
+
+
 def samples(chunks: Sequence[Chunk], n: int) -> list[Completion]:
     """The chunks of a request with `n` samples, sorted out."""
     return [completion([chunk for chunk in chunks if chunk.index == index]) for index in range(n)]
@@ -160,10 +166,10 @@ def call_errors() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise _call_error(error) from error
+        raise call_error(error) from error
 
 
-def _call_error(error: Any) -> CallError:
+def call_error(error: Any) -> CallError:
     """From grpc's error, sync or async: both are calls that have ended, with code, details and trailing metadata."""
     field, retry_seconds = None, None
     metadata = dict(error.trailing_metadata() or ())
