@@ -17,11 +17,11 @@ from pathlib import Path
 from meshserve.runtime.compiles import CompileWatch
 from meshserve.runtime.config import ModelConfig, ServeConfig
 from meshserve.runtime.engine import Engine
-from meshserve.runtime.hf_weights import load_model
 from meshserve.runtime.launch import build_engine
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.random_weights import random_model
 from meshserve.runtime.request import FinishReason, Output, SamplingParams
+from meshserve.runtime.weights import load_model
 
 _SETTLE_SECONDS = 60.0
 
