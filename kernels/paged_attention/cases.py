@@ -1,0 +1,158 @@
+"""Shapes and random inputs that drive the tests, benchmarks and tuning of paged attention, and what must come out.
+
+numpy only, but for the batch: each implementation takes the arrays to its own device.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+import numpy as np
+
+from . import PagedBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step's shape.
+
+    `requests` has a pair for each request: its tokens in this step, and all its tokens, those included. (1, 40) decodes
+    the 40th token, (16, 48) is the third chunk of a prefill, (0, 0) is a row without tokens.
+    """
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    page_size: int = 16
+    dtype: str = "float32"
+    num_layers: int = 2  # the step is computed in the last one
+    num_padding_tokens: int = 0
+    num_padding_requests: int = 0
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return sum(total for _, total in self.requests)
+
+    @property
+    def pages_per_request(self) -> int:
+        """Of the longest; the width of the page table."""
+        return max(1, *(-(-total // self.page_size) for _, total in self.requests), 0)
+
+
+CASES = (
+    Case(name="one-token", requests=((1, 1),)),
+    Case(name="decodes-at-page-borders", requests=((1, 15), (1, 16), (1, 17), (1, 32), (1, 33))),
+    Case(name="prefills-at-page-borders", requests=((15, 15), (16, 16), (17, 17))),
+    Case(name="chunks-across-page-borders", requests=((2, 17), (17, 33), (16, 31))),
+    Case(name="decodes-beside-chunks", requests=((1, 40), (1, 3), (20, 20), (7, 50)), kv_heads=3),
+    Case(name="rows-without-tokens", requests=((0, 0), (1, 9), (0, 0), (4, 20))),
+    Case(name="padding", requests=((1, 9), (4, 20)), num_padding_tokens=5, num_padding_requests=3),
+    Case(name="padding-alone", requests=(), num_padding_tokens=4, num_padding_requests=2),
+    Case(name="pages-of-one-token", requests=((1, 5), (3, 3)), page_size=1),
+    Case(name="many-pages", requests=((1, 300), (1, 1)), kv_heads=1),
+    Case(name="group-1", requests=((1, 20), (9, 9)), group=1),
+    Case(name="group-5", requests=((1, 20), (9, 9)), group=5),
+    Case(name="group-8", requests=((1, 20), (9, 9)), group=8),
+    Case(name="head-64", requests=((1, 70), (5, 33)), head_dim=64, page_size=32),
+    Case(name="head-128", requests=((1, 70), (5, 33)), head_dim=128, page_size=32, group=4),
+    Case(name="bfloat16-head-64", requests=((1, 70), (5, 33)), head_dim=64, page_size=32, dtype="bfloat16"),
+    Case(name="bfloat16-head-128", requests=((1, 70), (5, 33)), head_dim=128, group=4, dtype="bfloat16"),
+    Case(
+        name="bfloat16-mixed", requests=((1, 200), (0, 0), (1, 64), (33, 90)), head_dim=128, page_size=64, group=8,
+        dtype="bfloat16", num_padding_tokens=3, num_padding_requests=1,
+    ),
+    Case(
+        name="qwen3-8b-decodes", requests=((1, 1024),) * 32, kv_heads=8, group=4, head_dim=128, page_size=32,
+        dtype="bfloat16", num_layers=1,
+    ),
+    Case(
+        name="qwen3-8b-mixed", requests=((1, 1024),) * 31 + ((481, 2048),), kv_heads=8, group=4, head_dim=128,
+        page_size=32, dtype="bfloat16", num_layers=1,
+    ),
+    Case(
+        name="qwen3-32b-tp8-long", requests=((1, 32_000),) * 4, kv_heads=1, group=8, head_dim=128, page_size=32,
+        dtype="bfloat16", num_layers=1,
+    ),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Arguments of `write_kv` and of a `PagedAttention`, as the contract names them."""
+
+    q: np.ndarray  # [T, K, G, H]
+    k: np.ndarray  # [T, K, H]
+    v: np.ndarray
+    cache: np.ndarray  # [L, P, K, 2, S, H], before this step's keys and values are written
+    batch: PagedBatch
+    layer: int
+    scale: float
+
+
+def make_inputs(case: Case, seed: int) -> Inputs:
+    """Random inputs.
+
+    The pages of all requests lie mixed up in the cache. It holds NaN wherever no request has a key or value: in the
+    pages nobody owns, in the places after a request's last token, and in those that this step writes. Entries of the
+    page table beyond what a request owns name a page that nobody owns.
+    """
+    rng = np.random.default_rng(seed)
+    dtype = np.dtype(case.dtype)
+    counts = [-(-total // case.page_size) for _, total in case.requests]
+    num_pages = sum(counts) + 3
+    shuffled = rng.permutation(num_pages).astype(np.int32)
+    unowned, owned = shuffled[0], shuffled[3:]
+    table = np.full((len(counts) + case.num_padding_requests, case.pages_per_request), unowned)
+    for row, pages in enumerate(np.split(owned, np.cumsum(counts)[:-1]) if counts else []):
+        table[row, : len(pages)] = pages
+
+    heads = (case.num_layers, case.kv_heads, 2, case.head_dim)
+    cache = np.full((case.num_layers, num_pages, case.kv_heads, 2, case.page_size, case.head_dim), np.nan, dtype)
+    positions: list[int] = []
+    token_request: list[int] = []
+    for row, (num_new, total) in enumerate(case.requests):
+        past = np.arange(total - num_new)
+        places = table[row, past // case.page_size], past % case.page_size
+        cache[:, places[0], :, :, places[1]] = rng.standard_normal((len(past), *heads), np.float32)
+        positions += range(total - num_new, total)
+        token_request += [row] * num_new
+    positions += [-1] * case.num_padding_tokens
+    token_request += [0] * case.num_padding_tokens
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal((len(positions), case.kv_heads, *shape, case.head_dim), np.float32).astype(dtype)
+
+    batch = PagedBatch(jnp.array(positions, jnp.int32), jnp.array(token_request, jnp.int32), jnp.array(table))
+    return Inputs(normal(case.group), normal(), normal(), cache, batch, case.num_layers - 1, case.head_dim**-0.5)
+
+
+def expected_cache(inputs: Inputs) -> np.ndarray:
+    """The cache after this step's keys and values are written."""
+    cache = inputs.cache.copy()
+    positions, token_request, page_table = (np.asarray(field) for field in inputs.batch)
+    for token, (position, request) in enumerate(zip(positions, token_request, strict=True)):
+        if position >= 0:
+            page, offset = divmod(position, cache.shape[4])
+            cache[inputs.layer, page_table[request, page], :, 0, offset] = inputs.k[token]
+            cache[inputs.layer, page_table[request, page], :, 1, offset] = inputs.v[token]
+    return cache
+
+
+def expected_attention(inputs: Inputs) -> np.ndarray:
+    """The attention [T, K, G, H] in float64, token by token; 0 for padding."""
+    pages = expected_cache(inputs)[inputs.layer]
+    page_size = pages.shape[3]
+    out = np.zeros(inputs.q.shape)
+    positions, token_request, page_table = (np.asarray(field) for field in inputs.batch)
+    for token, (position, request) in enumerate(zip(positions, token_request, strict=True)):
+        if position < 0:
+            continue
+        seen = np.arange(position + 1)
+        kv = pages[page_table[request, seen // page_size], :, :, seen % page_size].astype(np.float64)  # [N, K, 2, H]
+        scores = np.einsum("kgh,nkh->kgn", inputs.q[token].astype(np.float64), kv[:, :, 0]) * inputs.scale
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        out[token] = np.einsum("kgn,nkh->kgh", weights, kv[:, :, 1])
+    return out
