@@ -40,6 +40,11 @@ class InferenceServiceStub:
                 request_serializer=meshserve_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=meshserve_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/meshserve.v1.InferenceService/Chat',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.ChatRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.ChatResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/meshserve.v1.InferenceService/GetModelInfo',
                 request_serializer=meshserve_dot_protos_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
@@ -59,6 +64,13 @@ class InferenceServiceServicer:
     def Generate(self, request, context):
         """Continues one prompt. New tokens are streamed as they are made; tokens that are ready at the same time share a
         message. Cancelling the call, or its deadline, ends the work on it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Chat(self, request, context):
+        """Answers a conversation. The server writes the prompt with the model's own chat template; all else is as in Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +97,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=meshserve_dot_protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=meshserve_dot_protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.ChatResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -125,6 +142,33 @@ class InferenceService:
             '/meshserve.v1.InferenceService/Generate',
             meshserve_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             meshserve_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/meshserve.v1.InferenceService/Chat',
+            meshserve_dot_protos_dot_inference__pb2.ChatRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.ChatResponse.FromString,
             options,
             channel_credentials,
             insecure,

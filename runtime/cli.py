@@ -1,4 +1,4 @@
-"""The command line: meshserve serve | generate | chat | demo.
+"""The command line: meshserve serve | generate | chat | bench | demo.
 
 The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
 Heavy imports happen inside the commands, so that --help is instant.
@@ -6,6 +6,7 @@ Heavy imports happen inside the commands, so that --help is instant.
 
 import argparse
 import dataclasses
+import importlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from .config import ServeConfig, read_toml
 from .errors import MeshserveError
 
 _EXIT_USAGE = 2
+_BENCHMARKS = ("decode",)
 _SERVER_ONLY = frozenset({"host", "port", "drain_seconds", "allow_insecure", "served_name", "max_waiting"})
 
 
@@ -55,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
     chat.add_argument("--system", default="", help="a system message to begin with")
     chat.set_defaults(run=_chat)
+
+    bench = commands.add_parser("bench", help="measure this machine", add_help=False)
+    bench.add_argument("benchmark", choices=_BENCHMARKS, help="what to measure")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark; --help lists them")
+    bench.set_defaults(run=_bench)
 
     demo = commands.add_parser("demo", help="serve the embedded model on a CPU mesh and stream from it")
     demo.add_argument("--tp", type=int, default=4, help="tensor-parallel degree (%(default)s)")
@@ -98,6 +105,7 @@ def serve_config(namespace: argparse.Namespace) -> ServeConfig:
 
 
 def _serve(namespace: argparse.Namespace) -> int:
+    from .compiles import CompileWatch
     from .launch import launch
     from .lifecycle import run_server
     from .mailbox import Mailroom
@@ -105,19 +113,22 @@ def _serve(namespace: argparse.Namespace) -> int:
 
     config = serve_config(namespace)
     mailroom = Mailroom()
-    launched = launch(config, mailroom.deliver)
-    edge = Edge(launched.engine, launched.tokenizer, launched.info, mailroom)
-    try:
-        run_server(
-            edge,
-            host=config.host,
-            port=config.port,
-            drain_seconds=config.drain_seconds,
-            allow_insecure=config.allow_insecure,
-            prepare=launched.engine.start,
-        )
-    finally:
-        launched.engine.stop()
+    with CompileWatch(is_strict=config.strict) as compiles:
+        launched = launch(config, mailroom.deliver)
+        edge = Edge(launched.engine, launched.tokenizer, launched.info, mailroom)
+        logging.getLogger(__name__).info("ready to serve; %s", compiles.counts)
+        compiles.ready()
+        try:
+            run_server(
+                edge,
+                host=config.host,
+                port=config.port,
+                drain_seconds=config.drain_seconds,
+                allow_insecure=config.allow_insecure,
+                prepare=launched.engine.start,
+            )
+        finally:
+            launched.engine.stop()
     return 0
 
 
@@ -139,6 +150,10 @@ def _chat(namespace: argparse.Namespace) -> int:
         temperature=namespace.temperature,
         system=namespace.system,
     )
+
+
+def _bench(namespace: argparse.Namespace) -> int:
+    return importlib.import_module(f"meshserve.benchmarks.{namespace.benchmark}").main(namespace.arguments)
 
 
 def _demo(namespace: argparse.Namespace) -> int:

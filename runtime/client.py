@@ -10,90 +10,48 @@ ValueError or TypeError before the call. Leaving the loop over `generate` early 
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from typing import Any, Unpack
 
 import grpc
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from . import wire
+from .answer import (
+    CallError,
+    Chunk,
+    Completion,
+    Finish,
+    SamplingFields,
+    Usage,
+    call_errors,
+    chat_request,
+    chunk,
+    completion,
+    generate_request,
+)
 from .contract import ModelInfo
-from .errors import MeshserveError
-from .request import FinishReason, Load
+from .request import Load
+
+__all__ = [
+    "AsyncClient",
+    "CallError",
+    "Chunk",
+    "Client",
+    "Completion",
+    "Finish",
+    "SamplingFields",
+    "Usage",
+    "call_errors",
+]
 
 _CHANNEL_OPTIONS = (("grpc.keepalive_time_ms", 30_000), ("grpc.max_receive_message_length", 16 * 2**20))
 _HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name)
 _HEALTH_POLL_SECONDS = 0.1
-
-
-class SamplingFields(TypedDict, total=False):
-    """Fields of SamplingParams in inference.proto. One that is left out takes the server's default."""
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    ignore_eos: bool
-    stop: Sequence[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Tokens counted for one request."""
-
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finish:
-    """How a request ended."""
-
-    reason: FinishReason
-    usage: Usage
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """What is new since the chunk before. The last chunk of a request, and only it, has `finish`."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish: Finish | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """The whole output of a request."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    usage: Usage
-
-
-class CallError(MeshserveError):
-    """A call failed.
-
-    `field` is the request field at fault where the server named one, `retry_seconds` its hint when to try again.
-    """
-
-    def __init__(
-        self, code: grpc.StatusCode, message: str, *, field: str | None = None, retry_seconds: float | None = None
-    ):
-        super().__init__(f"{code.name}: {message}")
-        self.code = code
-        self.message = message
-        self.field = field
-        self.retry_seconds = retry_seconds
 
 
 class Client:
@@ -129,19 +87,27 @@ class Client:
         request_id: str | None = None,
         timeout_seconds: float | None = None,
         **sampling: Unpack[SamplingFields],
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Streams the continuation of a prompt, given as text or as token ids.
 
         The call starts with the first chunk asked for. `timeout_seconds` is for the whole of it; None waits for ever.
         """
-        request = _generate_request(prompt, request_id, sampling)
-        call = self._stub.Generate(request, timeout=timeout_seconds)
-        try:
-            with call_errors():
-                for response in call:
-                    yield _chunk(response)
-        finally:
-            call.cancel()  # does nothing to a call that has ended
+        request = generate_request(prompt, request_id, sampling)
+        return _chunks(self._stub.Generate, request, timeout_seconds)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        request_id: str | None = None,
+        timeout_seconds: float | None = None,
+        enable_thinking: bool | None = None,
+        **sampling: Unpack[SamplingFields],
+    ) -> Generator[Chunk, None, None]:
+        """Streams the answer to a conversation: `{"role": "user", "content": "..."}` and the like, oldest first. The
+        server applies the model's chat template. See `generate` for the rest."""
+        request = chat_request(messages, request_id, enable_thinking, sampling)
+        return _chunks(self._stub.Chat, request, timeout_seconds)
 
     def complete(
         self,
@@ -153,7 +119,7 @@ class Client:
     ) -> Completion:
         """As `generate`, all at once."""
         chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **sampling)
-        return _completion(list(chunks))
+        return completion(list(chunks))
 
     def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""
@@ -203,23 +169,30 @@ class AsyncClient:
         """Closes the connection. Open calls are cancelled."""
         await self._channel.close()
 
-    async def generate(
+    def generate(
         self,
         prompt: str | Sequence[int],
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
         **sampling: Unpack[SamplingFields],
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """See `Client.generate`."""
-        request = _generate_request(prompt, request_id, sampling)
-        call = self._stub.Generate(request, timeout=timeout_seconds)
-        try:
-            with call_errors():
-                async for response in call:
-                    yield _chunk(response)
-        finally:
-            call.cancel()
+        request = generate_request(prompt, request_id, sampling)
+        return _chunks_async(self._stub.Generate, request, timeout_seconds)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        request_id: str | None = None,
+        timeout_seconds: float | None = None,
+        enable_thinking: bool | None = None,
+        **sampling: Unpack[SamplingFields],
+    ) -> AsyncGenerator[Chunk, None]:
+        """See `Client.chat`."""
+        request = chat_request(messages, request_id, enable_thinking, sampling)
+        return _chunks_async(self._stub.Chat, request, timeout_seconds)
 
     async def complete(
         self,
@@ -231,7 +204,7 @@ class AsyncClient:
     ) -> Completion:
         """See `Client.complete`."""
         chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **sampling)
-        return _completion([chunk async for chunk in chunks])
+        return completion([chunk async for chunk in chunks])
 
     async def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""
@@ -256,66 +229,24 @@ class AsyncClient:
         raise _not_ready(timeout_seconds)
 
 
-def _generate_request(
-    prompt: str | Sequence[int], request_id: str | None, sampling: SamplingFields
-) -> pb.GenerateRequest:
-    fields: dict[str, Any] = dict(sampling)
-    if isinstance(fields.get("stop"), str):
-        raise TypeError(f"stop is the string {fields['stop']!r}; it takes a list of strings.")
-    request = pb.GenerateRequest(request_id=request_id, sampling=pb.SamplingParams(**fields))
-    if isinstance(prompt, str):
-        request.text = prompt
-    else:
-        request.token_ids.CopyFrom(pb.TokenIds(token_ids=prompt))
-    return request
-
-
-def _chunk(response: pb.GenerateResponse) -> Chunk:
-    finish = None
-    if response.HasField("finish"):
-        usage = response.finish.usage
-        finish = Finish(
-            reason=wire.finish_reason(response.finish.reason),
-            usage=Usage(num_prompt_tokens=usage.num_prompt_tokens, num_output_tokens=usage.num_output_tokens),
-        )
-        if finish.reason is FinishReason.ERROR:
-            raise CallError(grpc.StatusCode.INTERNAL, response.finish.message)
-    return Chunk(text=response.text, token_ids=tuple(response.token_ids), finish=finish)
-
-
-def _completion(chunks: Sequence[Chunk]) -> Completion:
-    finish = chunks[-1].finish if chunks else None
-    if finish is None:
-        raise CallError(grpc.StatusCode.INTERNAL, "the stream ended without its last message")
-    return Completion(
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-        finish_reason=finish.reason,
-        usage=finish.usage,
-    )
-
-
-@contextlib.contextmanager
-def call_errors() -> Iterator[None]:
-    """Turns grpc's errors into `CallError`, for those who use the stub themselves."""
+def _chunks(method: Any, request: Any, timeout_seconds: float | None) -> Generator[Chunk, None, None]:
+    call = method(request, timeout=timeout_seconds)
     try:
-        yield
-    except grpc.RpcError as error:
-        raise _call_error(error) from error
+        with call_errors():
+            for response in call:
+                yield chunk(response)
+    finally:
+        call.cancel()  # does nothing to a call that has ended
 
 
-def _call_error(error: Any) -> CallError:
-    """From grpc's error, sync or async: both are calls that have ended, with code, details and trailing metadata."""
-    field, retry_seconds = None, None
-    metadata = dict(error.trailing_metadata() or ())
-    status = status_pb2.Status.FromString(metadata.get("grpc-status-details-bin", b""))
-    for detail in status.details:
-        bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(bad_request) and bad_request.field_violations:
-            field = bad_request.field_violations[0].field
-        elif detail.Unpack(retry_info):
-            retry_seconds = retry_info.retry_delay.ToNanoseconds() / 1e9
-    return CallError(error.code(), error.details() or "", field=field, retry_seconds=retry_seconds)
+async def _chunks_async(method: Any, request: Any, timeout_seconds: float | None) -> AsyncGenerator[Chunk, None]:
+    call = method(request, timeout=timeout_seconds)
+    try:
+        with call_errors():
+            async for response in call:
+                yield chunk(response)
+    finally:
+        call.cancel()
 
 
 def _is_serving(response: Any) -> bool:

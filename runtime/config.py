@@ -218,11 +218,17 @@ class ServeConfig:
     page_size: int = option(32, "tokens a KV page")
     num_pages: int = option(0, "KV pages of each device; 0 takes memory_fraction of what the weights leave")
     memory_fraction: float = option(0.85, "share of device memory for weights and KV cache together")
+    reserve_mib: int = option(512, "device memory to leave free beside weights, KV cache and the programs' scratch")
+    cache_dir: str = option("~/.cache/meshserve", "folder for compiled programs between starts; empty keeps none")
+    strict: bool = option(False, "refuse to compile anything after the server is ready")
     max_context: int = option(0, "tokens of prompt and output together; 0 takes the model's own limit, at most 32768")
     max_running: int = option(64, "requests in one step")
     max_step_tokens: int = option(512, "token budget of one step: decodes and prefill chunks together")
     max_waiting: int = option(1024, "requests in the queue; more are refused")
-    attention: str = option("auto", "paged attention implementation", ("auto", "reference"))
+    attention: str = option("auto", "paged attention implementation", ("auto", "reference", "cuda"))
+    decode_layers: str = option(
+        "auto", "fused kernels for the layers of small steps", ("auto", "off", "reference", "cuda")
+    )
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(50051, "port to bind; 0 takes a free one")
     drain_seconds: float = option(30.0, "after SIGTERM, the time running requests have to finish")
@@ -233,6 +239,9 @@ class ServeConfig:
         for name in ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        for name in ("cpu_devices", "num_pages", "max_context", "port", "drain_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1.")
         if self.max_step_tokens < self.max_running:

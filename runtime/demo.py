@@ -92,8 +92,8 @@ async def _stream_all(target: str) -> None:
 
 async def _stream(client: AsyncClient, prompt: str, seed: int) -> _Run:
     run, started = _Run(prompt), time.monotonic()
-    sampling = {"max_tokens": _MAX_TOKENS, "temperature": 0.8, "seed": seed, "ignore_eos": True}
-    async for chunk in client.generate(prompt, **sampling):
+    chunks = client.generate(prompt, max_tokens=_MAX_TOKENS, temperature=0.8, seed=seed, ignore_eos=True)
+    async for chunk in chunks:
         run.first_token_seconds = run.first_token_seconds or time.monotonic() - started
         run.text += chunk.text
         run.num_tokens += len(chunk.token_ids)

@@ -27,6 +27,7 @@ from .tokenizer import TextStream, Tokenizer
 
 _log = logging.getLogger(__name__)
 
+
 class Runner(Protocol):
     """Dispatches a step and returns its tokens, which may still be on their way (`step.StepRunner`)."""
 
@@ -66,7 +67,7 @@ class Engine:
         self._scheduler = scheduler
         self._pages = pages
         self._batches = batches
-        self._runner = runner
+        self.runner = runner
         self._tokenizer = tokenizer
         self._deliver = deliver
         self._texts: dict[str, TextStream] = {}
@@ -155,7 +156,7 @@ class Engine:
             batch = self._batches.build(plan) if plan is not None else None
         flight = None
         if plan is not None and batch is not None:
-            flight = _Flight(plan, self._runner.run(*batch))
+            flight = _Flight(plan, self.runner.run(*batch))
         if self._flight is not None:
             self._collect(self._flight)
         self._flight = flight

@@ -16,16 +16,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
 from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, write_kv
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS
 
+from . import decode
 from .config import ModelConfig
 from .rope import rotate, rotation
 
 
 class Weight(nnx.Param):
     """A parameter. Its metadata `axes` names the logical axis of each dimension (see `sharding.mesh.RULES`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What a backend computes its layers with."""
+
+    attend: PagedAttention
+    decode: DecodeKernels | None = None  # fused layers for steps of few tokens
+    is_unrolled: bool = False  # layer after layer in one program rather than a loop
 
 
 class StepContext(NamedTuple):
@@ -140,7 +151,7 @@ class Qwen3(nnx.Module):
         return jax.lax.psum(jnp.where(is_here[:, None], rows, 0), TENSOR_AXIS)
 
     def __call__(
-        self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, attend: PagedAttention, *, is_unrolled: bool
+        self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, kernels: Kernels
     ) -> tuple[jax.Array, jax.Array]:
         """Runs all layers.
 
@@ -148,21 +159,25 @@ class Qwen3(nnx.Module):
           token_ids: [T] int32.
           cache: [L, P, K, 2, S, H], this shard's KV heads.
           batch: where each token belongs.
-          attend: the paged attention of this backend.
-          is_unrolled: layer after layer in one program, as GPUs want it (XLA captures unrolled layers in a command
-            buffer, not a loop), or as a loop, which compiles several times faster.
+          kernels: of this backend. GPUs want the layers unrolled, because XLA captures no loop in a command buffer; a
+            loop compiles several times faster.
 
         Returns:
           The hidden state of each token before the final norm [T, D], and the cache.
         """
+        x = self.embed(token_ids)
+        if kernels.decode is not None and x.shape[0] <= decode.MAX_TOKENS:
+            return decode.run_layers(
+                self.config, layer_weights(nnx.state(self.layers)), x, cache, batch, kernels.decode
+            )
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
-        context = StepContext(batch, cos, sin, attend)
+        context = StepContext(batch, cos, sin, kernels.attend)
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return self.layer(index, *carry, context)
 
-        carry = (self.embed(token_ids), cache)
-        if not is_unrolled:
+        carry = (x, cache)
+        if not kernels.is_unrolled:
             return jax.lax.fori_loop(0, self.config.num_layers, run_layer, carry)
         for index in range(self.config.num_layers):
             carry = run_layer(index, carry)
@@ -182,6 +197,21 @@ class Qwen3(nnx.Module):
         table = self.embedding[...] if self.config.is_tied else self.head[...]
         precision = "highest" if x.dtype == jnp.float32 else None
         return jnp.einsum("bd,vd->bv", x, table, precision=precision, preferred_element_type=jnp.float32)
+
+
+def layer_weights(layers: nnx.State) -> LayerWeights:
+    """The stacked parameters of the decoder layers, as the fused decode kernels name them."""
+    attention, mlp = layers["attention"], layers["mlp"]
+    return LayerWeights(
+        input_norm=layers["attention_norm"][...],
+        qkv=attention["qkv"][...],
+        q_norm=attention["q_norm"][...],
+        k_norm=attention["k_norm"][...],
+        o=attention["out"][...],
+        post_norm=layers["mlp_norm"][...],
+        gate_up=mlp["gate_up"][...],
+        down=mlp["down"][...],
+    )
 
 
 def abstract_model(config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> tuple[nnx.GraphDef, nnx.State]:

@@ -19,6 +19,7 @@ from meshserve.sharding.mesh import TENSOR_AXIS
 _DIGIT_BITS = 4
 _THREEFRY_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _THREEFRY_PARITY = 0x1BD11BDA
+_MIN_TEMPERATURE = 1e-30  # greedy in all but name; logits divided by less overflow
 
 
 class SamplingBatch(NamedTuple):
@@ -59,7 +60,7 @@ def _local_token_ids(num_local: int) -> jax.Array:
 def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, *, is_unrolled: bool) -> jax.Array:
     """Scores whose largest is a sample: greedy rows keep their logits, dropped tokens get -inf."""
     is_random = params.temperature > 0.0
-    scaled = logits / jnp.where(is_random, params.temperature, 1.0)[:, None]
+    scaled = logits / jnp.where(is_random, jnp.maximum(params.temperature, _MIN_TEMPERATURE), 1.0)[:, None]
     top_k, top_p = params.top_k, params.top_p
     keep_top_k = partial(_keep_top_k, is_unrolled=is_unrolled)
     keep_top_p = partial(_keep_top_p, is_unrolled=is_unrolled)
@@ -83,13 +84,14 @@ def _keep_top_p(logits: jax.Array, top_p: jax.Array, *, is_unrolled: bool) -> ja
     weights = jnp.exp(logits - highest[:, None])
     keys = _sortable(logits)
     target = top_p * jax.lax.psum(weights.sum(axis=1), TENSOR_AXIS)
+    target = jnp.maximum(target, jnp.finfo(jnp.float32).tiny)  # a p that underflows still keeps the most likely
     threshold = _threshold(keys, weights, target, is_unrolled=is_unrolled)
     return jnp.where((top_p >= 1.0)[:, None] | (keys >= threshold[:, None]), logits, -jnp.inf)
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-    """float32 -> uint32 in the same order."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    """float32 -> uint32 in the same order; -0.0 equals 0.0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits & sign != 0, ~bits, bits | sign)
 

@@ -7,7 +7,7 @@ thread reaches it through `mailbox.Mailroom.deliver` only. `lifecycle` binds the
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +20,8 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from . import wire
 from .contract import Engine, ModelInfo
-from .errors import EngineStoppedError, InvalidRequestError, QueueFullError
-from .mailbox import Mailroom, RequestIdInUseError, SlowReaderError
+from .errors import EngineStoppedError, InvalidRequestError, QueueFullError, UnsupportedModelError
+from .mailbox import Mailbox, Mailroom, RequestIdInUseError, SlowReaderError
 from .request import FinishReason, SamplingParams
 from .tokenizer import Tokenizer
 
@@ -31,6 +31,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
     {
         InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+        UnsupportedModelError: grpc.StatusCode.FAILED_PRECONDITION,
         RequestIdInUseError: grpc.StatusCode.ALREADY_EXISTS,
         QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         SlowReaderError: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -39,6 +40,7 @@ GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
 )
 
 _MAX_REQUEST_ID_CHARS = 128
+_MAX_ROLE_CHARS = 64
 _MAX_INLINE_CHARS = 2_000  # takes about 1 ms to tokenise; longer prompts would hold up every stream
 _DEADLINE_SLACK_SECONDS = 0.1  # the caller's clock started earlier: its cancel can overtake our own (by 2 ms, measured)
 _MAX_STATUS_BYTES = 1_024  # all metadata of a call shares 8 KiB, and percent-encoding triples the message
@@ -65,15 +67,28 @@ class Edge(pb_grpc.InferenceServiceServicer):
         self._refusal = reason
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        await self._answer(request, self._prompt_token_ids, pb.GenerateResponse, context)
+
+    async def Chat(self, request: pb.ChatRequest, context: Any) -> None:
+        await self._answer(request, self._chat_token_ids, pb.ChatResponse, context)
+
+    async def _answer(
+        self,
+        request: Any,
+        tokenise: Callable[[Any], Awaitable[tuple[int, ...]]],
+        kind: type[wire.AnswerMessage],
+        context: Any,
+    ) -> None:
         """Streams one request. With `context.write` rather than `yield`: a generator that is suspended when the caller
         goes away is told by GeneratorExit, and only once it is collected."""
         try:
             request_id = _request_id(request)
             params = wire.sampling_params(request.sampling)
-            prompt_token_ids = await self._prompt_token_ids(request)
+            prompt_token_ids = await tokenise(request)
             if self._refusal is not None:
                 raise EngineStoppedError(self._refusal)
-            await self._stream(request_id, prompt_token_ids, params, context)
+            mailbox = self._submit(request_id, prompt_token_ids, params)
+            await self._stream(mailbox, kind, context)
         except grpc.aio.InternalError as error:
             # A write found the caller gone before grpc had cancelled this task. No fault, and nobody to tell.
             raise asyncio.CancelledError from error
@@ -96,6 +111,10 @@ class Edge(pb_grpc.InferenceServiceServicer):
             token_ids = self._tokenizer.encode(request.text)
         else:
             token_ids = await asyncio.to_thread(self._tokenizer.encode, request.text)
+        return self._checked(field, token_ids)
+
+    def _checked(self, field: str, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens, if this server can serve them."""
         if not token_ids:
             raise InvalidRequestError(
                 field, "the prompt has 0 tokens; allowed is 1 or more. Send something to continue."
@@ -115,15 +134,34 @@ class Edge(pb_grpc.InferenceServiceServicer):
             )
         return token_ids
 
-    async def _stream(
-        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, context: Any
-    ) -> None:
+    async def _chat_token_ids(self, request: pb.ChatRequest) -> tuple[int, ...]:
+        if not request.messages:
+            raise InvalidRequestError("messages", "got none; send one or more.")
+        for index, message in enumerate(request.messages):
+            if not 1 <= len(message.role) <= _MAX_ROLE_CHARS:
+                raise InvalidRequestError(
+                    f"messages[{index}].role",
+                    f"has {len(message.role)} characters; allowed is 1 to {_MAX_ROLE_CHARS}. Templates know system, "
+                    "user and assistant.",
+                )
+        messages = [{"role": message.role, "content": message.content} for message in request.messages]
+        options = {"enable_thinking": request.enable_thinking} if request.HasField("enable_thinking") else {}
+        token_ids = await asyncio.to_thread(self._render, messages, options)
+        return self._checked("messages", token_ids)
+
+    def _render(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, bool]) -> tuple[int, ...]:
+        return self._tokenizer.encode(self._tokenizer.render_chat(messages, **options))
+
+    def _submit(self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> Mailbox:
         mailbox = self.mailroom.open(request_id)
         try:
             self.engine.submit(request_id, prompt_token_ids, params)
         except BaseException:
             self.mailroom.discard(mailbox)
             raise
+        return mailbox
+
+    async def _stream(self, mailbox: Mailbox, kind: type[wire.AnswerMessage], context: Any) -> None:
         try:
             finish_reason = None
             while finish_reason is None:
@@ -131,14 +169,14 @@ class Edge(pb_grpc.InferenceServiceServicer):
                 finish_reason = output.finish_reason
                 if finish_reason is FinishReason.ERROR and self.engine.failure is not None:
                     raise failure_error(self.engine)
-                await context.write(wire.generate_response(output))
+                await context.write(wire.answer(kind, output))
         finally:
             remaining = context.time_remaining()  # None if the call has no deadline
             is_late = remaining is not None and remaining < _DEADLINE_SLACK_SECONDS
             self.mailroom.close(mailbox, FinishReason.DEADLINE if is_late else FinishReason.CANCELLED)
 
 
-def _request_id(request: pb.GenerateRequest) -> str:
+def _request_id(request: pb.GenerateRequest | pb.ChatRequest) -> str:
     if not request.HasField("request_id"):
         return uuid.uuid4().hex
     request_id = request.request_id

@@ -19,12 +19,13 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
-from meshserve.kernels.paged_attention import PagedAttention, PagedBatch
+from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding, partition_spec
 
 from .batch import ON_DEVICE, Bucket
 from .config import ModelConfig
+from .model import Kernels
 from .sampling import SamplingBatch, sample
 
 # [L, P, K, 2, S, H]: a page holds each KV head's keys, then its values, so one copy fetches a head's page.
@@ -75,9 +76,8 @@ def state_shapes(
 
 def step(
     structure: nnx.GraphDef,
-    attend: PagedAttention,
+    kernels: Kernels,
     bucket: Bucket,
-    is_unrolled: bool,
     params: nnx.State,
     state: DeviceState[jax.Array],
     packed: jax.Array,
@@ -93,7 +93,7 @@ def step(
     from_table = state.last_tokens[rows[fields["token_request"]]]
     token_ids = jnp.where(fields["token_ids"] == ON_DEVICE, from_table, fields["token_ids"])
     batch = PagedBatch(fields["positions"], fields["token_request"], page_table[rows])
-    x, cache = model(token_ids, state.cache, batch, attend, is_unrolled=is_unrolled)
+    x, cache = model(token_ids, state.cache, batch, kernels)
     sampling = SamplingBatch(
         temperature=jax.lax.bitcast_convert_type(fields["temperature"], jnp.float32),
         top_p=jax.lax.bitcast_convert_type(fields["top_p"], jnp.float32),
@@ -103,13 +103,13 @@ def step(
         position=fields["sample_position"],
     )
     logits = model.logits(x[fields["last_index"]])
-    sampled = sample(logits, sampling, vocab_size=model.config.vocab_size, is_unrolled=is_unrolled)
+    sampled = sample(logits, sampling, vocab_size=model.config.vocab_size, is_unrolled=kernels.is_unrolled)
     last_tokens = state.last_tokens.at[rows].set(sampled, mode="drop")
     return DeviceState(cache, last_tokens, page_table), sampled
 
 
 def sharded_step(
-    structure: nnx.GraphDef, abstract: nnx.State, attend: PagedAttention, bucket: Bucket, mesh: Mesh
+    structure: nnx.GraphDef, abstract: nnx.State, kernels: Kernels, bucket: Bucket, mesh: Mesh
 ) -> jax.stages.Wrapped:
     """The step of a bucket over the mesh: (params, state, packed) -> (state, sampled); the state is donated."""
     param_specs = jax.tree.map(
@@ -118,15 +118,29 @@ def sharded_step(
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
-    is_unrolled = mesh.devices.flat[0].platform == "gpu"
     program = jax.shard_map(
-        partial(step, structure, attend, bucket, is_unrolled),
+        partial(step, structure, kernels, bucket),
         mesh=mesh,
         in_specs=(param_specs, state_specs, PartitionSpec()),
         out_specs=(state_specs, PartitionSpec()),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
     return jax.jit(program, donate_argnums=1)
+
+
+def scratch_bytes(
+    structure: nnx.GraphDef,
+    params: nnx.State,
+    state_shapes: DeviceState[jax.ShapeDtypeStruct],
+    kernels: Kernels,
+    bucket: Bucket,
+    mesh: Mesh,
+) -> int:
+    """What the program of a bucket needs on each device beside its arguments and results. Compiles it."""
+    shapes = jax.tree.map(_placed, state_shapes, _state_shardings(mesh))
+    compiled = _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
+    analysis = compiled.memory_analysis()
+    return analysis.temp_size_in_bytes if analysis is not None else 0
 
 
 class StepRunner:
@@ -138,18 +152,15 @@ class StepRunner:
         structure: nnx.GraphDef,
         params: nnx.State,
         state_shapes: DeviceState[jax.ShapeDtypeStruct],
-        attend: PagedAttention,
+        kernels: Kernels,
         buckets: Sequence[Bucket],
         mesh: Mesh,
     ):
         self._params = params
-        self._shardings = DeviceState(
-            named_sharding(mesh, CACHE_AXES), named_sharding(mesh, ()), named_sharding(mesh, ())
-        )
-        shapes = jax.tree.map(_placed, state_shapes, self._shardings)
+        shapes = jax.tree.map(_placed, state_shapes, _state_shardings(mesh))
         started = time.monotonic()
         self._programs: Mapping[Bucket, jax.stages.Compiled] = {
-            bucket: _compile(sharded_step(structure, params, attend, bucket, mesh), params, shapes, bucket, mesh)
+            bucket: _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
             for bucket in tqdm(buckets, desc="programs", unit="", delay=_PROGRESS_DELAY_SECONDS, leave=False)
         }
         self.compile_seconds = time.monotonic() - started
@@ -160,6 +171,10 @@ class StepRunner:
         self._state, sampled = self._programs[bucket](self._params, self._state, packed)
         sampled.copy_to_host_async()
         return sampled
+
+
+def _state_shardings(mesh: Mesh) -> DeviceState[jax.sharding.NamedSharding]:
+    return DeviceState(named_sharding(mesh, CACHE_AXES), named_sharding(mesh, ()), named_sharding(mesh, ()))
 
 
 def _placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:

@@ -9,6 +9,7 @@ and feed them to an incremental UTF-8 decoder, which keeps an unfinished charact
 
 import codecs
 import json
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         # Grows by one entry for each token that is ever generated, so it is bounded by the vocabulary.
         self._token_bytes: dict[int, bytes] = {token_id: b"" for token_id, token in added.items() if token.special}
+        self._loaded_renderer: Any = None
+        self._renderer_lock = threading.Lock()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = self._read_eos_token_ids()
 
@@ -133,10 +136,7 @@ class Tokenizer:
           UnsupportedModelError: the directory has no chat template.
           InvalidRequestError: the template refuses the messages.
         """
-        # Here, because the import takes a second and only those who chat need it.
-        from transformers import PreTrainedTokenizerFast
-
-        renderer = PreTrainedTokenizerFast.from_pretrained(self.directory)
+        renderer = self._renderer()
         if renderer.chat_template is None:
             raise UnsupportedModelError(
                 f"{self.directory} has no chat template. Add chat_template.jinja, or send the prompt as plain text."
@@ -148,6 +148,16 @@ class Tokenizer:
         except Exception as error:  # jinja2's errors, and whatever a template does with messages it did not expect
             raise InvalidRequestError("messages", f"the chat template refused them: {error}") from error
         return str(rendered)
+
+    def _renderer(self) -> Any:
+        """What renders chats; made at the first call, because the import takes a second and only those who chat need
+        it."""
+        with self._renderer_lock:
+            if self._loaded_renderer is None:
+                from transformers import PreTrainedTokenizerFast
+
+                self._loaded_renderer = PreTrainedTokenizerFast.from_pretrained(self.directory)
+            return self._loaded_renderer
 
 
 class TextStream:

@@ -23,6 +23,8 @@ _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
     }
 )
 
+AnswerMessage = pb.GenerateResponse | pb.ChatResponse  # the same fields
+
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     """The sent fields, and the defaults for the rest.
@@ -36,8 +38,9 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**sent)
 
 
-def generate_response(output: Output) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(text=output.text, token_ids=output.token_ids)
+def answer(kind: type[AnswerMessage], output: Output) -> AnswerMessage:
+    """A message of an answer's stream."""
+    response = kind(text=output.text, token_ids=output.token_ids)
     if output.finish_reason is not None:
         usage = pb.Usage(num_prompt_tokens=output.num_prompt_tokens, num_output_tokens=output.num_output_tokens)
         reason = _FINISH_REASONS[output.finish_reason]

@@ -108,9 +108,9 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / _SINGLE_FILE]
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        return [directory / name for name in sorted(names)]
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}). Download it again.") from None
-    return [directory / name for name in sorted(names)]
 
 
 def _open(path: Path) -> safe_open:

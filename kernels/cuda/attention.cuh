@@ -34,12 +34,20 @@ struct AttentionArgs {
   float scale_log2;           // softmax scale * log2(e)
 };
 
-// What a warp, then a block, knows of its share: out is relative to exp2(largest), not yet divided by sum.
+// What a warp knows of its share: out is relative to exp2(largest), not yet divided by sum.
 template <int H>
 struct Partial {
   static constexpr int kStride = H + 4;     // floats; 4 more keep the banks apart
   float out[kMaxGroup * kStride];
   float largest[kMaxGroup], sum[kMaxGroup];
+};
+
+// What the blocks of a cluster send to the one that finishes a query: a row a block and query.
+template <int H>
+struct Received {
+  static constexpr int kRows = 16;          // at most splits + group - 1
+  float out[kRows * H];
+  float4 largest_and_sum[kRows];
 };
 
 // 2^(a - b) where both may be -inf (nothing seen yet).
@@ -113,52 +121,57 @@ __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int
   __syncwarp();
 }
 
-// The warps' results into one of the block: 4 elements of a query a thread.
+// The warps' results into one of the block, sent to the block that finishes the query: 4 elements a thread.
 template <int H>
-__device__ __forceinline__ void merge_warps(const uint8_t* memory, Partial<H>* merged, int group) {
+__device__ __forceinline__ void merge_warps(const uint8_t* memory, const Received<H>* received, int group, int splits) {
   for (int i = threadIdx.x; i < group * H / 4; i += kAttentionThreads) {
-    int query = i / (H / 4), at = query * Partial<H>::kStride + i % (H / 4) * 4;
+    int query = i / (H / 4), element = i % (H / 4) * 4;
     float largest = -INFINITY, sum = 0.0f;
     float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
     for (int w = 0; w < kAttentionWarps; ++w) {
       largest = fmaxf(largest, reinterpret_cast<const Partial<H>*>(memory + w * kWarpRingBytes)->largest[query]);
     }
+#pragma unroll
     for (int w = 0; w < kAttentionWarps; ++w) {
       const Partial<H>* part = reinterpret_cast<const Partial<H>*>(memory + w * kWarpRingBytes);
       float scale = rescale(part->largest[query], largest);
-      float4 v = *reinterpret_cast<const float4*>(part->out + at);
+      float4 v = *reinterpret_cast<const float4*>(part->out + query * Partial<H>::kStride + element);
       out = make_float4(out.x + v.x * scale, out.y + v.y * scale, out.z + v.z * scale, out.w + v.w * scale);
       sum += part->sum[query] * scale;
     }
-    *reinterpret_cast<float4*>(merged->out + at) = out;
-    if (i % (H / 4) == 0) {
-      merged->largest[query] = largest;
-      merged->sum[query] = sum;
+    int row = blockIdx.x * ((group + splits - 1) / splits) + query / splits;
+    store_cluster_float4(address_in_cluster(shared_address(received->out + row * H + element), query % splits), out);
+    if (element == 0) {
+      store_cluster_float4(address_in_cluster(shared_address(received->largest_and_sum + row), query % splits),
+                           make_float4(largest, sum, 0.0f, 0.0f));
     }
   }
 }
 
 // The blocks' results into the output, divided by the sum. A request without tokens gives zeros.
 template <int H>
-__device__ __forceinline__ void merge_blocks(const Partial<H>* mine, bf16* output, int group, int splits) {
-  for (int i = blockIdx.x * kAttentionThreads + threadIdx.x; i < group * H / 4; i += splits * kAttentionThreads) {
-    int query = i / (H / 4), at = query * Partial<H>::kStride + i % (H / 4) * 4;
+__device__ __forceinline__ void merge_blocks(const Received<H>* received, bf16* output, int group, int splits) {
+  const int queries_per_block = (group + splits - 1) / splits;
+  for (int i = threadIdx.x; i < queries_per_block * (H / 4); i += kAttentionThreads) {
+    int query = i / (H / 4) * splits + blockIdx.x, element = i % (H / 4) * 4;
+    if (query >= group) return;
     float largest = -INFINITY, sum = 0.0f;
     float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int r = 0; r < splits; ++r) {
-      largest = fmaxf(largest, load_cluster_float(address_in_cluster(shared_address(mine->largest + query), r)));
+      largest = fmaxf(largest, received->largest_and_sum[r * queries_per_block + query / splits].x);
     }
     for (int r = 0; r < splits; ++r) {
-      float part_largest = load_cluster_float(address_in_cluster(shared_address(mine->largest + query), r));
-      float part_sum = load_cluster_float(address_in_cluster(shared_address(mine->sum + query), r));
-      float4 v = load_cluster_float4(address_in_cluster(shared_address(mine->out + at), r));
-      float scale = rescale(part_largest, largest);
+      int row = r * queries_per_block + query / splits;
+      float4 stats = received->largest_and_sum[row];
+      float4 v = *reinterpret_cast<const float4*>(received->out + row * H + element);
+      float scale = rescale(stats.x, largest);
       out = make_float4(out.x + v.x * scale, out.y + v.y * scale, out.z + v.z * scale, out.w + v.w * scale);
-      sum += part_sum * scale;
+      sum += stats.y * scale;
     }
     float divisor = sum > 0.0f ? 1.0f / sum : 0.0f;
-    *reinterpret_cast<uint2*>(output + 4 * i) = make_uint2(pack_bf16(out.x * divisor, out.y * divisor),
-                                                           pack_bf16(out.z * divisor, out.w * divisor));
+    *reinterpret_cast<uint2*>(output + query * H + element) =
+        make_uint2(pack_bf16(out.x * divisor, out.y * divisor), pack_bf16(out.z * divisor, out.w * divisor));
   }
 }
 
@@ -170,7 +183,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   constexpr int kStages = kWarpRingBytes / (2 * kTileBytes);
   static_assert(sizeof(Partial<H>) <= kWarpRingBytes, "a warp's result takes the place of its ring");
   extern __shared__ __align__(1024) uint8_t memory[];
-  Partial<H>* block_partial = reinterpret_cast<Partial<H>*>(memory + kAttentionWarps * kWarpRingBytes);
+  Received<H>* received = reinterpret_cast<Received<H>*>(memory + kAttentionWarps * kWarpRingBytes);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int kv_head = blockIdx.y, request = blockIdx.z;
@@ -179,13 +192,17 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   const int worker = blockIdx.x * kAttentionWarps + warp, num_workers = args.splits * kAttentionWarps;
   const int my_tiles = num_tiles > worker ? (num_tiles - worker - 1) / num_workers + 1 : 0;
   const uint32_t ring = shared_address(memory) + warp * kWarpRingBytes;
-  const uint32_t full = shared_address(block_partial + 1) + warp * kStages * 8;
+  const uint32_t full = shared_address(received + 1) + warp * kStages * 8;
 
   if (lane == 0) {
     for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, 1);
     barrier_init_fence();
   }
-  if (threadIdx.x == 0) let_next_kernel_start();
+  if (args.splits > 1) cluster_arrive();  // the blocks write into each other's memory at the end
+  if (threadIdx.x == 0) {
+    prefetch_map(&pages);
+    let_next_kernel_start();
+  }
   __syncwarp();
 
   // Lane i holds the page of the warp's tile 32 j + i.
@@ -214,6 +231,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     }
   };
   for (int i = 0; i < min(kStages, my_tiles); ++i) fetch(i);
+  // The place of the current token's key and value: 16 bytes a lane of the warp that has the last tile.
+  const uint4* current_row = nullptr;
+  if (my_tiles > 0 && worker + (my_tiles - 1) * num_workers == num_tiles - 1 && lane % 16 < H / 8) {
+    int page = my_pages[(num_tokens - 1) / args.page_size], offset = (num_tokens - 1) % args.page_size;
+    size_t slab = (static_cast<size_t>(page) * args.kv_heads + kv_head) * 2 + lane / 16;
+    current_row = reinterpret_cast<const uint4*>(args.cache + (slab * args.page_size + offset) * H + 8 * (lane % 16));
+  }
 
   wait_for_previous_kernel();
   WarpState<H> state;
@@ -230,12 +254,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   state.largest[0] = state.largest[1] = -INFINITY;
   state.sum[0] = state.sum[1] = 0.0f;
   uint4 current = make_uint4(0, 0, 0, 0);
-  const bool has_last_tile = my_tiles > 0 && worker + (my_tiles - 1) * num_workers == num_tiles - 1;
-  if (has_last_tile && lane % 16 < H / 8) {
-    int page = my_pages[(num_tokens - 1) / args.page_size], offset = (num_tokens - 1) % args.page_size;
-    size_t slab = (static_cast<size_t>(page) * args.kv_heads + kv_head) * 2 + lane / 16;
-    current = *reinterpret_cast<const uint4*>(args.cache + (slab * args.page_size + offset) * H + 8 * (lane % 16));
-  }
+  if (current_row != nullptr) current = *current_row;
 
   for (int i = 0; i < my_tiles; ++i) {
     int s = i % kStages, tile = worker + i * num_workers;
@@ -267,15 +286,15 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     }
   }
   __syncthreads();
-  merge_warps<H>(memory, block_partial, args.group);
+  if (args.splits > 1) cluster_wait();
+  merge_warps<H>(memory, received, args.group, args.splits);
   if (args.splits > 1) {
     cluster_sync();
   } else {
     __syncthreads();
   }
   bf16* out = args.out + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
-  merge_blocks<H>(block_partial, out, args.group, args.splits);
-  if (args.splits > 1) cluster_sync();  // other blocks have read this one's result
+  merge_blocks<H>(received, out, args.group, args.splits);
 }
 
 }  // namespace meshserve

@@ -141,13 +141,13 @@ class Step {
     CUtensorMap pages;
     if (!map_pages(&pages)) return;
     dim3 grid(args.splits, shapes_.kv_heads, shapes_.batch);
-    auto run = [&](auto kernel, size_t partial_bytes, int stages) {
-      size_t shared = kAttentionWarps * (kWarpRingBytes + 8 * stages) + partial_bytes;
+    auto run = [&](auto kernel, size_t received_bytes, int stages) {
+      size_t shared = kAttentionWarps * (kWarpRingBytes + 8 * stages) + received_bytes;
       launch("attention", kernel, grid, kAttentionThreads, shared, args.splits, pages, args);
     };
     auto stages = [](int head_dim) { return kWarpRingBytes / (4 * kTileTokens * head_dim); };
-    if (h == 128) run(attention_kernel<128>, sizeof(Partial<128>), stages(128));
-    if (h == 64) run(attention_kernel<64>, sizeof(Partial<64>), stages(64));
+    if (h == 128) run(attention_kernel<128>, sizeof(Received<128>), stages(128));
+    if (h == 64) run(attention_kernel<64>, sizeof(Received<64>), stages(64));
   }
 
   // out = residual (may be null) + attended o^T; where `next_gain` is given, what the next norm needs too.
@@ -246,20 +246,22 @@ class Step {
       args.splits *= 2;
     }
     // The ring: what lets two blocks stand on an SM, of this kernel or of the next one that already prefetches.
-    const int budget = 1024 * (tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112);
+    const int other_bytes = kSendsSums<N> ? N * kSumStride * 4 : 0;
+    const int budget = 1024 * (tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112) - other_bytes;
     const int stage_bytes = args.blocks_per_stage * kBlockBytes;
     const int split_blocks = (args.k_blocks + args.splits - 1) / args.splits;
     const int iterations = (split_blocks + args.blocks_per_stage - 1) / args.blocks_per_stage;
     args.stages = std::min({kMaxStages, budget / stage_bytes, iterations});
-    args.ring_bytes = std::max(args.stages * stage_bytes, N * kSumStride * 4);
+    args.ring_bytes = std::max(args.stages * stage_bytes, kSendsSums<N> ? 0 : N * kSumStride * 4);
     CUtensorMap weights_map, input_map;
     if (!map_matrix(&weights_map, matrix, static_cast<size_t>(shapes_.layers) * rows, columns, 64) ||
         !map_matrix(&input_map, input, shapes_.batch, columns, N / args.pair)) {
       return;
     }
     dim3 grid(args.splits * args.pair, (args.batch + N - 1) / N, tiles / args.pair);
-    launch(name, projection_kernel<N>, grid, kProjectionThreads, args.ring_bytes + 16 * kMaxStages,
-           args.splits * args.pair, weights_map, input_map, args);
+    int shared_bytes = args.ring_bytes + 16 * kMaxStages + other_bytes;
+    launch(name, projection_kernel<N>, grid, kProjectionThreads, shared_bytes, args.splits * args.pair, weights_map,
+           input_map, args);
   }
 
   // A row-major [rows, columns] matrix, fetched in tiles of `tile_rows` rows of 128 bytes, swizzled.

@@ -26,6 +26,11 @@ constexpr int kProjectionThreads = 32 * (kConsumerWarps + 1);
 constexpr int kHalfTileBytes = 64 * kBlockK * 2;
 constexpr int kSumStride = kTileRows + 4;   // floats of a row of the partial sums: 4 more keep the banks apart
 
+constexpr int kMaxSplits = 8;               // blocks of a cluster, on any Hopper GPU
+// Whether the splits' sums go to a buffer of their own ([N, 132] floats), rather than to where the ring was.
+template <int N>
+constexpr bool kSendsSums = N <= 32;
+
 enum class Epilogue : int { kQkv, kResidual, kGateUp };
 
 struct ProjectionArgs {
@@ -62,10 +67,11 @@ struct ProjectionArgs {
 
 // What one token's epilogue reads from global memory; fetched ahead, so that its latency is hidden.
 struct EpilogueOperands {
+  uint2 gain;                 // kResidual: of the next norm. kQkv: of the head's norm
+  bf16* cache_row;            // kQkv: the key's or value's place; null: not to be written
   float inverse_rms;
-  uint2 a, b;                 // kResidual: residual, next gain. kQkv: head gain
+  uint2 residual;
   float4 cosine, sine;
-  bf16* cache_row;            // null: not to be written
 };
 
 struct QkvLane {              // which head and which 4 elements of it a lane holds
@@ -80,30 +86,19 @@ __device__ __forceinline__ QkvLane qkv_lane(const ProjectionArgs& args, int tile
   return {head / heads_per_kv, head % heads_per_kv, row % args.head_dim, head < args.kv_heads * heads_per_kv};
 }
 
-__device__ __forceinline__ EpilogueOperands load_operands(const ProjectionArgs& args, int tile, int token, int lane) {
-  EpilogueOperands operands = {};
-  if (token >= args.batch) return operands;
-  operands.inverse_rms = 1.0f;
-  if (args.sums_in != nullptr) {
-    float sum = 0.0f;
-    for (int i = lane; i < args.norm_tiles; i += 32) sum += args.sums_in[token * args.norm_tiles + i];
-    operands.inverse_rms = rsqrtf(sum_over_lanes(sum, 32) * args.inverse_dim + args.epsilon);
-  }
+// The operands that no kernel of the call writes.
+__device__ __forceinline__ void load_given_operands(EpilogueOperands& operands, const ProjectionArgs& args, int tile,
+                                                    int token, int lane) {
+  if (token >= args.batch) return;
   if (args.epilogue == Epilogue::kResidual) {
-    int column = tile * kTileRows + 4 * lane;
-    size_t at = static_cast<size_t>(token) * args.out_columns + column;
-    if (args.residual != nullptr) operands.a = *reinterpret_cast<const uint2*>(args.residual + at);
-    if (args.next_gain != nullptr) operands.b = *reinterpret_cast<const uint2*>(args.next_gain + column);
+    if (args.next_gain != nullptr) {
+      operands.gain = *reinterpret_cast<const uint2*>(args.next_gain + tile * kTileRows + 4 * lane);
+    }
   } else if (args.epilogue == Epilogue::kQkv) {
     QkvLane where = qkv_lane(args, tile, lane);
-    int half = args.head_dim / 2;
-    if (where.slot <= args.group) {
-      const bf16* gain = where.slot == args.group ? args.k_gain : args.q_gain;
-      operands.a = *reinterpret_cast<const uint2*>(gain + where.element);
-      const float* angles = args.cos_sin + token * args.head_dim + where.element % half;
-      operands.cosine = *reinterpret_cast<const float4*>(angles);
-      operands.sine = *reinterpret_cast<const float4*>(angles + half);
-    }
+    const bf16* gain = where.slot == args.group ? args.k_gain : args.q_gain;
+    operands.gain = *reinterpret_cast<const uint2*>(gain + where.element);
+    operands.cache_row = nullptr;
     int position = args.positions[token];
     if (where.is_valid && where.slot >= args.group && position >= 0) {
       int page = args.page_table[token * args.max_pages + position / args.page_size];
@@ -111,7 +106,28 @@ __device__ __forceinline__ EpilogueOperands load_operands(const ProjectionArgs& 
       operands.cache_row = args.cache + (slab * args.page_size + position % args.page_size) * args.head_dim;
     }
   }
-  return operands;
+}
+
+// The operands that earlier kernels wrote.
+__device__ __forceinline__ void load_made_operands(EpilogueOperands& operands, const ProjectionArgs& args, int tile,
+                                                   int token, int lane) {
+  if (token >= args.batch) return;
+  if (args.epilogue == Epilogue::kResidual) {
+    size_t at = static_cast<size_t>(token) * args.out_columns + tile * kTileRows + 4 * lane;
+    operands.residual = make_uint2(0, 0);
+    if (args.residual != nullptr) operands.residual = *reinterpret_cast<const uint2*>(args.residual + at);
+  } else if (args.epilogue == Epilogue::kQkv) {
+    int half = args.head_dim / 2;
+    const float* angles = args.cos_sin + token * args.head_dim + 4 * lane % half;
+    operands.cosine = *reinterpret_cast<const float4*>(angles);
+    operands.sine = *reinterpret_cast<const float4*>(angles + half);
+  }
+  operands.inverse_rms = 1.0f;
+  if (args.sums_in != nullptr) {
+    float sum = 0.0f;
+    for (int i = lane; i < args.norm_tiles; i += 32) sum += args.sums_in[token * args.norm_tiles + i];
+    operands.inverse_rms = rsqrtf(sum_over_lanes(sum, 32) * args.inverse_dim + args.epsilon);
+  }
 }
 
 __device__ __forceinline__ void store_bf16x4(bf16* to, float4 v) {
@@ -123,13 +139,13 @@ __device__ __forceinline__ float sum_of_squares(float4 v) { return v.x * v.x + v
 // out = residual + sum, rounded to bf16 as the residual stream is; the rest is made of the rounded value.
 __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int tile, int token, int lane, float4 sum,
                                                 const EpilogueOperands& operands) {
-  float4 x = unpack_bf16(operands.a);
+  float4 x = unpack_bf16(operands.residual);
   uint2 rounded = make_uint2(pack_bf16(x.x + sum.x, x.y + sum.y), pack_bf16(x.z + sum.z, x.w + sum.w));
   size_t at = static_cast<size_t>(token) * args.out_columns + tile * kTileRows + 4 * lane;
   *reinterpret_cast<uint2*>(args.out + at) = rounded;
   if (args.next_gain == nullptr) return;
   x = unpack_bf16(rounded);
-  float4 gain = unpack_bf16(operands.b);
+  float4 gain = unpack_bf16(operands.gain);
   store_bf16x4(args.scaled_out + at, make_float4(x.x * gain.x, x.y * gain.y, x.z * gain.z, x.w * gain.w));
   float squares = sum_over_lanes(sum_of_squares(x), 32);
   if (lane == 0) args.sums_out[token * (args.out_columns / kTileRows) + tile] = squares;
@@ -158,7 +174,7 @@ __device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int tile,
   float4 value = sum;
   if (where.slot <= args.group) {
     float scale = rsqrtf(mean + args.epsilon);
-    float4 gain = unpack_bf16(operands.a);
+    float4 gain = unpack_bf16(operands.gain);
     value = make_float4(sum.x * scale * gain.x, sum.y * scale * gain.y, sum.z * scale * gain.z, sum.w * scale * gain.w);
   }
   float4 other;
@@ -187,6 +203,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     projection_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
                       const __grid_constant__ ProjectionArgs args) {
   constexpr int kBlockBytes = 2 * kHalfTileBytes + N * kBlockK * 2;
+  constexpr bool kLoadsEarly = N < 128;  // wider, registers are short
   extern __shared__ __align__(1024) uint8_t ring[];
 
   // The shuffle tells the compiler that a warp does not diverge by its number, which wgmma needs.
@@ -198,6 +215,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   const int iterations = (k_end - k_begin + args.blocks_per_stage - 1) / args.blocks_per_stage;
   const uint32_t ring_address = shared_address(ring);
   const uint32_t full = ring_address + args.ring_bytes, empty = full + 8 * kMaxStages;
+  const uint32_t received = empty + 8 * kMaxStages;
   const int stage_bytes = args.blocks_per_stage * kBlockBytes;
 
   if (threadIdx.x == 0) {
@@ -209,10 +227,15 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     let_next_kernel_start();
   }
   __syncthreads();
-  if (args.pair > 1) cluster_sync();  // the other side of the pair writes into this block's stages
+  // Other blocks of the cluster write into this one's shared memory: the stages (pairs), later the sums. Each thread
+  // waits for their start just before it writes into theirs.
+  const bool is_cluster = args.splits * args.pair > 1;
+  if (is_cluster) cluster_arrive();
 
   if (warp == kConsumerWarps) {
     if (lane == 0) {
+      prefetch_map(&weights);
+      prefetch_map(&input);
       const uint64_t weights_policy = evict_first_policy(), input_policy = evict_last_policy();
       const int row = args.row_base + tile * args.tile_step;
       auto blocks_of = [&](int i) { return min(args.blocks_per_stage, k_end - k_begin - i * args.blocks_per_stage); };
@@ -244,6 +267,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       for (int i = 0; i < ahead; ++i) fetch_weights(i);
       wait_for_previous_kernel();
       fence_before_copies();
+      if (is_cluster) cluster_wait();
       for (int i = 0; i < ahead; ++i) fetch_input(i);
       for (int i = ahead; i < iterations; ++i) {
         barrier_wait(empty + 8 * (i % args.stages), (i / args.stages + 1) & 1);
@@ -251,20 +275,22 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
         fetch_input(i);
       }
     }
-    __syncwarp();
-    if (args.splits * args.pair > 1) {
+    if (is_cluster) {
+      if (lane > 0) cluster_wait();
+      __syncwarp();
       cluster_sync();
-      cluster_sync();
+      if (!kSendsSums<N>) cluster_sync();
     }
     return;
   }
 
-  wait_for_previous_kernel();
   // Tokens are dealt to the splits, then to a split's warps.
   const int token_step = args.splits * kConsumerWarps;
   int n = split + args.splits * warp;
   EpilogueOperands next = {};
-  if (N < 128 && n < N) next = load_operands(args, tile, first_token + n, lane);
+  if (kLoadsEarly && n < N) load_given_operands(next, args, tile, first_token + n, lane);
+  wait_for_previous_kernel();
+  if (kLoadsEarly && n < N) load_made_operands(next, args, tile, first_token + n, lane);
 
   float sums[N / 2];
   const uint32_t half_offset = (warp / 4) * kHalfTileBytes;
@@ -291,35 +317,62 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     }
   }
   wgmma_wait<0>();
-  sync_threads(1, 32 * kConsumerWarps);  // the ring becomes the buffer of partial sums [N, 128]
+  if (is_cluster) cluster_wait();
 
-  float* partial = reinterpret_cast<float*>(ring);
-  {
-    int row = 16 * warp + lane / 4, token = 2 * (lane % 4);
+  // Add up the splits. Few tokens: each block sends a token's sums to the block that finishes the token, and one
+  // barrier ends it. Many tokens: each leaves its sums where the ring was, and the others read them there.
+  const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
+  if constexpr (kSendsSums<N>) {
+    const int tokens_per_split = N / args.splits;
+    const uint32_t to = received + split * tokens_per_split * kSumStride * 4 + row * 4;
 #pragma unroll
-    for (int j = 0; j < N / 8; ++j) {
-      float* to = partial + (8 * j + token) * kSumStride + row;
-      to[0] = sums[4 * j];
-      to[kSumStride] = sums[4 * j + 1];
-      to[8] = sums[4 * j + 2];
-      to[kSumStride + 8] = sums[4 * j + 3];
+    for (int j = 0; j < N / 2; ++j) {
+      int token = 8 * (j / 4) + column + j % 2;
+      uint32_t at = to + token / args.splits * kSumStride * 4 + (j % 4 / 2) * 32;
+      store_cluster_float(address_in_cluster(at, token % args.splits), sums[j]);
+    }
+  } else {
+    sync_threads(1, 32 * kConsumerWarps);  // both warpgroups have done with the ring
+    float* partial = reinterpret_cast<float*>(ring);
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) {
+      partial[(8 * (j / 4) + column + j % 2) * kSumStride + row + j % 4 / 2 * 8] = sums[j];
     }
   }
-  if (args.splits * args.pair > 1) {
+  if (is_cluster) {
     cluster_sync();
   } else {
     sync_threads(1, 32 * kConsumerWarps);
   }
 
-  if (N == 128) next = load_operands(args, tile, first_token + n, lane);  // not earlier: registers are short
+  if (!kLoadsEarly) {
+    load_given_operands(next, args, tile, first_token + n, lane);
+    load_made_operands(next, args, tile, first_token + n, lane);
+  }
   for (; n < N && first_token + n < args.batch; n += token_step) {
     EpilogueOperands operands = next;
-    if (n + token_step < N) next = load_operands(args, tile, first_token + n + token_step, lane);
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    uint32_t at = ring_address + (n * kSumStride + 4 * lane) * 4;
-    for (int r = 0; r < args.splits; ++r) {
-      float4 part = load_cluster_float4(address_in_cluster(at, r + args.splits * side));
-      sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+    if (n + token_step < N) {
+      load_given_operands(next, args, tile, first_token + n + token_step, lane);
+      load_made_operands(next, args, tile, first_token + n + token_step, lane);
+    }
+    float4 parts[kMaxSplits];
+#pragma unroll
+    for (int r = 0; r < kMaxSplits; ++r) {  // unrolled: all loads are in flight together
+      parts[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (r < args.splits) {
+        if constexpr (kSendsSums<N>) {
+          int slot = r * (N / args.splits) + n / args.splits;
+          parts[r] = load_shared_float4(received + (slot * kSumStride + 4 * lane) * 4);
+        } else {
+          uint32_t at = ring_address + (n * kSumStride + 4 * lane) * 4;
+          parts[r] = load_cluster_float4(address_in_cluster(at, r + args.splits * side));
+        }
+      }
+    }
+    float4 sum = parts[0];
+#pragma unroll
+    for (int r = 1; r < kMaxSplits; ++r) {
+      sum = make_float4(sum.x + parts[r].x, sum.y + parts[r].y, sum.z + parts[r].z, sum.w + parts[r].w);
     }
     float scale = operands.inverse_rms;
     sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
@@ -332,7 +385,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       finish_qkv(args, tile, token, lane, sum, operands);
     }
   }
-  if (args.splits * args.pair > 1) cluster_sync();  // other blocks have read this one's sums
+  if (!kSendsSums<N> && is_cluster) cluster_sync();  // other blocks have read this one's sums
 }
 
 }  // namespace meshserve

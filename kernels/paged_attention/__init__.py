@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from . import reference
+from . import gpu, reference
 
 
 class PagedBatch(NamedTuple):
@@ -52,17 +52,21 @@ def write_kv(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *,
     )
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"reference": reference.paged_attention}
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "reference": reference.paged_attention,
+    "cuda": gpu.paged_attention,
+}
 
 
 def implementation(name: str) -> PagedAttention:
-    """The named implementation; "auto" takes the fastest that runs on the default backend.
+    """The named implementation: "reference" (any backend), or "cuda" (Hopper, bfloat16).
 
     Raises:
-      ValueError: there is no such implementation.
+      ValueError: there is no such implementation, or it cannot run here; says why.
     """
-    if name == "auto":
-        name = "reference"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"attention is {name!r}; this build has {', '.join(IMPLEMENTATIONS)}.")
+    reason = gpu.unavailable_reason() if name == "cuda" else None
+    if reason:
+        raise ValueError(f"attention 'cuda' cannot run: {reason}. Take 'reference'.")
     return IMPLEMENTATIONS[name]

@@ -6,11 +6,12 @@ Token i of a request is (last prompt token + 1 + i) modulo the vocabulary, and i
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshserve.runtime.contract import ModelInfo
+from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.lifecycle import ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
 from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
@@ -39,6 +40,12 @@ class Letters:
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode("ascii"))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, enable_thinking: bool = True) -> str:
+        if any(message["role"] == "alien" for message in messages):
+            raise InvalidRequestError("messages", "the chat template refused them: no aliens")
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return text if enable_thinking else text + "no thinking\n"
 
 
 @dataclass

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
-from meshserve.runtime import wire
 from meshserve.runtime.client import AsyncClient, CallError, Client, Usage, call_errors
-from meshserve.runtime.contract import ModelInfo
-from meshserve.runtime.errors import ConfigError, EngineStoppedError, InvalidRequestError, QueueFullError
+from meshserve.runtime.errors import (
+    ConfigError,
+    EngineStoppedError,
+    InvalidRequestError,
+    QueueFullError,
+    UnsupportedModelError,
+)
 from meshserve.runtime.lifecycle import ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
-from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.request import FinishReason, Load
 from meshserve.runtime.server import SERVICE_NAME
 
-from .loopback import INFO, VOCAB_SIZE, FakeEngine, Running, edge_of, running
+from .loopback import INFO, VOCAB_SIZE, FakeEngine, Letters, Running, edge_of, running
 
 Code = grpc.StatusCode
 
@@ -69,6 +72,54 @@ def test_a_stream_brings_every_token_once_and_one_finish(client, prompt):
     assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1].finish.reason is FinishReason.LENGTH
     assert chunks[-1].finish.usage == Usage(num_prompt_tokens=len(prompt), num_output_tokens=20)
+
+
+def test_a_chat_is_rendered_and_streamed(server, client):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    chunks = list(client.chat(messages, max_tokens=5))
+    prompt = "system: be brief\nuser: hi\n"
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [
+        11,
+        12,
+        13,
+        14,
+        15,
+    ]  # after "\n", which is 10
+    assert chunks[-1].finish.usage == Usage(num_prompt_tokens=len(prompt), num_output_tokens=5)
+    [last] = client.chat(messages, max_tokens=1, enable_thinking=False)
+    assert last.finish.usage.num_prompt_tokens == len(prompt + "no thinking\n")
+
+
+@pytest.mark.parametrize(
+    ("messages", "field_name", "words"),
+    [
+        ([], "messages", "got none"),
+        ([{"content": "a"}], "messages[0].role", "has 0 characters"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "r" * 65, "content": ""}],
+            "messages[1].role",
+            "has 65 characters",
+        ),
+        ([{"role": "user", "content": "a" * 60}], "messages", "has 67 tokens; this server accepts 63"),
+        ([{"role": "alien", "content": "a"}], "messages", "refused them"),
+    ],
+)
+def test_chats_that_are_refused(server, client, messages, field_name, words):
+    num_submits = server.engine.num_submits
+    with pytest.raises(CallError, match=words) as caught:
+        list(client.chat(messages))
+    assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field_name)
+    assert server.engine.num_submits == num_submits
+
+
+def test_a_model_without_a_chat_template_says_so(client, monkeypatch):
+    def render_chat(self, messages, **options):
+        raise UnsupportedModelError("no chat template")
+
+    monkeypatch.setattr(Letters, "render_chat", render_chat)
+    with pytest.raises(CallError, match="no chat template") as caught:
+        list(client.chat([{"role": "user", "content": "a"}]))
+    assert caught.value.code is Code.FAILED_PRECONDITION
 
 
 def test_model_info_and_load(client):
@@ -396,19 +447,3 @@ def test_buf_curl_finds_the_service_by_reflection(server):
         "reason": "FINISH_REASON_LENGTH",
         "usage": {"numPromptTokens": 1, "numOutputTokens": 3},
     }
-
-
-def test_messages_and_dataclasses_have_the_same_fields():
-    def names(kind: type) -> set[str]:
-        return {item.name for item in fields(kind)}
-
-    assert set(pb.SamplingParams.DESCRIPTOR.fields_by_name) == names(SamplingParams)
-    assert set(pb.GetModelInfoResponse.DESCRIPTOR.fields_by_name) == names(ModelInfo)
-    assert set(pb.GetLoadResponse.DESCRIPTOR.fields_by_name) == names(Load)
-    for reason in FinishReason:
-        response = wire.generate_response(Output(request_id="a", finish_reason=reason))
-        assert pb.FinishReason.Name(response.finish.reason) == f"FINISH_REASON_{reason.name}"
-        assert wire.finish_reason(response.finish.reason) is reason
-    sent = pb.SamplingParams(temperature=0.0, top_k=0, seed=0, ignore_eos=False, stop=["a"])
-    assert wire.sampling_params(sent) == SamplingParams(temperature=0.0, seed=0, stop=("a",))
-    assert wire.sampling_params(pb.SamplingParams()) == SamplingParams()

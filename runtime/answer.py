@@ -1,0 +1,158 @@
+"""What the client sends and gets: requests from arguments, chunks from messages, `CallError` from grpc's errors."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from meshserve.protos import inference_pb2 as pb
+
+from . import wire
+from .errors import MeshserveError
+from .request import FinishReason
+
+
+class SamplingFields(TypedDict, total=False):
+    """Fields of SamplingParams in inference.proto. One that is left out takes the server's default."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    ignore_eos: bool
+    stop: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Tokens counted for one request."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish:
+    """How a request ended."""
+
+    reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What is new since the chunk before. The last chunk of a request, and only it, has `finish`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: Finish | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The whole output of a request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class CallError(MeshserveError):
+    """A call failed.
+
+    `field` is the request field at fault where the server named one, `retry_seconds` its hint when to try again.
+    """
+
+    def __init__(
+        self, code: grpc.StatusCode, message: str, *, field: str | None = None, retry_seconds: float | None = None
+    ):
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        self.field = field
+        self.retry_seconds = retry_seconds
+
+
+def generate_request(
+    prompt: str | Sequence[int], request_id: str | None, sampling: SamplingFields
+) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(request_id=request_id, sampling=_sampling(sampling))
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.CopyFrom(pb.TokenIds(token_ids=prompt))
+    return request
+
+
+def chat_request(
+    messages: Sequence[Mapping[str, str]],
+    request_id: str | None,
+    enable_thinking: bool | None,
+    sampling: SamplingFields,
+) -> pb.ChatRequest:
+    return pb.ChatRequest(
+        request_id=request_id,
+        messages=[pb.ChatMessage(**message) for message in messages],
+        sampling=_sampling(sampling),
+        enable_thinking=enable_thinking,
+    )
+
+
+def _sampling(sampling: SamplingFields) -> pb.SamplingParams:
+    fields: dict[str, Any] = dict(sampling)
+    if isinstance(fields.get("stop"), str):
+        raise TypeError(f"stop is the string {fields['stop']!r}; it takes a list of strings.")
+    return pb.SamplingParams(**fields)
+
+
+def chunk(response: pb.GenerateResponse | pb.ChatResponse) -> Chunk:
+    finish = None
+    if response.HasField("finish"):
+        usage = response.finish.usage
+        finish = Finish(
+            reason=wire.finish_reason(response.finish.reason),
+            usage=Usage(num_prompt_tokens=usage.num_prompt_tokens, num_output_tokens=usage.num_output_tokens),
+        )
+        if finish.reason is FinishReason.ERROR:
+            raise CallError(grpc.StatusCode.INTERNAL, response.finish.message)
+    return Chunk(text=response.text, token_ids=tuple(response.token_ids), finish=finish)
+
+
+def completion(chunks: Sequence[Chunk]) -> Completion:
+    finish = chunks[-1].finish if chunks else None
+    if finish is None:
+        raise CallError(grpc.StatusCode.INTERNAL, "the stream ended without its last message")
+    return Completion(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        finish_reason=finish.reason,
+        usage=finish.usage,
+    )
+
+
+@contextlib.contextmanager
+def call_errors() -> Iterator[None]:
+    """Turns grpc's errors into `CallError`, for those who use the stub themselves."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _call_error(error) from error
+
+
+def _call_error(error: Any) -> CallError:
+    """From grpc's error, sync or async: both are calls that have ended, with code, details and trailing metadata."""
+    field, retry_seconds = None, None
+    metadata = dict(error.trailing_metadata() or ())
+    status = status_pb2.Status.FromString(metadata.get("grpc-status-details-bin", b""))
+    for detail in status.details:
+        bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad_request) and bad_request.field_violations:
+            field = bad_request.field_violations[0].field
+        elif detail.Unpack(retry_info):
+            retry_seconds = retry_info.retry_delay.ToNanoseconds() / 1e9
+    return CallError(error.code(), error.details() or "", field=field, retry_seconds=retry_seconds)

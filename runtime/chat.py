@@ -1,0 +1,92 @@
+"""`meshserve chat`: a conversation in the terminal, or one line after the other from a pipe. Imports no jax.
+
+Ctrl-C ends the answer that is coming, and keeps what has come of it. Ctrl-D or /quit ends; /reset forgets.
+"""
+
+import sys
+
+from .client import CallError, Client
+
+_HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /quit or Ctrl-D ends."
+_PROMPT = "> "
+
+
+def chat(target: str, *, max_tokens: int, temperature: float, system: str) -> int:
+    """Talks to the server at `target` until the input ends. Errors are printed, and the conversation goes on.
+
+    Args:
+      max_tokens: of each answer.
+      temperature: 0 is greedy.
+      system: a system message to begin with; empty for none.
+
+    Returns:
+      The exit status: 1 if the input is a pipe and any answer failed, else 0.
+    """
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401 - gives `input` a history and keys to edit with
+
+        print(_HELP)
+    with Client(target) as client:
+        conversation = Conversation(client, max_tokens=max_tokens, temperature=temperature, system=system)
+        while (line := _read_line(is_terminal)) is not None:
+            if line == "/quit":
+                break
+            if line == "/reset":
+                conversation.reset()
+            elif line:
+                conversation.say(line)
+    return 1 if conversation.num_failures and not is_terminal else 0
+
+
+def _read_line(is_terminal: bool) -> str | None:
+    """The next line, stripped; None at the end of the input."""
+    while True:
+        try:
+            return input(_PROMPT if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:
+                print()
+            return None
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print("\n" + _HELP)
+
+
+class Conversation:
+    """What has been said. A turn that brings no answer is forgotten, so that speakers always alternate."""
+
+    def __init__(self, client: Client, *, max_tokens: int, temperature: float, system: str):
+        self.num_failures = 0
+        self._client = client
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self._opening)
+
+    def reset(self) -> None:
+        self.messages = list(self._opening)
+
+    def say(self, content: str) -> None:
+        """Sends one message of the user, and prints the answer as it comes. An interrupt ends the answer."""
+        question = {"role": "user", "content": content}
+        answer = ""
+        chunks = self._client.chat(
+            [*self.messages, question], max_tokens=self._max_tokens, temperature=self._temperature
+        )
+        try:
+            for chunk in chunks:
+                answer += chunk.text
+                print(chunk.text, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            print(" [stopped]", flush=True)
+        except CallError as error:
+            self.num_failures += 1
+            print("\n" if answer else "", end="", flush=True)
+            print(f"meshserve: {error}", file=sys.stderr, flush=True)
+        finally:
+            chunks.close()  # cancels the call, if it has not ended
+        if answer:
+            self.messages += [question, {"role": "assistant", "content": answer}]

@@ -1,0 +1,106 @@
+"""Compiled programs are kept on disk between starts, and a compile after "ready" is an event to notice.
+
+The set of shapes is finite and declared (`batch.declare_buckets`), all of it is compiled before the server is ready,
+and the compiled programs never recompile. So a compile afterwards is a fault: it is counted, logged with the shapes
+that caused it, and with `strict` refused before XLA starts on it.
+"""
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.monitoring
+
+_log = logging.getLogger(__name__)
+
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_CACHE_MISS = "/jax/compilation_cache/cache_misses"
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the last event before XLA compiles
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def use_cache(directory: Path) -> None:
+    """Keeps compiled programs, and on GPUs the results of XLA's autotuning, in `directory`.
+
+    The key is the program, the compiler, its flags and the kind of device: equal hosts may share a folder.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "all")
+
+
+class LateCompileError(RuntimeError):
+    """A program was about to be compiled after the server was ready, which `strict` forbids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileCounts:
+    """Since the watch began. A program found in the cache counts as a hit, and as compiled, too: jax loads it then."""
+
+    num_compiles: int
+    num_cache_hits: int
+    num_cache_misses: int
+    num_late_compiles: int  # after `ready`
+
+
+class CompileWatch:
+    """Counts compiles in this process from construction to `close`. Use it as a context manager."""
+
+    def __init__(self, *, is_strict: bool = False):
+        self._is_strict = is_strict
+        self._is_ready = False
+        self._lock = threading.Lock()
+        self._events = dict.fromkeys((_CACHE_HIT, _CACHE_MISS, _COMPILED), 0)
+        self._num_late = 0
+        jax.monitoring.register_event_listener(self._on_event)
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+
+    def __enter__(self) -> "CompileWatch":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_listener(self._on_event)
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        if self._is_ready:
+            jax.config.update("jax_log_compiles", False)
+
+    def ready(self) -> None:
+        """From now on a compile is a fault. jax itself logs its shapes."""
+        self._is_ready = True
+        jax.config.update("jax_log_compiles", True)
+
+    @property
+    def counts(self) -> CompileCounts:
+        with self._lock:
+            return CompileCounts(
+                num_compiles=self._events[_COMPILED],
+                num_cache_hits=self._events[_CACHE_HIT],
+                num_cache_misses=self._events[_CACHE_MISS],
+                num_late_compiles=self._num_late,
+            )
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        self._count(event)
+
+    def _on_duration(self, event: str, duration_secs: float, **details: Any) -> None:
+        self._count(event)
+        if not self._is_ready or event != _LOWERED:
+            return
+        with self._lock:
+            self._num_late += 1
+        name = details.get("fun_name", "a program")
+        if self._is_strict:
+            raise LateCompileError(f"{name} would be compiled after the server was ready; --strict forbids it.")
+        _log.error("%s is compiled after the server was ready; the shapes stand in jax's message beside this", name)
+
+    def _count(self, event: str) -> None:
+        with self._lock:
+            if event in self._events:
+                self._events[event] += 1

@@ -1,0 +1,59 @@
+"""Which kernels serve: chosen once at start-up from the devices, the model's shapes and the config, and logged."""
+
+import logging
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshserve.kernels import decode_layers, paged_attention
+from meshserve.sharding.mesh import named_sharding
+
+from .config import ServeConfig
+from .model import Kernels, layer_weights
+from .step import CACHE_AXES, DeviceState
+
+_log = logging.getLogger(__name__)
+
+
+def choose_kernels(
+    config: ServeConfig, mesh: Mesh, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct]
+) -> Kernels:
+    """The kernels that `attention` and `decode_layers` name. "auto" takes the fastest that can serve this model here,
+    and says in the log why a faster one cannot.
+
+    Raises:
+      ValueError: a named implementation cannot run here.
+    """
+    reason = _cuda_refusal(mesh, params, state)
+    fastest = "cuda" if reason is None else "reference"
+    attention = fastest if config.attention == "auto" else config.attention
+    decode = ("off" if reason else "cuda") if config.decode_layers == "auto" else config.decode_layers
+    for option, chosen in (("attention", attention), ("decode_layers", decode)):
+        if chosen == "cuda" and reason is not None:
+            raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {reason}.")
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    if is_gpu and reason is not None:
+        _log.warning("the CUDA kernels are not used, XLA's are, which are slower: %s", reason)
+    _log.info("attention: %s; decode layers: %s", attention, decode)
+    return Kernels(
+        attend=paged_attention.implementation(attention),
+        decode=None if decode == "off" else decode_layers.implementation(decode),
+        is_unrolled=is_gpu,
+    )
+
+
+def _cuda_refusal(mesh: Mesh, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct]) -> str | None:
+    """Why the CUDA kernels cannot serve these shapes on these devices; None if they can."""
+    reason = paged_attention.gpu.unavailable_reason()
+    if reason is not None:
+        return reason
+
+    def block(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+
+    weights = jax.tree.map(block, layer_weights(params["layers"]))
+    cache_shape = named_sharding(mesh, CACHE_AXES).shard_shape(state.cache.shape)
+    cache: Any = jax.ShapeDtypeStruct(cache_shape, state.cache.dtype)
+    return decode_layers.unsupported_reason(weights, cache)

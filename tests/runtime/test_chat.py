@@ -1,0 +1,116 @@
+"""`meshserve chat` as a process of its own, on a pipe and on a terminal, against a server on loopback."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from .loopback import Running, running
+
+CHAT = [sys.executable, "-m", "meshserve.runtime.cli", "chat", "--temperature=0"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as server:
+        yield server
+
+
+def piped(target: str, lines: str, *flags: str) -> subprocess.CompletedProcess:
+    command = [*CHAT, f"--target={target}", *flags]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60)
+
+
+def test_a_pipe_gets_an_answer_for_each_line(server):
+    done = piped(server.target, "hi\n\nagain\n/quit\nnever\n", "--max-tokens=3")
+    assert (done.stdout, done.stderr, done.returncode) == ("11 12 13 \n11 12 13 \n", "", 0)
+
+
+def test_errors_are_printed_and_the_conversation_goes_on(server):
+    done = piped(server.target, f"{'a' * 70}\nhi\n", "--max-tokens=1")
+    assert done.stdout == "11 \n"
+    assert "INVALID_ARGUMENT" in done.stderr and "accepts 63" in done.stderr
+    assert done.returncode == 1
+
+
+def test_the_conversation_is_kept_until_it_is_reset(server):
+    """The toy's context of 64 tokens tells: two short turns fit, the third does not, and after a reset it does."""
+    done = piped(server.target, "123456789\n123456789\n123456789\n/reset\n123456789\n", "--max-tokens=3", "--system=s")
+    assert done.stdout == "11 12 13 \n11 12 13 \n11 12 13 \n"
+    assert done.stderr.count("INVALID_ARGUMENT") == 1
+
+
+def test_a_server_that_is_not_there(server):
+    done = piped("127.0.0.1:1", "hi\n")
+    assert "UNAVAILABLE" in done.stderr and "Traceback" not in done.stderr and done.returncode == 1
+
+
+class Terminal:
+    """A chat on a pseudo-terminal."""
+
+    def __init__(self, target: str, *flags: str):
+        self.said = ""
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.execv(CHAT[0], [*CHAT, f"--target={target}", *flags])
+
+    def type(self, keys: str) -> None:
+        os.write(self._fd, keys.encode())
+
+    def wait_for(self, pattern: str, seconds: float = 30.0) -> None:
+        """Until the chat has printed it, after what was waited for before."""
+        end = time.monotonic() + seconds
+        while (found := re.search(pattern, self.said)) is None:
+            assert time.monotonic() < end, self.said
+            try:
+                self.said += os.read(self._fd, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"the chat has ended: {self.said}") from None
+        self.said = self.said[found.end() :]
+
+    def status(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def test_a_terminal_can_stop_an_answer_and_go_on(server):
+    terminal = Terminal(server.target, "--max-tokens=100000")
+    try:
+        terminal.wait_for("/quit")
+        terminal.type("hi\n")
+        terminal.wait_for("11 12 13 ")
+        terminal.type("\x03")  # Ctrl-C
+        terminal.wait_for(r"\[stopped\]")
+        end = time.monotonic() + 5
+        while server.room.num_open:
+            assert time.monotonic() < end, "the request was not cancelled"
+            time.sleep(0.01)
+        terminal.type("\x03")  # at the prompt: nothing to stop
+        terminal.wait_for("/quit or Ctrl-D ends")
+        terminal.type("/reset\n")
+        terminal.type("hi\n")
+        terminal.wait_for("11 12 13 ")
+        terminal.type("\x03")
+        terminal.wait_for(r"\[stopped\]")
+        terminal.type("\x04")  # Ctrl-D
+        assert terminal.status() == 0
+    finally:
+        terminal.close()
+
+
+def test_a_pipe_ends_at_a_signal_between_answers(server):
+    process = subprocess.Popen([*CHAT, f"--target={server.target}", "--max-tokens=1"], stdin=-1, stdout=-1, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("hi\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "11 \n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 130
