@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Ref = Any  # of Pallas: it has no public name for the type of a reference
 
 _MASKED = -1e30  # a score no token has; finite, so that differences of it are no NaN
-_TABLE_BYTES = 640 << 10  # of the page table in one call: scalar memory is 1 MiB, and positions and requests lie there too
+_MAX_UNROLLED_PAGES = 8
 _VMEM_BYTES = 48 << 20  # scratch and what the compiler adds; the smallest chip (TPU7x) has 64 MiB
 
 
@@ -44,6 +44,7 @@ class Tiling:
     slots: int  # turns of the decode loop whose pages VMEM holds: one computes, the others fill
     tile_tokens: int  # tokens of a tile of chunks; a power of two
     tile_pages: int  # pages of a block of chunks
+    table_bytes: int = 640 << 10  # of the page table in a call: scalar memory is 1 MiB, positions and requests included
 
 
 def default_tiling(*, num_tokens: int, kv_heads: int, group: int, page_size: int) -> Tiling:
@@ -81,7 +82,7 @@ def paged_attention(
         check_shapes(head_dim=q.shape[3], page_size=page_size, dtype=cache.dtype)
     tiling = tiling or default_tiling(num_tokens=num_tokens, kv_heads=kv_heads, group=group, page_size=page_size)
     num_requests, max_pages = batch.page_table.shape
-    call_requests = max(1, min(num_requests, _TABLE_BYTES // (4 * max_pages)))
+    call_requests = max(1, min(num_requests, tiling.table_bytes // (4 * max_pages)))
     is_token = batch.positions >= 0
     positions, token_request = batch.positions.astype(jnp.int32), batch.token_request.astype(jnp.int32)
     out = None
@@ -170,7 +171,9 @@ def _call(
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={} if out is None else {len(prefetched) + 2: 0},
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
+        # Checks would cost 5 scalar instructions in 20 of each page's copy; the page numbers are our own allocator's, and
+        # in the interpreter they are checked.
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES, disable_bounds_checks=True),
         cost_estimate=_cost(q, math.prod(page) * itemsize, table.shape[0] // 2),
         name="paged_attention",
         interpret=interpret,
@@ -271,13 +274,24 @@ class _Kernel:
             page = self.cache.at[self.scalars[0], self.table[entry + index]]
             pltpu.make_async_copy(page, buffer.at[index], sem).start()
 
-        jax.lax.fori_loop(0, count, copy, None)
+        self._each_page(count, buffer, copy)
 
     def _await_pages(self, count: jax.Array, buffer: Ref, sem: Ref) -> None:
         def wait(index: jax.Array, _: None) -> None:
             pltpu.make_async_copy(self.cache.at[0, 0], buffer.at[0], sem).wait()
 
-        jax.lax.fori_loop(0, count, wait, None)
+        self._each_page(count, buffer, wait)
+
+    def _each_page(self, count: jax.Array, buffer: Ref, act: Callable[[Any, None], None]) -> None:
+        """Calls act(index, None) for the first `count` pages of `buffer`.
+
+        Few pages are written out: predicated copies then stand among the arithmetic, where a loop would stop it.
+        """
+        if buffer.shape[0] > _MAX_UNROLLED_PAGES:
+            jax.lax.fori_loop(0, count, act, None)
+            return
+        for index in range(buffer.shape[0]):
+            pl.when(index < count)(partial(act, index, None))
 
     def _num_pages(self, num_positions: jax.Array, block: jax.Array, block_pages: int) -> jax.Array:
         """Pages of a block that the first `num_positions` positions of a request reach into."""
@@ -324,8 +338,11 @@ class _Kernel:
             ahead_slot = jnp.where(slot == 0, tiling.slots - 1, slot - 1)
             ahead = fetch(ahead_token, ahead_block, ahead_slot)
             found = items(token, block)
-            count = sum((pages_of(*item) for item in found[:-1]), jnp.int32(0))
-            self._await_pages(count, scratch.decode_pages.at[slot], scratch.decode_sems.at[slot])
+            for index, item_ in enumerate(found[:-1]):
+                place = pl.ds(index * tiling.block_pages, tiling.block_pages)
+                self._await_pages(
+                    pages_of(*item_), scratch.decode_pages.at[slot, place], scratch.decode_sems.at[slot]
+                )
             rows = [jnp.where(token < stop, token - first, self.max_decodes) for token, _ in found[:-1]]
             valid = [num_positions(token) - block * block_tokens for token, block in found[:-1]]
             is_first = [block == 0 for _, block in found[:-1]]
