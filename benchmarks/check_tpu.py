@@ -17,9 +17,10 @@ from functools import partial
 
 import jax
 
-from meshserve.kernels.paged_attention import tpu
+from meshserve.kernels.paged_attention import tpu, tpu_write
 from meshserve.runtime.aot import DryServer, OutOfMemoryError
 from meshserve.runtime.config import ServeConfig
+from meshserve.runtime.model import Kernels
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.plan import REPORT_HEAD, Planner, compile_plan, plan_json, plan_table, report_row
 from meshserve.runtime.step import CacheShape
@@ -35,7 +36,7 @@ def planner(model: str, slice_name: str, **options: int) -> Planner:
     goal = target(slice_name)
     config = ServeConfig(model=model, **{"page_size": PAGE_SIZE, **options})
     return Planner(
-        name=model, config=config, model=named_model(model), target=goal, num_devices=goal.mesh().size
+        name=model, config=config, model=named_model(model), target=goal, num_devices=goal.num_devices
     )
 
 
@@ -67,15 +68,14 @@ def refusals(slice_name: str) -> list[str]:
     }
     accepted = []
     for memory, (planted_bucket, planted_shape, planted_tiling) in planted.items():
-        attend = partial(tpu.paged_attention, tiling=planted_tiling)
+        kernels = Kernels(attend=partial(tpu.paged_attention, tiling=planted_tiling), write=tpu_write.write_kv)
         try:
-            server.compile(planted_bucket, planted_shape, dataclasses.replace(server.kernels, attend=attend))
+            server.compile(planted_bucket, planted_shape, kernels)
             accepted.append(f"{slice_name}: a program beyond {memory} was accepted")
         except OutOfMemoryError as error:
             print(f"beyond {memory}, {slice_name}: refused: {str(error)[:110]}", flush=True)
     # The same page table passes where the kernel may split it.
-    attend = partial(tpu.paged_attention, tiling=tiling)
-    server.compile(*planted["SMEM"][:2], dataclasses.replace(server.kernels, attend=attend))
+    server.compile(*planted["SMEM"][:2])
     return accepted
 
 

@@ -7,14 +7,12 @@ chip. What this cannot show is the values a program computes, its speed, and the
 import dataclasses
 import re
 import time
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.kernels.paged_attention import IMPLEMENTATIONS, WRITERS
 from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import named_sharding
@@ -22,6 +20,7 @@ from meshserve.sharding.targets import Target
 
 from .batch import Bucket
 from .config import ModelConfig
+from .kernel_choice import tpu_kernels
 from .model import Kernels, abstract_model
 from .step import CacheShape, placed_state, sharded_step, state_shapes
 
@@ -75,10 +74,6 @@ class DryServer:
         )
         return cls(model=model, target=target, mesh=mesh, layout=layout, dtype=jnp.dtype("bfloat16"))
 
-    @property
-    def kernels(self) -> Kernels:
-        return Kernels(attend=IMPLEMENTATIONS["tpu"], write=WRITERS["tpu"], is_unrolled=self.target.chip.is_unrolled)
-
     def compile(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Compiled:
         """The program of a bucket.
 
@@ -88,8 +83,9 @@ class DryServer:
         structure, abstract = abstract_model(self.model, self.layout, self.dtype)
         params = _placed_params(abstract, self.mesh)
         state = placed_state(state_shapes(self.model, self.layout, shape, self.dtype), self.mesh)
+        kernels = kernels or tpu_kernels(self.mesh, state)
         packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(self.mesh, ()))
-        program = sharded_step(structure, abstract, kernels or self.kernels, bucket, self.mesh)
+        program = sharded_step(structure, abstract, kernels, bucket, self.mesh)
         try:
             return program.lower(params, state, packed).compile()
         except jax.errors.JaxRuntimeError as error:
@@ -119,11 +115,6 @@ class DryServer:
             num_all_reduces=count_all_reduces(text),
             num_kernels=len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
         )
-
-    def reports(self, buckets: tuple[Bucket, ...], shape: CacheShape) -> Iterator[ProgramReport]:
-        """Every program of the server, one after the other."""
-        for bucket in buckets:
-            yield self.report(bucket, shape)
 
     def cache_bytes(self, shape: CacheShape) -> int:
         """The KV cache on one device."""

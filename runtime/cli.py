@@ -1,4 +1,4 @@
-"""The command line: meshserve serve | generate | chat | bench | demo.
+"""The command line: meshserve serve | generate | chat | plan | bench | demo.
 
 The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
 Heavy imports happen inside the commands, so that --help is instant.
@@ -57,6 +57,13 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
     chat.add_argument("--system", default="", help="a system message to begin with")
     chat.set_defaults(run=_chat)
+
+    plan = commands.add_parser("plan", help="what a model needs on each device of a slice")
+    _add_options(plan, _SERVER_ONLY | {"cpu_devices", "cache_dir", "attention", "decode_layers"})
+    plan.add_argument("--target", required=True, help="the slice, for example v6e:2x4; tp is its size by default")
+    plan.add_argument("--compile", action="store_true", help="compile every program for it (needs the extra [tpu])")
+    plan.add_argument("--json", action="store_true", help="print one line of JSON")
+    plan.set_defaults(run=_plan)
 
     bench = commands.add_parser("bench", help="measure this machine", add_help=False)
     bench.add_argument("benchmark", choices=_BENCHMARKS, help="what to measure")
@@ -150,6 +157,14 @@ def _chat(namespace: argparse.Namespace) -> int:
         temperature=namespace.temperature,
         system=namespace.system,
     )
+
+
+def _plan(namespace: argparse.Namespace) -> int:
+    from .plan import run_plan
+
+    config = serve_config(namespace)
+    degree = getattr(namespace, "tp", 0) or (config.tp if config.tp > 1 else 0)
+    return run_plan(config, namespace.target, degree, is_compiled=namespace.compile, is_json=namespace.json)
 
 
 def _bench(namespace: argparse.Namespace) -> int:

@@ -225,7 +225,7 @@ class ServeConfig:
     max_running: int = option(64, "requests in one step")
     max_step_tokens: int = option(512, "token budget of one step: decodes and prefill chunks together")
     max_waiting: int = option(1024, "requests in the queue; more are refused")
-    attention: str = option("auto", "paged attention implementation", ("auto", "reference", "cuda"))
+    attention: str = option("auto", "paged attention implementation", ("auto", "reference", "cuda", "tpu", "tpu_interpreted"))
     decode_layers: str = option(
         "auto", "fused kernels for the layers of small steps", ("auto", "off", "reference", "cuda")
     )

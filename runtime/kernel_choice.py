@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from meshserve.kernels import decode_layers, paged_attention
 from meshserve.sharding.mesh import named_sharding
+from meshserve.sharding.targets import chip_of
 
 from .config import ServeConfig
 from .model import Kernels, layer_weights
@@ -26,6 +27,9 @@ def choose_kernels(
     Raises:
       ValueError: a named implementation cannot run here.
     """
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu" and config.attention in ("auto", "tpu"):
+        return tpu_kernels(mesh, state)
     reason = _cuda_refusal(mesh, params, state)
     fastest = "cuda" if reason is None else "reference"
     attention = fastest if config.attention == "auto" else config.attention
@@ -33,14 +37,31 @@ def choose_kernels(
     for option, chosen in (("attention", attention), ("decode_layers", decode)):
         if chosen == "cuda" and reason is not None:
             raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {reason}.")
-    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    is_gpu = platform == "gpu"
     if is_gpu and reason is not None:
         _log.warning("the CUDA kernels are not used, XLA's are, which are slower: %s", reason)
     _log.info("attention: %s; decode layers: %s", attention, decode)
     return Kernels(
         attend=paged_attention.implementation(attention),
+        write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
         decode=None if decode == "off" else decode_layers.implementation(decode),
         is_unrolled=is_gpu,
+    )
+
+
+def tpu_kernels(mesh: Mesh, state: DeviceState[jax.ShapeDtypeStruct]) -> Kernels:
+    """The kernels of a TPU; its devices need not be there.
+
+    Raises:
+      ValueError: they cannot serve this cache; names what they take.
+    """
+    *_, page_size, head_dim = state.cache.shape
+    paged_attention.tpu.check_shapes(head_dim=head_dim, page_size=page_size, dtype=state.cache.dtype)
+    chip = chip_of(mesh.devices.flat[0])
+    return Kernels(
+        attend=paged_attention.IMPLEMENTATIONS["tpu"],
+        write=paged_attention.WRITERS["tpu"],
+        is_unrolled=chip is not None and chip.is_unrolled,
     )
 
 

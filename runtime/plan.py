@@ -4,15 +4,18 @@ import dataclasses
 import json
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from meshserve.sharding.layout import ShardLayout, shard_layout
-from meshserve.sharding.targets import GIB, Target
+from meshserve.sharding.targets import GIB, Target, target
 
 from .aot import DryServer, ProgramReport
 from .batch import Bucket, declare_buckets
 from .config import ModelConfig, ServeConfig
+from .launch import model_directory
 from .model import abstract_model
+from .model_sizes import is_published, named_model
 from .step import CacheShape, cache_page_bytes
 
 MIB = 1 << 20
@@ -230,3 +233,49 @@ def plan_json(plan: MemoryPlan, compiled: CompiledPlan | None) -> str:
         value["programs"] = [dataclasses.asdict(report) for report in compiled.reports]
         value["compiled_max_pages"], value["faults"] = compiled.max_pages, compiled.faults
     return json.dumps(value)
+
+
+def run_plan(config: ServeConfig, slice_name: str, tensor_parallelism: int, *, is_compiled: bool, is_json: bool) -> int:
+    """The command; returns its exit status: 1 if the compiler found a fault.
+
+    Args:
+      config: its `model` may be the name of a published size, too.
+      slice_name: of the target.
+      tensor_parallelism: 0 takes every device of the slice.
+      is_compiled: compile every program.
+      is_json: print one line of JSON rather than tables.
+
+    Raises:
+      MeshserveError, ValueError, MemoryError: there is no such model or slice, or the model does not fit it.
+    """
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
+    goal = target(slice_name)
+    planner = Planner(
+        name=config.model,
+        config=config,
+        model=_model(config),
+        target=goal,
+        num_devices=tensor_parallelism or goal.num_devices,
+    )
+    plan = planner.plan()
+    if not is_json:
+        print(plan_table(plan))
+    if not is_compiled:
+        if is_json:
+            print(plan_json(plan, None))
+        return 0
+    if is_json:
+        compiled = compile_plan(planner)
+        print(plan_json(plan, compiled))
+    else:
+        print(REPORT_HEAD, flush=True)
+        compiled = compile_plan(planner, lambda report: print(report_row(report), flush=True))
+        print(f"  pages: {plan.max_pages} predicted, {compiled.max_pages} compile ({compiled.deviation:+.2%})")
+        print("\n".join(compiled.faults) or "  everything holds")
+    return 1 if compiled.faults else 0
+
+
+def _model(config: ServeConfig) -> ModelConfig:
+    if is_published(config.model):
+        return named_model(config.model)
+    return ModelConfig.from_file(model_directory(config) / "config.json")

@@ -1,16 +1,16 @@
 """What the compiler and the mesh must know about each TPU chip, and slices by name for compiling without devices."""
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Mapping
 
 import jax
-import numpy as np
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from .mesh import TENSOR_AXIS
+from .mesh import make_mesh
 
 GIB = 1 << 30
 
@@ -20,6 +20,7 @@ class Chip:
     """A kind of TPU, as one jax device. `hbm_bytes` is what the compiler grants a program."""
 
     kind: str  # jax's device_kind
+    devices_per_chip: int = 1
     hbm_bytes: int
     hbm_bytes_per_second: float  # by the data sheet
     is_unrolled: bool  # layers; see docs/decisions
@@ -53,6 +54,7 @@ CHIPS = {
     ),
     "tpu7x": Chip(
         kind="TPU7x",
+        devices_per_chip=2,
         hbm_bytes=int(94.75 * GIB),
         hbm_bytes_per_second=3690e9,
         is_unrolled=True,  # a loop over stacked weights copies them all into another tiling, every step
@@ -78,6 +80,7 @@ class Target:
 
     name: str
     chip: Chip
+    num_devices: int
 
     def mesh(self, tensor_parallelism: int = 0) -> Mesh:
         """A mesh over the slice's devices, which need not exist; 0 takes them all.
@@ -87,7 +90,7 @@ class Target:
           ValueError: the slice is no shape of this chip, or has fewer devices.
         """
         topology = _topology(self.name)
-        return mesh_of(topology.devices, tensor_parallelism or len(topology.devices))
+        return make_mesh(tensor_parallelism or self.num_devices, topology.devices)
 
 
 def target(name: str) -> Target:
@@ -99,9 +102,11 @@ def target(name: str) -> Target:
     match = _SLICE.fullmatch(name)
     if match is None or match["chip"] not in CHIPS:
         raise ValueError(
-            f"target is {name!r}; it takes CHIP:SHAPE with a chip of {', '.join(CHIPS)}, for example v6e:2x4 or v5p:2x2x2."
+            f"target is {name!r}; it takes CHIP:SHAPE with a chip of {', '.join(CHIPS)}, for example v6e:2x4, v5p:2x2x2."
         )
-    return Target(name=name, chip=CHIPS[match["chip"]])
+    chip = CHIPS[match["chip"]]
+    num_chips = math.prod(int(extent) for extent in match["shape"].split("x"))
+    return Target(name=name, chip=chip, num_devices=num_chips * chip.devices_per_chip)
 
 
 def chip_of(device: jax.Device) -> Chip | None:
@@ -113,22 +118,6 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
     """XLA's options for programs over this mesh."""
     chip = chip_of(mesh.devices.flat[0])
     return dict(chip.compiler_options) if chip is not None and mesh.size > 1 else {}
-
-
-def mesh_of(devices: list[jax.Device], tensor_parallelism: int) -> Mesh:
-    """A mesh along one axis, in the order in which jax's own rules lay it along the slice's wires.
-
-    Raises:
-      ValueError: there are too few devices.
-    """
-    if len(devices) < tensor_parallelism:
-        raise ValueError(f"tp is {tensor_parallelism} but the slice has {len(devices)} devices. Lower tp.")
-    if len(devices) == tensor_parallelism > 1:
-        # Without the flag a mesh axis must be a whole number of physical axes, which 2x8 on a 4x4 slice is not.
-        order = mesh_utils.create_device_mesh((tensor_parallelism,), devices, allow_split_physical_axes=True)
-    else:
-        order = np.asarray(devices[:tensor_parallelism])
-    return Mesh(order, (TENSOR_AXIS,))
 
 
 def _topology(name: str) -> topologies.TopologyDescription:
