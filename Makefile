@@ -4,13 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test check protos clean
+.PHONY: demo test check simulate bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
+simulate: $(VENV)/.test
+	$(BIN)/pytest -n 2 --timeout 3600 -s --simulated 20000 tests/runtime/test_simulation.py
+
+# Host time a step: planning, batch building, accounting. On one core, without a device.
+bench-scheduler: $(VENV)/.demo
+	taskset -c 0 $(BIN)/python benchmarks/scheduler.py
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ from meshserve.runtime.aot import DryServer, OutOfMemoryError
 from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.model import Kernels
 from meshserve.runtime.model_sizes import named_model
-from meshserve.runtime.plan import REPORT_HEAD, Planner, compile_plan, plan_json, plan_table, report_row
+from meshserve.runtime.slice_plan import REPORT_HEAD, Planner, compile_plan, plan_json, plan_table, report_row
 from meshserve.runtime.step import CacheShape
 from meshserve.sharding.targets import target
 

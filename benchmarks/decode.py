@@ -113,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for batch in options.batch:
             results.append(_measure(options, model, engine, timeline, watched, batch, context))
             print(_row(results[-1]), flush=True)
+    if options.profile:
+        with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
+            _measure(options, model, engine, timeline, watched, options.batch[0], options.context[0])
     engine.stop()
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
@@ -135,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--decode-layers", default="auto")
     parser.add_argument("--cpu-devices", type=int, default=0)
+    parser.add_argument("--profile", type=Path, help="write a jax.profiler trace of one more, unmeasured case here")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     return parser
 

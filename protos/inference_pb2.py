@@ -24,41 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n meshserve/protos/inference.proto\x12\x0cmeshserve.v1\"\xb0\x01\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.meshserve.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.meshserve.v1.SamplingParamsB\x08\n\x06promptB\r\n\x0b_request_id\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf0\x01\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nignore_eos\x18\x06 \x01(\x08H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\tB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"Y\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12$\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x14.meshserve.v1.Finish\"\xc4\x01\n\x0b\x43hatRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.meshserve.v1.ChatMessage\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.meshserve.v1.SamplingParams\x12\x1c\n\x0f\x65nable_thinking\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_request_idB\x12\n\x10_enable_thinking\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"U\n\x0c\x43hatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12$\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x14.meshserve.v1.Finish\"i\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.meshserve.v1.FinishReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.meshserve.v1.Usage\"=\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\x97\x02\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x11\n\ttp_degree\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x18\n\x10page_size_tokens\x18\x08 \x01(\r\x12\x16\n\x0enum_parameters\x18\t \x01(\x04\x12\x13\n\x0bnum_devices\x18\n \x01(\r\x12\x13\n\x0b\x64\x65vice_kind\x18\x0b \x01(\t\x12\x16\n\x0eserver_version\x18\x0c \x01(\t\"\x10\n\x0eGetLoadRequest\"f\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x04 \x01(\r*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x32\xbf\x02\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.meshserve.v1.GenerateRequest\x1a\x1e.meshserve.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x19.meshserve.v1.ChatRequest\x1a\x1a.meshserve.v1.ChatResponse0\x01\x12U\n\x0cGetModelInfo\x12!.meshserve.v1.GetModelInfoRequest\x1a\".meshserve.v1.GetModelInfoResponse\x12\x46\n\x07GetLoad\x12\x1c.meshserve.v1.GetLoadRequest\x1a\x1d.meshserve.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n meshserve/protos/inference.proto\x12\x0cmeshserve.v1\"\x92\x02\n\x0fGenerateRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.meshserve.v1.TokenIdsH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.meshserve.v1.SamplingParams\x12\x15\n\x08priority\x18\n \x01(\x05H\x02\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0b \x01(\tH\x03\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\x04\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_request_idB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\x04\n\x02_n\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf0\x01\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nignore_eos\x18\x06 \x01(\x08H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\tB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"h\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12$\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x14.meshserve.v1.Finish\x12\r\n\x05index\x18\n \x01(\r\"\xa6\x02\n\x0b\x43hatRequest\x12\x17\n\nrequest_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.meshserve.v1.ChatMessage\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.meshserve.v1.SamplingParams\x12\x1c\n\x0f\x65nable_thinking\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\n \x01(\x05H\x02\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0b \x01(\tH\x03\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\rH\x04\x88\x01\x01\x42\r\n\x0b_request_idB\x12\n\x10_enable_thinkingB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\x04\n\x02_n\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"d\n\x0c\x43hatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12$\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x14.meshserve.v1.Finish\x12\r\n\x05index\x18\n \x01(\r\"i\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.meshserve.v1.FinishReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.meshserve.v1.Usage\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\n \x01(\r\"\x15\n\x13GetModelInfoRequest\"\x97\x02\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x11\n\ttp_degree\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x18\n\x10page_size_tokens\x18\x08 \x01(\r\x12\x16\n\x0enum_parameters\x18\t \x01(\x04\x12\x13\n\x0bnum_devices\x18\n \x01(\r\x12\x13\n\x0b\x64\x65vice_kind\x18\x0b \x01(\t\x12\x16\n\x0eserver_version\x18\x0c \x01(\t\"\x10\n\x0eGetLoadRequest\"f\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x04 \x01(\r*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x32\xbf\x02\n\x10InferenceService\x12K\n\x08Generate\x12\x1d.meshserve.v1.GenerateRequest\x1a\x1e.meshserve.v1.GenerateResponse0\x01\x12?\n\x04\x43hat\x12\x19.meshserve.v1.ChatRequest\x1a\x1a.meshserve.v1.ChatResponse0\x01\x12U\n\x0cGetModelInfo\x12!.meshserve.v1.GetModelInfoRequest\x1a\".meshserve.v1.GetModelInfoResponse\x12\x46\n\x07GetLoad\x12\x1c.meshserve.v1.GetLoadRequest\x1a\x1d.meshserve.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'meshserve.protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1524
-  _globals['_FINISHREASON']._serialized_end=1701
+  _globals['_FINISHREASON']._serialized_start=1777
+  _globals['_FINISHREASON']._serialized_end=1954
   _globals['_GENERATEREQUEST']._serialized_start=51
-  _globals['_GENERATEREQUEST']._serialized_end=227
-  _globals['_TOKENIDS']._serialized_start=229
-  _globals['_TOKENIDS']._serialized_end=258
-  _globals['_SAMPLINGPARAMS']._serialized_start=261
-  _globals['_SAMPLINGPARAMS']._serialized_end=501
-  _globals['_GENERATERESPONSE']._serialized_start=503
-  _globals['_GENERATERESPONSE']._serialized_end=592
-  _globals['_CHATREQUEST']._serialized_start=595
-  _globals['_CHATREQUEST']._serialized_end=791
-  _globals['_CHATMESSAGE']._serialized_start=793
-  _globals['_CHATMESSAGE']._serialized_end=837
-  _globals['_CHATRESPONSE']._serialized_start=839
-  _globals['_CHATRESPONSE']._serialized_end=924
-  _globals['_FINISH']._serialized_start=926
-  _globals['_FINISH']._serialized_end=1031
-  _globals['_USAGE']._serialized_start=1033
-  _globals['_USAGE']._serialized_end=1094
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1096
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1117
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1120
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1399
-  _globals['_GETLOADREQUEST']._serialized_start=1401
-  _globals['_GETLOADREQUEST']._serialized_end=1417
-  _globals['_GETLOADRESPONSE']._serialized_start=1419
-  _globals['_GETLOADRESPONSE']._serialized_end=1521
-  _globals['_INFERENCESERVICE']._serialized_start=1704
-  _globals['_INFERENCESERVICE']._serialized_end=2023
+  _globals['_GENERATEREQUEST']._serialized_end=325
+  _globals['_TOKENIDS']._serialized_start=327
+  _globals['_TOKENIDS']._serialized_end=356
+  _globals['_SAMPLINGPARAMS']._serialized_start=359
+  _globals['_SAMPLINGPARAMS']._serialized_end=599
+  _globals['_GENERATERESPONSE']._serialized_start=601
+  _globals['_GENERATERESPONSE']._serialized_end=705
+  _globals['_CHATREQUEST']._serialized_start=708
+  _globals['_CHATREQUEST']._serialized_end=1002
+  _globals['_CHATMESSAGE']._serialized_start=1004
+  _globals['_CHATMESSAGE']._serialized_end=1048
+  _globals['_CHATRESPONSE']._serialized_start=1050
+  _globals['_CHATRESPONSE']._serialized_end=1150
+  _globals['_FINISH']._serialized_start=1152
+  _globals['_FINISH']._serialized_end=1257
+  _globals['_USAGE']._serialized_start=1259
+  _globals['_USAGE']._serialized_end=1347
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1349
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1370
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1373
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1652
+  _globals['_GETLOADREQUEST']._serialized_start=1654
+  _globals['_GETLOADREQUEST']._serialized_end=1670
+  _globals['_GETLOADRESPONSE']._serialized_start=1672
+  _globals['_GETLOADRESPONSE']._serialized_end=1774
+  _globals['_INFERENCESERVICE']._serialized_start=1957
+  _globals['_INFERENCESERVICE']._serialized_end=2276
 # @@protoc_insertion_point(module_scope)

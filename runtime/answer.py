@@ -27,12 +27,21 @@ class SamplingFields(TypedDict, total=False):
     stop: Sequence[str]
 
 
+class RequestFields(SamplingFields, total=False):
+    """And the fields of a request beside them. With `n` above 1 the chunks of all samples come mixed, as they are made."""
+
+    priority: int
+    cache_salt: str
+    n: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Usage:
     """Tokens counted for one request."""
 
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +54,12 @@ class Finish:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What is new since the chunk before. The last chunk of a request, and only it, has `finish`."""
+    """What is new since the chunk before. The last chunk of each sample, and only it, has `finish`."""
 
     text: str
     token_ids: tuple[int, ...]
     finish: Finish | None
+    index: int = 0  # of the sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +88,8 @@ class CallError(MeshserveError):
         self.retry_seconds = retry_seconds
 
 
-def generate_request(
-    prompt: str | Sequence[int], request_id: str | None, sampling: SamplingFields
-) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(request_id=request_id, sampling=_sampling(sampling))
+def generate_request(prompt: str | Sequence[int], request_id: str | None, fields: RequestFields) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(request_id=request_id, **_request_fields(fields))
     if isinstance(prompt, str):
         request.text = prompt
     else:
@@ -93,21 +101,23 @@ def chat_request(
     messages: Sequence[Mapping[str, str]],
     request_id: str | None,
     enable_thinking: bool | None,
-    sampling: SamplingFields,
+    fields: RequestFields,
 ) -> pb.ChatRequest:
     return pb.ChatRequest(
         request_id=request_id,
         messages=[pb.ChatMessage(**message) for message in messages],
-        sampling=_sampling(sampling),
         enable_thinking=enable_thinking,
+        **_request_fields(fields),
     )
 
 
-def _sampling(sampling: SamplingFields) -> pb.SamplingParams:
-    fields: dict[str, Any] = dict(sampling)
-    if isinstance(fields.get("stop"), str):
-        raise TypeError(f"stop is the string {fields['stop']!r}; it takes a list of strings.")
-    return pb.SamplingParams(**fields)
+def _request_fields(fields: RequestFields) -> dict[str, Any]:
+    """`sampling`, and what belongs beside it."""
+    sampling: dict[str, Any] = dict(fields)
+    if isinstance(sampling.get("stop"), str):
+        raise TypeError(f"stop is the string {sampling['stop']!r}; it takes a list of strings.")
+    beside = {name: sampling.pop(name) for name in ("priority", "cache_salt", "n") if name in sampling}
+    return {"sampling": pb.SamplingParams(**sampling), **beside}
 
 
 def chunk(response: pb.GenerateResponse | pb.ChatResponse) -> Chunk:
@@ -116,11 +126,15 @@ def chunk(response: pb.GenerateResponse | pb.ChatResponse) -> Chunk:
         usage = response.finish.usage
         finish = Finish(
             reason=wire.finish_reason(response.finish.reason),
-            usage=Usage(num_prompt_tokens=usage.num_prompt_tokens, num_output_tokens=usage.num_output_tokens),
+            usage=Usage(
+                num_prompt_tokens=usage.num_prompt_tokens,
+                num_output_tokens=usage.num_output_tokens,
+                num_cached_tokens=usage.num_cached_tokens,
+            ),
         )
         if finish.reason is FinishReason.ERROR:
             raise CallError(grpc.StatusCode.INTERNAL, response.finish.message)
-    return Chunk(text=response.text, token_ids=tuple(response.token_ids), finish=finish)
+    return Chunk(text=response.text, token_ids=tuple(response.token_ids), finish=finish, index=response.index)
 
 
 def completion(chunks: Sequence[Chunk]) -> Completion:
@@ -133,6 +147,11 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
         finish_reason=finish.reason,
         usage=finish.usage,
     )
+
+
+def samples(chunks: Sequence[Chunk], n: int) -> list[Completion]:
+    """The chunks of a request with `n` samples, sorted out."""
+    return [completion([chunk for chunk in chunks if chunk.index == index]) for index in range(n)]
 
 
 @contextlib.contextmanager

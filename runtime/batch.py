@@ -1,31 +1,34 @@
-"""Step 5 of 10: a StepPlan becomes one padded host array of a declared shape. In: StepPlan. Out: int32 vector.
+"""Step 5 of 10: a StepPlan becomes one padded host array of a declared shape. In: StepPlan. Out: int32 vectors.
 
 All that a step needs from the host travels in one vector, one transfer: floats as their bits. Only `Bucket.fields`
-knows the order; `step.py` takes the vector apart with it on the device. numpy only.
+knows the order; `step.py` takes the vector apart with it on the device. A request that starts from cached pages brings
+many pages at once: a vector of its own sets its row of the device's page table before the step. numpy only.
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from .scheduler import StepPlan
+from .plan import StepPlan
+from .request import Request
 
-ON_DEVICE = -1  # a token id the host does not know yet: the device takes it from its table of last tokens
+ON_DEVICE = -1  # a token id the host need not know: the device takes it from its table of last tokens
 
 _TOKEN_FIELDS = ("token_ids", "positions", "token_request")
+_PARAM_FIELDS = ("temperature", "top_p", "top_k", "seed_low", "seed_high")
 _REQUEST_FIELDS = (
     "rows",
     "last_index",  # of the request's last token among the step's tokens
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed_low",
-    "seed_high",
+    *_PARAM_FIELDS,
     "sample_position",
 )
+_PARAMS_START = _REQUEST_FIELDS.index(_PARAM_FIELDS[0])
 _PAGE_FIELDS = ("page_row", "page_index", "page")
+_WINDOW_FIELDS = ("num_steps",)  # of each request, where the bucket has more than one
 
 
 @dataclass(frozen=True, order=True)
@@ -35,14 +38,16 @@ class Bucket:
     num_tokens: int
     num_requests: int
     num_new_pages: int
+    num_steps: int = 1  # decode steps in one dispatch
 
-    @property
+    @cached_property
     def fields(self) -> dict[str, slice]:
         """Where each field lies in the packed vector."""
         sizes = itertools.chain(
             ((name, self.num_tokens) for name in _TOKEN_FIELDS),
             ((name, self.num_requests) for name in _REQUEST_FIELDS),
             ((name, self.num_new_pages) for name in _PAGE_FIELDS),
+            ((name, self.num_requests) for name in (_WINDOW_FIELDS if self.num_steps > 1 else ())),
         )
         fields, start = {}, 0
         for name, size in sizes:
@@ -50,99 +55,147 @@ class Bucket:
             start += size
         return fields
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Length of the packed vector."""
-        return self.fields[_PAGE_FIELDS[-1]].stop
+        return max(place.stop for place in self.fields.values())
 
 
-def declare_buckets(*, max_step_tokens: int, max_running: int, page_size: int) -> tuple[Bucket, ...]:
+class Batch(NamedTuple):
+    """A dispatch as the device takes it. Both belong in this order: first the page rows, then the step."""
+
+    bucket: Bucket
+    packed: np.ndarray  # [bucket.size] int32
+    page_rows: list[np.ndarray]  # each [1 + max_request_pages] int32: a row, then its pages
+
+
+def declare_buckets(
+    *, max_step_tokens: int, max_running: int, page_size: int, max_decode_steps: int = 1
+) -> tuple[Bucket, ...]:
     """The finite set of shapes: token counts are powers of two and the budget itself, smallest first.
 
-    Up to max_running tokens a bucket holds as many requests as tokens, so decodes alone waste no room.
+    Up to max_running tokens a bucket holds as many requests as tokens, so decodes alone waste no room; each of these
+    shapes also exists with `max_decode_steps` steps, if that is more than one.
     """
     sizes = [2**power for power in range(max_step_tokens.bit_length()) if 2**power < max_step_tokens]
     sizes = sorted({*sizes, max_running, max_step_tokens})
     buckets = []
     for num_tokens in sizes:
         num_requests = min(num_tokens, max_running)
-        # A request's chunk of n tokens begins at most ceil(n / page_size) pages.
-        buckets.append(Bucket(num_tokens, num_requests, num_requests + num_tokens // page_size))
+        # A request's chunk of n tokens begins at most ceil(n / page_size) pages, a window at most one.
+        num_new_pages = num_requests + num_tokens // page_size
+        buckets.append(Bucket(num_tokens, num_requests, num_new_pages))
+        if max_decode_steps > 1 and num_tokens <= max_running:
+            buckets.append(Bucket(num_tokens, num_requests, num_new_pages, max_decode_steps))
     return tuple(buckets)
 
 
 class BatchBuilder:
-    """Packs plans. Buffers are not reused: a step in flight may still read the one before."""
+    """Packs plans. Buffers are not reused: a step in flight may still read the one before.
 
-    def __init__(self, buckets: tuple[Bucket, ...], *, max_running: int, page_size: int):
+    Sampling parameters are kept by row from a request's admission on, so a decode costs a few copies of whole arrays.
+    """
+
+    def __init__(self, buckets: tuple[Bucket, ...], *, max_running: int, page_size: int, max_request_pages: int):
         self._buckets = buckets
         self._page_size = page_size
+        self._max_request_pages = max_request_pages
         # Writes at this row fall outside the device's tables and are dropped.
         self._no_row = max_running
+        self._params = np.zeros((len(_PARAM_FIELDS), max_running), np.int32)
 
     def bucket(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds the plan."""
-        num_tokens, num_requests = plan.num_tokens, len(plan.chunks)
+        num_tokens, num_requests = plan.num_batch_tokens, plan.num_requests
         for bucket in self._buckets:
-            if bucket.num_tokens >= num_tokens and bucket.num_requests >= num_requests:
+            fits = bucket.num_tokens >= num_tokens and bucket.num_requests >= num_requests
+            if fits and bucket.num_steps == plan.num_steps:
                 return bucket
         raise AssertionError(f"no bucket holds {num_tokens} tokens of {num_requests} requests: {self._buckets}")
 
-    def build(self, plan: StepPlan) -> tuple[Bucket, np.ndarray]:
-        """The plan's bucket and its packed int32 vector [bucket.size]. Call it before the scheduler moves on."""
+    def build(self, plan: StepPlan) -> Batch:
+        """The plan, packed. Call it before the scheduler moves on."""
+        page_rows = []
+        for request, num_cached_pages, _ in plan.admitted:
+            self._params[:, request.row] = _params(request)
+            if num_cached_pages:
+                page_rows.append(self._page_row(request, num_cached_pages))
         bucket = self.bucket(plan)
         packed = np.zeros(bucket.size, np.int32)
         fields = {name: packed[place] for name, place in bucket.fields.items()}
-        fields["positions"][:] = -1
-        fields["rows"][:] = self._no_row
-        fields["page_row"][:] = self._no_row
         self._fill_tokens(plan, fields)
-        self._fill_requests(plan, fields)
-        new_pages = list(self._new_pages(plan))
-        if new_pages:
-            row, index, page = zip(*new_pages, strict=True)
-            count = len(new_pages)
-            fields["page_row"][:count], fields["page_index"][:count], fields["page"][:count] = row, index, page
-        return bucket, packed
+        rows = self._fill_requests(plan, fields)
+        first = bucket.fields[_REQUEST_FIELDS[0]].start
+        by_request = packed[first : first + len(_REQUEST_FIELDS) * bucket.num_requests].reshape(-1, bucket.num_requests)
+        by_request[_PARAMS_START : _PARAMS_START + len(_PARAM_FIELDS), : len(rows)] = self._params[:, rows]
+        self._fill_pages(plan, fields)
+        return Batch(bucket, packed, page_rows)
+
+    def _page_row(self, request: Request, num_pages: int) -> np.ndarray:
+        page_row = np.zeros(1 + self._max_request_pages, np.int32)
+        page_row[0] = _row(request)
+        page_row[1 : 1 + num_pages] = request.pages[:num_pages]
+        return page_row
 
     def _fill_tokens(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        token_request: list[int] = []
-        for index, (request, start, num_tokens, _) in enumerate(plan.chunks):
-            num_known = request.num_known_tokens
-            if num_tokens == 1:
-                token_ids.append(request.token_at(start) if start < num_known else ON_DEVICE)
-                positions.append(start)
-                token_request.append(index)
-                continue
-            # All of a longer chunk is known but for the last token, which a step in flight may be sampling.
-            known_end = min(start + num_tokens, num_known)
-            token_ids += request.tokens(start, known_end)
-            token_ids += [ON_DEVICE] * (start + num_tokens - known_end)
-            positions += range(start, start + num_tokens)
-            token_request += [index] * num_tokens
-        count = len(token_ids)
-        fields["token_ids"][:count] = token_ids
-        fields["positions"][:count] = positions
-        fields["token_request"][:count] = token_request
+        count = len(plan.decodes)
+        fields["token_ids"][:count] = ON_DEVICE
+        fields["positions"][:count] = plan.starts
+        fields["token_request"][:count] = np.arange(count)
+        for index, (request, start, num_tokens, _) in enumerate(plan.prefills, start=count):
+            place = slice(count, count + num_tokens)
+            fields["token_ids"][place] = request.tokens(start, start + num_tokens)
+            fields["positions"][place] = np.arange(start, start + num_tokens)
+            fields["token_request"][place] = index
+            count += num_tokens
+        fields["positions"][count:] = -1
 
-    def _fill_requests(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
-        requests = [chunk.request for chunk in plan.chunks]
-        count = len(requests)
-        fields["rows"][:count] = [request.row for request in requests]
-        fields["last_index"][:count] = np.cumsum([chunk.num_tokens for chunk in plan.chunks]) - 1
-        floats = np.array([(request.params.temperature, request.params.top_p) for request in requests], np.float32)
-        fields["temperature"][:count], fields["top_p"][:count] = floats.view(np.int32).T
-        fields["top_k"][:count] = [min(request.params.top_k, np.iinfo(np.int32).max) for request in requests]
-        seeds = np.array([request.seed for request in requests], np.uint64)
-        fields["seed_low"][:count], fields["seed_high"][:count] = seeds.view(np.int32).reshape(-1, 2).T
-        fields["sample_position"][:count] = [chunk.start + chunk.num_tokens for chunk in plan.chunks]
+    def _fill_requests(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> np.ndarray:
+        """All but the sampling parameters. Returns the requests' rows."""
+        num_decodes, num_requests = len(plan.decodes), plan.num_requests
+        rows = fields["rows"]
+        rows[:num_decodes] = [request.row for request in plan.decodes]
+        fields["last_index"][:num_decodes] = np.arange(num_decodes)
+        fields["sample_position"][:num_decodes] = fields["positions"][:num_decodes] + 1
+        if plan.prefills:
+            prefills = slice(num_decodes, num_requests)
+            rows[prefills] = [chunk.request.row for chunk in plan.prefills]
+            fields["last_index"][prefills] = np.cumsum([chunk.num_tokens for chunk in plan.prefills]) + num_decodes - 1
+            fields["sample_position"][prefills] = [chunk.start + chunk.num_tokens for chunk in plan.prefills]
+        if plan.num_steps > 1:
+            fields["num_steps"][:num_decodes] = plan.decode_lengths
+        rows[num_requests:] = self._no_row
+        return rows[:num_requests]
 
-    def _new_pages(self, plan: StepPlan) -> Iterator[tuple[int | None, int, int]]:
-        """(row, index in the request's list, page) of the pages that the plan has assigned."""
-        for request, start, num_tokens, _ in plan.chunks:
-            first = -(-start // self._page_size)  # of the pages that cover positions from `start` on
-            last = -(-(start + num_tokens) // self._page_size)
-            for index in range(first, last):
-                yield request.row, index, request.pages[index]
+    def _fill_pages(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
+        new_pages = list(self._new_pages(plan, fields["positions"][: len(plan.decodes)]))
+        count = len(new_pages)
+        if count:
+            row, index, page = zip(*new_pages, strict=True)
+            fields["page_row"][:count], fields["page_index"][:count], fields["page"][:count] = row, index, page
+        fields["page_row"][count:] = self._no_row
+
+    def _new_pages(self, plan: StepPlan, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """(row, index in the request's list, page) of the pages whose first position the step computes."""
+        # Positions from a decode's to the next multiple of the page size: below its length, it begins a page.
+        begins = -starts % self._page_size < (plan.decode_lengths or 1)
+        for decode in np.flatnonzero(begins).tolist():
+            request = plan.decodes[decode]
+            index = -(-plan.starts[decode] // self._page_size)
+            yield _row(request), index, request.pages[index]
+        for request, start, num_tokens, _ in plan.prefills:
+            for index in range(-(-start // self._page_size), -(-(start + num_tokens) // self._page_size)):
+                yield _row(request), index, request.pages[index]
+
+
+def _row(request: Request) -> int:
+    assert request.row is not None, request.request_id
+    return request.row
+
+
+def _params(request: Request) -> np.ndarray:
+    """A request's sampling parameters as int32, in the order of _PARAM_FIELDS."""
+    params = request.params
+    floats = np.array([params.temperature, params.top_p], np.float32).view(np.int32)
+    seed = np.array([request.seed], np.uint64).view(np.int32)
+    return np.array([*floats, min(params.top_k, np.iinfo(np.int32).max), *seed], np.int32)

@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--input", type=Path, required=True, help="JSONL: prompt or prompt_token_ids, sampling fields"
     )
-    generate.add_argument("--output", type=Path, required=True, help="JSONL: index, token_ids, text, finish_reason")
+    generate.add_argument(
+        "--output", type=Path, required=True, help="JSONL: index, sample, token_ids, text, finish_reason"
+    )
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser("chat", help="talk to a server")
@@ -160,7 +162,7 @@ def _chat(namespace: argparse.Namespace) -> int:
 
 
 def _plan(namespace: argparse.Namespace) -> int:
-    from .plan import run_plan
+    from .slice_plan import run_plan
 
     config = serve_config(namespace)
     degree = getattr(namespace, "tp", 0) or (config.tp if config.tp > 1 else 0)

@@ -26,6 +26,7 @@ from .answer import (
     Chunk,
     Completion,
     Finish,
+    RequestFields,
     SamplingFields,
     Usage,
     call_errors,
@@ -33,6 +34,7 @@ from .answer import (
     chunk,
     completion,
     generate_request,
+    samples,
 )
 from .contract import ModelInfo
 from .request import Load
@@ -44,6 +46,7 @@ __all__ = [
     "Client",
     "Completion",
     "Finish",
+    "RequestFields",
     "SamplingFields",
     "Usage",
     "call_errors",
@@ -86,13 +89,13 @@ class Client:
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[RequestFields],
     ) -> Generator[Chunk, None, None]:
         """Streams the continuation of a prompt, given as text or as token ids.
 
         The call starts with the first chunk asked for. `timeout_seconds` is for the whole of it; None waits for ever.
         """
-        request = generate_request(prompt, request_id, sampling)
+        request = generate_request(prompt, request_id, fields)
         return _chunks(self._stub.Generate, request, timeout_seconds)
 
     def chat(
@@ -102,11 +105,11 @@ class Client:
         request_id: str | None = None,
         timeout_seconds: float | None = None,
         enable_thinking: bool | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[RequestFields],
     ) -> Generator[Chunk, None, None]:
         """Streams the answer to a conversation: `{"role": "user", "content": "..."}` and the like, oldest first. The
         server applies the model's chat template. See `generate` for the rest."""
-        request = chat_request(messages, request_id, enable_thinking, sampling)
+        request = chat_request(messages, request_id, enable_thinking, fields)
         return _chunks(self._stub.Chat, request, timeout_seconds)
 
     def complete(
@@ -115,11 +118,24 @@ class Client:
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[RequestFields],
     ) -> Completion:
         """As `generate`, all at once."""
-        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **sampling)
+        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **fields)
         return completion(list(chunks))
+
+    def complete_samples(
+        self,
+        prompt: str | Sequence[int],
+        n: int,
+        *,
+        request_id: str | None = None,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion]:
+        """As `complete`, `n` samples of one prompt, which is computed once."""
+        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, n=n, **fields)
+        return samples(list(chunks), n)
 
     def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""
@@ -175,10 +191,10 @@ class AsyncClient:
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[RequestFields],
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.generate`."""
-        request = generate_request(prompt, request_id, sampling)
+        request = generate_request(prompt, request_id, fields)
         return _chunks_async(self._stub.Generate, request, timeout_seconds)
 
     def chat(
@@ -188,10 +204,10 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_seconds: float | None = None,
         enable_thinking: bool | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[RequestFields],
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.chat`."""
-        request = chat_request(messages, request_id, enable_thinking, sampling)
+        request = chat_request(messages, request_id, enable_thinking, fields)
         return _chunks_async(self._stub.Chat, request, timeout_seconds)
 
     async def complete(
@@ -200,11 +216,24 @@ class AsyncClient:
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        **sampling: Unpack[SamplingFields],
+        **fields: Unpack[RequestFields],
     ) -> Completion:
         """See `Client.complete`."""
-        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **sampling)
+        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **fields)
         return completion([chunk async for chunk in chunks])
+
+    async def complete_samples(
+        self,
+        prompt: str | Sequence[int],
+        n: int,
+        *,
+        request_id: str | None = None,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion]:
+        """See `Client.complete_samples`."""
+        chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, n=n, **fields)
+        return samples([chunk async for chunk in chunks], n)
 
     async def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""

@@ -224,8 +224,16 @@ class ServeConfig:
     max_context: int = option(0, "tokens of prompt and output together; 0 takes the model's own limit, at most 32768")
     max_running: int = option(64, "requests in one step")
     max_step_tokens: int = option(512, "token budget of one step: decodes and prefill chunks together")
+    max_prefill_tokens: int = option(0, "of a step that also decodes; 0: all that max_step_tokens leaves")
+    max_decode_steps: int = option(1, "decode steps in one dispatch when nothing waits: newcomers wait that long")
     max_waiting: int = option(1024, "requests in the queue; more are refused")
+<<<<<<< HEAD
     attention: str = option("auto", "paged attention implementation", ("auto", "reference", "cuda", "tpu", "tpu_interpreted"))
+=======
+    priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")
+    prefix_cache: bool = option(True, "reuse the KV pages of requests that begin alike")
+    attention: str = option("auto", "paged attention implementation", ("auto", "reference", "cuda"))
+>>>>>>> main
     decode_layers: str = option(
         "auto", "fused kernels for the layers of small steps", ("auto", "off", "reference", "cuda")
     )
@@ -236,10 +244,18 @@ class ServeConfig:
     served_name: str = option("", "model name in GetModelInfo; by default the directory's name")
 
     def __post_init__(self) -> None:
-        for name in ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting"):
+        for name in ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting", "max_decode_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
-        for name in ("cpu_devices", "num_pages", "max_context", "port", "drain_seconds"):
+        for name in (
+            "cpu_devices",
+            "num_pages",
+            "max_context",
+            "max_prefill_tokens",
+            "priority_seconds",
+            "port",
+            "drain_seconds",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         if not 0.0 < self.memory_fraction <= 1.0:
@@ -248,6 +264,11 @@ class ServeConfig:
             raise ConfigError(
                 f"max_step_tokens is {self.max_step_tokens} and max_running {self.max_running}: every running request "
                 "decodes one token a step, so the budget must be at least as large. Raise it or lower max_running."
+            )
+        if self.max_decode_steps > self.page_size:
+            raise ConfigError(
+                f"max_decode_steps is {self.max_decode_steps}; allowed is 1 to page_size ({self.page_size}): a request "
+                "begins at most one page in a dispatch. Lower it or raise page_size."
             )
         if self.cpu_devices and self.cpu_devices < self.tp:
             raise ConfigError(

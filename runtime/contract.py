@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .request import FinishReason, Load, Output, SamplingParams
+from .request import FinishReason, Load, Output, RequestOptions, SamplingParams
 
 # Takes all outputs of one step. The engine calls it from its own thread; it returns at once and never raises.
 Deliver = Callable[[Sequence[Output]], None]
@@ -22,8 +22,11 @@ class Engine(Protocol):
     def failure(self) -> str | None:
         """Why the engine's loop died; None while it is well. Set before the outputs that the death causes."""
 
-    def submit(self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        """Accepts a request. From now on its outputs are delivered, the last one, and only it, with a finish reason.
+    def submit(
+        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+    ) -> None:
+        """Accepts a request. From now on its outputs are delivered, the last one of each sample, and only it, with a
+        finish reason.
 
         Raises:
           InvalidRequestError: it can never be served.
@@ -32,7 +35,7 @@ class Engine(Protocol):
         """
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request with `reason`. Its last output is still delivered. Unknown and ended requests are ignored."""
+        """Ends a request with `reason`. Its last outputs are still delivered. Unknown and ended ones are ignored."""
 
     def load(self) -> Load:
         """How busy the engine is now."""

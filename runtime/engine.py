@@ -8,9 +8,11 @@ string) is seen one step late: that step's token for the request is dropped.
 """
 
 import logging
+import math
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,19 +21,26 @@ import numpy as np
 
 from .batch import BatchBuilder, Bucket
 from .contract import Deliver
-from .errors import EngineStoppedError
+from .errors import EngineStoppedError, InvalidRequestError
 from .pages import PageAllocator
-from .request import FinishReason, Load, Output, Request, SamplingParams
-from .scheduler import Progress, Scheduler, StepPlan
+from .plan import Progress, StepPlan
+from .prefix import extend_page_keys
+from .record import Record, StepRecord, StepRecorder
+from .request import DEFAULT_OPTIONS, MAX_SEED, FinishReason, Load, Output, Request, RequestOptions, SamplingParams
+from .scheduler import Scheduler
 from .tokenizer import TextStream, Tokenizer
 
 _log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Dispatches a step and returns its tokens, which may still be on their way (`step.StepRunner`)."""
+    """Dispatches steps; the device runs what it is given in order (`step.StepRunner`)."""
 
-    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray: ...
+    def set_page_row(self, page_row: np.ndarray) -> None:
+        """Sets a row of the page table for the steps to come; see `batch.Batch`."""
+
+    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
+        """Returns the step's tokens, which may still be on their way: [B], or [bucket.num_steps, B]."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,8 @@ class _Flight:
 
     plan: StepPlan
     sampled: jax.Array | np.ndarray
+    dispatched: float  # seconds
+    record: StepRecord | None
 
 
 class Engine:
@@ -51,7 +62,9 @@ class Engine:
       runner: runs them.
       tokenizer: turns tokens into text; None leaves every text empty and honours no stop strings.
       deliver: gets the outputs of each step, once a step, on the engine's thread. Each accepted request's last output,
-        and only that one, has a finish reason. It must not block, and must not raise.
+        and only that one, has a finish reason; with several samples, each one's. It must not block, and must not raise.
+      record: gets a `StepRecord` for each dispatch, likewise.
+      clock: seconds that never go back.
     """
 
     def __init__(
@@ -63,6 +76,8 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer | None,
         deliver: Deliver,
+        record: Record | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._scheduler = scheduler
         self._pages = pages
@@ -70,7 +85,10 @@ class Engine:
         self.runner = runner
         self._tokenizer = tokenizer
         self._deliver = deliver
-        self._texts: dict[str, TextStream] = {}
+        self._recorder = StepRecorder(scheduler, pages, record) if record is not None else None
+        self._clock = clock
+        self._open: dict[str, list[Request]] = {}  # unfinished samples, by request id
+        self._texts: dict[Request, TextStream] = {}
         self._outputs: list[Output] = []
         self._flight: _Flight | None = None
         self._is_stopping = False
@@ -90,7 +108,13 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> None:
         """Accepts a request; its outputs come through `deliver`.
 
         Raises:
@@ -98,25 +122,56 @@ class Engine:
           QueueFullError: too many wait.
           EngineStoppedError: the engine is stopping or has failed.
         """
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = Request(request_id=request_id, prompt_token_ids=tuple(prompt_token_ids), params=params, seed=seed)
+        samples = self._samples(request_id, tuple(prompt_token_ids), params, options)
         with self._changed:
             if self.failure is not None:
                 raise EngineStoppedError(f"the engine has failed: {self.failure}")
             if self._is_stopping:
                 raise EngineStoppedError("the engine is stopping; send the request to another server.")
-            self._scheduler.add(request)
+            if request_id in self._open:
+                message = f"{request_id!r} is still being served. Use another, or wait until it has ended."
+                raise InvalidRequestError("request_id", message)
+            self._scheduler.add(*samples)
+            self._open[request_id] = samples
             if self._tokenizer is not None:
-                self._texts[request_id] = TextStream(self._tokenizer, params.stop)
+                for sample in samples:
+                    self._texts[sample] = TextStream(self._tokenizer, params.stop)
             self._changed.notify()
 
+    def _samples(
+        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+    ) -> list[Request]:
+        now = self._clock()
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        timeout_seconds = math.inf if options.timeout_seconds is None else options.timeout_seconds
+        samples = [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                seed=(seed + index) % (MAX_SEED + 1),
+                index=index,
+                priority=options.priority,
+                cache_salt=options.cache_salt,
+                arrival_seconds=now,
+                deadline_seconds=now + timeout_seconds,
+            )
+            for index in range(options.n)
+        ]
+        limits = self._scheduler.limits
+        if limits.has_prefix_cache:  # here, because a long prompt takes a millisecond and the lock is not held
+            extend_page_keys(samples[0], limits.page_size, (len(prompt_token_ids) - 1) // limits.page_size)
+            for sample in samples[1:]:
+                sample.page_keys = list(samples[0].page_keys)
+        return samples
+
     def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request; its pages are free at once. One that is unknown or has ended is left alone."""
+        """Ends a request, all samples; its pages are free at once. One that is unknown or has ended is left alone."""
         with self._changed:
-            request = self._scheduler.requests.get(request_id)
-            if request is not None and self._scheduler.finish(request, reason):
-                self._end(request)
-                self._changed.notify()
+            for request in tuple(self._open.get(request_id, ())):
+                if self._scheduler.finish(request, reason, self._clock()):
+                    self._end(request)
+                    self._changed.notify()
 
     def load(self) -> Load:
         with self._changed:
@@ -151,58 +206,80 @@ class Engine:
 
     def _step(self) -> None:
         """Dispatches the next step, then collects the one before."""
-        with self._changed:
-            plan = self._scheduler.plan()
-            batch = self._batches.build(plan) if plan is not None else None
-        flight = None
-        if plan is not None and batch is not None:
-            flight = _Flight(plan, self.runner.run(*batch))
+        flight = self._dispatch()
         if self._flight is not None:
             self._collect(self._flight)
         self._flight = flight
         self._flush()
 
-    def _collect(self, flight: _Flight) -> None:
-        """Waits for a step's tokens and books them."""
-        sampled = np.asarray(flight.sampled)[: len(flight.plan.chunks)].tolist()
+    def _dispatch(self) -> _Flight | None:
         with self._changed:
-            for progress in self._scheduler.account(flight.plan, sampled):
-                self._stream(progress)
+            started = self._clock()
+            plan = self._scheduler.plan(started)
+            for request in self._scheduler.take_expired():
+                self._end(request, message="its deadline passed, or could not be met any more")
+            if plan is None:
+                return None
+            bucket, packed, page_rows = self._batches.build(plan)
+            dispatched = self._clock()
+            record = self._recorder.planned(plan, bucket, dispatched - started) if self._recorder else None
+        for page_row in page_rows:
+            self.runner.set_page_row(page_row)
+        return _Flight(plan, self.runner.run(bucket, packed), dispatched, record)
 
-    def _stream(self, progress: Progress) -> None:
+    def _collect(self, flight: _Flight) -> None:
+        """Waits for the tokens of a dispatch and books them."""
+        plan = flight.plan
+        sampled = np.asarray(flight.sampled).reshape(plan.num_steps, -1)[:, : plan.num_requests].tolist()
+        with self._changed:
+            now = self._clock()
+            for step, tokens in enumerate(sampled):
+                for progress in self._scheduler.account(plan, tokens, now, step):
+                    self._stream(progress, now)
+            if self._recorder is not None and flight.record is not None:
+                self._recorder.collected(flight.record, now - flight.dispatched)
+
+    def _stream(self, progress: Progress, now: float) -> None:
         """Turns a request's new token into an output; a stop string in its text ends it."""
         request, token_id = progress
         token_ids = () if token_id is None else (token_id,)
         text = ""
-        stream = self._texts.get(request.request_id)
+        stream = self._texts.get(request)
         if stream is not None:
             text, has_stopped = stream.push(token_ids)
             if has_stopped:
-                if not self._scheduler.finish(request, FinishReason.STOP):
+                if not self._scheduler.finish(request, FinishReason.STOP, now):
                     request.finish_reason = FinishReason.STOP  # it reached its length with this very token
         if request.is_finished:
             self._end(request, token_ids=token_ids, text=text)
         else:
-            self._outputs.append(Output(request_id=request.request_id, token_ids=token_ids, text=text))
+            output = Output(request_id=request.request_id, index=request.index, token_ids=token_ids, text=text)
+            self._outputs.append(output)
 
     def _end(self, request: Request, *, token_ids: tuple[int, ...] = (), text: str = "", message: str = "") -> None:
-        """Queues a finished request's last output: all text that was held back comes with it."""
-        stream = self._texts.pop(request.request_id, None)
+        """Queues a finished sample's last output: all text that was held back comes with it."""
+        stream = self._texts.pop(request, None)
+        samples = self._open[request.request_id]
+        samples.remove(request)
+        if not samples:
+            del self._open[request.request_id]
         self._outputs.append(
             Output(
                 request_id=request.request_id,
+                index=request.index,
                 token_ids=token_ids,
                 text=text + (stream.flush() if stream is not None else ""),
                 finish_reason=request.finish_reason,
                 message=message,
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_output_tokens=len(request.output_token_ids),
+                num_cached_tokens=request.num_cached_tokens,
             )
         )
 
     def _end_all(self, reason: FinishReason, message: str) -> None:
-        for request in list(self._scheduler.requests.values()):
-            self._scheduler.finish(request, reason)
+        for request in tuple(self._scheduler.requests):
+            self._scheduler.finish(request, reason, self._clock())
             self._end(request, message=message)
 
     def _flush(self) -> None:

@@ -35,5 +35,9 @@ class QueueFullError(MeshserveError):
         self.retry_seconds = retry_seconds
 
 
+class DeadlineError(MeshserveError):
+    """The caller's deadline passed, or no token can come before it any more."""
+
+
 class EngineStoppedError(MeshserveError):
     """The engine is not running: it was stopped, is draining, or its loop died. The text carries the reason."""

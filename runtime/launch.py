@@ -23,8 +23,10 @@ from .engine import Engine
 from .errors import ConfigError
 from .hf_weights import load_model
 from .kernel_choice import choose_kernels
+from .limits import SchedulerLimits
 from .pages import PageAllocator
-from .scheduler import Scheduler, SchedulerLimits
+from .record import Record
+from .scheduler import Scheduler
 from .step import CacheShape, StepRunner, cache_page_bytes, scratch_bytes, state_shapes
 from .tokenizer import Tokenizer
 
@@ -60,8 +62,10 @@ def model_directory(config: ServeConfig) -> Path:
     return directory
 
 
-def launch(config: ServeConfig, deliver: Deliver) -> Launched:
+def launch(config: ServeConfig, deliver: Deliver, record: Record | None = None) -> Launched:
     """Loads a model and makes everything ready to serve it. Blocks for as long as that takes.
+
+    `deliver` and `record` get what comes out of the engine; see `Engine`.
 
     Raises:
       MeshserveError, CheckpointError, ValueError, MemoryError: the config, the model or the devices do not allow it.
@@ -73,12 +77,17 @@ def launch(config: ServeConfig, deliver: Deliver) -> Launched:
     def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
         return load_model(directory, *target)  # type: ignore[arg-type]
 
-    engine, mesh = build_engine(config, model, load, tokenizer, deliver)
+    engine, mesh = build_engine(config, model, load, tokenizer, deliver, record)
     return Launched(engine, tokenizer, _model_info(config, model, tokenizer, mesh))
 
 
 def build_engine(
-    config: ServeConfig, model: ModelConfig, make_params: MakeParams, tokenizer: Tokenizer | None, deliver: Deliver
+    config: ServeConfig,
+    model: ModelConfig,
+    make_params: MakeParams,
+    tokenizer: Tokenizer | None,
+    deliver: Deliver,
+    record: Record | None = None,
 ) -> tuple[Engine, Mesh]:
     """Everything but the files: places the parameters, compiles every program, then allocates the cache.
 
@@ -103,11 +112,18 @@ def build_engine(
         max_step_tokens=config.max_step_tokens,
         max_waiting=config.max_waiting,
         max_context=_max_context(config, model),
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_decode_steps=config.max_decode_steps,
+        priority_seconds=config.priority_seconds,
+        has_prefix_cache=config.prefix_cache,
     )
     dtype = _dtype(config, model)
     structure, params = make_params(model, layout, mesh, dtype)
     buckets = declare_buckets(
-        max_step_tokens=config.max_step_tokens, max_running=config.max_running, page_size=config.page_size
+        max_step_tokens=config.max_step_tokens,
+        max_running=config.max_running,
+        page_size=config.page_size,
+        max_decode_steps=config.max_decode_steps,
     )
     # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
     one_page = CacheShape(1, config.page_size, config.max_running, -(-limits.max_context // config.page_size))
@@ -133,10 +149,16 @@ def build_engine(
     engine = Engine(
         scheduler=Scheduler(limits, pages, tokenizer.eos_token_ids if tokenizer is not None else frozenset()),
         pages=pages,
-        batches=BatchBuilder(buckets, max_running=config.max_running, page_size=config.page_size),
+        batches=BatchBuilder(
+            buckets,
+            max_running=config.max_running,
+            page_size=config.page_size,
+            max_request_pages=shape.max_request_pages,
+        ),
         runner=runner,
         tokenizer=tokenizer,
         deliver=deliver,
+        record=record,
     )
     return engine, mesh
 

@@ -28,10 +28,11 @@ class SlowReaderError(MeshserveError):
 class Mailbox:
     """Outputs of one request that its handler has not taken yet. Made by `Mailroom.open`."""
 
-    def __init__(self, request_id: str):
+    def __init__(self, request_id: str, num_samples: int = 1):
         self.request_id = request_id
         self.num_undelivered_tokens = 0
-        self.has_ended = False  # the engine has delivered the last output
+        self.num_samples = num_samples
+        self.num_open_samples = num_samples  # whose last output the engine has not delivered
         self.is_abandoned = False  # no handler will take anything any more
         self._outputs: list[Output] = []
         self._error: MeshserveError | None = None
@@ -41,10 +42,14 @@ class Mailbox:
     def has_failed(self) -> bool:
         return self._error is not None
 
+    @property
+    def has_ended(self) -> bool:
+        return self.num_open_samples == 0
+
     def put(self, output: Output) -> None:
         """Adds an output. Ignored after a failure."""
         if output.finish_reason is not None:
-            self.has_ended = True
+            self.num_open_samples -= 1
         if self._error is None and not self.is_abandoned:
             self._outputs.append(output)
             self.num_undelivered_tokens += len(output.token_ids)
@@ -60,7 +65,7 @@ class Mailbox:
         return True
 
     async def take(self) -> Output:
-        """All that has gathered, as one output; waits for something to gather. At most one task may wait.
+        """All that has gathered of one sample, as one output; waits for something to gather. At most one task may wait.
 
         Raises:
           MeshserveError: the one that `fail` was given.
@@ -70,8 +75,10 @@ class Mailbox:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        outputs, self._outputs = self._outputs, []
-        self.num_undelivered_tokens = 0
+        index = self._outputs[0].index
+        outputs = [output for output in self._outputs if output.index == index]
+        self._outputs = [output for output in self._outputs if output.index != index]
+        self.num_undelivered_tokens = sum(len(output.token_ids) for output in self._outputs)
         return outputs[0] if len(outputs) == 1 else _join(outputs)
 
     def _wake(self) -> None:
@@ -83,12 +90,14 @@ def _join(outputs: Sequence[Output]) -> Output:
     last = outputs[-1]
     return Output(
         request_id=last.request_id,
+        index=last.index,
         token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
         text="".join(output.text for output in outputs),
         finish_reason=last.finish_reason,
         message=last.message,
         num_prompt_tokens=last.num_prompt_tokens,
         num_output_tokens=last.num_output_tokens,
+        num_cached_tokens=last.num_cached_tokens,
     )
 
 
@@ -126,7 +135,7 @@ class Mailroom:
             if not self._loop.is_closed():  # closed: the server is gone, and with it everybody who waited
                 raise
 
-    def open(self, request_id: str) -> Mailbox:
+    def open(self, request_id: str, num_samples: int = 1) -> Mailbox:
         """A mailbox for a request about to be submitted. End it with `close`, or `discard` if submitting fails.
 
         Raises:
@@ -137,7 +146,7 @@ class Mailroom:
                 f"request_id {request_id!r} names a request that has not ended; allowed is an id that is unique among "
                 "the open requests. Leave request_id out and the server draws one."
             )
-        mailbox = self._mailboxes[request_id] = Mailbox(request_id)
+        mailbox = self._mailboxes[request_id] = Mailbox(request_id, num_samples)
         return mailbox
 
     def discard(self, mailbox: Mailbox) -> None:

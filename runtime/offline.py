@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from .config import ServeConfig
-from .errors import InvalidRequestError, MeshserveError
+from .errors import EngineStoppedError, InvalidRequestError, MeshserveError
 from .launch import Launched, launch
-from .request import Output, SamplingParams
+from .request import Output, RequestOptions, SamplingParams
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_OPTION_FIELDS = ("n", "priority", "cache_salt")
 
 
 @dataclasses.dataclass
 class Completion:
-    """One prompt's output, as it grows."""
+    """One sample's output, as it grows."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
@@ -31,9 +32,10 @@ class Completion:
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
 
-    def to_json(self, index: int) -> str:
+    def to_json(self, index: int, sample: int) -> str:
         line: dict[str, Any] = {
             "index": index,
+            "sample": sample,
             "token_ids": self.token_ids,
             "text": self.text,
             "finish_reason": self.finish_reason,
@@ -49,16 +51,18 @@ class Prompt:
 
     prompt: str | tuple[int, ...]
     params: SamplingParams
+    options: RequestOptions = RequestOptions()
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads a JSONL file: `prompt` (text) or `prompt_token_ids`, and any fields of `SamplingParams`.
+    """Reads a JSONL file: `prompt` (text) or `prompt_token_ids`, any fields of `SamplingParams`, and `n`, `priority`
+    and `cache_salt` of `RequestOptions`.
 
     Raises:
       MeshserveError: the file cannot be read, or a line is not such an object; the message names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also cuts at U+2028, which JSON may contain
     except (OSError, UnicodeDecodeError) as error:
         raise MeshserveError(f"--input {path} cannot be read: {error}.") from None
     prompts = []
@@ -74,11 +78,10 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _prompt(raw: Any) -> Prompt:
     if not isinstance(raw, dict):
         raise ValueError(f"got {type(raw).__name__}; a line is a JSON object.")
-    unknown = sorted(raw.keys() - {"prompt", "prompt_token_ids", *_SAMPLING_FIELDS})
+    known = ("prompt", "prompt_token_ids", *_OPTION_FIELDS, *_SAMPLING_FIELDS)
+    unknown = sorted(raw.keys() - set(known))
     if unknown:
-        raise ValueError(
-            f"unknown fields {', '.join(unknown)}; known are prompt, prompt_token_ids, {', '.join(_SAMPLING_FIELDS)}."
-        )
+        raise ValueError(f"unknown fields {', '.join(unknown)}; known are {', '.join(known)}.")
     text, token_ids = raw.get("prompt"), raw.get("prompt_token_ids")
     if (text is None) == (token_ids is None):
         raise ValueError("give exactly one of prompt and prompt_token_ids.")
@@ -87,7 +90,15 @@ def _prompt(raw: Any) -> Prompt:
     if token_ids is not None and not (isinstance(token_ids, list) and all(type(token) is int for token in token_ids)):
         raise ValueError("prompt_token_ids must be a list of integers.")
     prompt = text if text is not None else tuple(token_ids or ())
-    return Prompt(prompt, _sampling_params(raw))
+    return Prompt(prompt, _sampling_params(raw), _options(raw))
+
+
+def _options(raw: Mapping[str, Any]) -> RequestOptions:
+    fields = {name: raw[name] for name in _OPTION_FIELDS if name in raw}
+    for name, value in fields.items():
+        if type(value) is not (str if name == "cache_salt" else int):
+            raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}.")
+    return RequestOptions(**fields)
 
 
 def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:
@@ -107,32 +118,36 @@ def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:
 
 
 class Batch:
-    """Collects the outputs of a set of requests. `deliver` is for the engine; the ids are the prompts' indices."""
+    """Collects the outputs of a set of requests. `deliver` is for the engine; the ids are the prompts' indices.
 
-    def __init__(self, num_prompts: int):
-        self.completions = [Completion() for _ in range(num_prompts)]
+    `completions` holds those of each prompt, by sample.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt]):
+        self.completions = [[Completion() for _ in range(prompt.options.n)] for prompt in prompts]
+        self._prompts = prompts
         self._num_open = 0
         self._changed = threading.Condition()
 
     def deliver(self, outputs: Sequence[Output]) -> None:
         with self._changed:
             for output in outputs:
-                self.completions[int(output.request_id)].add(output)
+                self.completions[int(output.request_id)][output.index].add(output)
                 self._num_open -= output.finish_reason is not None
             self._changed.notify()
 
-    def run(self, launched: Launched, prompts: Sequence[Prompt]) -> None:
+    def run(self, launched: Launched) -> None:
         """Submits every prompt and waits for all of them. What is refused gets its reason as `error`."""
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(self._prompts):
             with self._changed:
-                self._num_open += 1
+                self._num_open += prompt.options.n
             try:
-                launched.engine.submit(str(index), self._token_ids(launched, prompt), prompt.params)
-            except InvalidRequestError as error:
-                self.completions[index].finish_reason = "error"
-                self.completions[index].error = str(error)
+                launched.engine.submit(str(index), self._token_ids(launched, prompt), prompt.params, prompt.options)
+            except (InvalidRequestError, EngineStoppedError) as error:
+                for completion in self.completions[index]:
+                    completion.finish_reason, completion.error = "error", str(error)
                 with self._changed:
-                    self._num_open -= 1
+                    self._num_open -= prompt.options.n
         with self._changed:
             self._changed.wait_for(lambda: self._num_open == 0)
 
@@ -150,20 +165,25 @@ class Batch:
 def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
     """Completes every prompt of `source` into `target`, line by line in the same order.
 
-    Returns the number of prompts that failed; their output lines carry `error`.
+    A prompt with `n` samples has as many lines. Returns the number of samples that failed; their lines carry `error`.
 
     Raises:
       MeshserveError: the input is malformed, or the engine died.
     """
     prompts = read_prompts(source)
-    batch = Batch(len(prompts))
-    config = dataclasses.replace(config, max_waiting=max(len(prompts), 1))
+    batch = Batch(prompts)
+    config = dataclasses.replace(config, max_waiting=max(sum(prompt.options.n for prompt in prompts), 1))
     launched = launch(config, batch.deliver)
     launched.engine.start()
-    batch.run(launched, prompts)
+    batch.run(launched)
     launched.engine.stop()
-    lines = [completion.to_json(index) for index, completion in enumerate(batch.completions)]
+    completions = [
+        (completion, index, sample)
+        for index, samples in enumerate(batch.completions)
+        for sample, completion in enumerate(samples)
+    ]
+    lines = [completion.to_json(index, sample) for completion, index, sample in completions]
     target.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     if launched.engine.failure is not None:
         raise MeshserveError(f"the engine died: {launched.engine.failure}. {target} holds what was finished before.")
-    return sum(bool(completion.error) for completion in batch.completions)
+    return sum(bool(completion.error) for completion, *_ in completions)

@@ -1,9 +1,18 @@
-"""Which pages of the KV cache are free. Serves step 4 of 10, the scheduler.
+"""Which pages of the KV cache are free, shared, or worth keeping. Serves step 4 of 10, the scheduler.
 
-In: how many pages a request needs. Out: their numbers. Every device holds the same pages (each its own KV heads), so
-one allocator speaks for the whole mesh.
+In: how many pages a request needs, and under which keys its full pages may be found again (`prefix.py`). Out: their
+numbers. Every device holds the same pages (each its own KV heads), so one allocator speaks for the whole mesh.
+
+A page is in one of three states:
+
+    unused   nothing worth keeping in it                                    -> allocated first
+    held     by one request, or by several if it was published
+    kept     published, held by nobody: found by the next `match`           -> allocated last, longest unheld first
+
+A page is published when it is full; from then on nobody writes to it. Sharing copies nothing.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -18,57 +27,113 @@ class PageAllocator:
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; a cache has 1 page or more.")
         self.num_pages = num_pages
+        self.num_evictions = 0  # pages kept that had to make room, since the start
         # A stack, lowest page on top: pages freed last are used first, so a lightly loaded cache touches few of them.
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._is_free = bytearray(b"\x01" * num_pages)
+        self._unused = list(range(num_pages - 1, -1, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # longest unheld first
+        self._num_holders = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
 
     @property
     def num_free_pages(self) -> int:
-        return len(self._free)
+        """Pages that can be allocated now: unused and kept ones."""
+        return len(self._unused) + len(self._kept)
+
+    @property
+    def num_kept_pages(self) -> int:
+        return len(self._kept)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Takes that many free pages; the caller owns them until it frees them.
+        """Takes that many free pages; the caller holds them until it frees them.
 
         Raises:
           ValueError: fewer are free, or the count is negative. Nothing was taken.
         """
-        if not 0 <= num_pages <= len(self._free):
-            raise ValueError(f"{num_pages} pages asked for; {len(self._free)} of {self.num_pages} are free.")
-        pages = [self._free.pop() for _ in range(num_pages)]
+        if not 0 <= num_pages <= self.num_free_pages:
+            raise ValueError(f"{num_pages} pages asked for; {self.num_free_pages} of {self.num_pages} are free.")
+        pages = [self._unused.pop() if self._unused else self._evict() for _ in range(num_pages)]
         for page in pages:
-            self._is_free[page] = 0
+            self._num_holders[page] = 1
         return pages
 
+    def _evict(self) -> int:
+        page, _ = self._kept.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        self.num_evictions += 1
+        return page
+
     def free(self, pages: Sequence[int]) -> None:
-        """Takes pages back; they may be handed out again at once.
+        """Takes pages back. Published ones are kept, the last of `pages` first to be evicted: without the pages before
+        it, it could not be found.
 
         Raises:
-          ValueError: a page is free already (or named twice), or is not of this cache.
+          ValueError: a page is free already (or named too often), or is not of this cache.
         """
         for page in reversed(pages):
             if not 0 <= page < self.num_pages:
                 raise ValueError(f"page {page} freed; this cache has pages 0 to {self.num_pages - 1}.")
-            if self._is_free[page]:
+            if not self._num_holders[page]:
                 raise ValueError(f"page {page} freed twice.")
-            self._is_free[page] = 1
-            self._free.append(page)
+            self._num_holders[page] -= 1
+            if self._num_holders[page]:
+                continue
+            if page in self._key_of:
+                self._kept[page] = None
+            else:
+                self._unused.append(page)
 
-    def audit(self, owners: Iterable[Sequence[int]]) -> None:
-        """Proves that every page is free or has exactly one owner. `owners` are the page lists of all who hold any.
+    def publish(self, page: int, key: bytes) -> None:
+        """Lets a full, held page be found under `key`. If another page has the key already, that one stays known."""
+        assert self._num_holders[page], f"page {page} is published, but nobody holds it"
+        assert page not in self._key_of, f"page {page} is published twice"
+        if self._page_of.setdefault(key, page) == page:
+            self._key_of[page] = key
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """The pages of the longest known beginning of `keys`. They may be gone after the next `allocate`."""
+        pages = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def num_kept_of(self, pages: Iterable[int]) -> int:
+        """How many of these are held by nobody: holding them takes them from `num_free_pages`."""
+        return sum(not self._num_holders[page] for page in pages)
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """One more holder for each of these pages, which `match` has found."""
+        for page in pages:
+            assert page in self._key_of, f"page {page} is shared, but was not published"
+            if not self._num_holders[page]:
+                del self._kept[page]
+            self._num_holders[page] += 1
+
+    def audit(self, holders: Iterable[Sequence[int]]) -> None:
+        """Proves that every page is unused, kept, or held by exactly those who say so. `holders` are the page lists of
+        all who hold any. O(pages).
 
         Raises:
           AssertionError: names the first page for which this does not hold.
         """
-        free = set(self._free)
-        assert len(free) == len(self._free), f"{len(self._free)} entries in the free list but {len(free)} pages"
-        marked = {page for page in range(self.num_pages) if self._is_free[page]}
-        assert free == marked, f"pages {sorted(free ^ marked)} are in the free list or marked free, but not both"
-        owner_of: dict[int, int] = {}
-        for index, pages in enumerate(owners):
+        num_holders = [0] * self.num_pages
+        for index, pages in enumerate(holders):
+            assert len(set(pages)) == len(pages), f"holder {index} holds a page twice"
             for page in pages:
-                assert 0 <= page < self.num_pages, f"owner {index} holds page {page} of {self.num_pages}"
-                assert page not in free, f"page {page} is free, yet owner {index} holds it"
-                assert page not in owner_of, f"page {page} is held by owner {owner_of[page]} and by owner {index}"
-                owner_of[page] = index
-        lost = set(range(self.num_pages)) - free - owner_of.keys()
-        assert not lost, f"pages {sorted(lost)} are neither free nor owned"
+                assert 0 <= page < self.num_pages, f"holder {index} holds page {page} of {self.num_pages}"
+                num_holders[page] += 1
+        if num_holders != self._num_holders:
+            page = next(page for page, number in enumerate(num_holders) if number != self._num_holders[page])
+            counted = self._num_holders[page]
+            raise AssertionError(f"page {page} is held by {num_holders[page]} requests, but counted {counted} times")
+        free = {*self._unused, *self._kept}
+        assert len(free) == self.num_free_pages, "a page is twice among the free"
+        for page, number in enumerate(num_holders):
+            assert (page in free) != (number > 0), f"page {page} has {number} holders and is among the free, or neither"
+            assert number <= 1 or page in self._key_of, f"page {page} has {number} holders, but was not published"
+        assert all(page in self._key_of for page in self._kept), "a page is kept that nobody could find"
+        assert not any(page in self._key_of for page in self._unused), "an unused page can be found"
+        assert {page: key for key, page in self._page_of.items()} == self._key_of, "the index is not one to one"

@@ -1,281 +1,93 @@
-"""`meshserve plan`: what a model needs on each device of a slice, by arithmetic, and with --compile by the compiler."""
+"""What step 4 of 10 hands to step 5: the nouns of a step's work."""
 
-import dataclasses
-import json
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
+from .request import Request
 
-from meshserve.sharding.layout import ShardLayout, shard_layout
-from meshserve.sharding.targets import GIB, Target, target
-
-from .aot import DryServer, ProgramReport
-from .batch import Bucket, declare_buckets
-from .config import ModelConfig, ServeConfig
-from .launch import model_directory
-from .model import abstract_model
-from .model_sizes import is_published, named_model
-from .step import CacheShape, cache_page_bytes
-
-MIB = 1 << 20
-_DEFAULT_MAX_CONTEXT = 32_768  # tokens, as for `serve`
-_SAMPLING_ALL_REDUCES = 20  # at most: two searches of 8 rounds, their totals and a maximum
-PAGE_TOLERANCE = 0.02  # by how much prediction and compiler may differ on the number of pages
+# What a step brought for one request: a token, or None where it sampled an end token, which is not part of the output.
+# The request is finished if its `finish_reason` says so.
+Progress = tuple[Request, int | None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """Bytes of one device, and the pages that they leave room for."""
+class Chunk(NamedTuple):
+    """Positions start..start+num_tokens-1 of a request, computed by one step."""
 
-    model: str
-    target: str
-    tp: int
-    page_size: int
-    hbm_bytes: int
-    weight_bytes: int
-    scratch_bytes: int  # of the largest program, estimated
-    page_bytes: int
-    max_pages: int  # if a program may use all memory that the compiler grants
-    served_pages: int  # within memory_fraction, with reserve_mib kept free, as the server takes them
-
-    @property
-    def served_tokens(self) -> int:
-        return self.served_pages * self.page_size
+    request: Request
+    start: int
+    num_tokens: int
+    is_sampling: bool  # the chunk ends with the request's last token, so the step samples the next one
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Planner:
-    """The shapes of a server on a target; its programs are `buckets`, its cache `cache_shape(num_pages)`."""
+class Admission(NamedTuple):
+    """A request that got a row. Its first `num_cached_pages` pages hold what earlier steps computed."""
 
-    name: str
-    config: ServeConfig
-    model: ModelConfig
-    target: Target
-    num_devices: int
-
-    @property
-    def layout(self) -> ShardLayout:
-        """Raises ValueError if the model cannot be split over so many devices."""
-        model = self.model
-        return shard_layout(
-            num_shards=self.num_devices,
-            num_query_heads=model.num_query_heads,
-            num_kv_heads=model.num_kv_heads,
-            vocab_size=model.vocab_size,
-            mlp_dim=model.mlp_dim,
-        )
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        config = self.config
-        return declare_buckets(
-            max_step_tokens=config.max_step_tokens, max_running=config.max_running, page_size=config.page_size
-        )
-
-    def cache_shape(self, num_pages: int) -> CacheShape:
-        context = self.config.max_context or min(self.model.max_positions, _DEFAULT_MAX_CONTEXT)
-        request_pages = min(-(-context // self.config.page_size), num_pages)
-        return CacheShape(num_pages, self.config.page_size, self.config.max_running, request_pages)
-
-    def plan(self) -> MemoryPlan:
-        """The arithmetic. Needs neither devices nor the compiler."""
-        chip, layout, dtype = self.target.chip, self.layout, jnp.dtype("bfloat16")
-        weights = weight_bytes(self.model, layout, dtype)
-        scratch = scratch_estimate(self.model, layout, self.buckets[-1], dtype)
-        page = cache_page_bytes(self.model, layout, self.config.page_size, dtype)
-        free = chip.hbm_bytes - weights - scratch
-        served = int(chip.hbm_bytes * self.config.memory_fraction) - weights - scratch
-        served -= self.config.reserve_mib * MIB
-        if served < page:
-            raise MemoryError(
-                f"{self.name} takes {weights / GIB:.1f} GiB of weights on each of {self.num_devices} devices of "
-                f"{self.target.name}, which have {chip.hbm_bytes / GIB:.1f} GiB; no KV page fits. Take a larger slice."
-            )
-        return MemoryPlan(
-            model=self.name,
-            target=self.target.name,
-            tp=self.num_devices,
-            page_size=self.config.page_size,
-            hbm_bytes=chip.hbm_bytes,
-            weight_bytes=weights,
-            scratch_bytes=scratch,
-            page_bytes=page,
-            max_pages=free // page,
-            served_pages=self.config.num_pages or served // page,
-        )
+    request: Request
+    num_cached_pages: int
+    queue_seconds: float | None  # how long it waited; None if it had run before
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompiledPlan:
-    """What the compiler says: a report for each program, and the largest cache it accepts."""
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One dispatch. Read `pages` and `row` of its requests before the scheduler's next call: it may change them.
 
-    plan: MemoryPlan
-    reports: tuple[ProgramReport, ...]
-    max_pages: int
-    faults: tuple[str, ...]  # what does not hold; empty if all is well
-
-    @property
-    def deviation(self) -> float:
-        """Of the predicted number of pages from the largest that compiles."""
-        return self.plan.max_pages / self.max_pages - 1.0
-
-
-def compile_plan(planner: Planner, on_report: Callable[[ProgramReport], None] = lambda report: None) -> CompiledPlan:
-    """Compiles every program at the served number of pages, then looks for the largest cache of the last program.
-
-    Raises:
-      OutOfMemoryError: a program does not fit.
-      RuntimeError: libtpu is not installed.
+    A decode feeds the token that an earlier step sampled in the same row; the host need not know it. With `num_steps`
+    above 1 there are only decodes, and each runs that many steps, or fewer if its output ends before.
     """
-    plan = planner.plan()
-    server = DryServer.on(planner.target, planner.model, tensor_parallelism=planner.num_devices)
-    shape = planner.cache_shape(plan.served_pages)
-    reports = []
-    for bucket in planner.buckets:
-        reports.append(server.report(bucket, shape))
-        on_report(reports[-1])
-    cache_bytes = server.cache_bytes(shape)
-    faults = [fault for report in reports for fault in program_faults(planner, report, cache_bytes)]
-    largest = largest_cache(server, planner, plan.max_pages)
-    compiled = CompiledPlan(plan=plan, reports=tuple(reports), max_pages=largest, faults=tuple(faults))
-    if abs(compiled.deviation) > PAGE_TOLERANCE:
-        fault = f"{plan.max_pages} pages predicted, {largest} compile: {compiled.deviation:+.1%}"
-        compiled = dataclasses.replace(compiled, faults=(*faults, fault))
-    return compiled
+
+    decodes: Sequence[Request]
+    starts: Sequence[int]  # of each decode: the position it computes (first)
+    prefills: Sequence[Chunk]  # known tokens; chunks of one token first
+    num_steps: int = 1
+    decode_lengths: Sequence[int] = ()  # of each decode, where num_steps is above 1: its steps
+    admitted: Sequence[Admission] = ()
+    preempted: Sequence[Request] = ()  # lost pages and row for others that go before them, the last in rank first
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All work, in the order of the device's batch."""
+        lengths = self.decode_lengths or [1] * len(self.decodes)
+        decodes = zip(self.decodes, self.starts, lengths, strict=True)
+        return (*(Chunk(request, start, length, True) for request, start, length in decodes), *self.prefills)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.decodes) + len(self.prefills)
+
+    @property
+    def num_batch_tokens(self) -> int:
+        """Of one step, as the device's batch counts them."""
+        return len(self.decodes) + self.num_prefill_tokens
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum([chunk.num_tokens for chunk in self.prefills])
 
 
-def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) -> list[str]:
-    """What should hold of every program, and does not."""
-    num_layers = planner.model.num_layers if planner.target.chip.is_unrolled else 1
-    least = 2 * num_layers + 1 if planner.num_devices > 1 else 0
-    most_scratch = 2 * planner.plan().scratch_bytes + 64 * MIB
-    expected = {
-        "the KV cache is updated in place": report.aliased_bytes >= cache_bytes,
-        f"temporaries stay below {most_scratch / MIB:.0f} MiB": report.temp_bytes < most_scratch,
-        f"{2 * num_layers} kernels write and attend": report.num_kernels == 2 * num_layers,
-        # Two a layer, one for the embedding, and those of the searches in sampling.
-        f"{least} to {least + _SAMPLING_ALL_REDUCES} all-reduces": 0 <= report.num_all_reduces - least <= _SAMPLING_ALL_REDUCES,
-    }
-    return [f"{report.bucket.num_tokens} tokens: not so: {what}" for what, holds in expected.items() if not holds]
+@dataclass(kw_only=True)
+class Draft:
+    """A plan in the making."""
 
+    now: float
+    num_tokens_left: int
+    decodes: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    single_prefills: list[Chunk] = field(default_factory=list)
+    long_prefills: list[Chunk] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    page_keys: set[bytes] = field(default_factory=set)  # of prompt pages that this very step computes
 
-def largest_cache(server: DryServer, planner: Planner, guess: int) -> int:
-    """The largest number of pages, to a hundredth, for which the largest program compiles."""
-    bucket = planner.buckets[-1]
+    def add_prefill(self, chunk: Chunk) -> None:
+        self.num_tokens_left -= chunk.num_tokens
+        (self.single_prefills if chunk.num_tokens == 1 else self.long_prefills).append(chunk)
 
-    def fits(num_pages: int) -> bool:
-        return server.fits(bucket, planner.cache_shape(num_pages))
-
-    step = max(1, guess // 200)
-    margin = 2 * step
-    low, high = guess - step, guess + step
-    while not fits(low):
-        low, high = low - margin, low
-    while fits(high):
-        low, high = high, high + margin
-    while high - low > 2 * step:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def weight_bytes(model: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> int:
-    """Of one device: every sharded axis is a whole multiple of the shards."""
-    _, abstract = abstract_model(model, layout, dtype)
-    total = 0
-    for weight in abstract.flat_state().leaves:
-        is_sharded = any(axis is not None for axis in weight.axes)
-        total += weight.get_value().size * dtype.itemsize // (layout.num_shards if is_sharded else 1)
-    return total
-
-
-def scratch_estimate(model: ModelConfig, layout: ShardLayout, bucket: Bucket, dtype: jnp.dtype) -> int:
-    """What a program holds beside its arguments: activations of its tokens and logits of its requests.
-
-    Counted is what lives at once: three arrays as wide as the model and the gate and up projections; of the logits the
-    float32 values, and what sampling makes of them.
-    """
-    tokens = bucket.num_tokens * (3 * model.embed_dim + 2 * layout.mlp_dim // layout.num_shards) * dtype.itemsize
-    return tokens + 3 * bucket.num_requests * (layout.vocab_size // layout.num_shards) * 4
-
-
-def plan_table(plan: MemoryPlan) -> str:
-    """The plan as text."""
-    rows = [
-        ("memory", f"{plan.hbm_bytes / GIB:.2f} GiB"),
-        ("weights", f"{plan.weight_bytes / GIB:.2f} GiB"),
-        ("scratch", f"{plan.scratch_bytes / MIB:.0f} MiB"),
-        (f"a page of {plan.page_size} tokens", f"{plan.page_bytes / MIB:.2f} MiB"),
-        ("pages that fit at most", f"{plan.max_pages}"),
-        ("pages served", f"{plan.served_pages} ({plan.served_tokens} tokens)"),
-    ]
-    head = f"{plan.model} on {plan.target}, tp {plan.tp}, each device:"
-    return "\n".join([head, *(f"  {name:<24} {value:>20}" for name, value in rows)])
-
-
-REPORT_HEAD = f"{'tokens':>8}{'s (CPU)':>9}{'peak MiB':>10}{'temp MiB':>10}{'code KiB':>10}{'all-reduces':>13}{'kernels':>9}"
-
-
-def report_row(report: ProgramReport) -> str:
-    """A line of the table under `REPORT_HEAD`."""
-    return (
-        f"{report.bucket.num_tokens:>8}{report.cpu_seconds:>9.1f}{report.peak_bytes / MIB:>10.0f}"
-        f"{report.temp_bytes / MIB:>10.1f}{report.code_bytes / 1024:>10.0f}{report.num_all_reduces:>13}"
-        f"{report.num_kernels:>9}"
-    )
-
-
-def plan_json(plan: MemoryPlan, compiled: CompiledPlan | None) -> str:
-    """The plan, and what the compiler said, for programs to read."""
-    value = dataclasses.asdict(plan)
-    if compiled is not None:
-        value["programs"] = [dataclasses.asdict(report) for report in compiled.reports]
-        value["compiled_max_pages"], value["faults"] = compiled.max_pages, compiled.faults
-    return json.dumps(value)
-
-
-def run_plan(config: ServeConfig, slice_name: str, tensor_parallelism: int, *, is_compiled: bool, is_json: bool) -> int:
-    """The command; returns its exit status: 1 if the compiler found a fault.
-
-    Args:
-      config: its `model` may be the name of a published size, too.
-      slice_name: of the target.
-      tensor_parallelism: 0 takes every device of the slice.
-      is_compiled: compile every program.
-      is_json: print one line of JSON rather than tables.
-
-    Raises:
-      MeshserveError, ValueError, MemoryError: there is no such model or slice, or the model does not fit it.
-    """
-    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
-    goal = target(slice_name)
-    planner = Planner(
-        name=config.model,
-        config=config,
-        model=_model(config),
-        target=goal,
-        num_devices=tensor_parallelism or goal.num_devices,
-    )
-    plan = planner.plan()
-    if not is_json:
-        print(plan_table(plan))
-    if not is_compiled:
-        if is_json:
-            print(plan_json(plan, None))
-        return 0
-    if is_json:
-        compiled = compile_plan(planner)
-        print(plan_json(plan, compiled))
-    else:
-        print(REPORT_HEAD, flush=True)
-        compiled = compile_plan(planner, lambda report: print(report_row(report), flush=True))
-        print(f"  pages: {plan.max_pages} predicted, {compiled.max_pages} compile ({compiled.deviation:+.2%})")
-        print("\n".join(compiled.faults) or "  everything holds")
-    return 1 if compiled.faults else 0
-
-
-def _model(config: ServeConfig) -> ModelConfig:
-    if is_published(config.model):
-        return named_model(config.model)
-    return ModelConfig.from_file(model_directory(config) / "config.json")
+    def undo_decode(self, request: Request) -> None:
+        """Takes a request's decode, if it has one here, back out of the plan."""
+        if request in self.decodes:  # compares identities
+            index = self.decodes.index(request)
+            request.num_computed_tokens = self.starts[index]
+            request.num_pending_tokens -= 1
+            del self.decodes[index], self.starts[index]
+            self.num_tokens_left = max(self.num_tokens_left, 1)  # for the one that takes its place

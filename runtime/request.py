@@ -12,6 +12,9 @@ from .errors import InvalidRequestError
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 100
+MAX_CACHE_SALT_CHARS = 256
+MAX_SAMPLES = 64
 
 
 class FinishReason(enum.Enum):
@@ -57,9 +60,36 @@ class SamplingParams:
             require(0 < len(text) <= MAX_STOP_STRING_CHARS, "stop", text, f"1 to {MAX_STOP_STRING_CHARS} characters")
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """How a request is served, beside how its tokens are chosen. Ranges are checked on construction.
+
+    Raises:
+      InvalidRequestError: a value is out of range; the message names the field and the range.
+    """
+
+    priority: int = 0  # larger goes first
+    timeout_seconds: float | None = None  # the request ends unfinished after this; None: never
+    cache_salt: str = ""  # only requests with the same salt share pages
+    n: int = 1  # samples of the one prompt; sample i draws as a request with seed + i would
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, got: object, allowed: str) -> None:
+            if not ok:
+                raise InvalidRequestError(name, f"got {got!r}; allowed is {allowed}.")
+
+        require(abs(self.priority) <= MAX_PRIORITY, "priority", self.priority, f"-{MAX_PRIORITY} to {MAX_PRIORITY}")
+        require(len(self.cache_salt) <= MAX_CACHE_SALT_CHARS, "cache_salt", f"{len(self.cache_salt)} characters",
+                f"{MAX_CACHE_SALT_CHARS} or fewer")  # fmt: skip
+        require(1 <= self.n <= MAX_SAMPLES, "n", self.n, f"1 to {MAX_SAMPLES}")
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
 class Request:
-    """One request and where it stands. The scheduler owns every field below the line.
+    """One sample of one prompt and where it stands. The scheduler owns every field below the line.
 
     Token positions count from 0 over prompt and output together. `num_computed_tokens` positions have their keys and
     values in the cache, or will have once the steps in flight end. `num_pending_tokens` tokens have been sampled by
@@ -70,19 +100,31 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int  # resolved: params.seed, or drawn by the engine
+    index: int = 0  # of the sample, where a request has several
+    priority: int = 0  # larger goes first
+    cache_salt: str = ""  # only requests with the same salt share pages
+    arrival_seconds: float = 0.0  # these two by the clock that `plan` and `account` are given
+    deadline_seconds: float = math.inf
+    page_keys: list[bytes] = field(default_factory=list)  # see prefix.py; of the first full pages
     # ---
+    rank: tuple[float, int] = (0.0, 0)  # the one order: smaller goes first
+    max_total_tokens: int = 0  # prompt and longest output
     output_token_ids: list[int] = field(default_factory=list)
+    num_known_tokens: int = 0  # whose ids the host knows: the prompt and the collected output
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    num_prefill_tokens: int = 0  # known when it got its row; tokens after these were sampled in the row
     pages: list[int] = field(default_factory=list)
+    num_page_positions: int = 0  # that its pages have room for
+    num_published_pages: int = 0  # the first of `pages`, which others may share
+    publish_at_tokens: int = 0  # when so many tokens are known and computed, the next page is full
     row: int | None = None  # index into the device's table of last tokens, held while running
+    num_cached_tokens: int = 0  # of the prompt, found in the cache when the request first ran
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
 
-    @property
-    def num_known_tokens(self) -> int:
-        """Tokens whose ids the host knows: the prompt and the collected output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+    def __post_init__(self) -> None:
+        self.num_known_tokens = len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -92,13 +134,6 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
-
-    def token_at(self, position: int) -> int:
-        """The id at a known position."""
-        num_prompt_tokens = len(self.prompt_token_ids)
-        if position < num_prompt_tokens:
-            return self.prompt_token_ids[position]
-        return self.output_token_ids[position - num_prompt_tokens]
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """The ids at known positions start..stop-1."""
@@ -110,15 +145,17 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What one step brought for one request. The last output of a request, and only it, has a finish reason."""
+    """What one step brought for one sample. The last output of each sample, and only it, has a finish reason."""
 
     request_id: str
+    index: int = 0  # of the sample
     token_ids: tuple[int, ...] = ()  # new tokens; an end token that stopped the request is not among them
     text: str = ""  # new text, never half a character; stop strings are cut off
     finish_reason: FinishReason | None = None
     message: str = ""  # the reason, where finish_reason is ERROR
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # since the request began
+    num_cached_tokens: int = 0  # of the prompt, taken from the cache instead of computed
 
 
 @dataclass(frozen=True, kw_only=True)

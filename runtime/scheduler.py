@@ -6,99 +6,57 @@ Pure decision: no jax, no clock, no I/O; the same calls give the same plans. The
 
 so a plan counts the tokens in flight (`Request.num_pending_tokens`) without knowing their ids. Pages and rows that a
 request loses are handed on at once, although a step in flight may still write to them: the device runs steps in order,
-so the new owner's writes come later.
+so the new owner's writes come later. For the same reason a page may be shared as soon as the step that fills it is
+planned and the host knows its tokens.
 
-One order rules everything, that of arrival. Running requests are always older than waiting ones: admission takes the
-front of the queue, and the request preempted is the newest that runs, which goes back to the front. Hence
-  * the oldest request never gives way, and its need was checked against the whole cache: every plan makes progress;
-  * only the newest running request can be in the middle of its prefill, so decodes are always served first.
+One order rules everything, the rank: moment of arrival, less `priority_seconds` for each step of priority. It never
+changes while a request lives. Admission takes the first in rank; whoever lacks pages or a row takes them from the last
+in rank, if that one stands behind it. Hence the first of all never gives way, and its need was checked against the
+whole cache: every plan makes progress. docs/scheduling.md has the proof and the knobs.
 """
 
-import heapq
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import NamedTuple
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
 
 from .errors import InvalidRequestError, QueueFullError
+from .limits import SchedulerLimits
+from .pace import Pace
 from .pages import PageAllocator
+from .plan import Admission, Chunk, Draft, Progress, StepPlan
+from .queues import RankedQueue
 from .request import FinishReason, Request
-
-RETRY_SECONDS = 1.0  # the hint to refused callers: without a clock the scheduler cannot know how fast the queue drains
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerLimits:
-    """What a step and the queue may hold."""
-
-    page_size: int  # tokens a page
-    max_running: int  # requests that hold a row
-    max_step_tokens: int  # decodes and prefill chunks of one step together; at least max_running
-    max_waiting: int  # requests in the queue; more are refused
-    max_context: int  # tokens of prompt and output of one request
-
-
-class Chunk(NamedTuple):
-    """Positions start..start+num_tokens-1 of a request, computed by one step. (A tuple: half a dataclass's cost.)"""
-
-    request: Request
-    start: int
-    num_tokens: int
-    is_sampling: bool  # the chunk ends with the request's last token, so the step samples the next one
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step's work. Read `pages` and `row` of its requests before the scheduler's next call: it may change them."""
-
-    chunks: tuple[Chunk, ...]  # those of one token first, then longer ones; in either part oldest request first
-    preempted: tuple[Request, ...]  # lost their pages and row for older ones in this plan, newest first
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
-
-
-class Progress(NamedTuple):
-    """What a step brought for one request. The request is finished if its `finish_reason` says so."""
-
-    request: Request
-    token_id: int | None  # None: the step sampled an end token, which is not part of the output
-
-
-@dataclass
-class _Draft:
-    """A plan in the making."""
-
-    num_tokens_left: int
-    decodes: list[Chunk] = field(default_factory=list)
-    prefills: list[Chunk] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+from .running import Running
 
 
 class Scheduler:
     """Decides; owns the scheduling fields of every Request from `add` until its last step in flight is accounted.
 
-    `num_preemptions` and `num_wasted_tokens` count since the start: a wasted token was sampled for a request that had
-    ended by the time the host saw it.
+    The counts are since the start. A wasted token was sampled for a request that had ended by the time the host saw it.
     """
 
     def __init__(self, limits: SchedulerLimits, pages: PageAllocator, eos_token_ids: frozenset[int]):
-        assert min(limits.page_size, limits.max_waiting) >= 1 and limits.max_context >= 2, limits
-        assert limits.max_step_tokens >= limits.max_running >= 1, limits  # or decodes would wait for each other
         self.limits = limits
         self.num_preemptions = 0
         self.num_wasted_tokens = 0
+        self.num_refused = 0  # samples that found the queue full
+        self.num_expired = 0  # requests whose deadline passed, or could not be met any more
         self._pages = pages
         self._eos_token_ids = eos_token_ids
-        # All three in order of arrival; ordered maps, because a request may leave from anywhere.
-        self._requests: dict[str, Request] = {}
-        self._running: dict[Request, None] = {}
-        self._waiting: OrderedDict[Request, None] = OrderedDict()
-        self._max_total_tokens: dict[Request, int] = {}  # prompt and longest output, of unfinished requests
-        self._free_rows = list(range(limits.max_running))  # a heap
-        self.requests: Mapping[str, Request] = MappingProxyType(self._requests)  # the unfinished ones, by request_id
+        self._requests: dict[Request, None] = {}  # the unfinished ones, in order of arrival
+        self._running = Running(limits, pages)
+        self._waiting: RankedQueue[tuple[float, int]] = RankedQueue()
+        self._leaving: set[Request] = set()  # have all their output in flight, and gave back pages and row
+        self._about_to_leave: list[Request] = []
+        self._deadlines: RankedQueue[float] = RankedQueue()
+        self._expired: list[Request] = []
+        self._arrivals = itertools.count()
+        self._pace = Pace()
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """The unfinished ones, in order of arrival."""
+        return self._requests.keys()
 
     @property
     def num_running(self) -> int:
@@ -114,191 +72,298 @@ class Scheduler:
         """Whether any request is unfinished. Steps of finished requests may still be in flight."""
         return bool(self._requests)
 
-    def add(self, request: Request) -> None:
-        """Puts a new request at the end of the queue.
+    def add(self, *requests: Request) -> None:
+        """Puts new requests into the queue, all of them or none. Samples of one prompt come in one call.
 
         Raises:
-          InvalidRequestError: it could never run under these limits, or its id is in use.
-          QueueFullError: max_waiting requests wait already.
+          InvalidRequestError: one could never run under these limits, or they are more than the queue holds.
+          QueueFullError: there is no room for them in the queue now.
         """
-        assert not (request.num_computed_tokens or request.output_token_ids or request.is_finished), request.request_id
-        max_total_tokens = self._check_size(request)
-        if request.request_id in self._requests:
-            message = f"{request.request_id!r} is still being served. Use another, or wait until it has ended."
-            raise InvalidRequestError("request_id", message)
-        num_waiting, max_waiting = len(self._waiting), self.limits.max_waiting
-        if num_waiting >= max_waiting:
+        for request in requests:
+            assert not (request.num_computed_tokens or request.output_token_ids or request.is_finished), request
+            request.max_total_tokens = self.limits.max_total_tokens(request, self._pages.num_pages)
+        max_waiting, num_waiting = self.limits.max_waiting, len(self._waiting)
+        if len(requests) > max_waiting:
+            raise InvalidRequestError("n", f"is {len(requests)}; this server queues {max_waiting} (max_waiting).")
+        if num_waiting + len(requests) > max_waiting:
+            self.num_refused += len(requests)
             message = f"{num_waiting} requests wait; this server queues {max_waiting} (max_waiting). Retry later."
-            raise QueueFullError(message, RETRY_SECONDS)
-        self._requests[request.request_id] = request
-        self._max_total_tokens[request] = max_total_tokens
-        self._waiting[request] = None
+            raise QueueFullError(message, self._pace.retry_seconds(requests[0].arrival_seconds))
+        for request in requests:
+            head_start = request.priority * self.limits.priority_seconds
+            request.rank = (request.arrival_seconds - head_start, next(self._arrivals))
+            self._requests[request] = None
+            self._waiting.push(request.rank, request)
+            if request.deadline_seconds < math.inf:
+                self._deadlines.push(request.deadline_seconds, request)
 
-    def _check_size(self, request: Request) -> int:
-        """The most tokens, prompt and output together, it may come to have; raises if context or cache is too small."""
-        max_context, page_size = self.limits.max_context, self.limits.page_size
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens == 0:
-            raise InvalidRequestError("prompt", "has no tokens; at least 1 is needed. Send a text that is not empty.")
-        if num_prompt_tokens >= max_context:
-            raise InvalidRequestError(
-                "prompt",
-                f"has {num_prompt_tokens} tokens; this server accepts {max_context - 1} (max_context less one token of "
-                "output). Shorten it or restart with a larger --max-context.",
-            )
-        max_total_tokens = min(num_prompt_tokens + request.params.max_tokens, max_context)
-        num_pages = self._num_pages_for(max_total_tokens - 1)  # keys and values of the last token are never needed
-        if num_pages > self._pages.num_pages:
-            num_spare_tokens = self._pages.num_pages * page_size + 1 - num_prompt_tokens
-            fits = num_spare_tokens > 0
-            remedy = f"Ask for {num_spare_tokens} or fewer" if fits else "Shorten the prompt"
-            raise InvalidRequestError(
-                "sampling.max_tokens" if fits else "prompt",
-                f"{num_prompt_tokens} prompt tokens and up to {max_total_tokens - num_prompt_tokens} of output need "
-                f"{num_pages} pages of {page_size} tokens; the whole cache has {self._pages.num_pages}. {remedy}, or "
-                "restart with a larger cache (--num-pages, --memory-fraction).",
-            )
-        return max_total_tokens
-
-    def _num_pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.page_size)
-
-    def plan(self) -> StepPlan | None:
+    def plan(self, now: float) -> StepPlan | None:
         """Decides the next step and books it: tokens count as computed, pages and rows are assigned.
 
-        Returns None when nothing can run: no request, or all wait for tokens in flight to be accounted. (A request
-        preempted on the way to None is counted in `num_preemptions` only.) Costs O(running), whatever the queue holds.
+        Returns None when nothing can run: no request, or all wait for tokens in flight to be accounted. Costs
+        O(running), whatever the queue holds. Requests that it ends for their deadline are left for `take_expired`.
         """
-        draft = _Draft(self.limits.max_step_tokens)
-        self._schedule_running(draft)
-        if not draft.preempted:  # pages taken from a request must not go to a newer one, nor straight back to it
-            self._admit(draft)
-        chunks = (*draft.decodes, *draft.prefills)
-        return StepPlan(chunks, tuple(draft.preempted)) if chunks else None
+        self._let_leave()
+        while (late := self._deadlines.first) is not None and late.deadline_seconds <= now:
+            self._expire(late, now)
+        draft = Draft(now=now, num_tokens_left=self.limits.max_step_tokens)
+        prefilling = self._plan_decodes(draft)
+        draft.num_tokens_left -= len(draft.decodes)
+        if draft.decodes and self.limits.max_prefill_tokens:
+            draft.num_tokens_left = min(draft.num_tokens_left, self.limits.max_prefill_tokens)
+        for request in prefilling:
+            self._admit(draft, ahead_of=request)
+            if request.row is not None:
+                self._plan_prefill(request, draft)
+        self._admit(draft, ahead_of=None)
+        prefills = draft.single_prefills + draft.long_prefills
+        if not prefills and not draft.decodes:
+            return None
+        for chunk in prefills:
+            self._running.publish(chunk.request)
+        num_steps, lengths = (1, []) if prefills else self._widen(draft)
+        return StepPlan(
+            decodes=draft.decodes,
+            starts=draft.starts,
+            prefills=prefills,
+            num_steps=num_steps,
+            decode_lengths=lengths,
+            admitted=draft.admitted,
+            preempted=draft.preempted,
+        )
 
-    def _schedule_running(self, draft: _Draft) -> None:
-        """All decodes and, last, the prefill that an earlier step left unfinished."""
-        for request in tuple(self._running):
+    def take_expired(self) -> list[Request]:
+        """Requests that `plan` has ended for their deadline since the last call."""
+        expired, self._expired = self._expired, []
+        return expired
+
+    def _plan_decodes(self, draft: Draft) -> list[Request]:
+        """One token for everyone who can decode. Returns the requests that are still in their prefill, by rank.
+
+        The last in rank does not give way to itself: if it lacks a page it keeps what it has and sits out this step.
+        """
+        decodes, starts, about_to_leave = draft.decodes, draft.starts, self._about_to_leave
+        prefilling = []
+        for request in self._running:
             if request.row is None:
-                break  # preempted for an older one, and with it all that follow
-            num_tokens = request.num_tokens
-            if num_tokens < self._max_total_tokens[request]:  # else its whole output is known or in flight
-                self._schedule(request, num_tokens, draft)
+                break  # it gave way to one before it, and so did all that follow
+            start = request.num_computed_tokens
+            if start < request.num_prefill_tokens:
+                prefilling.append(request)
+                continue
+            if start == request.num_page_positions and not self._grow(request, draft):
+                break
+            request.num_computed_tokens = end = start + 1
+            request.num_pending_tokens += 1
+            decodes.append(request)
+            starts.append(start)
+            if end + 1 == request.max_total_tokens:
+                about_to_leave.append(request)
+        return [request for request in prefilling if request.row is not None]
 
-    def _admit(self, draft: _Draft) -> None:
-        """Starts waiting requests, first come first served, while budget, rows and pages suffice."""
-        while self._waiting and self._free_rows and draft.num_tokens_left:
-            request = next(iter(self._waiting))
-            if request.num_pending_tokens:
-                return  # preempted with a step in flight: what it must recompute is not known yet
-            # One page to spare for every running request, or its next tokens would soon preempt the newcomer. With none
-            # running all pages are free, and those suffice.
-            num_tokens = request.num_known_tokens
-            if self._num_pages_for(num_tokens) + len(self._running) > self._pages.num_free_pages:
-                return
-            del self._waiting[request]
-            self._running[request] = None
-            request.row = heapq.heappop(self._free_rows)
-            self._schedule(request, num_tokens, draft)
+    def _grow(self, request: Request, draft: Draft) -> bool:
+        """One more page for a running request, if need be from others behind it; False if it is itself the last."""
+        while not self._pages.num_free_pages:
+            if self._running.last is request:
+                return False
+            self._preempt_last(draft)
+        self._running.assign(request, self._pages.allocate(1))
+        return True
 
-    def _schedule(self, request: Request, num_tokens: int, draft: _Draft) -> None:
-        """Adds what a running request of `num_tokens` lacks, within the budget. If pages are short the newest running
-        request is preempted, possibly this one."""
+    def _widen(self, draft: Draft) -> tuple[int, list[int]]:
+        """Several decode steps in this dispatch, if nothing waits and pages allow it. (steps, steps of each decode)"""
+        num_steps = self.limits.max_decode_steps
+        is_alone = not self._waiting and len(draft.decodes) == len(self._running)
+        if num_steps == 1 or not is_alone:
+            return 1, []
+        lengths = [
+            min(num_steps, request.max_total_tokens - 1 - start)
+            for request, start in zip(draft.decodes, draft.starts, strict=True)
+        ]
+        num_steps = max(lengths)
+        short = [
+            request
+            for request, start, length in zip(draft.decodes, draft.starts, lengths, strict=True)
+            if start + length > request.num_page_positions
+        ]
+        if num_steps == 1 or len(short) > self._pages.num_free_pages:
+            return 1, []
+        for request, page in zip(short, self._pages.allocate(len(short)), strict=True):
+            self._running.assign(request, [page])
+        for request, length in zip(draft.decodes, lengths, strict=True):
+            request.num_computed_tokens += length - 1
+            request.num_pending_tokens += length - 1
+            if length > 1 and request.num_computed_tokens + 1 == request.max_total_tokens:
+                self._about_to_leave.append(request)
+        return self.limits.max_decode_steps, lengths
+
+    def _plan_prefill(self, request: Request, draft: Draft) -> None:
+        """As much of a request's known tokens as the budget allows. Its pages were assigned on admission."""
+        if not draft.num_tokens_left:
+            return
         start = request.num_computed_tokens
-        end = min(num_tokens, start + draft.num_tokens_left)
-        num_new_pages = -(-end // self.limits.page_size) - len(request.pages)
-        if num_new_pages > 0:
-            while num_new_pages > self._pages.num_free_pages:
-                victim = self._preempt_newest()
-                draft.preempted.append(victim)
-                if victim is request:
-                    return
-            request.pages += self._pages.allocate(num_new_pages)
-        is_sampling = end == num_tokens
+        end = min(request.num_prefill_tokens, start + draft.num_tokens_left)
+        is_sampling = end == request.num_prefill_tokens
         request.num_computed_tokens = end
         request.num_pending_tokens += is_sampling
-        draft.num_tokens_left -= end - start
-        chunks = draft.decodes if end - start == 1 else draft.prefills
-        chunks.append(Chunk(request, start, end - start, is_sampling))
+        draft.add_prefill(Chunk(request, start, end - start, is_sampling))
+        page_size = self.limits.page_size
+        draft.page_keys.update(request.page_keys[start // page_size : self.limits.num_pages_for(end)])
+        if is_sampling and end + 1 == request.max_total_tokens:
+            self._about_to_leave.append(request)
 
-    def _preempt_newest(self) -> Request:
-        """Takes pages and row from the newest running request; it will compute its known tokens anew."""
-        request, _ = self._running.popitem()
-        self._release(request)
-        request.num_computed_tokens = 0
+    def _admit(self, draft: Draft, ahead_of: Request | None) -> None:
+        """Starts waiting requests in order of rank, those that go before `ahead_of`, while the budget lasts and room
+        can be made for them. Nobody overtakes: if the first must wait, all do."""
+        while (request := self._waiting.first) is not None:
+            if not draft.num_tokens_left and len(draft.decodes) < self.limits.max_step_tokens:
+                return  # were all of the budget decodes, one of them might give way
+            if ahead_of is not None and ahead_of.rank < request.rank:
+                return
+            if draft.preempted and draft.preempted[-1].rank <= request.rank:
+                return  # what was taken from a request must not go to one behind it, nor straight back
+            if request.num_pending_tokens:
+                return  # it gave way with a step in flight: what it must recompute is not known yet
+            if not self._running.has_free_row and self._running.last.rank < request.rank:
+                return
+            cached = self._running.cached_pages(request)
+            if self._is_too_late(request, len(cached), draft.now):
+                self._expire(request, draft.now)
+                continue
+            if self._is_coming(request, len(cached), draft) or not self._make_room(request, cached, draft):
+                return
+            self._place(request, cached, draft)
+            self._plan_prefill(request, draft)
+
+    def _is_coming(self, request: Request, num_cached_pages: int, draft: Draft) -> bool:
+        """Whether another request computes the page it would begin with in this very step: the next step can share it,
+        instead of computing it twice."""
+        num_shareable_pages = (request.num_known_tokens - 1) // self.limits.page_size
+        next_page_keys = request.page_keys[num_cached_pages : min(num_cached_pages + 1, num_shareable_pages)]
+        return not draft.page_keys.isdisjoint(next_page_keys)
+
+    def _make_room(self, request: Request, cached: list[int], draft: Draft) -> bool:
+        """A row and pages, if need be from running requests behind this one. False if that is not enough; then nobody
+        has lost anything."""
+        if self._running.has_room(request, cached):
+            return True
+        if not self._running.could_have_room(request, cached):
+            return False
+        while not self._running.has_room(request, cached):
+            self._preempt_last(draft)
+        return True
+
+    def _place(self, request: Request, cached: list[int], draft: Draft) -> None:
+        self._waiting.discard(request)
+        self._running.place(request, cached)
+        is_first = not request.num_preemptions
+        if is_first:
+            request.num_cached_tokens = request.num_computed_tokens
+        queue_seconds = draft.now - request.arrival_seconds if is_first else None
+        draft.admitted.append(Admission(request, len(cached), queue_seconds))
+
+    def _preempt_last(self, draft: Draft) -> None:
+        """Takes pages and row from the last in rank; it will compute its known tokens anew, or find them cached."""
+        request = self._running.last
+        draft.undo_decode(request)
+        self._running.release(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting[request] = None
-        self._waiting.move_to_end(request, last=False)  # older than all that wait
-        return request
+        draft.preempted.append(request)
+        self._waiting.push(request.rank, request)
 
-    def _release(self, request: Request) -> None:
-        self._pages.free(request.pages)
-        request.pages = []
-        assert request.row is not None, request.request_id
-        heapq.heappush(self._free_rows, request.row)
-        request.row = None
+    def _let_leave(self) -> None:
+        """Requests whose whole output is in flight need neither pages nor row any more."""
+        for request in self._about_to_leave:
+            is_done = request.num_computed_tokens + 1 == request.max_total_tokens
+            if is_done and request.row is not None:  # else it has ended, or given way, in the meantime
+                self._running.release(request)
+                self._leaving.add(request)
+        self._about_to_leave.clear()
 
-    def account(self, plan: StepPlan, sampled: Sequence[int | None]) -> list[Progress]:
-        """Books the tokens of a finished step. Call it once for every plan, in the order of the plans.
+    def _is_too_late(self, request: Request, num_cached_pages: int, now: float) -> bool:
+        """Whether not even its first token can be there before its deadline."""
+        num_tokens = request.num_known_tokens - num_cached_pages * self.limits.page_size
+        num_steps = -(-num_tokens // self.limits.max_step_tokens)
+        return request.deadline_seconds <= now + num_steps * self._pace.step_seconds
+
+    def _expire(self, request: Request, now: float) -> None:
+        self.finish(request, FinishReason.DEADLINE, now)
+        self.num_expired += 1
+        self._expired.append(request)
+
+    def account(self, plan: StepPlan, sampled: Sequence[int], now: float, step: int = 0) -> list[Progress]:
+        """Books the tokens of a finished step. Call it once for every step of every plan, in order.
 
         Args:
-          sampled: one entry a chunk, in the order of `plan.chunks`; those of chunks that do not sample are ignored.
-        Returns: one entry for each request that is still wanted and got a token or its end, in chunk order. Requests
-          that ended in the meantime are left out; their tokens are wasted.
+          sampled: one token a request, in the order of `plan.chunks`; those of requests that do not sample in this
+            step are ignored.
+        Returns: one entry for each request that is still wanted and got a token or its end, in the same order.
+          Requests that ended in the meantime are left out; their tokens are wasted.
         """
-        assert len(sampled) == len(plan.chunks), f"{len(sampled)} tokens for {len(plan.chunks)} chunks"
-        progress = []
-        for (request, _, _, is_sampling), token_id in zip(plan.chunks, sampled, strict=True):
-            if not is_sampling:
-                continue
-            assert token_id is not None, f"request {request.request_id}: its chunk samples, but no token came"
+        assert len(sampled) == plan.num_requests, f"{len(sampled)} tokens for {plan.num_requests} requests"
+        if step == plan.num_steps - 1:
+            self._pace.step_ended(now, plan.num_steps)
+        progress: list[Progress] = []
+        if plan.num_steps == 1:
+            self._book(zip(plan.decodes, sampled, strict=False), progress, now)
+        else:
+            decodes = zip(plan.decodes, sampled, plan.decode_lengths, strict=True)
+            self._book([(request, token_id) for request, token_id, length in decodes if step < length], progress, now)
+        if plan.prefills:
+            prefills = zip(plan.prefills, sampled[len(plan.decodes) :], strict=True)
+            self._book([(chunk.request, token_id) for chunk, token_id in prefills if chunk.is_sampling], progress, now)
+        return progress
+
+    def _book(self, sampled: Iterable[tuple[Request, int]], progress: list[Progress], now: float) -> None:
+        eos_token_ids = self._eos_token_ids
+        for request, token_id in sampled:
             request.num_pending_tokens -= 1
             if request.finish_reason is not None:
                 self.num_wasted_tokens += 1
-            elif token_id in self._eos_token_ids and not request.params.ignore_eos:
-                self.finish(request, FinishReason.STOP)
-                progress.append(Progress(request, None))
-            else:
-                request.output_token_ids.append(token_id)
-                if request.num_known_tokens >= self._max_total_tokens[request]:
-                    self.finish(request, FinishReason.LENGTH)
-                progress.append(Progress(request, token_id))
-        return progress
+                continue
+            if token_id in eos_token_ids and not request.params.ignore_eos:
+                self.finish(request, FinishReason.STOP, now)
+                progress.append((request, None))
+                continue
+            request.output_token_ids.append(token_id)
+            request.num_known_tokens = num_known = request.num_known_tokens + 1
+            if num_known >= request.publish_at_tokens and request.row is not None:
+                self._running.publish(request)
+            if num_known == request.max_total_tokens:
+                self.finish(request, FinishReason.LENGTH, now)
+            progress.append((request, token_id))
 
-    def finish(self, request: Request, reason: FinishReason) -> bool:
+    def finish(self, request: Request, reason: FinishReason, now: float) -> bool:
         """Ends a request wherever it stands; pages and row are free at once. Returns False if it had ended before."""
         if request.finish_reason is not None:
             return False
-        if request.row is None:
-            del self._waiting[request]
-        else:
-            del self._running[request]
-            self._release(request)
-        del self._requests[request.request_id]
-        del self._max_total_tokens[request]
+        if request.row is not None:
+            self._running.release(request)
+        self._leaving.discard(request)
+        self._waiting.discard(request)
+        self._deadlines.discard(request)
+        del self._requests[request]
         request.finish_reason = reason
+        self._pace.request_left(now)
         return True
 
     def audit(self) -> None:
         """Proves the invariants of queues, rows and pages; AssertionError names the fault. O(requests + pages)."""
-        in_order = [*self._running, *self._waiting]
-        assert in_order == list(self._requests.values()), "running, then waiting, is not everyone in order of arrival"
-        assert set(in_order) == self._max_total_tokens.keys(), "lengths are kept of others than the unfinished requests"
-        for request in in_order:
+        places = {"running": set(self._running), "waiting": set(self._waiting), "leaving": self._leaving}
+        assert sum(map(len, places.values())) == len(self._requests), "a request stands in two places, or in none"
+        assert set().union(*places.values()) == set(self._requests), "someone is held who has ended"
+        for request in self._requests:
             name = f"request {request.request_id}"
             assert not request.is_finished, f"{name} is finished but still held"
-            num_known, num_tokens, limit = request.num_known_tokens, request.num_tokens, self._max_total_tokens[request]
+            num_known, num_tokens, limit = request.num_known_tokens, request.num_tokens, request.max_total_tokens
+            counted = len(request.prompt_token_ids) + len(request.output_token_ids)
+            assert num_known == counted, f"{name} counts {num_known} known tokens of {counted}"
             assert num_known <= num_tokens <= limit, f"{name} has {num_known}, {num_tokens} tokens of at most {limit}"
-            num_pages = self._num_pages_for(request.num_computed_tokens)
-            assert len(request.pages) == num_pages, f"{name} owns {len(request.pages)} pages, needs {num_pages}"
-            is_placed = request.row is not None and request.num_computed_tokens > 0
-            is_bare = request.row is None and request.num_computed_tokens == 0
-            assert is_placed if request in self._running else is_bare, f"{name} stands in the wrong queue"
-        for index, request in enumerate(self._running, start=1):
-            num_left = request.num_tokens - request.num_computed_tokens
-            is_prefill_last = num_left == 1 or (num_left > 1 and index == len(self._running))
-            assert is_prefill_last, f"request {request.request_id} lacks {num_left} tokens, yet newer requests run"
-        rows = sorted([request.row for request in self._running if request.row is not None] + self._free_rows)
-        assert rows == list(range(self.limits.max_running)), f"rows in use and free together are {rows}"
-        self._pages.audit(request.pages for request in self._running)
+            is_bare = request.row is None and not request.pages and request.num_computed_tokens == 0
+            is_placed = request.row is not None and request.pages
+            assert is_placed if request in places["running"] else is_bare, f"{name} stands in the wrong place"
+            assert request not in self._leaving or num_tokens == limit, f"{name} left too early"
+        dated = {request for request in self._requests if request.deadline_seconds < math.inf}
+        assert set(self._deadlines) == dated, "deadlines are kept of others than the unfinished requests"
+        self._running.audit()

@@ -20,9 +20,9 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from . import wire
 from .contract import Engine, ModelInfo
-from .errors import EngineStoppedError, InvalidRequestError, QueueFullError, UnsupportedModelError
+from .errors import DeadlineError, EngineStoppedError, InvalidRequestError, QueueFullError, UnsupportedModelError
 from .mailbox import Mailbox, Mailroom, RequestIdInUseError, SlowReaderError
-from .request import FinishReason, SamplingParams
+from .request import FinishReason, RequestOptions, SamplingParams
 from .tokenizer import Tokenizer
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -35,6 +35,7 @@ GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         RequestIdInUseError: grpc.StatusCode.ALREADY_EXISTS,
         QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         SlowReaderError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
         EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
     }
 )
@@ -84,10 +85,11 @@ class Edge(pb_grpc.InferenceServiceServicer):
         try:
             request_id = _request_id(request)
             params = wire.sampling_params(request.sampling)
+            options = wire.request_options(request, context.time_remaining())
             prompt_token_ids = await tokenise(request)
             if self._refusal is not None:
                 raise EngineStoppedError(self._refusal)
-            mailbox = self._submit(request_id, prompt_token_ids, params)
+            mailbox = self._submit(request_id, prompt_token_ids, params, options)
             await self._stream(mailbox, kind, context)
         except grpc.aio.InternalError as error:
             # A write found the caller gone before grpc had cancelled this task. No fault, and nobody to tell.
@@ -152,10 +154,12 @@ class Edge(pb_grpc.InferenceServiceServicer):
     def _render(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, bool]) -> tuple[int, ...]:
         return self._tokenizer.encode(self._tokenizer.render_chat(messages, **options))
 
-    def _submit(self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> Mailbox:
-        mailbox = self.mailroom.open(request_id)
+    def _submit(
+        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+    ) -> Mailbox:
+        mailbox = self.mailroom.open(request_id, options.n)
         try:
-            self.engine.submit(request_id, prompt_token_ids, params)
+            self.engine.submit(request_id, prompt_token_ids, params, options)
         except BaseException:
             self.mailroom.discard(mailbox)
             raise
@@ -163,12 +167,14 @@ class Edge(pb_grpc.InferenceServiceServicer):
 
     async def _stream(self, mailbox: Mailbox, kind: type[wire.AnswerMessage], context: Any) -> None:
         try:
-            finish_reason = None
-            while finish_reason is None:
+            num_open_samples = mailbox.num_samples
+            while num_open_samples:
                 output = await mailbox.take()
-                finish_reason = output.finish_reason
-                if finish_reason is FinishReason.ERROR and self.engine.failure is not None:
+                num_open_samples -= output.finish_reason is not None
+                if output.finish_reason is FinishReason.ERROR and self.engine.failure is not None:
                     raise failure_error(self.engine)
+                if output.finish_reason is FinishReason.DEADLINE:
+                    raise DeadlineError(output.message)
                 await context.write(wire.answer(kind, output))
         finally:
             remaining = context.time_remaining()  # None if the call has no deadline

@@ -109,6 +109,47 @@ def step(
     return DeviceState(cache, last_tokens, page_table), sampled
 
 
+def window(
+    structure: nnx.GraphDef,
+    kernels: Kernels,
+    bucket: Bucket,
+    params: nnx.State,
+    state: DeviceState[jax.Array],
+    packed: jax.Array,
+) -> tuple[DeviceState[jax.Array], jax.Array]:
+    """Several decode steps in one dispatch, written per shard. Returns the next state and the tokens [num_steps, B].
+
+    Each is the `step` of the same shape: only positions move on, and requests whose own steps are over become padding.
+    """
+    fields = bucket.fields
+    num_steps = packed[fields["num_steps"]]
+    no_row = state.last_tokens.shape[0]
+
+    def one_step(
+        index: jax.Array, carry: tuple[DeviceState[jax.Array], jax.Array]
+    ) -> tuple[DeviceState[jax.Array], jax.Array]:
+        state, sampled = carry
+        is_active = index < num_steps
+        moved = {
+            "rows": jnp.where(is_active, packed[fields["rows"]], no_row),
+            "positions": jnp.where(is_active, packed[fields["positions"]] + index, -1),
+            "sample_position": packed[fields["sample_position"]] + index,
+        }
+        vector = packed
+        for name, values in moved.items():
+            vector = vector.at[fields[name]].set(values)
+        state, tokens = step(structure, kernels, bucket, params, state, vector)
+        return state, sampled.at[index].set(tokens)
+
+    sampled = jnp.zeros((bucket.num_steps, bucket.num_requests), jnp.int32)
+    return jax.lax.fori_loop(0, bucket.num_steps, one_step, (state, sampled))
+
+
+def set_page_row(page_table: jax.Array, page_row: jax.Array) -> jax.Array:
+    """The page table [max_running, max_request_pages] with one row new. `page_row`: its index, then its pages."""
+    return page_table.at[page_row[0]].set(page_row[1:])
+
+
 def sharded_step(
     structure: nnx.GraphDef, abstract: nnx.State, kernels: Kernels, bucket: Bucket, mesh: Mesh
 ) -> jax.stages.Wrapped:
@@ -120,7 +161,7 @@ def sharded_step(
     )
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
     program = jax.shard_map(
-        partial(step, structure, kernels, bucket),
+        partial(step if bucket.num_steps == 1 else window, structure, kernels, bucket),
         mesh=mesh,
         in_specs=(param_specs, state_specs, PartitionSpec()),
         out_specs=(state_specs, PartitionSpec()),
@@ -164,8 +205,13 @@ class StepRunner:
             bucket: _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
             for bucket in tqdm(buckets, desc="programs", unit="", delay=_PROGRESS_DELAY_SECONDS, leave=False)
         }
+        self._set_page_row = _compile_set_page_row(shapes.page_table, mesh)
         self.compile_seconds = time.monotonic() - started
         self._state = _allocate(shapes)
+
+    def set_page_row(self, page_row: np.ndarray) -> None:
+        """Dispatches a new row of the page table [1 + max_request_pages] int32, for the steps to come."""
+        self._state = self._state._replace(page_table=self._set_page_row(self._state.page_table, page_row))
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
@@ -189,6 +235,12 @@ def _compile(
 ) -> jax.stages.Compiled:
     packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(mesh, ()))
     return program.lower(params, state, packed).compile()
+
+
+def _compile_set_page_row(page_table: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stages.Compiled:
+    page_row = jax.ShapeDtypeStruct((1 + page_table.shape[1],), jnp.int32, sharding=named_sharding(mesh, ()))
+    program = jax.jit(set_page_row, donate_argnums=0, out_shardings=page_table.sharding)
+    return program.lower(page_table, page_row).compile()
 
 
 def _allocate(shapes: DeviceState[jax.ShapeDtypeStruct]) -> DeviceState[jax.Array]:

@@ -11,7 +11,7 @@ from typing import Any
 from meshserve.protos import inference_pb2 as pb
 
 from .contract import ModelInfo
-from .request import FinishReason, Load, Output, SamplingParams
+from .request import FinishReason, Load, Output, RequestOptions, SamplingParams
 
 _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
     {
@@ -38,11 +38,23 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**sent)
 
 
+def request_options(message: pb.GenerateRequest | pb.ChatRequest, timeout_seconds: float | None) -> RequestOptions:
+    """The sent fields, and the defaults for the rest.
+
+    Raises:
+      InvalidRequestError: a value is out of range.
+    """
+    names: tuple[Any, ...] = ("priority", "cache_salt", "n")
+    sent = {name: getattr(message, name) for name in names if message.HasField(name)}
+    return RequestOptions(timeout_seconds=timeout_seconds, **sent)
+
+
 def answer(kind: type[AnswerMessage], output: Output) -> AnswerMessage:
     """A message of an answer's stream."""
-    response = kind(text=output.text, token_ids=output.token_ids)
+    response = kind(text=output.text, token_ids=output.token_ids, index=output.index)
     if output.finish_reason is not None:
-        usage = pb.Usage(num_prompt_tokens=output.num_prompt_tokens, num_output_tokens=output.num_output_tokens)
+        names = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
+        usage = pb.Usage(**{name: getattr(output, name) for name in names})
         reason = _FINISH_REASONS[output.finish_reason]
         response.finish.CopyFrom(pb.Finish(reason=reason, message=output.message, usage=usage))
     return response

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 _CPU_CACHE_BYTES = 1 << 30  # virtual CPU devices share the host's memory: a modest cache for all of them together
 
 
-def free_bytes(mesh: Mesh, fraction: float, kept_bytes: int) -> int:
+def free_bytes(mesh: Mesh, fraction: float, kept_bytes: int = 0) -> int:
     """What is left of `fraction` of the fullest device's memory, given what is allocated now and what is to be kept."""
     if mesh.devices.flat[0].platform == "cpu":
         return _CPU_CACHE_BYTES // mesh.size

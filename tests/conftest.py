@@ -1,5 +1,17 @@
 """Every test process serves on 8 virtual CPU devices."""
 
+import pytest
+
 from meshserve.sharding.mesh import use_cpu_devices
 
 use_cpu_devices(8)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--simulated", type=int, default=400, help="requests of each case of test_simulation.py")
+
+
+@pytest.fixture
+def num_simulated(pytestconfig: pytest.Config) -> int:
+    """Requests of each simulated case: few in `make test`, 20,000 in `make simulate`."""
+    return pytestconfig.getoption("--simulated")

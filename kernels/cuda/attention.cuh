@@ -21,7 +21,7 @@ constexpr int kTileTokens = 16;
 constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMaxGroup = 8;
-constexpr int kWarpRingBytes = 24 * 1024;   // 4 warps x 24 KB: two blocks an SM, 192 KB in flight
+constexpr int kMaxWarpRingBytes = 24 * 1024; // 4 warps x 24 KB: two blocks an SM, 192 KB in flight
 
 struct AttentionArgs {
   const bf16* q;              // [B, K, G, H]
@@ -30,7 +30,8 @@ struct AttentionArgs {
   const int* positions;       // [B]
   bf16* out;                  // [B, K, G, H]
   long long first_row;        // the layer's first row of the whole cache seen as [L P K 2 S, H]
-  int max_pages, page_size, kv_heads, group, splits;
+  int max_pages, page_size, kv_heads, group, log2_splits;
+  int stages;                 // of a warp's ring
   float scale_log2;           // softmax scale * log2(e)
 };
 
@@ -48,6 +49,7 @@ struct Received {
   static constexpr int kRows = 16;          // at most splits + group - 1
   float out[kRows * H];
   float4 largest_and_sum[kRows];
+  uint64_t barrier[2];        // counts their bytes
 };
 
 // 2^(a - b) where both may be -inf (nothing seen yet).
@@ -115,6 +117,7 @@ __device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile
 template <int H>
 __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int last_token, uint4 current, int lane) {
   if (lane % 16 < H / 8) store_shared(chunk_address(lane < 16 ? k_tile : v_tile, last_token, lane % 16), current);
+#pragma unroll 1
   for (int i = lane; i < (kTileTokens - 1 - last_token) * (H / 8); i += 32) {
     store_shared(chunk_address(v_tile, last_token + 1 + i / (H / 8), i % (H / 8)), make_uint4(0, 0, 0, 0));
   }
@@ -123,46 +126,54 @@ __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int
 
 // The warps' results into one of the block, sent to the block that finishes the query: 4 elements a thread.
 template <int H>
-__device__ __forceinline__ void merge_warps(const uint8_t* memory, const Received<H>* received, int group, int splits) {
+__device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_bytes, const Received<H>* received, int group,
+                                            int log2_splits) {
+  const int splits = 1 << log2_splits, queries_per_block = (group + splits - 1) >> log2_splits;
+#pragma unroll 1
   for (int i = threadIdx.x; i < group * H / 4; i += kAttentionThreads) {
     int query = i / (H / 4), element = i % (H / 4) * 4;
     float largest = -INFINITY, sum = 0.0f;
     float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int w = 0; w < kAttentionWarps; ++w) {
-      largest = fmaxf(largest, reinterpret_cast<const Partial<H>*>(memory + w * kWarpRingBytes)->largest[query]);
+      largest = fmaxf(largest, reinterpret_cast<const Partial<H>*>(memory + w * warp_bytes)->largest[query]);
     }
 #pragma unroll
     for (int w = 0; w < kAttentionWarps; ++w) {
-      const Partial<H>* part = reinterpret_cast<const Partial<H>*>(memory + w * kWarpRingBytes);
+      const Partial<H>* part = reinterpret_cast<const Partial<H>*>(memory + w * warp_bytes);
       float scale = rescale(part->largest[query], largest);
       float4 v = *reinterpret_cast<const float4*>(part->out + query * Partial<H>::kStride + element);
       out = make_float4(out.x + v.x * scale, out.y + v.y * scale, out.z + v.z * scale, out.w + v.w * scale);
       sum += part->sum[query] * scale;
     }
-    int row = blockIdx.x * ((group + splits - 1) / splits) + query / splits;
-    store_cluster_float4(address_in_cluster(shared_address(received->out + row * H + element), query % splits), out);
+    int row = blockIdx.x * queries_per_block + (query >> log2_splits), to = query & (splits - 1);
+    uint32_t barrier = address_in_cluster(shared_address(received->barrier), to);
+    send_float4(address_in_cluster(shared_address(received->out + row * H + element), to), out, barrier);
     if (element == 0) {
-      store_cluster_float4(address_in_cluster(shared_address(received->largest_and_sum + row), query % splits),
-                           make_float4(largest, sum, 0.0f, 0.0f));
+      send_float4(address_in_cluster(shared_address(received->largest_and_sum + row), to),
+                  make_float4(largest, sum, 0.0f, 0.0f), barrier);
     }
   }
 }
 
 // The blocks' results into the output, divided by the sum. A request without tokens gives zeros.
 template <int H>
-__device__ __forceinline__ void merge_blocks(const Received<H>* received, bf16* output, int group, int splits) {
-  const int queries_per_block = (group + splits - 1) / splits;
+__device__ __forceinline__ void merge_blocks(const Received<H>* received, bf16* output, int group,
+                                             int log2_splits) {
+  const int splits = 1 << log2_splits, queries_per_block = (group + splits - 1) >> log2_splits;
+#pragma unroll 1
   for (int i = threadIdx.x; i < queries_per_block * (H / 4); i += kAttentionThreads) {
-    int query = i / (H / 4) * splits + blockIdx.x, element = i % (H / 4) * 4;
+    int query = (i / (H / 4) << log2_splits) + blockIdx.x, element = i % (H / 4) * 4;
     if (query >= group) return;
     float largest = -INFINITY, sum = 0.0f;
     float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
     for (int r = 0; r < splits; ++r) {
-      largest = fmaxf(largest, received->largest_and_sum[r * queries_per_block + query / splits].x);
+      largest = fmaxf(largest, received->largest_and_sum[r * queries_per_block + (query >> log2_splits)].x);
     }
+#pragma unroll 1
     for (int r = 0; r < splits; ++r) {
-      int row = r * queries_per_block + query / splits;
+      int row = r * queries_per_block + (query >> log2_splits);
       float4 stats = received->largest_and_sum[row];
       float4 v = *reinterpret_cast<const float4*>(received->out + row * H + element);
       float scale = rescale(stats.x, largest);
@@ -180,25 +191,36 @@ template <int H>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     attention_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ AttentionArgs args) {
   constexpr int kTileBytes = kTileTokens * H * 2;
-  constexpr int kStages = kWarpRingBytes / (2 * kTileBytes);
-  static_assert(sizeof(Partial<H>) <= kWarpRingBytes, "a warp's result takes the place of its ring");
+  static_assert(sizeof(Partial<H>) <= 2 * kTileBytes, "a warp's result takes the place of its ring");
   extern __shared__ __align__(1024) uint8_t memory[];
-  Received<H>* received = reinterpret_cast<Received<H>*>(memory + kAttentionWarps * kWarpRingBytes);
+  const int warp_bytes = args.stages * 2 * kTileBytes;
+  Received<H>* received = reinterpret_cast<Received<H>*>(memory + kAttentionWarps * warp_bytes);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int kv_head = blockIdx.y, request = blockIdx.z;
   const int num_tokens = args.positions[request] + 1;
   const int num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
-  const int worker = blockIdx.x * kAttentionWarps + warp, num_workers = args.splits * kAttentionWarps;
-  const int my_tiles = num_tiles > worker ? (num_tiles - worker - 1) / num_workers + 1 : 0;
-  const uint32_t ring = shared_address(memory) + warp * kWarpRingBytes;
-  const uint32_t full = shared_address(received + 1) + warp * kStages * 8;
+  const int worker = blockIdx.x * kAttentionWarps + warp, num_workers = kAttentionWarps << args.log2_splits;
+  const int my_tiles = num_tiles > worker ? ((num_tiles - worker - 1) / kAttentionWarps >> args.log2_splits) + 1 : 0;
+  const uint32_t ring = shared_address(memory) + warp * warp_bytes;
+  const uint32_t full = shared_address(received + 1) + warp * args.stages * 8;
 
+  touch_parameters(args);
   if (lane == 0) {
-    for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, 1);
+    for (int s = 0; s < args.stages; ++s) barrier_init(full + 8 * s, 1);
     barrier_init_fence();
   }
-  if (args.splits > 1) cluster_arrive();  // the blocks write into each other's memory at the end
+  // The rows of this block's queries, one of each block.
+  const uint32_t all_received = shared_address(received->barrier);
+  if (threadIdx.x == 0) {
+    const int splits = 1 << args.log2_splits, rank = blockIdx.x;
+    const int rows = args.group > rank ? ((args.group - rank + splits - 1) >> args.log2_splits) << args.log2_splits : 0;
+    barrier_init(all_received, 1);
+    barrier_init_fence();
+    barrier_expect_bytes(all_received, rows * (H + 4) * 4);
+  }
+  __syncthreads();
+  if (args.log2_splits > 0) cluster_arrive();  // the blocks write into each other's memory at the end
   if (threadIdx.x == 0) {
     prefetch_map(&pages);
     let_next_kernel_start();
@@ -213,7 +235,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   };
   int looked_up = 0, page_of_lane = look_up_pages(0);
   const uint64_t policy = evict_first_policy();
-  auto fetch = [&](int i) {  // tile i of this warp, by all lanes
+  auto fetch = [&](int i, int s) {  // tile i of this warp to stage s, by all lanes
     if (i - looked_up >= 32) {
       looked_up = i;
       page_of_lane = look_up_pages(i);
@@ -223,14 +245,14 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
       int offset = (worker + i * num_workers) * kTileTokens % args.page_size;
       long long slab = (static_cast<long long>(page) * args.kv_heads + kv_head) * 2;
       int row = static_cast<int>(args.first_row + slab * args.page_size + offset);
-      int s = i % kStages;
       uint32_t to = ring + s * 2 * kTileBytes;
       barrier_expect_bytes(full + 8 * s, 2 * kTileBytes);
-      copy_tile_3d(to, &pages, 0, row, 0, full + 8 * s, policy);
-      copy_tile_3d(to + kTileBytes, &pages, 0, row + args.page_size, 0, full + 8 * s, policy);
+      copy_tile(to, &pages, row, 0, full + 8 * s, policy);
+      copy_tile(to + kTileBytes, &pages, row + args.page_size, 0, full + 8 * s, policy);
     }
   };
-  for (int i = 0; i < min(kStages, my_tiles); ++i) fetch(i);
+#pragma unroll 1
+  for (int i = 0; i < min(args.stages, my_tiles); ++i) fetch(i, i);
   // The place of the current token's key and value: 16 bytes a lane of the warp that has the last tile.
   const uint4* current_row = nullptr;
   if (my_tiles > 0 && worker + (my_tiles - 1) * num_workers == num_tiles - 1 && lane % 16 < H / 8) {
@@ -256,19 +278,21 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   uint4 current = make_uint4(0, 0, 0, 0);
   if (current_row != nullptr) current = *current_row;
 
-  for (int i = 0; i < my_tiles; ++i) {
-    int s = i % kStages, tile = worker + i * num_workers;
+#pragma unroll 1
+  for (int i = 0, s = 0, parity = 0; i < my_tiles; ++i) {
+    int tile = worker + i * num_workers;
     uint32_t k_tile = ring + s * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
-    barrier_wait(full + 8 * s, (i / kStages) & 1);
+    barrier_wait(full + 8 * s, parity);
     if (tile == num_tiles - 1) {
       patch_tile<H>(k_tile, v_tile, (num_tokens - 1) % kTileTokens, current, lane);
     }
     attend_tile(state, k_tile, v_tile, tile * kTileTokens, num_tokens, args.scale_log2, lane);
     __syncwarp();
-    if (i + kStages < my_tiles) fetch(i + kStages);
+    if (i + args.stages < my_tiles) fetch(i + args.stages, s);
+    if (++s == args.stages) s = 0, parity ^= 1;
   }
 
-  Partial<H>* mine = reinterpret_cast<Partial<H>*>(memory + warp * kWarpRingBytes);
+  Partial<H>* mine = reinterpret_cast<Partial<H>*>(memory + warp * warp_bytes);
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     float sum = state.sum[c];
@@ -286,15 +310,11 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     }
   }
   __syncthreads();
-  if (args.splits > 1) cluster_wait();
-  merge_warps<H>(memory, received, args.group, args.splits);
-  if (args.splits > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  if (args.log2_splits > 0) cluster_wait();
+  merge_warps<H>(memory, warp_bytes, received, args.group, args.log2_splits);
+  barrier_wait(all_received, 0);
   bf16* out = args.out + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
-  merge_blocks<H>(received, out, args.group, args.splits);
+  merge_blocks<H>(received, out, args.group, args.log2_splits);
 }
 
 }  // namespace meshserve

@@ -57,7 +57,7 @@ struct Scratch {
 // Overrides of the launch shapes, for measuring; 0 chooses.
 struct Tuning {
   int qkv_splits = 0, o_splits = 0, gate_up_splits = 0, down_splits = 0, attention_splits = 0;
-  int blocks_per_stage = 0, pair = 0, ring_kilobytes = 0;
+  int blocks_per_stage = 0, ring_kilobytes = 0;
 };
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
@@ -105,7 +105,6 @@ class Step {
 
   void qkv(int layer, bf16* q) {
     ProjectionArgs args = normed();
-    args.epilogue = Epilogue::kQkv;
     args.row_base = layer * shapes_.qkv_rows();
     args.q_out = q;
     args.q_gain = weights.q_norm + static_cast<size_t>(layer) * shapes_.head_dim;
@@ -120,7 +119,7 @@ class Step {
     args.group = shapes_.group;
     args.head_dim = shapes_.head_dim;
     int tiles = (shapes_.qkv_rows() + kTileRows - 1) / kTileRows;
-    project("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles, tuning_.qkv_splits);
+    project<Epilogue::kQkv>("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles, tuning_.qkv_splits);
   }
 
   void attention(int layer, const bf16* q, bf16* out) {
@@ -136,42 +135,47 @@ class Step {
     args.page_size = shapes_.page_size;
     args.kv_heads = shapes_.kv_heads;
     args.group = shapes_.group;
-    args.splits = tuning_.attention_splits ? tuning_.attention_splits : attention_splits();
+    const int splits = tuning_.attention_splits ? tuning_.attention_splits : attention_splits();
+    args.log2_splits = log2_of(splits);
     args.scale_log2 = scale * static_cast<float>(M_LOG2E);
     CUtensorMap pages;
     if (!map_pages(&pages)) return;
-    dim3 grid(args.splits, shapes_.kv_heads, shapes_.batch);
-    auto run = [&](auto kernel, size_t received_bytes, int stages) {
-      size_t shared = kAttentionWarps * (kWarpRingBytes + 8 * stages) + received_bytes;
-      launch("attention", kernel, grid, kAttentionThreads, shared, args.splits, pages, args);
-    };
-    auto stages = [](int head_dim) { return kWarpRingBytes / (4 * kTileTokens * head_dim); };
-    if (h == 128) run(attention_kernel<128>, sizeof(Received<128>), stages(128));
-    if (h == 64) run(attention_kernel<64>, sizeof(Received<64>), stages(64));
+    dim3 grid(splits, shapes_.kv_heads, shapes_.batch);
+    // A ring no longer than the longest request needs leaves room for the next kernels' weights.
+    const int stage_bytes = 4 * kTileTokens * h, warp_tokens = kTileTokens * kAttentionWarps * splits;
+    const int most_tiles = (shapes_.max_pages * shapes_.page_size + warp_tokens - 1) / warp_tokens;
+    args.stages = std::min(kMaxWarpRingBytes / stage_bytes, most_tiles);
+    const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
+    if (h == 128) {
+      launch("attention", attention_kernel<128>, grid, kAttentionThreads, ring_bytes + sizeof(Received<128>), splits, pages,
+             args);
+    } else {
+      launch("attention", attention_kernel<64>, grid, kAttentionThreads, ring_bytes + sizeof(Received<64>), splits, pages,
+             args);
+    }
   }
 
   // out = residual (may be null) + attended o^T; where `next_gain` is given, what the next norm needs too.
   void output(int layer, const bf16* attended, const bf16* residual, bf16* out, const bf16* next_gain) {
     ProjectionArgs args = residual_args(layer, residual, out, next_gain);
-    project("o", args, weights.o, shapes_.embed, shapes_.q_columns(), attended, shapes_.embed / kTileRows,
+    project<Epilogue::kResidual>("o", args, weights.o, shapes_.embed, shapes_.q_columns(), attended, shapes_.embed / kTileRows,
             tuning_.o_splits);
   }
 
   void gate_up(int layer, bf16* activated) {
     ProjectionArgs args = normed();
-    args.epilogue = Epilogue::kGateUp;
     args.row_base = layer * 2 * shapes_.mlp;
     args.tile_step = kTileRows / 2;
     args.second_half = shapes_.mlp;
     args.out = activated;
     args.out_columns = shapes_.mlp;
-    project("gate_up", args, weights.gate_up, 2 * shapes_.mlp, shapes_.embed, scratch.scaled,
+    project<Epilogue::kGateUp>("gate_up", args, weights.gate_up, 2 * shapes_.mlp, shapes_.embed, scratch.scaled,
             shapes_.mlp / (kTileRows / 2), tuning_.gate_up_splits);
   }
 
   void down(int layer, const bf16* activated, const bf16* residual, bf16* out, const bf16* next_gain) {
     ProjectionArgs args = residual_args(layer, residual, out, next_gain);
-    project("down", args, weights.down, shapes_.embed, shapes_.mlp, activated, shapes_.embed / kTileRows,
+    project<Epilogue::kResidual>("down", args, weights.down, shapes_.embed, shapes_.mlp, activated, shapes_.embed / kTileRows,
             tuning_.down_splits);
   }
 
@@ -199,7 +203,6 @@ class Step {
 
   ProjectionArgs residual_args(int layer, const bf16* residual, bf16* out, const bf16* next_gain) const {
     ProjectionArgs args = base();
-    args.epilogue = Epilogue::kResidual;
     args.row_base = layer * shapes_.embed;
     args.residual = residual;
     args.out = out;
@@ -210,66 +213,97 @@ class Step {
     return args;
   }
 
-  // Enough blocks for every SM, and a split of at most 4096 tokens, as requests differ in length.
+  // Merging a cluster costs as much as 4 tiles of a warp: where there are more, enough blocks for every SM. And at most
+  // 4096 tokens a block, as requests differ in length.
   int attention_splits() const {
+    const int pairs = shapes_.batch * shapes_.kv_heads, context = shapes_.max_pages * shapes_.page_size;
+    const int round_tokens = kAttentionWarps * kTileTokens;
+    if (context <= 4 * round_tokens) return 1;
     int splits = 1;
-    int pairs = shapes_.batch * shapes_.kv_heads, context = shapes_.max_pages * shapes_.page_size;
-    while (splits < 8 && (2 * splits * pairs <= kMultiprocessors || context / splits > 4096)) splits *= 2;
+    while (splits < kMaxSplits && ((2 * splits * pairs <= kMultiprocessors && context >= 2 * splits * round_tokens) ||
+                                   context > 4096 * splits)) {
+      splits *= 2;
+    }
     return splits;
   }
 
+  template <Epilogue E>
   void project(const char* name, ProjectionArgs args, const bf16* matrix, int rows, int columns, const bf16* input,
                int tiles, int splits) {
     switch (args.batch <= 8 ? 8 : args.batch <= 16 ? 16 : args.batch <= 32 ? 32 : args.batch <= 64 ? 64 : 128) {
-      case 8: return project_tiled<8>(name, args, matrix, rows, columns, input, tiles, splits);
-      case 16: return project_tiled<16>(name, args, matrix, rows, columns, input, tiles, splits);
-      case 32: return project_tiled<32>(name, args, matrix, rows, columns, input, tiles, splits);
-      case 64: return project_tiled<64>(name, args, matrix, rows, columns, input, tiles, splits);
-      default: return project_tiled<128>(name, args, matrix, rows, columns, input, tiles, splits);
+      case 8: return project_tiled<8, E>(name, args, matrix, rows, columns, input, tiles, splits);
+      case 16: return project_tiled<16, E>(name, args, matrix, rows, columns, input, tiles, splits);
+      case 32: return project_tiled<32, E>(name, args, matrix, rows, columns, input, tiles, splits);
+      case 64: return project_tiled<64, E>(name, args, matrix, rows, columns, input, tiles, splits);
+      default: return project_tiled<128, E>(name, args, matrix, rows, columns, input, tiles, splits);
     }
   }
 
-  template <int N>
+  static int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); }
+
+  // Ranges of k (a power of two), of at least 4 blocks of k each. Two blocks fit on an SM: enough to give every SM one;
+  // between one and two an SM, long ones are halved once more, as they would end unevenly. Where a block takes a whole
+  // SM: as many as fit at once, in clusters of 4, as some GPCs have no room for a second cluster of 8.
+  static int choose_splits(int tiles, int k_blocks, bool takes_sm) {
+    int splits = 1;
+    auto may_double = [&] { return 2 * splits <= kMaxSplits && k_blocks / (2 * splits) >= 4; };
+    if (takes_sm) {
+      while (splits < 4 && 2 * splits * tiles <= kMultiprocessors && may_double()) splits *= 2;
+      return splits;
+    }
+    while (tiles * splits < kMultiprocessors - 12 && may_double()) splits *= 2;
+    const int blocks = tiles * splits;
+    if (blocks > kMultiprocessors && blocks < 2 * kMultiprocessors && k_blocks / splits >= 32 && may_double()) splits *= 2;
+    return splits;
+  }
+
+  template <int N, Epilogue E>
   void project_tiled(const char* name, ProjectionArgs& args, const bf16* matrix, int rows, int columns,
                      const bf16* input, int tiles, int splits) {
-    constexpr int kBlockBytes = 2 * kHalfTileBytes + N * kBlockK * 2;
     args.k_blocks = columns / kBlockK;
-    args.pair = tuning_.pair ? tuning_.pair : (N >= 64 ? 2 : 1);
-    if (tiles % 2 != 0) args.pair = 1;
-    args.blocks_per_stage = tuning_.blocks_per_stage ? tuning_.blocks_per_stage : 1;
-    // Split until about two blocks stand on every SM (one where the batch makes the partial sums large), but leave a
-    // split at least 4 blocks of k.
-    const int most_blocks = N >= 64 ? kMultiprocessors : 2 * kMultiprocessors;
-    args.splits = splits ? splits : 1;
-    while (splits == 0 && 2 * args.splits * args.pair <= 8 && 2 * args.splits * tiles <= most_blocks &&
-           args.k_blocks / (2 * args.splits) >= 4) {
-      args.splits *= 2;
+    args.tiles = tiles;
+    const int tile_groups = (tiles + kTiles<N> - 1) / kTiles<N>;
+    if (splits == 0) splits = choose_splits(tile_groups, args.k_blocks, kTiles<N> == 2);
+    args.log2_splits = log2_of(splits);
+    // The ring leaves room for two blocks on an SM: of this kernel, or of the next one that already prefetches. A range
+    // that fits is one stage, which is one wait; else two blocks of k a stage, where that divides every range.
+    const int split_blocks = (args.k_blocks + splits - 1) / splits, resident_bytes = split_blocks * N * kBlockK * 2;
+    const bool is_resident = kIsNarrow<N> && resident_bytes <= kMaxResidentBytes;
+    const int block_bytes = 2 * kTiles<N> * kHalfTileBytes + (is_resident ? 0 : N * kBlockK * 2);
+    const int kilobytes = tuning_.ring_kilobytes ? tuning_.ring_kilobytes : kTiles<N> == 2 ? 224 : 112;
+    const int ring_bytes = 1024 * kilobytes - kOtherBytes<N> -
+                           (is_resident ? resident_bytes : 0);
+    args.resident_input = is_resident ? input : nullptr;
+    args.blocks_per_stage = 1;
+    if (kIsNarrow<N> && args.k_blocks % splits == 0) {
+      const int wanted = tuning_.blocks_per_stage ? tuning_.blocks_per_stage : 2;
+      if (split_blocks * block_bytes <= ring_bytes) {
+        args.blocks_per_stage = split_blocks;
+      } else if (split_blocks % wanted == 0 && 2 * wanted * block_bytes <= ring_bytes) {
+        args.blocks_per_stage = wanted;
+      }
     }
-    // The ring: what lets two blocks stand on an SM, of this kernel or of the next one that already prefetches.
-    const int other_bytes = kSendsSums<N> ? N * kSumStride * 4 : 0;
-    const int budget = 1024 * (tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112) - other_bytes;
-    const int stage_bytes = args.blocks_per_stage * kBlockBytes;
-    const int split_blocks = (args.k_blocks + args.splits - 1) / args.splits;
-    const int iterations = (split_blocks + args.blocks_per_stage - 1) / args.blocks_per_stage;
-    args.stages = std::min({kMaxStages, budget / stage_bytes, iterations});
-    args.ring_bytes = std::max(args.stages * stage_bytes, kSendsSums<N> ? 0 : N * kSumStride * 4);
+    const int stage_bytes = args.blocks_per_stage * block_bytes;
+    args.stages = std::min({kMaxStages, ring_bytes / stage_bytes, split_blocks / args.blocks_per_stage});
+    args.ring_bytes = std::max(args.stages * stage_bytes + (is_resident ? resident_bytes : 0),
+                               kIsNarrow<N> ? 0 : kTiles<N> * N * kSumStride * 4);
     CUtensorMap weights_map, input_map;
-    if (!map_matrix(&weights_map, matrix, static_cast<size_t>(shapes_.layers) * rows, columns, 64) ||
-        !map_matrix(&input_map, input, shapes_.batch, columns, N / args.pair)) {
+    size_t all_rows = static_cast<size_t>(shapes_.layers) * rows;
+    if (!map_matrix(&weights_map, matrix, all_rows, columns, 64, args.blocks_per_stage) ||
+        !map_matrix(&input_map, input, shapes_.batch, columns, N, args.blocks_per_stage)) {
       return;
     }
-    dim3 grid(args.splits * args.pair, (args.batch + N - 1) / N, tiles / args.pair);
-    int shared_bytes = args.ring_bytes + 16 * kMaxStages + other_bytes;
-    launch(name, projection_kernel<N>, grid, kProjectionThreads, shared_bytes, args.splits * args.pair, weights_map,
-           input_map, args);
+    dim3 grid(splits, (args.batch + N - 1) / N, tile_groups);
+    launch(name, projection_kernel<N, E>, grid, kProjectionThreads, args.ring_bytes + kOtherBytes<N>, splits,
+           weights_map, input_map, args);
   }
 
-  // A row-major [rows, columns] matrix, fetched in tiles of `tile_rows` rows of 128 bytes, swizzled.
-  bool map_matrix(CUtensorMap* map, const bf16* matrix, size_t rows, int columns, int tile_rows) {
-    cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), rows};
-    cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
-    cuuint32_t box[2] = {kBlockK, static_cast<cuuint32_t>(tile_rows)};
-    return encode(map, 2, matrix, sizes, strides, box);
+  // A row-major [rows, columns] matrix as [columns / 64, rows, 64], fetched in boxes of [blocks, tile_rows, 64].
+  bool map_matrix(CUtensorMap* map, const bf16* matrix, size_t rows, int columns, int tile_rows, int blocks) {
+    cuuint64_t sizes[3] = {kBlockK, rows, static_cast<cuuint64_t>(columns / kBlockK)};
+    cuuint64_t strides[2] = {static_cast<cuuint64_t>(columns) * 2, kBlockK * 2};
+    cuuint32_t box[3] = {kBlockK, static_cast<cuuint32_t>(tile_rows), static_cast<cuuint32_t>(blocks)};
+    return encode(map, matrix, sizes, strides, box);
   }
 
   // The whole cache as rows of one token each, cut into halves of 128 bytes: tiles [H / 64, 16 tokens, 64].
@@ -278,17 +312,17 @@ class Step {
     cuuint64_t sizes[3] = {64, shapes_.layers * (layer_elements() / h), static_cast<cuuint64_t>(h / 64)};
     cuuint64_t strides[2] = {static_cast<cuuint64_t>(h) * 2, 128};
     cuuint32_t box[3] = {64, kTileTokens, static_cast<cuuint32_t>(h / 64)};
-    return encode(map, 3, cache.pages, sizes, strides, box);
+    return encode(map, cache.pages, sizes, strides, box);
   }
 
-  bool encode(CUtensorMap* map, int rank, const bf16* data, const cuuint64_t* sizes, const cuuint64_t* strides,
+  bool encode(CUtensorMap* map, const bf16* data, const cuuint64_t* sizes, const cuuint64_t* strides,
               const cuuint32_t* box) {
     if (!error_.empty()) return false;
     EncodeTiled function = encode_tiled();
     cuuint32_t steps[3] = {1, 1, 1};
     CUresult result = CUDA_ERROR_NOT_FOUND;
     if (function != nullptr) {
-      result = function(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<bf16*>(data), sizes, strides, box, steps,
+      result = function(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<bf16*>(data), sizes, strides, box, steps,
                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     }

@@ -3,15 +3,17 @@
 // The step reads every weight once, so the kernel is a weight stream. A block owns 128 rows of the weights (two groups
 // of 64, one a warpgroup) and one of `splits` ranges of k; the splits of a tile form a cluster and add their results
 // through distributed shared memory. One warp fetches [64, 64] tiles of weights and [N, 64] tiles of activations with
-// the bulk tensor copy engine into a ring of stages; two warpgroups multiply with wgmma, the batch as its N.
+// the bulk tensor copy engine into a ring of stages; two warpgroups multiply with wgmma, the batch as its N; one more warp looks up what
+// the epilogue needs of every token.
 // The weights of the whole ring are fetched before the wait for the previous kernel: that hides the launch.
 //
 // RMSNorm is split over kernels: who writes the residual stream also writes x * gain (bf16) and, a tile of 128 columns,
 // the sum of squares; who reads it scales its result by 1 / rms. So no block normalises, and the activations come in by
 // the copy engine.
 //
-// From batch 64 two neighbouring tiles form a pair in the cluster: each fetches half of the activations and the
-// copy engine writes them to both. Else reading them would take as much L2 bandwidth as the weights.
+// A few tokens' activations are read by the multiplying warps themselves, all at once: behind the copies of weights that
+// the kernels after this one have already queued, the copy engine would bring them late. With many tokens a block owns
+// two tiles: reading the activations for each would take as much L2 bandwidth as the weights.
 #pragma once
 #include "ptx.cuh"
 #include "wgmma.cuh"
@@ -19,27 +21,39 @@
 namespace meshserve {
 
 constexpr int kTileRows = 128;
-constexpr int kBlockK = 64;                 // bf16 columns of a tile: 128 bytes, the swizzle's width
+constexpr int kBlockK = 64;                 // bf16 columns of a block: 128 bytes, the swizzle's width
 constexpr int kMaxStages = 8;
 constexpr int kConsumerWarps = 8;
-constexpr int kProjectionThreads = 32 * (kConsumerWarps + 1);
+constexpr int kConsumers = 32 * kConsumerWarps;
+constexpr int kProducerWarp = kConsumerWarps, kHelperWarp = kConsumerWarps + 1;
+constexpr int kProjectionThreads = kConsumers + 64;
 constexpr int kHalfTileBytes = 64 * kBlockK * 2;
+constexpr int kMaxResidentBytes = 8 * 1024;
 constexpr int kSumStride = kTileRows + 4;   // floats of a row of the partial sums: 4 more keep the banks apart
 
-constexpr int kMaxSplits = 8;               // blocks of a cluster, on any Hopper GPU
-// Whether the splits' sums go to a buffer of their own ([N, 132] floats), rather than to where the ring was.
+constexpr int kMaxSplits = 8;               // blocks of a cluster that any Hopper GPU takes
+
+// Few tokens: latency counts. The sums of the splits go to a buffer of their own and the epilogue's operands are fetched
+// before the products. Many tokens: the sums go to where the ring was, as shared memory and registers are short.
 template <int N>
-constexpr bool kSendsSums = N <= 32;
+constexpr bool kIsNarrow = N <= 16;
+// Tiles of a block. Two need all registers and shared memory of an SM; else two blocks share it.
+template <int N>
+constexpr int kTiles = N == 128 ? 2 : 1;
+// After the ring: barriers, 1 / rms and cache row of each token, and the narrow kernels' buffer of sums.
+template <int N>
+constexpr int kOtherBytes = 16 * kMaxStages + 16 + N * 16 + (kIsNarrow<N> ? N * kSumStride * 4 : 0);
 
 enum class Epilogue : int { kQkv, kResidual, kGateUp };
 
 struct ProjectionArgs {
-  Epilogue epilogue;
   int batch;
-  int splits, pair;           // the cluster: k ranges x neighbouring tiles
+  int log2_splits;            // ranges of k: the blocks of a cluster
   int k_blocks;               // columns of the weights / 64
   int stages, blocks_per_stage;
-  int ring_bytes;             // of the stages, or of the partial sums that follow them in the same memory
+  const bf16* resident_input; // [batch, columns], where a split's activations stay in shared memory; else null
+  int ring_bytes;             // of the stages and the resident input, or of the partial sums in the same memory
+  int tiles;                  // of 128 rows
   int row_base;               // first row of this layer in the stacked weights
   int tile_step;              // rows from one tile to the next
   int second_half;            // rows from the tile's first 64 rows to its second 64
@@ -65,68 +79,107 @@ struct ProjectionArgs {
   int max_pages, page_size, kv_heads, group, head_dim;
 };
 
-// What one token's epilogue reads from global memory; fetched ahead, so that its latency is hidden.
-struct EpilogueOperands {
+// What a lane holds of each token: 4 rows of the tile. For kQkv, the head and the elements that these are.
+struct LaneRows {
+  int kv_head, slot, element; // slot: 0..G-1 query heads, G key, G+1 value
+  bool is_valid;
   uint2 gain;                 // kResidual: of the next norm. kQkv: of the head's norm
-  bf16* cache_row;            // kQkv: the key's or value's place; null: not to be written
-  float inverse_rms;
+};
+
+// What one token's epilogue reads of what earlier kernels wrote; fetched ahead, to hide its latency.
+struct EpilogueOperands {
   uint2 residual;
   float4 cosine, sine;
 };
 
-struct QkvLane {              // which head and which 4 elements of it a lane holds
-  int kv_head, slot, element; // slot: 0..G-1 query heads, G key, G+1 value
-  bool is_valid;
-};
-
-__device__ __forceinline__ QkvLane qkv_lane(const ProjectionArgs& args, int tile, int lane) {
-  int row = tile * kTileRows + 4 * lane;
-  int head = row / args.head_dim;
-  int heads_per_kv = args.group + 2;
-  return {head / heads_per_kv, head % heads_per_kv, row % args.head_dim, head < args.kv_heads * heads_per_kv};
-}
-
-// The operands that no kernel of the call writes.
-__device__ __forceinline__ void load_given_operands(EpilogueOperands& operands, const ProjectionArgs& args, int tile,
-                                                    int token, int lane) {
-  if (token >= args.batch) return;
-  if (args.epilogue == Epilogue::kResidual) {
+template <Epilogue E>
+__device__ __forceinline__ LaneRows lane_rows(const ProjectionArgs& args, int tile, int lane) {
+  LaneRows rows = {};
+  if constexpr (E == Epilogue::kResidual) {
     if (args.next_gain != nullptr) {
-      operands.gain = *reinterpret_cast<const uint2*>(args.next_gain + tile * kTileRows + 4 * lane);
+      rows.gain = *reinterpret_cast<const uint2*>(args.next_gain + tile * kTileRows + 4 * lane);
     }
-  } else if (args.epilogue == Epilogue::kQkv) {
-    QkvLane where = qkv_lane(args, tile, lane);
-    const bf16* gain = where.slot == args.group ? args.k_gain : args.q_gain;
-    operands.gain = *reinterpret_cast<const uint2*>(gain + where.element);
-    operands.cache_row = nullptr;
-    int position = args.positions[token];
-    if (where.is_valid && where.slot >= args.group && position >= 0) {
-      int page = args.page_table[token * args.max_pages + position / args.page_size];
-      size_t slab = (static_cast<size_t>(page) * args.kv_heads + where.kv_head) * 2 + (where.slot - args.group);
-      operands.cache_row = args.cache + (slab * args.page_size + position % args.page_size) * args.head_dim;
-    }
+  } else if constexpr (E == Epilogue::kQkv) {
+    int row = tile * kTileRows + 4 * lane, head = row / args.head_dim, heads_per_kv = args.group + 2;
+    rows.kv_head = head / heads_per_kv;
+    rows.slot = head % heads_per_kv;
+    rows.element = row % args.head_dim;
+    rows.is_valid = rows.kv_head < args.kv_heads;
+    const bf16* gain = rows.slot == args.group ? args.k_gain : args.q_gain;
+    rows.gain = *reinterpret_cast<const uint2*>(gain + rows.element);
   }
+  return rows;
 }
 
-// The operands that earlier kernels wrote.
-__device__ __forceinline__ void load_made_operands(EpilogueOperands& operands, const ProjectionArgs& args, int tile,
-                                                   int token, int lane) {
-  if (token >= args.batch) return;
-  if (args.epilogue == Epilogue::kResidual) {
+// Where a token's keys go: elements from the start of the layer's cache, for kv head 0; -1 for a padding row.
+__device__ __forceinline__ long long cache_offset(const ProjectionArgs& args, int token) {
+  int position = token < args.batch ? args.positions[token] : -1;
+  if (position < 0) return -1;
+  long long page = args.page_table[token * args.max_pages + position / args.page_size];
+  return (page * args.kv_heads * 2 * args.page_size + position % args.page_size) * args.head_dim;
+}
+
+template <Epilogue E>
+__device__ __forceinline__ EpilogueOperands load_operands(const ProjectionArgs& args, int tile, int token, int lane) {
+  EpilogueOperands operands = {};
+  if (token >= args.batch) return operands;
+  if constexpr (E == Epilogue::kResidual) {
     size_t at = static_cast<size_t>(token) * args.out_columns + tile * kTileRows + 4 * lane;
-    operands.residual = make_uint2(0, 0);
     if (args.residual != nullptr) operands.residual = *reinterpret_cast<const uint2*>(args.residual + at);
-  } else if (args.epilogue == Epilogue::kQkv) {
+  } else if constexpr (E == Epilogue::kQkv) {
     int half = args.head_dim / 2;
-    const float* angles = args.cos_sin + token * args.head_dim + 4 * lane % half;
+    const float* angles = args.cos_sin + token * args.head_dim + ((4 * lane) & (half - 1));
     operands.cosine = *reinterpret_cast<const float4*>(angles);
     operands.sine = *reinterpret_cast<const float4*>(angles + half);
   }
-  operands.inverse_rms = 1.0f;
-  if (args.sums_in != nullptr) {
+  return operands;
+}
+
+// 1 / rms of N tokens' inputs, by one warp: a few neighbouring lanes a token.
+template <int N>
+__device__ __forceinline__ void load_inverse_rms(const ProjectionArgs& args, int first_token, int lane,
+                                                 float* inverse_rms) {
+  constexpr int kLanes = N < 32 ? 32 / N : 1;
+  for (int n = lane / kLanes; n < N; n += 32 / kLanes) {
+    const float* sums = args.sums_in + static_cast<size_t>(first_token + n) * args.norm_tiles;
     float sum = 0.0f;
-    for (int i = lane; i < args.norm_tiles; i += 32) sum += args.sums_in[token * args.norm_tiles + i];
-    operands.inverse_rms = rsqrtf(sum_over_lanes(sum, 32) * args.inverse_dim + args.epsilon);
+    if (first_token + n < args.batch) {
+#pragma unroll 8
+      for (int i = lane % kLanes; i < args.norm_tiles; i += kLanes) sum += sums[i];
+    }
+    sum = sum_over_lanes(sum, kLanes);
+    if (lane % kLanes == 0) inverse_rms[n] = rsqrtf(sum * args.inverse_dim + args.epsilon);
+  }
+}
+
+// Lane i of four holds row i of a 4 x 4 matrix and gets its column i. The four differ in bits 2 and 3 of the lane.
+__device__ __forceinline__ float4 transpose_4x4(float4 v, int i) {
+  float low = __shfl_xor_sync(0xffffffffu, i % 2 ? v.x : v.y, 4), high = __shfl_xor_sync(0xffffffffu, i % 2 ? v.z : v.w, 4);
+  v = i % 2 ? make_float4(low, v.y, high, v.w) : make_float4(v.x, low, v.z, high);
+  low = __shfl_xor_sync(0xffffffffu, i / 2 ? v.x : v.z, 8);
+  high = __shfl_xor_sync(0xffffffffu, i / 2 ? v.y : v.w, 8);
+  return i / 2 ? make_float4(low, high, v.z, v.w) : make_float4(v.x, v.y, low, high);
+}
+
+// A narrow kernel's activations of its range of k, by all consumers: [blocks, N, 64], swizzled as the copy engine does.
+template <int N>
+__device__ __forceinline__ void load_resident_input(const ProjectionArgs& args, int first_token, int first_block,
+                                                    int num_blocks, uint32_t to) {
+  constexpr int kMost = kMaxResidentBytes / 16 / kConsumers;
+  uint4 chunks[kMost];
+#pragma unroll
+  for (int u = 0; u < kMost; ++u) {
+    int i = threadIdx.x + u * kConsumers, token = first_token + i / 8 % N, block = i / 8 / N;
+    chunks[u] = make_uint4(0, 0, 0, 0);
+    if (block < num_blocks && token < args.batch) {
+      size_t at = (static_cast<size_t>(token) * args.k_blocks + first_block + block) * kBlockK + i % 8 * 8;
+      chunks[u] = *reinterpret_cast<const uint4*>(args.resident_input + at);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kMost; ++u) {
+    int i = threadIdx.x + u * kConsumers, row = i / 8;
+    if (row < num_blocks * N) store_shared(to + row * 128 + ((i % 8) ^ (row % 8)) * 16, chunks[u]);
   }
 }
 
@@ -136,16 +189,21 @@ __device__ __forceinline__ void store_bf16x4(bf16* to, float4 v) {
 
 __device__ __forceinline__ float sum_of_squares(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
+__device__ __forceinline__ float4 shuffle_xor(float4 v, int lanes) {
+  return make_float4(__shfl_xor_sync(0xffffffffu, v.x, lanes), __shfl_xor_sync(0xffffffffu, v.y, lanes),
+                     __shfl_xor_sync(0xffffffffu, v.z, lanes), __shfl_xor_sync(0xffffffffu, v.w, lanes));
+}
+
 // out = residual + sum, rounded to bf16 as the residual stream is; the rest is made of the rounded value.
 __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int tile, int token, int lane, float4 sum,
-                                                const EpilogueOperands& operands) {
+                                                const LaneRows& rows, const EpilogueOperands& operands) {
   float4 x = unpack_bf16(operands.residual);
   uint2 rounded = make_uint2(pack_bf16(x.x + sum.x, x.y + sum.y), pack_bf16(x.z + sum.z, x.w + sum.w));
   size_t at = static_cast<size_t>(token) * args.out_columns + tile * kTileRows + 4 * lane;
   *reinterpret_cast<uint2*>(args.out + at) = rounded;
   if (args.next_gain == nullptr) return;
   x = unpack_bf16(rounded);
-  float4 gain = unpack_bf16(operands.gain);
+  float4 gain = unpack_bf16(rows.gain);
   store_bf16x4(args.scaled_out + at, make_float4(x.x * gain.x, x.y * gain.y, x.z * gain.z, x.w * gain.w));
   float squares = sum_over_lanes(sum_of_squares(x), 32);
   if (lane == 0) args.sums_out[token * (args.out_columns / kTileRows) + tile] = squares;
@@ -153,239 +211,296 @@ __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int 
 
 // The lower half of the tile's rows is gate, the upper the same rows of up: 16 lanes each.
 __device__ __forceinline__ void finish_gate_up(const ProjectionArgs& args, int tile, int token, int lane, float4 sum) {
-  float4 up;
-  up.x = __shfl_xor_sync(0xffffffffu, sum.x, 16);
-  up.y = __shfl_xor_sync(0xffffffffu, sum.y, 16);
-  up.z = __shfl_xor_sync(0xffffffffu, sum.z, 16);
-  up.w = __shfl_xor_sync(0xffffffffu, sum.w, 16);
+  float4 up = shuffle_xor(sum, 16);
   if (lane >= 16) return;
-  auto silu = [](float v) { return v / (1.0f + __expf(-v)); };
+  auto silu = [](float v) { return __fdividef(v, 1.0f + __expf(-v)); };
   bf16* to = args.out + static_cast<size_t>(token) * args.out_columns + tile * (kTileRows / 2) + 4 * lane;
   store_bf16x4(to, make_float4(silu(sum.x) * up.x, silu(sum.y) * up.y, silu(sum.z) * up.z, silu(sum.w) * up.w));
 }
 
 // RMSNorm and rotary position of a query or key head, then to q_out or to the token's page. A head is 16 or 32 lanes;
 // the element that rotary pairs with a lane's lies half a head away, in another lane.
-__device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int tile, int token, int lane, float4 sum,
-                                           const EpilogueOperands& operands) {
-  QkvLane where = qkv_lane(args, tile, lane);
+__device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token, float4 sum, const LaneRows& rows,
+                                           const EpilogueOperands& operands, long long offset) {
   int lanes = args.head_dim / 4;
-  float mean = sum_over_lanes(sum_of_squares(sum), lanes) / args.head_dim;
+  float squares = sum_over_lanes(sum_of_squares(sum), lanes);
   float4 value = sum;
-  if (where.slot <= args.group) {
-    float scale = rsqrtf(mean + args.epsilon);
-    float4 gain = unpack_bf16(operands.gain);
+  if (rows.slot <= args.group) {
+    float scale = rsqrtf(squares / static_cast<float>(args.head_dim) + args.epsilon);
+    float4 gain = unpack_bf16(rows.gain);
     value = make_float4(sum.x * scale * gain.x, sum.y * scale * gain.y, sum.z * scale * gain.z, sum.w * scale * gain.w);
   }
-  float4 other;
-  other.x = __shfl_xor_sync(0xffffffffu, value.x, lanes / 2);
-  other.y = __shfl_xor_sync(0xffffffffu, value.y, lanes / 2);
-  other.z = __shfl_xor_sync(0xffffffffu, value.z, lanes / 2);
-  other.w = __shfl_xor_sync(0xffffffffu, value.w, lanes / 2);
-  if (where.slot <= args.group) {
+  float4 other = shuffle_xor(value, lanes / 2);
+  if (rows.slot <= args.group) {
     float4 c = operands.cosine, s = operands.sine;
-    float sign = where.element < args.head_dim / 2 ? -1.0f : 1.0f;
+    float sign = rows.element < args.head_dim / 2 ? -1.0f : 1.0f;
     value = make_float4(value.x * c.x + sign * other.x * s.x, value.y * c.y + sign * other.y * s.y,
                         value.z * c.z + sign * other.z * s.z, value.w * c.w + sign * other.w * s.w);
   }
-  if (!where.is_valid) return;
-  if (where.slot < args.group) {
-    size_t head = (static_cast<size_t>(token) * args.kv_heads + where.kv_head) * args.group + where.slot;
-    store_bf16x4(args.q_out + head * args.head_dim + where.element, value);
-  } else if (operands.cache_row != nullptr) {
-    store_bf16x4(operands.cache_row + where.element, value);
+  if (!rows.is_valid) return;
+  if (rows.slot < args.group) {
+    size_t head = (static_cast<size_t>(token) * args.kv_heads + rows.kv_head) * args.group + rows.slot;
+    store_bf16x4(args.q_out + head * args.head_dim + rows.element, value);
+  } else if (offset >= 0) {
+    long long slab = 2 * rows.kv_head + (rows.slot - args.group);
+    store_bf16x4(args.cache + offset + slab * args.page_size * args.head_dim + rows.element, value);
   }
 }
 
-// Grid (splits * pair, batch / N rounded up, tiles / pair), clusters of (splits * pair, 1, 1).
-template <int N>
-__global__ void __launch_bounds__(kProjectionThreads, 2)
+// Grid (splits, batch / N rounded up, tiles / kTiles rounded up), clusters of (splits, 1, 1).
+// A stage: of each tile [blocks, 64, 64] of its first rows and the same of its second, then [blocks, N, 64] of activations
+// unless these are resident.
+template <int N, Epilogue E>
+__global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
     projection_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
                       const __grid_constant__ ProjectionArgs args) {
-  constexpr int kBlockBytes = 2 * kHalfTileBytes + N * kBlockK * 2;
-  constexpr bool kLoadsEarly = N < 128;  // wider, registers are short
+  constexpr int kInputBytes = N * kBlockK * 2;              // of a block
+  constexpr int kChains = kIsNarrow<N> ? 2 : 1;             // of products: short ones hide each other's latency
+  constexpr int kTogether = N < 64 ? 1 : N == 64 ? 2 : 8;   // tokens of a warp whose loads are in flight together
   extern __shared__ __align__(1024) uint8_t ring[];
 
   // The shuffle tells the compiler that a warp does not diverge by its number, which wgmma needs.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int split = blockIdx.x % args.splits, side = blockIdx.x / args.splits;
-  const int first_token = blockIdx.y * N;
-  const int tile = blockIdx.z * args.pair + side;
-  const int k_begin = args.k_blocks * split / args.splits, k_end = args.k_blocks * (split + 1) / args.splits;
-  const int iterations = (k_end - k_begin + args.blocks_per_stage - 1) / args.blocks_per_stage;
+  const int splits = 1 << args.log2_splits;
+  const int split = blockIdx.x, first_token = blockIdx.y * N, first_tile = blockIdx.z * kTiles<N>;
+  const int k_begin = (args.k_blocks * split) >> args.log2_splits;
+  const int k_end = (args.k_blocks * (split + 1)) >> args.log2_splits;
+  const int per_stage = args.blocks_per_stage;              // divides k_end - k_begin
+  const int iterations = (k_end - k_begin) / per_stage;
   const uint32_t ring_address = shared_address(ring);
   const uint32_t full = ring_address + args.ring_bytes, empty = full + 8 * kMaxStages;
-  const uint32_t received = empty + 8 * kMaxStages;
-  const int stage_bytes = args.blocks_per_stage * kBlockBytes;
+  const uint32_t sums_full = empty + 8 * kMaxStages;
+  long long* cache_offsets = reinterpret_cast<long long*>(ring + args.ring_bytes + 16 * kMaxStages + 16);
+  float* inverse_rms = reinterpret_cast<float*>(cache_offsets + N);
+  const uint32_t received = shared_address(inverse_rms + 2 * N);
+  const bool is_resident = kIsNarrow<N> && args.resident_input != nullptr;
+  const int half_bytes = per_stage * kHalfTileBytes;
+  const int stage_bytes = 2 * kTiles<N> * half_bytes + (is_resident ? 0 : per_stage * kInputBytes);
+  const uint32_t resident = ring_address + args.stages * stage_bytes;
+  // Tiles begin at different k, so that they do not all ask for the same activations at once.
+  const int first_stage = blockIdx.z % iterations;
+  const bool is_cluster = splits > 1;
 
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == kConsumers) {
+    prefetch_map(&weights);
+    prefetch_map(&input);
+#pragma unroll 1
     for (int s = 0; s < args.stages; ++s) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, kConsumerWarps * args.pair);
+      barrier_init(empty + 8 * s, kConsumerWarps);
     }
+    barrier_init(sums_full, 1);
     barrier_init_fence();
+    if (kIsNarrow<N>) barrier_expect_bytes(sums_full, N * kTileRows * 4);
     let_next_kernel_start();
   }
   __syncthreads();
-  // Other blocks of the cluster write into this one's shared memory: the stages (pairs), later the sums. Each thread
-  // waits for their start just before it writes into theirs.
-  const bool is_cluster = args.splits * args.pair > 1;
+  // The blocks of a cluster write into each other's shared memory at the end; all must have started by then.
   if (is_cluster) cluster_arrive();
 
-  if (warp == kConsumerWarps) {
+  if (warp == kProducerWarp) {
     if (lane == 0) {
-      prefetch_map(&weights);
-      prefetch_map(&input);
       const uint64_t weights_policy = evict_first_policy(), input_policy = evict_last_policy();
-      const int row = args.row_base + tile * args.tile_step;
-      auto blocks_of = [&](int i) { return min(args.blocks_per_stage, k_end - k_begin - i * args.blocks_per_stage); };
-      auto fetch_weights = [&](int i) {
-        int s = i % args.stages, blocks = blocks_of(i);
-        barrier_expect_bytes(full + 8 * s, blocks * kBlockBytes);
-        for (int j = 0; j < blocks; ++j) {
-          int column = (k_begin + i * args.blocks_per_stage + j) * kBlockK;
-          uint32_t to = ring_address + s * stage_bytes + j * kBlockBytes;
-          copy_tile_2d(to, &weights, column, row, full + 8 * s, weights_policy);
-          copy_tile_2d(to + kHalfTileBytes, &weights, column, row + args.second_half, full + 8 * s, weights_policy);
+      auto column_block = [&](int i) {
+        int stage = first_stage + i;
+        return k_begin + (stage < iterations ? stage : stage - iterations) * per_stage;
+      };
+      auto fetch_weights = [&](int i, int s) {
+        uint32_t to = ring_address + s * stage_bytes;
+        int k = column_block(i);
+        barrier_expect_bytes(full + 8 * s, stage_bytes);
+#pragma unroll
+        for (int t = 0; t < kTiles<N>; ++t) {
+          int row = args.row_base + (first_tile + t) * args.tile_step;
+          copy_tile(to, &weights, row, k, full + 8 * s, weights_policy);
+          copy_tile(to + half_bytes, &weights, row + args.second_half, k, full + 8 * s, weights_policy);
+          to += 2 * half_bytes;
         }
       };
-      auto fetch_input = [&](int i) {
-        int s = i % args.stages, blocks = blocks_of(i);
-        for (int j = 0; j < blocks; ++j) {
-          int column = (k_begin + i * args.blocks_per_stage + j) * kBlockK;
-          uint32_t to = ring_address + s * stage_bytes + j * kBlockBytes + 2 * kHalfTileBytes;
-          if (args.pair == 1) {
-            copy_tile_2d(to, &input, column, first_token, full + 8 * s, input_policy);
-          } else {  // half of the tokens, written to both sides
-            uint16_t both = static_cast<uint16_t>((1u << split) | (1u << (split + args.splits)));
-            copy_tile_2d_to_blocks(to + side * (N / 2) * kBlockK * 2, &input, column, first_token + side * (N / 2),
-                                   full + 8 * s, both, input_policy);
-          }
-        }
+      auto fetch_input = [&](int i, int s) {
+        uint32_t to = ring_address + s * stage_bytes + 2 * kTiles<N> * half_bytes;
+        if (!is_resident) copy_tile(to, &input, first_token, column_block(i), full + 8 * s, input_policy);
       };
       const int ahead = min(args.stages, iterations);
-      for (int i = 0; i < ahead; ++i) fetch_weights(i);
+#pragma unroll 1
+      for (int i = 0; i < ahead; ++i) fetch_weights(i, i);
       wait_for_previous_kernel();
       fence_before_copies();
-      if (is_cluster) cluster_wait();
-      for (int i = 0; i < ahead; ++i) fetch_input(i);
-      for (int i = ahead; i < iterations; ++i) {
-        barrier_wait(empty + 8 * (i % args.stages), (i / args.stages + 1) & 1);
-        fetch_weights(i);
-        fetch_input(i);
+#pragma unroll 1
+      for (int i = 0; i < ahead; ++i) fetch_input(i, i);
+#pragma unroll 1
+      for (int i = ahead, s = 0, parity = 0; i < iterations; ++i) {
+        barrier_wait(empty + 8 * s, parity);
+        fetch_weights(i, s);
+        fetch_input(i, s);
+        if (++s == args.stages) s = 0, parity ^= 1;
       }
     }
+    __syncwarp();
     if (is_cluster) {
-      if (lane > 0) cluster_wait();
-      __syncwarp();
+      cluster_wait();
+      if (!kIsNarrow<N>) cluster_sync();
+      if (!kIsNarrow<N>) cluster_sync();
+    }
+    return;
+  }
+
+  if (warp == kHelperWarp) {  // what the epilogue must know of every token, while the others multiply
+    if (E == Epilogue::kQkv) {
+      for (int i = lane; i < N; i += 32) cache_offsets[i] = cache_offset(args, first_token + i);
+    }
+    wait_for_previous_kernel();
+    if (E != Epilogue::kResidual) load_inverse_rms<N>(args, first_token, lane, inverse_rms);
+    if (is_cluster) cluster_wait();
+    if (is_cluster && !kIsNarrow<N>) {
       cluster_sync();
-      if (!kSendsSums<N>) cluster_sync();
+      cluster_sync();
+    } else {
+      sync_threads(2, kConsumers + 32);
     }
     return;
   }
 
   // Tokens are dealt to the splits, then to a split's warps.
-  const int token_step = args.splits * kConsumerWarps;
-  int n = split + args.splits * warp;
-  EpilogueOperands next = {};
-  if (kLoadsEarly && n < N) load_given_operands(next, args, tile, first_token + n, lane);
+  const int token_step = splits * kConsumerWarps;
+  const int first_n = split + splits * warp;
+  touch_parameters(args);
+  LaneRows rows = lane_rows<E>(args, first_tile, lane);
   wait_for_previous_kernel();
-  if (kLoadsEarly && n < N) load_made_operands(next, args, tile, first_token + n, lane);
+  EpilogueOperands operands[kTogether] = {};
+  if (kIsNarrow<N> && first_n < N) operands[0] = load_operands<E>(args, first_tile, first_token + first_n, lane);
 
-  float sums[N / 2];
-  const uint32_t half_offset = (warp / 4) * kHalfTileBytes;
-  const int num_blocks = k_end - k_begin;
-  int stage = 0, parity = 0, block_of_stage = 0, freed = -1;
-  for (int i = 0; i < num_blocks; ++i) {
-    if (block_of_stage == 0) barrier_wait(full + 8 * stage, parity);
-    uint32_t block = ring_address + stage * stage_bytes + block_of_stage * kBlockBytes;
-    uint64_t a = tile_descriptor(block + half_offset), b = tile_descriptor(block + 2 * kHalfTileBytes);
+  if (is_resident) {
+    load_resident_input<N>(args, first_token, k_begin, k_end - k_begin, resident);
+    fence_shared_before_copies();  // wgmma reads as the copy engine does
+    sync_threads(1, kConsumers);
+  }
+
+  float sums[kTiles<N> * kChains][N / 2];
+  const uint32_t half_offset = (warp / 4) * half_bytes;
+#pragma unroll 1
+  for (int i = 0, s = 0, parity = 0, freed = -1; i < iterations; ++i) {
+    barrier_wait(full + 8 * s, parity);
+    const uint32_t stage = ring_address + s * stage_bytes;
     wgmma_begin();
+#pragma unroll 1
+    for (int j = 0; j < per_stage; ++j) {
+      uint64_t a = tile_descriptor(stage + half_offset + j * kHalfTileBytes);
+      uint32_t input_stage = stage + 2 * kTiles<N> * half_bytes;
+      if (is_resident) {
+        int k = first_stage + i;
+        input_stage = resident + (k < iterations ? k : k - iterations) * per_stage * kInputBytes;
+      }
+      uint64_t b = tile_descriptor(input_stage + j * kInputBytes);
 #pragma unroll
-    for (int k = 0; k < kBlockK / 16; ++k) wgmma<N>(sums, a + 2 * k, b + 2 * k, i + k > 0);
-    wgmma_commit();
-    wgmma_wait<1>();    // all but this block have been multiplied
-    if (freed >= 0 && lane == 0) {
-      barrier_arrive(empty + 8 * freed);
-      if (args.pair > 1) barrier_arrive_in_cluster(empty + 8 * freed, split + args.splits * (1 - side));
-    }
-    freed = -1;
-    if (++block_of_stage == args.blocks_per_stage) {
-      block_of_stage = 0;
-      freed = stage;
-      if (++stage == args.stages) stage = 0, parity ^= 1;
-    }
-  }
-  wgmma_wait<0>();
-  if (is_cluster) cluster_wait();
-
-  // Add up the splits. Few tokens: each block sends a token's sums to the block that finishes the token, and one
-  // barrier ends it. Many tokens: each leaves its sums where the ring was, and the others read them there.
-  const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
-  if constexpr (kSendsSums<N>) {
-    const int tokens_per_split = N / args.splits;
-    const uint32_t to = received + split * tokens_per_split * kSumStride * 4 + row * 4;
+      for (int k = 0; k < kBlockK / 16; ++k) {
 #pragma unroll
-    for (int j = 0; j < N / 2; ++j) {
-      int token = 8 * (j / 4) + column + j % 2;
-      uint32_t at = to + token / args.splits * kSumStride * 4 + (j % 4 / 2) * 32;
-      store_cluster_float(address_in_cluster(at, token % args.splits), sums[j]);
-    }
-  } else {
-    sync_threads(1, 32 * kConsumerWarps);  // both warpgroups have done with the ring
-    float* partial = reinterpret_cast<float*>(ring);
-#pragma unroll
-    for (int j = 0; j < N / 2; ++j) {
-      partial[(8 * (j / 4) + column + j % 2) * kSumStride + row + j % 4 / 2 * 8] = sums[j];
-    }
-  }
-  if (is_cluster) {
-    cluster_sync();
-  } else {
-    sync_threads(1, 32 * kConsumerWarps);
-  }
-
-  if (!kLoadsEarly) {
-    load_given_operands(next, args, tile, first_token + n, lane);
-    load_made_operands(next, args, tile, first_token + n, lane);
-  }
-  for (; n < N && first_token + n < args.batch; n += token_step) {
-    EpilogueOperands operands = next;
-    if (n + token_step < N) {
-      load_given_operands(next, args, tile, first_token + n + token_step, lane);
-      load_made_operands(next, args, tile, first_token + n + token_step, lane);
-    }
-    float4 parts[kMaxSplits];
-#pragma unroll
-    for (int r = 0; r < kMaxSplits; ++r) {  // unrolled: all loads are in flight together
-      parts[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (r < args.splits) {
-        if constexpr (kSendsSums<N>) {
-          int slot = r * (N / args.splits) + n / args.splits;
-          parts[r] = load_shared_float4(received + (slot * kSumStride + 4 * lane) * 4);
-        } else {
-          uint32_t at = ring_address + (n * kSumStride + 4 * lane) * 4;
-          parts[r] = load_cluster_float4(address_in_cluster(at, r + args.splits * side));
+        for (int t = 0; t < kTiles<N>; ++t) {
+          uint64_t tile_a = a + 2 * k + t * (half_bytes >> 3);  // two halves on, in units of 16 bytes
+          wgmma<N>(sums[kChains * t + k % kChains], tile_a, b + 2 * k, i + j > 0 || k >= kChains);
         }
       }
     }
-    float4 sum = parts[0];
+    wgmma_commit();
+    wgmma_wait<1>();  // the stage before this one has been multiplied: free it
+    if (freed >= 0 && lane == 0) barrier_arrive(empty + 8 * freed);
+    freed = s;
+    if (++s == args.stages) s = 0, parity ^= 1;
+  }
+  wgmma_wait<0>();
 #pragma unroll
-    for (int r = 1; r < kMaxSplits; ++r) {
-      sum = make_float4(sum.x + parts[r].x, sum.y + parts[r].y, sum.z + parts[r].z, sum.w + parts[r].w);
+  for (int j = 0; j < N / 2; ++j) {
+    if (kChains == 2) sums[0][j] += sums[kChains - 1][j];
+  }
+  if (is_cluster) cluster_wait();
+
+  // Add up the splits. Narrow: each block sends a token's sums to the block that finishes the token, which counts their
+  // bytes; a barrier of the cluster would cost 0.7 us more. Wide: each leaves its sums where the ring was, and the others
+  // read them there.
+  if constexpr (kIsNarrow<N>) {
+    const int index = lane / 4 % 4;  // of the four values a lane sends, after they are exchanged to be neighbouring rows
+    const int row = 16 * warp + 8 * (index / 2) + 4 * (lane / 16);
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      float4 v = transpose_4x4(make_float4(sums[0][4 * j], sums[0][4 * j + 1], sums[0][4 * j + 2], sums[0][4 * j + 3]),
+                               lane / 4 % 4);
+      int token = 8 * j + 2 * (lane % 4) + index % 2, to = token & (splits - 1);
+      int slot = (split * N + token) >> args.log2_splits;
+      uint32_t at = received + (slot * kSumStride + row) * 4;
+      send_float4(address_in_cluster(at, to), v, address_in_cluster(sums_full, to));
     }
-    float scale = operands.inverse_rms;
-    sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
-    int token = first_token + n;
-    if (args.epilogue == Epilogue::kResidual) {
-      finish_residual(args, tile, token, lane, sum, operands);
-    } else if (args.epilogue == Epilogue::kGateUp) {
-      finish_gate_up(args, tile, token, lane, sum);
-    } else {
-      finish_qkv(args, tile, token, lane, sum, operands);
+  } else {
+    sync_threads(1, kConsumers);  // both warpgroups have done with the ring
+    float* partial = reinterpret_cast<float*>(ring);
+    const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < kTiles<N> * (N / 2); ++j) {
+      int t = j / (N / 2), i = j % (N / 2), token = 8 * (i / 4) + column + i % 2;
+      partial[(t * N + token) * kSumStride + row + i % 4 / 2 * 8] = sums[t][i];
     }
   }
-  if (!kSendsSums<N> && is_cluster) cluster_sync();  // other blocks have read this one's sums
+  if (is_cluster && !kIsNarrow<N>) {
+    cluster_sync();
+  } else {
+    sync_threads(2, kConsumers + 32);  // with the helper
+  }
+  if (kIsNarrow<N>) barrier_wait(sums_full, 0);
+
+#pragma unroll 1
+  for (int t = 0; t < kTiles<N> && first_tile + t < args.tiles; ++t) {
+    const int tile = first_tile + t;
+    int n = first_n;
+    if (t > 0) rows = lane_rows<E>(args, tile, lane);
+#pragma unroll 1
+    while (n < N && first_token + n < args.batch) {
+      if constexpr (!kIsNarrow<N>) {
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          if (n + u * token_step < N) {
+            operands[u] = load_operands<E>(args, tile, first_token + n + u * token_step, lane);
+          }
+        }
+      }
+      float4 total[kTogether] = {};
+#pragma unroll 1
+      for (int r = 0; r < splits; ++r) {
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          if (n + u * token_step >= N) continue;
+          float4 part;
+          if constexpr (kIsNarrow<N>) {
+            int slot = (r * N + n) >> args.log2_splits;
+            part = load_shared_float4(received + (slot * kSumStride + 4 * lane) * 4);
+          } else {
+            uint32_t at = ring_address + ((t * N + n + u * token_step) * kSumStride + 4 * lane) * 4;
+            part = is_cluster ? load_cluster_float4(address_in_cluster(at, r)) : load_shared_float4(at);
+          }
+          total[u] = make_float4(total[u].x + part.x, total[u].y + part.y, total[u].z + part.z, total[u].w + part.w);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        if (n < N && first_token + n < args.batch) {
+          const int token = first_token + n;
+          float4 sum = total[u];
+          if (args.sums_in != nullptr) {
+            float scale = inverse_rms[n];
+            sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
+          }
+          if constexpr (E == Epilogue::kResidual) {
+            finish_residual(args, tile, token, lane, sum, rows, operands[u]);
+          } else if constexpr (E == Epilogue::kGateUp) {
+            finish_gate_up(args, tile, token, lane, sum);
+          } else {
+            finish_qkv(args, token, sum, rows, operands[u], cache_offsets[n]);
+          }
+        }
+        n += token_step;
+      }
+      if (kIsNarrow<N> && n < N) operands[0] = load_operands<E>(args, tile, first_token + n, lane);
+    }
+  }
+  if (!kIsNarrow<N> && is_cluster) cluster_sync();  // other blocks have read this one's sums
 }
 
 }  // namespace meshserve

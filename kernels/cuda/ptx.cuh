@@ -21,6 +21,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// A kernel's parameters are cold in the constant cache at every launch: read each line of them before the wait.
+template <class Parameters>
+__device__ __forceinline__ void touch_parameters(const Parameters& parameters) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Parameters) / 4); i += 16) {
+    asm volatile("" ::"r"(reinterpret_cast<const int*>(&parameters)[i]));
+  }
+}
+
 // ---- barriers in shared memory -----------------------------------------------------------------------------------
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -64,33 +73,22 @@ __device__ __forceinline__ uint64_t evict_last_policy() {
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-__device__ __forceinline__ void copy_tile_2d(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier,
-                                             uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ void copy_tile_3d(uint32_t to, const CUtensorMap* map, int column, int row, int half,
-                                             uint32_t barrier, uint64_t policy) {
+// Every map here is [outer, row, 64 columns]; a copy is a box of it, its columns whole.
+__device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, int row, int outer, uint32_t barrier,
+                                          uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(half), "l"(policy)
-      : "memory");
-}
-// To the same address of every block of the cluster in `blocks` (a bit each), completing on each one's barrier.
-__device__ __forceinline__ void copy_tile_2d_to_blocks(uint32_t to, const CUtensorMap* map, int column, int row,
-                                                       uint32_t barrier, uint16_t blocks, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-      " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(blocks), "l"(policy)
+      "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(outer), "l"(policy)
       : "memory");
 }
 // Orders global memory written by ordinary stores before the copy engine's reads that follow.
 __device__ __forceinline__ void fence_before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// Orders shared memory written by ordinary stores before reads of the copy engine and of wgmma.
+__device__ __forceinline__ void fence_shared_before_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- clusters ----------------------------------------------------------------------------------------------------
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
@@ -103,10 +101,6 @@ __device__ __forceinline__ uint32_t address_in_cluster(uint32_t address, uint32_
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
-}
-__device__ __forceinline__ void barrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_cluster(barrier, rank))
-               : "memory");
 }
 __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
   float4 v;
@@ -122,12 +116,11 @@ __device__ __forceinline__ void sync_threads(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void store_cluster_float(uint32_t address, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-__device__ __forceinline__ void store_cluster_float4(uint32_t address, float4 v) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z),
-               "f"(v.w)
+// To another block of the cluster, counting its bytes on that block's barrier.
+__device__ __forceinline__ void send_float4(uint32_t address, float4 v, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   address),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
                : "memory");
 }
 __device__ __forceinline__ float4 load_shared_float4(uint32_t address) {

@@ -29,7 +29,6 @@ class LaunchShape:
     down_splits: int = 0
     attention_splits: int = 0  # ranges of the context, 1 to 8
     blocks_per_stage: int = 0  # 64 columns each
-    pair: int = 0  # 2: two neighbouring tiles share the activations
     ring_kilobytes: int = 0  # of shared memory for weights in flight
 
     def attribute(self) -> np.ndarray:

@@ -34,5 +34,5 @@ def paged_attention(
         batch.positions,
         layer=np.int32(layer),
         scale=np.float32(scale),
-        tuning=np.zeros(8, np.int32),
+        tuning=np.zeros(7, np.int32),
     )

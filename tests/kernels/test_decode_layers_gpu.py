@@ -107,18 +107,16 @@ def test_attention_does_not_depend_on_its_splits(name, splits):
     assert relative_error(out, expect(reference.attention, q, cache, inputs.batch, **known)) < BOUND
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b-layer", "batch-16", "batch-64", "batch-128"])
+@pytest.mark.parametrize("name", ["qwen3-0.6b-layer", "batch-16", "batch-128"])
 @pytest.mark.parametrize("splits", [1, 2, 4])
-@pytest.mark.parametrize("pair", [1, 2])
 @pytest.mark.parametrize("blocks_per_stage", [1, 2])
-def test_projections_do_not_depend_on_their_splits(name, splits, pair, blocks_per_stage):
+def test_projections_do_not_depend_on_their_launch(name, splits, blocks_per_stage):
     case = next(case for case in cases.CASES if case.name == name)
     inputs = inputs_of(case)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
     launch = gpu.LaunchShape(
-        qkv_splits=splits, o_splits=splits, gate_up_splits=splits, down_splits=splits, pair=pair,
-        blocks_per_stage=blocks_per_stage,
-    )  # fmt: skip
+        qkv_splits=splits, o_splits=splits, gate_up_splits=splits, down_splits=splits, blocks_per_stage=blocks_per_stage
+    )
     run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
     tuned = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings, launch=launch))
     real = np.asarray(inputs.batch.positions) >= 0
@@ -135,7 +133,7 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
     for layers in (range(0, 1), range(1, 4)):
         x, cache = gpu.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
     np.testing.assert_array_equal(np.asarray(x), np.asarray(whole_x))
-    np.testing.assert_array_equal(np.asarray(cache), np.asarray(whole_cache))
+    np.testing.assert_array_equal(np.asarray(cache, np.float32), np.asarray(whole_cache, np.float32))
 
 
 def test_a_row_does_not_depend_on_the_rest_of_its_batch():

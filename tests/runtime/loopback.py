@@ -14,7 +14,7 @@ from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.lifecycle import ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
-from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.request import FinishReason, Load, Output, RequestOptions, SamplingParams
 from meshserve.runtime.server import Edge
 
 VOCAB_SIZE = 128
@@ -73,7 +73,9 @@ class FakeEngine:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_running: bool = True
 
-    def submit(self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
+    def submit(
+        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+    ) -> None:
         if self.submit_error is not None:
             raise self.submit_error
         with self.lock:

@@ -1,33 +1,41 @@
 """A device without a model, and an engine loop that keeps steps in flight, to drive the scheduler through its life.
 
-The device keeps, for each place in each page, whose key and value lie there. Each chunk must find there all positions
-before its own, so a hole, a repeated or skipped position, a page in two hands or one handed on too early shows at once.
-Tokens depend on (request seed, position) alone; hence so must the output of every request.
+The device is driven by the packed vectors of `batch.py` alone. It keeps its own page table and, for each place in each
+page, a hash of all tokens up to the one whose key and value lie there. Each chunk must find there all positions before
+its own, so a hole, a repeated or skipped position, a page in two hands, shared too early or handed on too early shows
+at once. Tokens depend on (request seed, position) alone; hence so must the output of every request.
 """
 
-import random
 from collections import deque
-from dataclasses import dataclass, field
 
+import numpy as np
 from hypothesis import strategies as st
 
-from meshserve.runtime.errors import InvalidRequestError, QueueFullError
+from meshserve.runtime.batch import ON_DEVICE, Batch, BatchBuilder, declare_buckets
+from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
+from meshserve.runtime.plan import Progress, StepPlan
 from meshserve.runtime.request import FinishReason, Request, SamplingParams
-from meshserve.runtime.scheduler import Progress, Scheduler, SchedulerLimits, StepPlan
+from meshserve.runtime.scheduler import Scheduler
 
 EOS_TOKEN_ID = 0
 VOCAB_SIZE = 40  # hence one sampled token in 40 ends its request
+_MASK = 2**64 - 1
 
 
 def token_of(seed: int, position: int) -> int:
     """What the model samples for this position of the request with this seed."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) % 2**64
-    mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64
+    mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) & _MASK
     return (mixed >> 32) % VOCAB_SIZE
 
 
-def make_limits(**changes: int) -> SchedulerLimits:
+def chained(before: int, token_id: int) -> int:
+    """The hash of a sequence with one more token."""
+    return (before * 6364136223846793005 + token_id + 1) & _MASK
+
+
+def make_limits(**changes: float) -> SchedulerLimits:
     values = dict(page_size=4, max_running=4, max_step_tokens=16, max_waiting=8, max_context=32)
     return SchedulerLimits(**(values | changes))
 
@@ -44,17 +52,27 @@ def tight_limits(draw: st.DrawFn) -> tuple[SchedulerLimits, int]:
         max_step_tokens=draw(st.integers(max_running, max_running + 12)),
         max_waiting=draw(st.integers(1, 12)),
         max_context=max_context,
+        max_prefill_tokens=draw(st.sampled_from([0, 1, 3])),
+        max_decode_steps=draw(st.integers(1, page_size)),
+        priority_seconds=draw(st.sampled_from([0.0, 5.0, 1000.0])),
+        has_prefix_cache=draw(st.booleans()),
     )
     needed_by_one = -(-(max_context - 1) // page_size)
     return limits, draw(st.integers(1, 3 * needed_by_one))
 
 
 def make_request(
-    seed: int, num_prompt_tokens: int = 3, max_tokens: int = 4, ignore_eos: bool = False, request_id: str = ""
+    seed: int,
+    num_prompt_tokens: int = 3,
+    max_tokens: int = 4,
+    ignore_eos: bool = False,
+    prompt: tuple[int, ...] | None = None,
+    **fields: object,
 ) -> Request:
+    own_prompt = tuple(1 + (seed + i) % (VOCAB_SIZE - 1) for i in range(num_prompt_tokens))
     return Request(
-        request_id=request_id or f"r{seed}",
-        prompt_token_ids=tuple(1 + (seed + i) % (VOCAB_SIZE - 1) for i in range(num_prompt_tokens)),
+        **{"request_id": f"r{seed}", **fields},
+        prompt_token_ids=own_prompt if prompt is None else prompt,
         params=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
         seed=seed,
     )
@@ -72,103 +90,162 @@ def output_alone(request: Request, max_context: int) -> tuple[list[int], FinishR
     return tokens, FinishReason.LENGTH
 
 
-@dataclass
 class FakeDevice:
     """Runs steps at once and in order; the host chooses when to look at the tokens."""
 
-    page_size: int
-    max_step_tokens: int
-    cache: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)  # place -> seed, position, token
-    last_token: dict[int, int] = field(default_factory=dict)  # by row
+    def __init__(self, limits: SchedulerLimits, num_pages: int):
+        max_request_pages = limits.num_pages_for(limits.max_context)
+        buckets = declare_buckets(
+            max_step_tokens=limits.max_step_tokens,
+            max_running=limits.max_running,
+            page_size=limits.page_size,
+            max_decode_steps=limits.max_decode_steps,
+        )
+        self.batches = BatchBuilder(
+            buckets, max_running=limits.max_running, page_size=limits.page_size, max_request_pages=max_request_pages
+        )
+        self.page_size, self.max_context, self.no_row = limits.page_size, limits.max_context, limits.max_running
+        self.cache = np.zeros((num_pages, limits.page_size), np.uint64)
+        self.page_table = np.full((limits.max_running, max_request_pages), -1, np.int32)
+        self.last_tokens = np.full(limits.max_running, -1, np.int32)
+        self.expected: dict[int, np.ndarray] = {}  # the hash at every position of the request with this seed
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """The token sampled for each chunk; nonsense where the chunk does not sample."""
-        assert plan.chunks and plan.num_tokens <= self.max_step_tokens
-        assert len({chunk.request for chunk in plan.chunks}) == len(plan.chunks)
-        is_decode = [chunk.num_tokens == 1 for chunk in plan.chunks]
-        assert is_decode == sorted(is_decode, reverse=True), "one-token chunks come first"
-        sampled = []
-        for request, start, num_tokens, is_sampling in plan.chunks:
-            end = start + num_tokens
-            assert num_tokens >= 1 and request.row is not None
-            assert len(request.pages) * self.page_size >= end > (len(request.pages) - 1) * self.page_size
-            for position in range(start, end):
-                is_known = position < request.num_known_tokens
-                token_id = request.token_at(position) if is_known else self.last_token[request.row]
-                self.cache[self._place(request, position)] = (request.seed, position, token_id)
-            self._check_cache(request, end)
-            sampled.append(token_of(request.seed, end) if is_sampling else -1)
-            if is_sampling:
-                self.last_token[request.row] = sampled[-1]
+    def expect(self, request: Request) -> None:
+        num_prompt_tokens, before, hashes = len(request.prompt_token_ids), 0, []
+        for position in range(min(num_prompt_tokens + request.params.max_tokens, self.max_context)):
+            is_prompt = position < num_prompt_tokens
+            token_id = request.prompt_token_ids[position] if is_prompt else token_of(request.seed, position)
+            hashes.append(before := chained(before, token_id))
+        assert request.seed not in self.expected
+        self.expected[request.seed] = np.array(hashes, np.uint64)
+
+    def run(self, batch: Batch) -> list[list[int]]:
+        """The token sampled for each request, padding included, in each step; nonsense where it does not sample."""
+        bucket, packed, page_rows = batch
+        for row, *pages in page_rows:
+            self.page_table[row] = pages
+        fields = {name: packed[place] for name, place in bucket.fields.items()}
+        for row, index, page in zip(fields["page_row"], fields["page_index"], fields["page"], strict=True):
+            if row != self.no_row:
+                self.page_table[row, index] = page
+        return [self.step(fields, step) for step in range(bucket.num_steps)]
+
+    def step(self, fields: dict[str, np.ndarray], step: int) -> list[int]:
+        seeds = np.stack([fields["seed_low"], fields["seed_high"]], axis=1).view(np.uint64)[:, 0].tolist()
+        rows, positions = fields["rows"].tolist(), fields["positions"].tolist()
+        token_request, token_ids = fields["token_request"].tolist(), fields["token_ids"].tolist()
+        num_steps = fields["num_steps"].tolist() if "num_steps" in fields else [1] * len(rows)
+        ends: dict[int, int] = {}
+        for token, position in enumerate(positions):
+            request = token_request[token]
+            if position >= 0 and step < num_steps[request]:
+                token_id, row = token_ids[token], rows[request]
+                if token_id == ON_DEVICE:
+                    token_id = int(self.last_tokens[row])
+                self.write(row, position + step, token_id)
+                ends[request] = position + step + 1
+        sampled = [-1] * len(rows)
+        for request, end in ends.items():
+            row = rows[request]
+            pages = self.page_table[row, : -(-end // self.page_size)]
+            found, expected = self.cache[pages].reshape(-1)[:end], self.expected[seeds[request]][:end]
+            assert np.array_equal(found, expected), (seeds[request], end, np.flatnonzero(found != expected))
+            assert end == fields["sample_position"][request] + step
+            sampled[request] = token_of(seeds[request], end)
+            self.last_tokens[row] = sampled[request]
         return sampled
 
-    def _place(self, request: Request, position: int) -> tuple[int, int]:
-        return request.pages[position // self.page_size], position % self.page_size
+    def write(self, row: int, position: int, token_id: int) -> None:
+        before = 0 if position == 0 else int(self.cache[self.place(row, position - 1)])
+        self.cache[self.place(row, position)] = chained(before, token_id)
 
-    def _check_cache(self, request: Request, num_tokens: int) -> None:
-        for position in range(num_tokens):
-            is_prompt = position < len(request.prompt_token_ids)
-            token_id = request.prompt_token_ids[position] if is_prompt else token_of(request.seed, position)
-            found = self.cache.get(self._place(request, position))
-            assert found == (request.seed, position, token_id), (request.request_id, position, found, token_id)
+    def place(self, row: int, position: int) -> tuple[int, int]:
+        return int(self.page_table[row, position // self.page_size]), position % self.page_size
 
 
 class Simulation:
-    """An engine loop with steps in flight; every action ends with `audit()`."""
+    """An engine loop with steps in flight; every action ends with `audit()`. A step takes a second."""
 
     def __init__(self, limits: SchedulerLimits, num_pages: int, num_steps_ahead: int = 1):
         self.limits = limits
         self.num_steps_ahead = num_steps_ahead
         self.allocator = PageAllocator(num_pages)
         self.scheduler = Scheduler(limits, self.allocator, frozenset({EOS_TOKEN_ID}))
-        self.device = FakeDevice(limits.page_size, limits.max_step_tokens)
-        self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
+        self.device = FakeDevice(limits, num_pages)
+        self.in_flight: deque[tuple[StepPlan, list[list[int]]]] = deque()
         self.accepted: list[Request] = []
         self.streamed: dict[Request, list[int]] = {}
         self.ended_outside: set[Request] = set()
+        self.now = 0.0
         self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_cached_tokens = 0
+        self.queue_seconds: list[float] = []
 
-    def add(self, request: Request) -> None:
-        self.scheduler.add(request)
-        self.accepted.append(request)
-        self.streamed[request] = []
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            request.arrival_seconds = self.now
+        self.scheduler.add(*requests)
+        for request in requests:
+            self.device.expect(request)
+            self.accepted.append(request)
+            self.streamed[request] = []
         self.scheduler.audit()
 
     def dispatch(self) -> StepPlan | None:
-        running = [request for request in self.accepted if request.row is not None]
-        oldest = next((request for request in self.accepted if not request.is_finished), None)
-        is_held_up = oldest is None or self._has_all_in_flight(oldest)
-        is_held_up = is_held_up or (oldest.row is None and oldest.num_pending_tokens > 0)
-        plan = self.scheduler.plan()
+        unfinished = list(self.scheduler.requests)
+        running = [request for request in unfinished if request.row is not None]
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
         self.scheduler.audit()
-        assert is_held_up or (plan is not None and oldest in {chunk.request for chunk in plan.chunks})
+        self.ended_outside.update(self.scheduler.take_expired())
+        self._check_first(unfinished, plan)
         if plan is None:
             return None
         self._check_precedence(plan, running)
+        self._check_budget(plan)
         self.num_steps += 1
-        self.in_flight.append((plan, self.device.run(plan)))
+        self.num_prefill_tokens += plan.num_prefill_tokens
+        self.num_cached_tokens += sum(admission.num_cached_pages for admission in plan.admitted) * self.limits.page_size
+        self.queue_seconds += [seconds for *_, seconds in plan.admitted if seconds is not None]
+        self.in_flight.append((plan, self.device.run(self.device.batches.build(plan))))
         return plan
 
+    def _check_first(self, unfinished: list[Request], plan: StepPlan | None) -> None:
+        """The first in rank takes part in every step, unless it waits for its own tokens in flight."""
+        alive = [request for request in unfinished if not request.is_finished]
+        if not alive:
+            return
+        first = min(alive, key=lambda request: request.rank)
+        planned = {chunk.request for chunk in plan.chunks} if plan is not None else set()
+        assert first in planned or (first.row is None and first.num_pending_tokens), first
+
     def _check_precedence(self, plan: StepPlan, running: list[Request]) -> None:
-        """No running request waits for a prefill or an admission, and nobody gives way to a newer request."""
-        arrival = {request: index for index, request in enumerate(self.accepted)}
+        """No running request waits without a reason, and nobody gives way to a request behind it."""
         planned = {chunk.request for chunk in plan.chunks}
-        for request in running:
-            is_idle = self._has_all_in_flight(request)
-            assert request in planned or request in plan.preempted or is_idle, request.request_id
+        idle = [request for request in running if request not in planned and request.row is not None]
+        last = max((request for request in self.scheduler.requests if request.row is not None), key=lambda r: r.rank)
+        for request in idle:
+            is_prefilling = request.num_computed_tokens < request.num_prefill_tokens
+            is_stalled = request is last and not self.allocator.num_free_pages
+            assert is_prefilling or is_stalled, request
         for victim in plan.preempted:
-            assert all(arrival[request] < arrival[victim] for request in planned)
+            assert all(request.rank < victim.rank for request in planned)
             assert victim.row is None and victim.num_computed_tokens == 0
 
-    def _has_all_in_flight(self, request: Request) -> bool:
-        return request.num_tokens == self.max_total_tokens(request)
-
-    def max_total_tokens(self, request: Request) -> int:
-        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.limits.max_context)
+    def _check_budget(self, plan: StepPlan) -> None:
+        limits = self.limits
+        assert plan.num_requests and plan.num_batch_tokens <= limits.max_step_tokens
+        assert len({chunk.request for chunk in plan.chunks}) == plan.num_requests
+        if plan.decodes and limits.max_prefill_tokens:
+            assert plan.num_prefill_tokens <= limits.max_prefill_tokens
+        assert plan.num_steps == 1 or not (plan.prefills or self.scheduler.num_waiting)
 
     def collect(self) -> list[Progress]:
         plan, sampled = self.in_flight.popleft()
-        progress = self.scheduler.account(plan, sampled)
+        progress = []
+        for step, tokens in enumerate(sampled):
+            progress += self.scheduler.account(plan, tokens[: plan.num_requests], self.now, step)
         for request, token_id in progress:
             if token_id is not None:
                 self.streamed[request].append(token_id)
@@ -176,7 +253,7 @@ class Simulation:
         return progress
 
     def finish(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        if self.scheduler.finish(request, reason):
+        if self.scheduler.finish(request, reason, self.now):
             self.ended_outside.add(request)
         self.scheduler.audit()
 
@@ -190,9 +267,11 @@ class Simulation:
 
     def drain(self) -> None:
         """Runs to the end and checks what everyone got."""
-        # The oldest request gets a token's worth of work in every step, but for those in which it waits for its tokens
-        # in flight: at most once after a preemption and once at its end.
-        bound = sum(self.max_total_tokens(request) + 2 * self.num_steps_ahead + 2 for request in self.accepted)
+        # The first in rank gets a token's worth of work in every step, but for those in which it waits for its tokens
+        # in flight: at most once after it gave way and once at its end.
+        bound = self.num_steps + sum(
+            request.max_total_tokens + 2 * self.num_steps_ahead + 2 for request in self.scheduler.requests
+        )
         while self.scheduler.has_work or self.in_flight:
             self.step()
             assert self.num_steps <= bound, "no end in sight"
@@ -209,23 +288,3 @@ class Simulation:
             assert request.output_token_ids == tokens[: len(request.output_token_ids)]
         else:
             assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
-
-
-def run_load(rng: random.Random, simulation: Simulation, num_requests: int, arrivals_per_step: float) -> None:
-    """Offers requests at random while stepping; one in ten is cancelled at some later moment."""
-    limits, doomed = simulation.limits, []
-    for seed in range(1, num_requests + 1):
-        request = make_request(
-            seed, rng.randint(1, limits.max_context // 2), rng.randint(1, limits.max_context), rng.random() < 0.5
-        )
-        try:
-            simulation.add(request)
-        except (InvalidRequestError, QueueFullError):
-            continue
-        if rng.random() < 0.1:
-            doomed.append(request)
-        while rng.random() > arrivals_per_step / (1 + arrivals_per_step):
-            simulation.step()
-            if doomed and rng.random() < 0.1:
-                simulation.finish(doomed.pop(rng.randrange(len(doomed))))
-    simulation.drain()

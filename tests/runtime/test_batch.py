@@ -1,13 +1,15 @@
 """Packed steps of a real scheduler, taken apart again field by field."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
+from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.request import Request, SamplingParams
 from meshserve.runtime.scheduler import Scheduler, SchedulerLimits, StepPlan
@@ -85,7 +87,7 @@ def test_a_token_in_flight_is_left_to_the_device():
     loop.add(request)
     _, fields = loop.step()
     prefill = loop.plan
-    assert fields["token_ids"].tolist() == [*request.prompt_token_ids, 0]
+    assert fields["token_ids"].tolist() == list(request.prompt_token_ids)
     for position in (3, 4):  # nothing is accounted in between
         bucket, fields = loop.step()
         assert bucket.num_tokens == 1
@@ -167,12 +169,12 @@ def test_buckets_are_few_and_end_with_the_limits():
     assert [bucket.num_tokens for bucket in odd] == [1, 2, 4, 8, 16, 24, 32, 64, 100]
 
 
-@pytest.mark.parametrize(("num_decodes", "num_tokens"), [(1, 1), (2, 2), (3, 3)])
-def test_decodes_take_the_smallest_bucket(num_decodes: int, num_tokens: int):
+@pytest.mark.parametrize("num_decodes", [1, 2, 3])
+def test_decodes_alone_waste_no_room(num_decodes: int):
     loop = Loop()
     loop.add(*(make_request(seed) for seed in range(1, num_decodes + 1)))
-    assert loop.step()[0].num_tokens == 16  # 3 tokens each, all but for the case of one
-    assert loop.step()[0] == Bucket(num_tokens, num_decodes, num_decodes + num_tokens // 4)
+    loop.step()  # their prompts
+    assert loop.step()[0] == Bucket(num_decodes, num_decodes, num_decodes)
 
 
 def test_a_plan_beyond_every_bucket_is_our_own_fault():
@@ -183,13 +185,14 @@ def test_a_plan_beyond_every_bucket_is_our_own_fault():
         small.build(loop.scheduler.plan())
 
 
-@given(tight_limits(), st.lists(st.tuples(st.integers(1, 23), st.integers(1, 23)), min_size=1, max_size=12))
+@settings(deadline=None)
+@given(tight_limits(), st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=12))
 def test_every_plan_fits_its_bucket(limits_and_pages: tuple[SchedulerLimits, int], lengths: list[tuple[int, int]]):
     """Tokens, requests and new pages, whatever the scheduler plans, with a step in flight and preemptions."""
     limits, num_pages = limits_and_pages
     loop = Loop(dataclasses.replace(limits, max_waiting=len(lengths)), num_pages)
     for seed, (num_prompt_tokens, max_tokens) in enumerate(lengths, start=1):
-        if num_prompt_tokens + 1 < limits.max_context and num_pages * limits.page_size >= limits.max_context:
+        with contextlib.suppress(InvalidRequestError):  # too long for these limits
             loop.add(make_request(seed, num_prompt_tokens, max_tokens, ignore_eos=True))
     in_flight: list[StepPlan] = []
     while loop.scheduler.has_work:

@@ -45,7 +45,7 @@ def test_named_axes_are_cut_and_others_are_replicated():
 
 def test_pages_share_what_is_free(monkeypatch: pytest.MonkeyPatch):
     mesh = make_mesh(2)
-    monkeypatch.setattr(memory, "free_bytes", lambda mesh, fraction: 1000)
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh, fraction, kept_bytes: 1000)
     assert memory.num_pages_that_fit(mesh, 0.85, page_bytes=300) == 3
     assert memory.num_pages_that_fit(mesh, 0.85, page_bytes=1000) == 1
     with pytest.raises(MemoryError, match="less than one page .* Raise tp"):

@@ -1,0 +1,64 @@
+"""How fast the engine goes, measured from the moments it reports. Serves step 4 of 10, which has no clock of its own.
+
+In: when steps end and requests leave. Out: a lower bound of a step's time, and hints to callers who were refused.
+"""
+
+import math
+
+_WINDOW_SECONDS = 10.0  # what happened this long ago counts a third
+_FORGET_PER_STEP = 1.01  # the fastest step seen is believed a little less with each step that is slower
+_UNKNOWN_RETRY_SECONDS = 1.0  # the hint before anything has been measured
+_MIN_RETRY_SECONDS = 0.05
+_MAX_RETRY_SECONDS = 60.0
+
+
+class Pace:
+    """Times are seconds of any clock that never goes back; every call hands in its own."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+        self._last = 0.0
+        self._num_left = 0.0  # requests, those of long ago fading
+        self._last_step: float | None = None
+        self._next_place = -math.inf  # when the next refused caller may expect room
+        self.step_seconds = 0.0  # no step is expected to take less; 0 while unknown
+
+    def step_ended(self, now: float, num_steps: int) -> None:
+        """A dispatch of `num_steps` decode steps, or of one step of any kind, was collected."""
+        if self._last_step is not None:
+            seconds = (now - self._last_step) / num_steps
+            slowest = self.step_seconds * _FORGET_PER_STEP if self.step_seconds else math.inf
+            self.step_seconds = min(seconds, slowest)
+        self._last_step = now
+
+    def request_left(self, now: float) -> None:
+        """A request ended, whatever the reason: there is room for another."""
+        self._fade(now)
+        self._num_left += 1.0
+
+    def requests_per_second(self, now: float) -> float:
+        """The rate at which requests leave; 0 while unknown."""
+        self._fade(now)
+        if self._started is None or now <= self._started:
+            return 0.0
+        weight = _WINDOW_SECONDS * (1.0 - math.exp(-(now - self._started) / _WINDOW_SECONDS))
+        return self._num_left / weight
+
+    def retry_seconds(self, now: float) -> float:
+        """When a caller refused at `now` should try again.
+
+        Refused callers are given moments one after the other at the rate at which requests leave, so that they come
+        back spread out, no faster than there will be room for them.
+        """
+        rate = self.requests_per_second(now)
+        if rate <= 0.0:
+            return _UNKNOWN_RETRY_SECONDS
+        self._next_place = min(max(self._next_place, now) + 1.0 / rate, now + _MAX_RETRY_SECONDS)
+        return min(max(self._next_place - now, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+
+    def _fade(self, now: float) -> None:
+        if self._started is None:
+            self._started = self._last = now
+        elif now > self._last:
+            self._num_left *= math.exp((self._last - now) / _WINDOW_SECONDS)
+            self._last = now

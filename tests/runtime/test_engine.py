@@ -1,0 +1,407 @@
+"""The engine's loop on a device that can be stopped, broken and worked out by hand.
+
+The next token is always the last one plus 1, modulo 128, and its text is its ASCII character: after "a" comes "bcdef".
+"""
+
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
+from meshserve.runtime.engine import Engine
+from meshserve.runtime.errors import EngineStoppedError, InvalidRequestError, QueueFullError
+from meshserve.runtime.pages import PageAllocator
+from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.scheduler import Scheduler, SchedulerLimits
+
+VOCAB_SIZE = 128
+WAIT_SECONDS = 20.0
+
+
+class Letters:
+    """A tokenizer: one token for each ASCII character."""
+
+    @staticmethod
+    def token_bytes(token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+class Device:
+    """A runner. It keeps each row's last token, as the real one does, and notes what is dispatched and collected.
+
+    While `is_ready` is clear, whoever collects a step's tokens has to wait.
+    """
+
+    def __init__(self, max_running: int):
+        self.events: list[str] = []
+        self.seeds: list[int] = []
+        self.is_ready = threading.Event()
+        self.is_ready.set()
+        self.fails_at = ""  # an event: "dispatch 3"
+        self._last_tokens = np.zeros(max_running + 1, np.int32)  # the last row is for padding
+        self._changed = threading.Condition()
+
+    def run(self, bucket: Bucket, packed: np.ndarray) -> "Tokens":
+        step = sum(event.startswith("dispatch") for event in self.events)
+        self.note(f"dispatch {step}")
+        fields = {name: packed[place] for name, place in bucket.fields.items()}
+        on_device = self._last_tokens[fields["rows"][fields["token_request"]]]
+        token_ids = np.where(fields["token_ids"] == ON_DEVICE, on_device, fields["token_ids"])
+        sampled = (token_ids[fields["last_index"]] + 1) % VOCAB_SIZE
+        self._last_tokens[fields["rows"]] = sampled
+        low, high = (int(fields[name].view(np.uint32)[0]) for name in ("seed_low", "seed_high"))
+        self.seeds.append(low + (high << 32))
+        return Tokens(self, step, sampled)
+
+    def note(self, event: str) -> None:
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+        if event == self.fails_at:
+            raise RuntimeError("device lost")
+
+    def wait_for(self, event: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: event in self.events, WAIT_SECONDS), f"no {event}: {self.events}"
+
+
+class Tokens:
+    """A step's tokens, on their way to the host."""
+
+    def __init__(self, device: Device, step: int, sampled: np.ndarray):
+        self._device, self._step, self._sampled = device, step, sampled
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        assert self._device.is_ready.wait(WAIT_SECONDS)
+        self._device.note(f"collect {self._step}")
+        return self._sampled
+
+
+class Serving:
+    """A running engine and everything it has delivered."""
+
+    def __init__(self, *, num_pages: int = 32, eos: str = "", has_text: bool = True, **limits: int):
+        values = dict(page_size=4, max_running=4, max_step_tokens=16, max_waiting=64, max_context=64) | limits
+        self.limits = SchedulerLimits(**values)
+        sizes = {name: values[name] for name in ("max_running", "page_size")}
+        buckets = declare_buckets(max_step_tokens=values["max_step_tokens"], **sizes)
+        pages = PageAllocator(num_pages)
+        self.device = Device(values["max_running"])
+        self.scheduler = Scheduler(self.limits, pages, frozenset(eos.encode()))
+        self.engine = Engine(
+            scheduler=self.scheduler,
+            pages=pages,
+            batches=BatchBuilder(buckets, **sizes),
+            runner=self.device,
+            tokenizer=Letters() if has_text else None,
+            deliver=self._deliver,
+        )
+        self.deliveries: list[list[Output]] = []
+        self.delivering_threads: set[str] = set()
+        self._outputs: dict[str, list[Output]] = defaultdict(list)
+        self._changed = threading.Condition()
+        self.engine.start()
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            self.deliveries.append(list(outputs))
+            self.delivering_threads.add(threading.current_thread().name)
+            for output in outputs:
+                self._outputs[output.request_id].append(output)
+            self._changed.notify_all()
+
+    def submit(self, request_id: str, prompt: str = "a", **params: object) -> None:
+        self.engine.submit(request_id, tuple(prompt.encode()), SamplingParams(**{"temperature": 0.0, **params}))
+
+    def outputs(self, request_id: str) -> list[Output]:
+        """All outputs of a request, once it has ended: the last one, and no other, has a finish reason."""
+        with self._changed:
+            outputs = self._outputs[request_id]
+            assert self._changed.wait_for(lambda: outputs and outputs[-1].finish_reason, WAIT_SECONDS), "no end came"
+            assert [output for output in outputs if output.finish_reason] == outputs[-1:]
+            return list(outputs)
+
+    def result(self, request_id: str) -> tuple[str, str, FinishReason | None]:
+        """The tokens as characters, the text, and why it ended."""
+        outputs = self.outputs(request_id)
+        tokens = bytes(token for output in outputs for token in output.token_ids).decode()
+        return tokens, "".join(output.text for output in outputs), outputs[-1].finish_reason
+
+    @property
+    def free_load(self) -> Load:
+        """That of an engine with nothing to do."""
+        num_pages = self.engine.load().num_pages
+        return Load(num_running=0, num_waiting=0, num_pages=num_pages, num_free_pages=num_pages)
+
+
+Start = Callable[..., Serving]
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "engine"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts engines, and stops them after the test. None leaves a thread behind."""
+    started: list[Serving] = []
+
+    def start_one(**options: object) -> Serving:
+        started.append(Serving(**options))
+        return started[-1]
+
+    yield start_one
+    for serving in started:
+        serving.device.is_ready.set()
+        serving.engine.stop()
+    assert engine_threads() == []
+
+
+# --- the loop
+
+
+def test_tokens_and_text_come_step_by_step(start: Start):
+    serving = start()
+    serving.submit("r", "xa", max_tokens=3)
+    first, second, last = serving.outputs("r")
+    assert first == Output(request_id="r", token_ids=(98,), text="b")
+    assert second == Output(request_id="r", token_ids=(99,), text="c")
+    assert last == Output(
+        request_id="r", token_ids=(100,), text="d", finish_reason=FinishReason.LENGTH, num_prompt_tokens=2,
+        num_output_tokens=3,
+    )  # fmt: skip
+
+
+def test_each_step_is_dispatched_before_the_one_before_it_is_collected(start: Start):
+    serving = start()
+    serving.submit("r", max_tokens=4)
+    serving.outputs("r")
+    assert serving.device.events == [
+        "dispatch 0",
+        "dispatch 1", "collect 0",
+        "dispatch 2", "collect 1",
+        "dispatch 3", "collect 2",
+        "collect 3",
+    ]  # fmt: skip
+
+
+def test_the_host_waits_for_the_device_with_two_steps_under_way(start: Start):
+    serving = start()
+    serving.device.is_ready.clear()
+    serving.submit("r", max_tokens=10)
+    serving.device.wait_for("dispatch 1")
+    time.sleep(0.02)  # a third dispatch would come now
+    assert serving.device.events == ["dispatch 0", "dispatch 1"]
+    assert serving.deliveries == []
+    serving.device.is_ready.set()
+    assert serving.result("r") == ("bcdefghijk", "bcdefghijk", FinishReason.LENGTH)
+
+
+def test_the_outputs_of_a_step_are_delivered_together_from_the_engine_s_own_thread(start: Start):
+    serving = start()
+    serving.device.is_ready.clear()
+    serving.submit("first", "a", max_tokens=3)
+    serving.device.wait_for("dispatch 1")
+    serving.submit("second", "A", max_tokens=2)
+    serving.device.is_ready.set()
+    assert serving.result("first") == ("bcd", "bcd", FinishReason.LENGTH)
+    assert serving.result("second") == ("BC", "BC", FinishReason.LENGTH)
+    assert [[output.text for output in outputs] for outputs in serving.deliveries] == [["b"], ["c"], ["d", "B"], ["C"]]
+    assert serving.delivering_threads == {"engine"}
+
+
+def test_a_prompt_longer_than_a_step_gives_its_first_token_after_its_last_chunk(start: Start):
+    serving = start()
+    serving.submit("r", "z" * 39 + "a", max_tokens=2)
+    assert serving.result("r") == ("bc", "bc", FinishReason.LENGTH)
+    assert serving.device.events[-1] == "collect 3"  # 16 + 16 + 8 tokens, and a decode
+
+
+def test_a_seed_is_kept_and_a_missing_one_is_drawn_for_each_request(start: Start):
+    serving = start(max_running=1)
+    for request_id, seed in (("given", 2**62 + 5), ("drawn", None), ("drawn again", None)):
+        serving.submit(request_id, max_tokens=1, seed=seed)
+        serving.outputs(request_id)
+    assert serving.device.seeds[0] == 2**62 + 5
+    assert len(set(serving.device.seeds)) == 3
+    assert all(0 <= seed < 2**63 for seed in serving.device.seeds)
+
+
+def test_without_a_tokenizer_there_is_no_text(start: Start):
+    serving = start(has_text=False)
+    serving.submit("r", max_tokens=3, stop=("c",))
+    assert serving.result("r") == ("bcd", "", FinishReason.LENGTH)
+
+
+# --- how requests end
+
+
+def test_an_end_token_costs_one_wasted_step_and_is_no_output(start: Start):
+    serving = start(eos="e")
+    serving.submit("r", max_tokens=36)
+    assert serving.result("r") == ("bcd", "bcd", FinishReason.STOP)
+    assert serving.outputs("r")[-1].num_output_tokens == 3
+    serving.device.wait_for("collect 4")  # step 3 sampled the "e", and step 4 was on its way
+    assert serving.device.events[-2:] == ["collect 3", "collect 4"]
+    serving.submit("next", "m", max_tokens=2)  # it takes the row of the first
+    assert serving.result("next") == ("no", "no", FinishReason.LENGTH)
+    assert serving.scheduler.num_wasted_tokens == 1
+
+
+def test_an_end_token_may_be_ignored(start: Start):
+    serving = start(eos="c")
+    serving.submit("r", max_tokens=3, ignore_eos=True)
+    assert serving.result("r") == ("bcd", "bcd", FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text"),
+    [(("d",), "bcd", "bc"), (("cd",), "bcd", "b"), (("x", "ef", "e"), "bcde", "bcd"), (("b",), "b", "")],
+)
+def test_a_stop_string_ends_the_text_before_it(start: Start, stop: tuple[str, ...], tokens: str, text: str):
+    serving = start()
+    serving.submit("r", max_tokens=20, stop=stop)
+    assert serving.result("r") == (tokens, text, FinishReason.STOP)
+
+
+def test_a_stop_string_in_the_last_token_is_the_reason(start: Start):
+    serving = start()
+    serving.submit("r", max_tokens=3, stop=("d",))
+    assert serving.result("r") == ("bcd", "bc", FinishReason.STOP)
+
+
+def test_text_held_for_a_stop_string_that_does_not_come_is_delivered_with_the_end(start: Start):
+    serving = start()
+    serving.submit("r", max_tokens=3, stop=("dX",))
+    assert serving.result("r") == ("bcd", "bcd", FinishReason.LENGTH)
+
+
+def test_cancelling_frees_the_pages_while_the_device_still_works(start: Start):
+    serving = start()
+    serving.device.is_ready.clear()
+    serving.submit("r", "some prompt", max_tokens=20)
+    serving.device.wait_for("dispatch 1")
+    assert serving.engine.load() == Load(num_running=1, num_waiting=0, num_pages=32, num_free_pages=29)
+    serving.engine.cancel("r", FinishReason.DEADLINE)
+    assert serving.engine.load() == serving.free_load
+    serving.submit("next", "A", max_tokens=2)
+    serving.device.is_ready.set()
+    assert serving.result("r") == ("", "", FinishReason.DEADLINE)
+    assert serving.result("next") == ("BC", "BC", FinishReason.LENGTH)
+
+
+def test_cancelling_one_that_waits_or_has_ended_or_never_was(start: Start):
+    serving = start(max_running=1)
+    serving.device.is_ready.clear()
+    serving.submit("runs", max_tokens=4)
+    serving.device.wait_for("dispatch 1")
+    serving.submit("waits", max_tokens=4)
+    assert serving.engine.load().num_waiting == 1
+    serving.engine.cancel("waits", FinishReason.CANCELLED)
+    serving.engine.cancel("never was", FinishReason.CANCELLED)
+    serving.device.is_ready.set()
+    assert serving.result("runs")[2] == FinishReason.LENGTH
+    serving.engine.cancel("runs", FinishReason.CANCELLED)
+    assert serving.result("runs")[2] == FinishReason.LENGTH
+    assert serving.result("waits") == ("", "", FinishReason.CANCELLED)
+    assert sum(map(len, serving.deliveries)) == 4 + 1
+
+
+# --- refusals, failure, stop
+
+
+def test_what_is_refused_leaves_no_trace(start: Start):
+    serving = start(max_running=1, max_waiting=1)
+    with pytest.raises(InvalidRequestError, match="has 64 tokens"):
+        serving.submit("long", "x" * 64)
+    serving.device.is_ready.clear()
+    serving.submit("runs", max_tokens=2)
+    serving.device.wait_for("dispatch 1")
+    serving.submit("waits", max_tokens=2)
+    with pytest.raises(InvalidRequestError, match="'waits' is still being served"):
+        serving.submit("waits")
+    with pytest.raises(QueueFullError, match="1 requests wait; this server queues 1"):
+        serving.submit("refused")
+    serving.device.is_ready.set()
+    assert serving.result("waits") == ("bc", "bc", FinishReason.LENGTH)
+    assert {output.request_id for outputs in serving.deliveries for output in outputs} == {"runs", "waits"}
+    assert serving.engine.load() == serving.free_load
+
+
+@pytest.mark.parametrize("fails_at", ["dispatch 2", "collect 1"])
+def test_when_the_device_fails_every_open_request_is_told_why(start: Start, fails_at: str):
+    serving = start(max_running=2)
+    serving.device.fails_at = fails_at
+    serving.device.is_ready.clear()
+    for request_id in ("runs", "runs too", "waits"):
+        serving.submit(request_id, max_tokens=9)
+    serving.device.is_ready.set()
+    for request_id in ("runs", "runs too", "waits"):
+        last = serving.outputs(request_id)[-1]
+        assert (last.finish_reason, last.message) == (FinishReason.ERROR, "RuntimeError: device lost")
+    assert serving.engine.failure == "RuntimeError: device lost"
+    with pytest.raises(EngineStoppedError, match="the engine has failed: RuntimeError: device lost"):
+        serving.submit("late")
+    assert serving.engine.load() == serving.free_load
+    for thread in engine_threads():
+        thread.join(WAIT_SECONDS)
+    assert engine_threads() == []
+    serving.engine.stop()  # does nothing more
+
+
+def test_stopping_ends_open_requests_and_the_thread(start: Start):
+    serving = start(max_running=1)
+    serving.device.is_ready.clear()
+    serving.submit("runs", max_tokens=60)
+    serving.submit("waits", max_tokens=60)
+    serving.device.wait_for("dispatch 1")
+    threading.Timer(0.05, serving.device.is_ready.set).start()  # when `stop` waits for the step to end
+    serving.engine.stop()
+    assert engine_threads() == []
+    assert [serving.result(name)[2] for name in ("runs", "waits")] == [FinishReason.CANCELLED] * 2
+    assert serving.engine.failure is None
+    with pytest.raises(EngineStoppedError, match="the engine is stopping"):
+        serving.submit("late")
+    serving.engine.cancel("late", FinishReason.CANCELLED)
+    serving.engine.stop()
+    assert serving.engine.load() == serving.free_load
+
+
+def test_a_crowd_with_cancellations_from_other_threads(start: Start):
+    """A cache that is too small for all, so requests are preempted. Each ends once, with the tokens it must have."""
+    serving = start(num_pages=16, eos="~")
+    rng = random.Random(1)
+    jobs = {f"r{index}": (chr(rng.randrange(48, 123)), rng.randint(1, 55)) for index in range(64)}
+
+    def cancel_some(names: list[str]) -> None:
+        for name in names[::5]:
+            time.sleep(0.001)
+            serving.engine.cancel(name, FinishReason.CANCELLED)
+
+    serving.device.is_ready.clear()
+    for name, (prompt, max_tokens) in jobs.items():
+        serving.submit(name, prompt, max_tokens=max_tokens)
+    cancel_some(list(jobs)[::-1])  # these wait, or run without any token yet
+    threads = [threading.Thread(target=cancel_some, args=(list(jobs)[part::3],)) for part in range(3)]
+    serving.device.is_ready.set()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reasons = set()
+    for name, (prompt, max_tokens) in jobs.items():
+        tokens, text, reason = serving.result(name)
+        until_end_token = "".join(map(chr, range(ord(prompt) + 1, ord("~"))))
+        whole = until_end_token[:max_tokens]
+        assert tokens == text == whole[: len(tokens)]
+        assert reason == FinishReason.CANCELLED or tokens == whole
+        assert (reason == FinishReason.STOP) <= (tokens == until_end_token)
+        reasons.add(reason)
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED}
+    assert serving.scheduler.num_preemptions > 0
+    assert serving.engine.load() == serving.free_load

@@ -1,0 +1,263 @@
+"""Priorities, deadlines, hints to refused callers, and several decode steps in one dispatch."""
+
+import math
+import random
+
+import pytest
+
+from meshserve.runtime.errors import InvalidRequestError, QueueFullError
+from meshserve.runtime.pace import Pace
+from meshserve.runtime.pages import PageAllocator
+from meshserve.runtime.queues import RankedQueue
+from meshserve.runtime.request import FinishReason, Request, RequestOptions
+from meshserve.runtime.scheduler import Scheduler
+
+from .simulation import EOS_TOKEN_ID, Simulation, make_limits, make_request
+
+
+def make_scheduler(num_pages: int = 32, **changes: float) -> Scheduler:
+    return Scheduler(make_limits(**changes), PageAllocator(num_pages), frozenset({EOS_TOKEN_ID}))
+
+
+def planned(scheduler: Scheduler, now: float = 0.0) -> list[str]:
+    plan = scheduler.plan(now)
+    return [chunk.request.request_id for chunk in plan.chunks] if plan is not None else []
+
+
+# --- priority
+
+
+def test_larger_priority_goes_first():
+    scheduler = make_scheduler(max_running=2)
+    for seed, priority in ((1, 0), (2, -1), (3, 5), (4, 0)):
+        scheduler.add(make_request(seed, priority=priority))
+    assert planned(scheduler) == ["r3", "r1"]
+
+
+def test_a_long_wait_outweighs_priority():
+    scheduler = make_scheduler(max_running=1, priority_seconds=10.0)
+    scheduler.add(make_request(1, arrival_seconds=0.0))
+    scheduler.add(make_request(2, arrival_seconds=11.0, priority=1))
+    assert planned(scheduler, 11.0) == ["r1"]
+
+
+def test_a_prior_request_takes_the_row_of_the_last_in_rank():
+    scheduler = make_scheduler(max_running=2)
+    first, second, prior = make_request(1), make_request(2), make_request(3, priority=1)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.plan(0.0)
+    scheduler.add(prior)
+    plan = scheduler.plan(0.0)
+    assert plan is not None and plan.preempted == [second]
+    assert [chunk.request for chunk in plan.chunks] == [first, prior]  # the decode it had in this plan is undone
+    assert (second.num_pending_tokens, second.num_computed_tokens) == (1, 0)
+    scheduler.audit()
+
+
+def test_nobody_gives_way_in_vain():
+    """The prior request would not fit beside the one before it, whoever else gave way."""
+    scheduler = make_scheduler(num_pages=8, max_running=4)
+    biggest, small = make_request(1, 20, 4, priority=2), make_request(2, 2, 2)
+    scheduler.add(biggest)
+    scheduler.add(small)
+    for _ in range(3):
+        scheduler.plan(0.0)
+    scheduler.add(make_request(3, 16, 4, priority=1))
+    plan = scheduler.plan(0.0)
+    assert plan is not None and not plan.preempted
+
+
+def test_a_prior_request_gets_a_turn_even_if_decodes_fill_the_budget():
+    scheduler = make_scheduler(max_running=2, max_step_tokens=2)
+    for seed in (1, 2):
+        scheduler.add(make_request(seed, num_prompt_tokens=1, max_tokens=9))
+    scheduler.plan(0.0)
+    scheduler.add(make_request(3, priority=1))
+    assert planned(scheduler) == ["r1", "r3"]
+
+
+def test_equals_never_give_way_on_arrival():
+    scheduler = make_scheduler(max_running=1)
+    scheduler.add(make_request(1, max_tokens=9))
+    scheduler.plan(0.0)
+    scheduler.add(make_request(2))
+    assert planned(scheduler) == ["r1"]
+
+
+# --- the bound on prefill beside decodes
+
+
+def test_prefill_beside_decodes_is_bounded():
+    scheduler = make_scheduler(max_step_tokens=16, max_prefill_tokens=3)
+    scheduler.add(make_request(1, num_prompt_tokens=12, max_tokens=9))
+    plan = scheduler.plan(0.0)
+    assert plan is not None and plan.num_prefill_tokens == 12  # nobody decodes: all of the budget
+    scheduler.add(make_request(2, num_prompt_tokens=20))
+    plan = scheduler.plan(0.0)
+    assert plan is not None and (len(plan.decodes), plan.num_prefill_tokens) == (1, 3)
+
+
+def test_prefill_chunks_of_several_requests_share_a_step():
+    scheduler = make_scheduler(max_step_tokens=16, max_running=8)
+    for seed, length in ((1, 2), (2, 5), (3, 6), (4, 9)):
+        scheduler.add(make_request(seed, num_prompt_tokens=length))
+    plan = scheduler.plan(0.0)
+    assert plan is not None and [chunk.num_tokens for chunk in plan.prefills] == [2, 5, 6, 3]
+
+
+# --- deadlines
+
+
+def test_a_passed_deadline_ends_a_request_wherever_it_stands():
+    scheduler = make_scheduler(max_running=1)
+    running, waiting = make_request(1, deadline_seconds=5.0), make_request(2, deadline_seconds=5.0)
+    scheduler.add(running)
+    scheduler.add(waiting)
+    assert planned(scheduler, 4.9) == ["r1"]
+    assert planned(scheduler, 5.0) == []
+    assert scheduler.take_expired() == [running, waiting] and scheduler.take_expired() == []
+    assert {running.finish_reason, waiting.finish_reason} == {FinishReason.DEADLINE}
+    assert scheduler.num_expired == 2 and not scheduler.has_work
+    scheduler.audit()
+
+
+def test_a_deadline_that_cannot_be_met_costs_no_step():
+    """Steps take a second, the prompt needs three of them, and two and a half are left."""
+    scheduler = make_scheduler(max_step_tokens=8, max_context=64)
+    scheduler.add(make_request(1, max_tokens=30, ignore_eos=True))
+    for now in range(4):
+        plan = scheduler.plan(float(now))
+        assert plan is not None
+        scheduler.account(plan, [7], float(now))
+    late, in_time = (make_request(seed, 24, deadline_seconds=5.5 + seed, arrival_seconds=4.0) for seed in (1, 2))
+    late.request_id = "late"
+    scheduler.add(late)
+    scheduler.add(in_time)
+    assert planned(scheduler, 4.0) == ["r1", "r2"]
+    assert scheduler.take_expired() == [late] and late.num_computed_tokens == 0
+
+
+# --- the queue
+
+
+def test_a_ranked_queue_forgets_those_who_left():
+    queue: RankedQueue[int] = RankedQueue()
+    rng = random.Random(0)
+    requests = [make_request(seed) for seed in range(1000)]
+    keys = {request: rng.randrange(100) for request in requests}
+    for request in requests:
+        queue.push(keys[request], request)
+    for request in requests[:990]:
+        queue.discard(request)
+        queue.discard(request)
+    assert len(queue) == len(list(queue)) == 10
+    assert len(queue._heap) <= 2 * 10 + 64
+    order = []
+    while (first := queue.first) is not None:
+        order.append(first)
+        queue.discard(first)
+    assert order == sorted(requests[990:], key=keys.__getitem__)
+
+
+def test_a_request_queues_once():
+    queue: RankedQueue[int] = RankedQueue()
+    request = make_request(1)
+    queue.push(2, request)
+    with pytest.raises(ValueError, match="in this queue already"):
+        queue.push(1, request)
+    queue.discard(request)
+    queue.push(1, request)
+    assert queue.first is request and len(queue) == 1
+
+
+def test_refused_callers_are_told_to_come_back_at_the_rate_of_service():
+    pace = Pace()
+    for hundredth in range(1000):
+        pace.request_left(hundredth / 100 * 0.25)  # 400 a second
+    hints = [pace.retry_seconds(2.5) for _ in range(400)]
+    assert hints == sorted(hints)
+    assert hints[-1] == pytest.approx(1.0, rel=0.15)
+    assert pace.retry_seconds(100.0) <= 60.0
+
+
+def test_the_hint_is_bounded_when_nobody_leaves():
+    pace = Pace()
+    assert pace.retry_seconds(0.0) == 1.0
+    pace.request_left(0.0)
+    assert 0.05 <= pace.retry_seconds(1e6) <= 60.0
+
+
+def test_the_queue_hands_on_the_hint():
+    scheduler = make_scheduler(max_waiting=1)
+    scheduler.add(make_request(1))
+    with pytest.raises(QueueFullError) as caught:
+        scheduler.add(make_request(2))
+    assert caught.value.retry_seconds == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"priority": 101}, "priority: got 101; allowed is -100 to 100"),
+        ({"cache_salt": "x" * 257}, "cache_salt: got '257 characters'"),
+        ({"n": 0}, "n: got 0; allowed is 1 to 64"),
+    ],
+)
+def test_options_out_of_range_are_refused(fields: dict, fault: str):
+    with pytest.raises(InvalidRequestError, match=fault):
+        RequestOptions(**fields)
+
+
+# --- several decode steps in one dispatch
+
+
+def window_of(*requests: Request, num_pages: int = 32, **changes: float) -> tuple[int, list[int]]:
+    """Of the first dispatch after the prefill: its steps, and those of each request."""
+    scheduler = make_scheduler(num_pages, **{"max_decode_steps": 4, **changes})
+    for request in requests:
+        scheduler.add(request)
+    scheduler.plan(0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    scheduler.audit()
+    return plan.num_steps, list(plan.decode_lengths)
+
+
+def test_decodes_alone_run_several_steps_at_once():
+    assert window_of(make_request(1, 3, 9), make_request(2, 3, 9)) == (4, [4, 4])
+
+
+def test_a_window_ends_with_the_output():
+    assert window_of(make_request(1, 3, 9), make_request(2, 3, 3)) == (4, [4, 2])
+    assert window_of(make_request(1, 3, 2), make_request(2, 3, 2)) == (1, [])
+
+
+def test_no_window_while_somebody_waits():
+    assert window_of(make_request(1, 3, 9), make_request(2, 3, 9), max_running=1) == (1, [])
+
+
+def test_no_window_without_the_pages_for_it():
+    assert window_of(make_request(1, 3, 9), num_pages=3) == (4, [4])
+    assert window_of(make_request(1, 3, 6), make_request(2, 3, 6), num_pages=3, max_waiting=2)[0] == 1
+
+
+def test_an_end_inside_a_window_wastes_the_rest_of_it():
+    simulation = Simulation(make_limits(max_decode_steps=4, max_context=200, page_size=8), num_pages=200)
+    requests = [make_request(seed, max_tokens=100) for seed in range(1, 5)]
+    simulation.add(*requests)
+    simulation.drain()
+    num_stopped = sum(request.finish_reason is FinishReason.STOP for request in requests)
+    assert num_stopped and simulation.num_steps < sum(len(request.output_token_ids) for request in requests) / 4
+    # What was in flight when the host saw the end: the rest of a window, and the next one.
+    assert 0 < simulation.scheduler.num_wasted_tokens <= num_stopped * (2 * 4 - 1)
+
+
+@pytest.mark.parametrize("arrival", [0.0, math.pi])
+def test_one_step_ahead_wastes_at_most_one_token_a_request(arrival: float):
+    simulation = Simulation(make_limits(max_running=4, max_waiting=100, max_context=200), num_pages=200)
+    simulation.now = arrival
+    simulation.add(*(make_request(seed, max_tokens=150) for seed in range(1, 60)))
+    simulation.drain()
+    num_stopped = sum(request.finish_reason is FinishReason.STOP for request in simulation.accepted)
+    assert 0 < simulation.scheduler.num_wasted_tokens <= num_stopped

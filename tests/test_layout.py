@@ -1,0 +1,135 @@
+"""The layout of the repository, as the rules of the house have it: who may import whom, and where things stand."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINKS = sorted((ROOT / "src" / "meshserve").iterdir())
+FOLDERS = [link.name for link in LINKS]
+MAX_LINES = 500
+
+# What these folders may import of ours, beside themselves; the others may import everything.
+ALLOWED_IMPORTS = {"protos": set(), "kernels": set(), "sharding": {"protos"}}
+
+
+def files(*folders: str) -> list[Path]:
+    """Their Python files, but for those that protoc wrote."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if "_pb2" not in path.name]
+
+
+def module_name(path: Path) -> str:
+    """Under which a file is imported: meshserve.runtime.step."""
+    parts = ("meshserve", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """What runs when a module is imported: no bodies of functions, nothing for type checkers alone."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) != "TYPE_CHECKING":
+            yield from statements([*statement.body, *statement.orelse])
+        elif isinstance(statement, ast.Try):
+            yield from statements([*statement.body, *statement.orelse, *statement.finalbody])
+
+
+def imported_names(path: Path, nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Full dotted names, the last part of which may be something in a module."""
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base += [node.module] if node.module else []
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+@pytest.mark.parametrize("folder", sorted(ALLOWED_IMPORTS))
+def test_folders_import_only_what_lies_below_them(folder: str):
+    for path in files(folder):
+        names = [name.split(".") for name in imported_names(path, ast.walk(ast.parse(path.read_text())))]
+        ours = {parts[1] for parts in names if parts[0] == "meshserve" and len(parts) > 1}
+        assert ours <= {folder} | ALLOWED_IMPORTS[folder], path
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_our_folders_are_imported_as_parts_of_meshserve(folder: str):
+    """A bare `import kernels` would find Hugging Face's package of that name, or nothing."""
+    for path in files(folder):
+        names = imported_names(path, ast.walk(ast.parse(path.read_text())))
+        assert not {name.split(".")[0] for name in names} & set(FOLDERS), path
+
+
+def test_no_module_imports_itself_by_a_detour():
+    paths = {module_name(path): path for path in files(*FOLDERS)}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = imported_names(path, statements(ast.parse(path.read_text()).body))
+        used = {name if name in paths else name.rpartition(".")[0] for name in names}
+        graph[module] = (used & paths.keys()) - {module}
+    assert graph["meshserve.runtime.engine"] >= {"meshserve.runtime.scheduler", "meshserve.runtime.batch"}
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
+    assert len(order) == len(paths)
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("scheduler", {"jax", "flax", "numpy", "grpc"}),
+        ("pages", {"jax", "flax", "numpy", "grpc"}),
+        ("request", {"jax", "flax", "numpy", "grpc"}),
+        ("batch", {"jax", "flax", "grpc"}),
+        ("server", {"jax", "flax"}),
+        ("client", {"jax", "flax"}),
+        ("cli", {"jax", "flax", "transformers"}),  # or --help would take seconds
+    ],
+)
+def test_light_modules_stay_light(module: str, forbidden: set[str]):
+    """Nor may what they import bring these in."""
+    code = f"import sys, meshserve.runtime.{module}; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not forbidden & set(result.stdout.split())
+
+
+def test_the_package_holds_nothing_but_relative_links_to_the_folders():
+    assert {"deploy", "kernels", "protos", "runtime", "sharding"} <= set(FOLDERS)
+    for link in LINKS:
+        assert link.is_symlink(), link
+        assert link.readlink() == Path("..", "..", link.name), link
+        assert link.is_dir(), link
+
+
+def test_the_folders_are_no_packages_of_their_own():
+    for folder in FOLDERS:
+        assert not (ROOT / folder / "__init__.py").exists(), folder
+
+
+def test_kernels_is_not_found_from_the_root_of_the_repository():
+    code = "import importlib.util; spec = importlib.util.find_spec('kernels'); print(spec and spec.origin)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not result.stdout.startswith(str(ROOT / "kernels"))
+
+
+def test_files_are_short():
+    exempt = {"kernels"}
+    for path in files(*(folder for folder in FOLDERS if folder not in exempt)):
+        num_lines = len(path.read_text().splitlines())
+        assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines; {MAX_LINES} are allowed. Split it."
+
+
+def test_nothing_is_configured_by_environment_variables():
+    forbidden = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    for path in files("runtime", "sharding", "kernels"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os":
+                assert node.attr not in forbidden, f"{path}:{node.lineno}"
+            elif isinstance(node, ast.ImportFrom) and node.module == "os":
+                assert not {alias.name for alias in node.names} & forbidden, f"{path}:{node.lineno}"
