@@ -227,13 +227,11 @@ class ServeConfig:
     max_prefill_tokens: int = option(0, "of a step that also decodes; 0: all that max_step_tokens leaves")
     max_decode_steps: int = option(1, "decode steps in one dispatch when nothing waits: newcomers wait that long")
     max_waiting: int = option(1024, "requests in the queue; more are refused")
-<<<<<<< HEAD
-    attention: str = option("auto", "paged attention implementation", ("auto", "reference", "cuda", "tpu", "tpu_interpreted"))
-=======
     priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")
     prefix_cache: bool = option(True, "reuse the KV pages of requests that begin alike")
-    attention: str = option("auto", "paged attention implementation", ("auto", "reference", "cuda"))
->>>>>>> main
+    attention: str = option(
+        "auto", "paged attention implementation", ("auto", "reference", "cuda", "tpu", "tpu_interpreted")
+    )
     decode_layers: str = option(
         "auto", "fused kernels for the layers of small steps", ("auto", "off", "reference", "cuda")
     )

@@ -85,21 +85,21 @@ def paged_attention(
     call_requests = max(1, min(num_requests, tiling.table_bytes // (4 * max_pages)))
     is_token = batch.positions >= 0
     positions, token_request = batch.positions.astype(jnp.int32), batch.token_request.astype(jnp.int32)
-    out = None
+    indices = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)
+    out, start_token = None, jnp.int32(0)
     for first in range(0, num_requests, call_requests):
         rows = batch.page_table[first : first + call_requests]
         stop = first + rows.shape[0]
-        is_split = call_requests < num_requests
-        start_token = jnp.sum(is_token & (token_request < first), dtype=jnp.int32) if is_split else jnp.int32(0)
-        stop_token = jnp.sum(is_token & (token_request < stop), dtype=jnp.int32) if is_split else jnp.int32(num_tokens)
+        stop_token = jnp.max(jnp.where(is_token & (token_request < stop), indices, start_token))
         scalars = jnp.stack([jnp.asarray(layer, jnp.int32), start_token, stop_token])
-        if is_split and out is None:
+        if call_requests < num_requests and out is None:
             out = jnp.zeros_like(q)
         out = _call(
             scalars, positions, token_request - first, rows.reshape(-1).astype(jnp.int32), q, cache, out,
             scale=scale, max_pages=max_pages, max_decodes=min(num_tokens, rows.shape[0]), tiling=tiling,
             interpret=interpret,
         )  # fmt: skip
+        start_token = stop_token
     return jnp.where(is_token[:, None, None, None], out, 0)
 
 
@@ -213,7 +213,7 @@ class _Scratch:
 class _Kernel:
     """The body of the kernel. Scalars are traced int32 unless they are Python numbers."""
 
-    scalars: Ref  # [3]: layer, first token, end of the tokens
+    scalars: Ref  # [3]: layer, first token, end of the tokens; what follows is padding, or of another call
     positions: Ref  # [T]
     token_request: Ref  # [T]
     table: Ref  # [B * max_pages]
@@ -236,24 +236,24 @@ class _Kernel:
         self._decodes(first, num_decodes)
         self._chunks(first + num_decodes, stop)
 
-    # What stands where. A token outside the call's range, or padding, is of no request.
+    # What stands where.
 
     def _request(self, token: jax.Array) -> jax.Array:
-        """Of a token; -1 for none."""
+        """Of a token; -1 for padding."""
         inside = (token >= self.scalars[1]) & (token < self.scalars[2])
         place = jnp.where(inside, token, 0)
         return jnp.where(inside & (self.positions[place] >= 0), self.token_request[place], -1)
 
     def _num_decodes(self, first: jax.Array, stop: jax.Array) -> jax.Array:
-        """Leading tokens that stand alone in their request, found by bisection, which takes decodes to stand first.
-
-        Where they do not the result is still right: a token of a chunk may be computed as a decode, and the reverse.
+        """Leading tokens that stand alone in their request, or are padding, found by bisection, which takes them to
+        stand first. Where they do not the result is still right: a token of a chunk may be computed as a decode, and
+        the reverse.
         """
         limit = jnp.minimum(self.max_decodes, stop - first)
 
         def is_decode(token: jax.Array) -> jax.Array:
             request = self._request(token)
-            return (request >= 0) & (self._request(token - 1) != request) & (self._request(token + 1) != request)
+            return (request < 0) | ((self._request(token - 1) != request) & (self._request(token + 1) != request))
 
         return _bisect(self.max_decodes, lambda n: (n <= limit) & is_decode(first + n - 1))
 
@@ -263,6 +263,11 @@ class _Kernel:
         return _bisect(
             self.tiling.tile_tokens, lambda n: (request >= 0) & (self._request(token + n - 1) == request)
         )
+
+    def _skip_padding(self, token: jax.Array) -> jax.Array:
+        """The first token from `token` on that is none, or the end."""
+        stop = self.scalars[2]
+        return jax.lax.while_loop(lambda t: (t < stop) & (self._request(t) < 0), lambda t: t + 1, token)
 
     # Copies of pages.
 
@@ -420,8 +425,8 @@ class _Kernel:
             token, count, block, slot, q_slot, num_written = carry
             positions = num_positions(token, count)
             is_last = (block + 1) * block_tokens >= positions
-            next_token = jnp.where(is_last, token + count, token)
-            next_count = jax.lax.cond(is_last, lambda: self._run_tokens(token + count), lambda: count)
+            next_token = self._skip_padding(jnp.where(is_last, token + count, token))
+            next_count = jax.lax.cond(is_last, lambda: self._run_tokens(next_token), lambda: count)
             next_block = jnp.where(is_last, 0, block + 1)
             next_q_slot = jnp.where(is_last, 1 - q_slot, q_slot)
             fetch(next_token, next_count, next_block, 1 - slot, next_q_slot)
@@ -448,6 +453,7 @@ class _Kernel:
             return next_token, next_count, next_block, 1 - slot, next_q_slot, num_written
 
         zero = jnp.int32(0)
+        first = self._skip_padding(first)
         count = self._run_tokens(first)
         fetch(first, count, zero, zero, zero)
         *_, num_written = jax.lax.while_loop(
