@@ -4,13 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test check simulate bench-scheduler protos clean
+.PHONY: demo test check check-tpu simulate bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Every program for five TPU slices, compiled without one (about an hour on two cores), and every case of the TPU kernels
+# in the interpreter.
+check-tpu: $(VENV)/.test
+	$(BIN)/python -m meshserve.benchmarks.check_tpu
+	$(BIN)/pytest -q --every-case tests/kernels/test_tpu_kernels.py tests/runtime/test_tpu_interpreted.py
 
 # The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
 simulate: $(VENV)/.test

@@ -3,17 +3,17 @@
     make check-tpu
     python -m meshserve.benchmarks.check_tpu --models qwen3-8b --targets v6e:2x4
 
-For each model and slice: every declared program compiles and fits, updates the KV cache in place, and has the kernels and
-all-reduces it should; and the largest cache that compiles is the one that `meshserve plan` predicts. At last programs
-that cannot fit are planted: if the compiler accepts one, the check itself is broken.
+For each model and slice: every declared program compiles and fits, updates the KV cache in place, and has the kernels
+and all-reduces it should; and the largest cache that compiles is the one that `meshserve plan` predicts. At last
+programs that cannot fit are planted: if the compiler accepts one, the check itself is broken.
 """
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -31,13 +31,11 @@ TARGETS = ("v5e:2x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x2", "tpu7x:2x2x1")
 PAGE_SIZE = 128  # tokens: on TPU a copy of 64 KiB or more costs less than its scalar instructions
 
 
-def planner(model: str, slice_name: str, **options: int) -> Planner:
+def planner(model: str, slice_name: str, **options: Any) -> Planner:
     """A server of a published size on a whole slice."""
     goal = target(slice_name)
-    config = ServeConfig(model=model, **{"page_size": PAGE_SIZE, **options})
-    return Planner(
-        name=model, config=config, model=named_model(model), target=goal, num_devices=goal.num_devices
-    )
+    config = dataclasses.replace(ServeConfig(model=model, page_size=PAGE_SIZE), **options)
+    return Planner(name=model, config=config, model=named_model(model), target=goal, num_devices=goal.num_devices)
 
 
 def check(model: str, slice_name: str) -> tuple[str, list[str]]:
@@ -46,7 +44,8 @@ def check(model: str, slice_name: str) -> tuple[str, list[str]]:
     print("\n" + plan_table(plan.plan()) + "\n" + REPORT_HEAD, flush=True)
     compiled = compile_plan(plan, lambda report: print(report_row(report), flush=True))
     print(
-        f"  pages: {plan.plan().max_pages} predicted, {compiled.max_pages} compile, {compiled.deviation:+.2%}", flush=True
+        f"  pages: {plan.plan().max_pages} predicted, {compiled.max_pages} compile, {compiled.deviation:+.2%}",
+        flush=True,
     )
     return plan_json(plan.plan(), compiled), [f"{model} on {slice_name}: {fault}" for fault in compiled.faults]
 

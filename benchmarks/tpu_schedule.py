@@ -4,8 +4,8 @@
 
 No TPU is needed and none is used: libtpu compiles both kernels for one device of a v6e and dumps its final schedule. A
 bundle issues in one cycle at best, so bundles over the clock are the least time a loop takes; what waits for memory is
-not in it. **This is a prediction, not a measurement.** The share of HBM bandwidth is the time to read the keys and values
-over the larger of that time and the bundles' time, with the kernel's start and end added.
+not in it. **This is a prediction, not a measurement.** The share of HBM bandwidth is the time to read the keys and
+values over the larger of that time and the bundles' time, with the kernel's start and end added.
 
 The shapes are one device's of Qwen3-8B at tensor parallelism 8: 1 KV head, 4 query heads, 64 requests, pages of 128.
 """
@@ -166,9 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [predict("ours", ours, turn_tokens=turn_tokens, context=context, is_per_request=False)]
         for (pages, queries), found in theirs.items():
             name = f"jax {pages}x{queries}"
-            rows.append(
-                predict(name, found, turn_tokens=pages * PAGE_SIZE, context=context, is_per_request=True)
-            )
+            rows.append(predict(name, found, turn_tokens=pages * PAGE_SIZE, context=context, is_per_request=True))
         for row in rows:
             if namespace.json:
                 print(json.dumps(row))

@@ -1,7 +1,7 @@
 """The server's programs compiled for a slice that is not there, and what the compiler says about them.
 
-libtpu holds the whole compiler and runs it on any host: layouts, memory limits, collectives and kernels are those of the
-chip. What this cannot show is the values a program computes, its speed, and the start of several hosts.
+libtpu holds the whole compiler and runs it on any host: layouts, memory limits, collectives and kernels are those of
+the chip. What this cannot show is the values a program computes, its speed, and the start of several hosts.
 """
 
 import dataclasses

@@ -155,7 +155,9 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
         f"temporaries stay below {most_scratch / MIB:.0f} MiB": report.temp_bytes < most_scratch,
         f"{2 * num_layers} kernels write and attend": report.num_kernels == 2 * num_layers,
         # Two a layer, one for the embedding, and those of the searches in sampling.
-        f"{least} to {least + _SAMPLING_ALL_REDUCES} all-reduces": 0 <= report.num_all_reduces - least <= _SAMPLING_ALL_REDUCES,
+        f"{least} to {least + _SAMPLING_ALL_REDUCES} all-reduces": 0
+        <= report.num_all_reduces - least
+        <= _SAMPLING_ALL_REDUCES,
     }
     return [f"{report.bucket.num_tokens} tokens: not so: {what}" for what, holds in expected.items() if not holds]
 
@@ -214,7 +216,9 @@ def plan_table(plan: MemoryPlan) -> str:
     return "\n".join([head, *(f"  {name:<24} {value:>20}" for name, value in rows)])
 
 
-REPORT_HEAD = f"{'tokens':>8}{'s (CPU)':>9}{'peak MiB':>10}{'temp MiB':>10}{'code KiB':>10}{'all-reduces':>13}{'kernels':>9}"
+REPORT_HEAD = (
+    f"{'tokens':>8}{'s (CPU)':>9}{'peak MiB':>10}{'temp MiB':>10}{'code KiB':>10}{'all-reduces':>13}{'kernels':>9}"
+)
 
 
 def report_row(report: ProgramReport) -> str:

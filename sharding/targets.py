@@ -63,7 +63,7 @@ CHIPS = {
 }
 
 _SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){1,2})")
-# The compiler library looks for a TPU host around it; on a machine without one this keeps it quiet and lets several
+# The compiler looks for a TPU host around it; on a machine without one this keeps it quiet and lets several
 # processes compile at once.
 _NO_HOST = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -102,7 +102,7 @@ def target(name: str) -> Target:
     match = _SLICE.fullmatch(name)
     if match is None or match["chip"] not in CHIPS:
         raise ValueError(
-            f"target is {name!r}; it takes CHIP:SHAPE with a chip of {', '.join(CHIPS)}, for example v6e:2x4, v5p:2x2x2."
+            f"target is {name!r}; it takes CHIP:SHAPE with a chip of {', '.join(CHIPS)}, for example v6e:2x4."
         )
     chip = CHIPS[match["chip"]]
     num_chips = math.prod(int(extent) for extent in match["shape"].split("x"))

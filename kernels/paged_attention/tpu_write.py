@@ -1,8 +1,8 @@
 """Writes a step's keys and values into the cache on a TPU, in place, as one Pallas kernel.
 
-A copy between HBM and VMEM moves whole tiles: 16 rows of bfloat16. So the rows around a new one are read, the new one is
-put among them, and they are written back. Neighbouring tokens of a request share a tile and are joined: a chunk of 512
-tokens reads and writes 33 tiles at most, not 512.
+A copy between HBM and VMEM moves whole tiles: 16 rows of bfloat16. So the rows around a new one are read, the new one
+is put among them, and they are written back. Neighbouring tokens of a request share a tile and are joined: a chunk of
+512 tokens reads and writes 33 tiles at most, not 512.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ def write_kv(
     cache: jax.Array, k: jax.Array, v: jax.Array, batch: "PagedBatch", *, layer: int | jax.Array, interpret: Any = False
 ) -> jax.Array:
     """See `WriteKV`. `interpret` takes what `pallas_call` takes."""
-    num_pages, page_size = cache.shape[1], cache.shape[4]
+    page_size = cache.shape[4]
     tile_rows = min(32 // cache.dtype.itemsize, page_size)
     positions = jnp.maximum(batch.positions, 0)
     page = batch.page_table[batch.token_request, positions // page_size]
@@ -61,12 +61,12 @@ def write_kv(
     )(*scalars, fresh, cache)
 
 
-def _write(
+def _write(  # noqa: PLR0913  the references that Pallas passes
     layer: Ref,  # [1]
     tile: Ref,  # [T]
     row: Ref,  # [T]: of the token in its tile
     fresh: Ref,  # [block, K, 2, H]
-    _: Ref,  # the cache once more: input and output are one
+    _cache: Ref,  # once more: input and output are one
     cache: Ref,  # [L, P, K, 2, S, H] in HBM
     tiles: Ref,  # [block, K, 2, rows, H]
     place: Ref,  # [block]: which of `tiles` is the token's
@@ -94,7 +94,7 @@ def _write(
         place[index] = num_tiles - 1
 
         @pl.when(is_new(token))
-        def _() -> None:
+        def _start() -> None:
             pltpu.make_async_copy(in_cache(token), tiles.at[num_tiles - 1], sems.at[0]).start()
 
         return num_tiles
@@ -103,7 +103,7 @@ def _write(
         token = first + index
 
         @pl.when(tile[token] >= 0)
-        def _() -> None:
+        def _put() -> None:
             old = tiles[place[index]]
             is_row = jax.lax.broadcasted_iota(jnp.int32, old.shape, 2) == row[token]
             tiles[place[index]] = jnp.where(is_row, fresh[index][:, :, None, :], old)
@@ -112,7 +112,7 @@ def _write(
         token = first + index
 
         @pl.when(is_new(token))
-        def _() -> None:
+        def _start() -> None:
             pltpu.make_async_copy(tiles.at[place[index]], in_cache(token), sems.at[1]).start()
 
     def wait(sem: Ref) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from meshserve.kernels.paged_attention import PagedBatch, cases, tpu, tpu_write
+from meshserve.kernels.paged_attention import PagedBatch, cases, tpu, tpu_body, tpu_write
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, use_cpu_devices
 
 NUM_DEVICES = 8
@@ -78,22 +78,22 @@ def check(case: cases.Case) -> dict[str, object]:
 
 
 MIXED = cases.Case(name="mixed", requests=((1, 40), (1, 3), (12, 30)), kv_heads=1)
-TILING = tpu.Tiling(items=2, block_pages=1, slots=3, tile_tokens=4, tile_pages=1)
+TILING = tpu_body.Tiling(items=2, block_pages=1, slots=3, tile_tokens=4, tile_pages=1)
 
 
 @contextlib.contextmanager
 def no_wait() -> Iterator[None]:
     """Pages are used without waiting for their copies."""
-    with mock.patch.object(tpu._Kernel, "_await_pages", lambda *_: None):
+    with mock.patch.object(tpu_body.Kernel, "_await_pages", lambda *_: None):
         yield
 
 
 @contextlib.contextmanager
 def wrong_page() -> Iterator[None]:
     """The page after the right one is copied."""
-    copy = tpu._Kernel._copy_pages
+    copy = tpu_body.Kernel._copy_pages
     with mock.patch.object(
-        tpu._Kernel, "_copy_pages", lambda self, token, start, *rest: copy(self, token, start + 1, *rest)
+        tpu_body.Kernel, "_copy_pages", lambda self, token, start, *rest: copy(self, token, start + 1, *rest)
     ):
         yield
 

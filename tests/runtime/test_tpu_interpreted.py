@@ -11,7 +11,7 @@ MAX_TOKENS = 3
 
 
 def generate(directory: Path, attention: str) -> list[list[int]]:
-    """`meshserve generate` in a process of its own: the interpreter hangs if it has as few threads as a small machine."""
+    """`meshserve generate` in a process of its own: the interpreter hangs on as few threads as a small machine has."""
     source, target = directory / "in.jsonl", directory / f"{attention}.jsonl"
     lines = [{"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0} for prompt in PROMPTS]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -20,10 +20,11 @@ def generate(directory: Path, attention: str) -> list[list[int]]:
         "max-context": 64, "max-running": 2, "max-step-tokens": 4, "cache-dir": "", "attention": attention,
         "input": source, "output": target,
     }  # fmt: skip
+    flags = [f"--{key}={value}" for key, value in options.items()]
+    environment = {**os.environ, "NPROC": "16", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run(
-        [sys.executable, "-m", "meshserve.runtime.cli", "generate", *(f"--{key}={value}" for key, value in options.items())],
-        env={**os.environ, "NPROC": "16", "PYTHONPATH": os.pathsep.join(sys.path)}, check=True, timeout=560,
-    )  # fmt: skip
+        [sys.executable, "-m", "meshserve.runtime.cli", "generate", *flags], env=environment, check=True, timeout=560
+    )
     return [json.loads(line)["token_ids"] for line in target.read_text().splitlines()]
 
 
