@@ -38,9 +38,9 @@ def planner(model: str, slice_name: str, **options: Any) -> Planner:
     return Planner(name=model, config=config, model=named_model(model), target=goal, num_devices=goal.num_devices)
 
 
-def check(model: str, slice_name: str) -> tuple[str, list[str]]:
+def check(model: str, slice_name: str, tokens: tuple[int, ...]) -> tuple[str, list[str]]:
     """Compiles one model's programs for one slice, prints the table; returns it as JSON, and the faults."""
-    plan = planner(model, slice_name)
+    plan = dataclasses.replace(planner(model, slice_name), tokens=tokens)
     print("\n" + plan_table(plan.plan()) + "\n" + REPORT_HEAD, flush=True)
     compiled = compile_plan(plan, lambda report: print(report_row(report), flush=True))
     print(
@@ -83,13 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every program for TPU slices without devices.")
     parser.add_argument("--models", nargs="*", default=MODELS, help="published sizes (default: %(default)s)")
     parser.add_argument("--targets", nargs="*", default=TARGETS, help="slices (default: %(default)s)")
+    parser.add_argument("--tokens", nargs="*", type=int, default=(), help="of the programs (default: all of them)")
     parser.add_argument("--json", help="file to append a line a model and slice to")
     namespace = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # the programs are for another platform; nothing runs
     faults = []
     for slice_name in namespace.targets:
         for model in namespace.models:
-            line, found = check(model, slice_name)
+            line, found = check(model, slice_name, tuple(namespace.tokens))
             faults += found
             if namespace.json:
                 with open(namespace.json, "a", encoding="utf-8") as file:

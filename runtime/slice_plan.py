@@ -53,6 +53,7 @@ class Planner:
     model: ModelConfig
     target: Target
     num_devices: int
+    tokens: tuple[int, ...] = ()  # of the programs to look at; all if empty
 
     @property
     def layout(self) -> ShardLayout:
@@ -69,9 +70,13 @@ class Planner:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         config = self.config
-        return declare_buckets(
-            max_step_tokens=config.max_step_tokens, max_running=config.max_running, page_size=config.page_size
+        buckets = declare_buckets(
+            max_step_tokens=config.max_step_tokens,
+            max_running=config.max_running,
+            page_size=config.page_size,
+            max_decode_steps=config.max_decode_steps,
         )
+        return tuple(bucket for bucket in buckets if not self.tokens or bucket.num_tokens in self.tokens)
 
     def cache_shape(self, num_pages: int) -> CacheShape:
         context = self.config.max_context or min(self.model.max_positions, _DEFAULT_MAX_CONTEXT)
