@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test check check-tpu simulate bench-scheduler protos clean
+.PHONY: demo test test-gateway test-gpu check check-tpu fuzz simulate bench-edge bench-gpu bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -12,11 +12,25 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# Every program for five TPU slices, compiled without one (about an hour on two cores), and every case of the TPU kernels
-# in the interpreter.
+# Every program for five TPU slices, compiled without one, and every case of the TPU kernels in the interpreter. More than an
+# hour on two cores, most of it for TPU7x, whose layers are unrolled.
 check-tpu: $(VENV)/.test
 	$(BIN)/python -m meshserve.benchmarks.check_tpu
 	$(BIN)/pytest -q --every-case tests/kernels/test_tpu_kernels.py tests/runtime/test_tpu_interpreted.py
+
+# 100,000 mutated requests, a thousand streams that nobody reads. Minutes.
+fuzz: $(VENV)/.test
+	$(BIN)/pytest -q -s --timeout 1800 --fuzz 100000 tests/runtime/test_hostile.py
+
+# What the edge carries, and a rolling restart of two replicas under 2,000 requests. Wants a quiet machine.
+bench-edge: $(VENV)/.test
+	$(BIN)/python benchmarks/edge_streams.py
+	$(BIN)/python benchmarks/edge_restart.py
+
+# Off-the-shelf clients through the gateway `smg`. With aiperf on the PATH that, too.
+test-gateway: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
+	$(BIN)/pytest -q tests/test_gateway.py
 
 # The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
 simulate: $(VENV)/.test
@@ -51,6 +65,17 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
 	touch $@
+
+# The CUDA kernels against their reference, on a machine with a Hopper GPU. Without tests/conftest.py, which takes the CPU.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py
+
+# The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON as it is: it must have jax's CUDA build.
+bench-gpu:
+	$(PYTHON) -m pip install --quiet --no-deps --editable .
+	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-0.6b --random-weights --batch 1 4 \
+	    --context 82 512 --max-step-tokens 128
+	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-8b --random-weights --batch 1 32 128 --context 1024
 
 clean:
 	rm -rf $(VENV) build dist

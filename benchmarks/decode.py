@@ -89,6 +89,9 @@ class WatchedRunner:
         self._last: Any = None
         self.starved: list[bool] = []
 
+    def set_page_row(self, page_row: np.ndarray) -> None:
+        self._runner.set_page_row(page_row)
+
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         self.starved.append(self._last is None or self._last.is_ready())
         self._last = self._runner.run(bucket, packed)
@@ -160,6 +163,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         max_step_tokens=max(options.max_step_tokens, *options.batch),
         attention=options.attention,
         decode_layers=options.decode_layers,
+        prefix_cache=False,  # the cases draw the same prompts, and each is to be prefilled
     )
 
 

@@ -45,10 +45,30 @@ class InferenceServiceStub:
                 request_serializer=meshserve_dot_protos_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=meshserve_dot_protos_dot_inference__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/meshserve.v1.InferenceService/Tokenize',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/meshserve.v1.InferenceService/Detokenize',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/meshserve.v1.InferenceService/Abort',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/meshserve.v1.InferenceService/GetModelInfo',
                 request_serializer=meshserve_dot_protos_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=meshserve_dot_protos_dot_inference__pb2.GetModelInfoResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/meshserve.v1.InferenceService/GetServerInfo',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/meshserve.v1.InferenceService/GetLoad',
@@ -76,8 +96,36 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The tokens that the server would make of a text or a conversation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends open requests of the same caller: their streams end with FINISH_REASON_CANCELLED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """What is served. Constant while the server runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """How the server is. Answered in every state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,10 +151,30 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=meshserve_dot_protos_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=meshserve_dot_protos_dot_inference__pb2.ChatResponse.SerializeToString,
             ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.AbortResponse.SerializeToString,
+            ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
                     request_deserializer=meshserve_dot_protos_dot_inference__pb2.GetModelInfoRequest.FromString,
                     response_serializer=meshserve_dot_protos_dot_inference__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -180,6 +248,87 @@ class InferenceService:
             _registered_method=True)
 
     @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.InferenceService/Tokenize',
+            meshserve_dot_protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.InferenceService/Detokenize',
+            meshserve_dot_protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.InferenceService/Abort',
+            meshserve_dot_protos_dot_inference__pb2.AbortRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetModelInfo(request,
             target,
             options=(),
@@ -207,6 +356,33 @@ class InferenceService:
             _registered_method=True)
 
     @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.InferenceService/GetServerInfo',
+            meshserve_dot_protos_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetLoad(request,
             target,
             options=(),
@@ -223,6 +399,215 @@ class InferenceService:
             '/meshserve.v1.InferenceService/GetLoad',
             meshserve_dot_protos_dot_inference__pb2.GetLoadRequest.SerializeToString,
             meshserve_dot_protos_dot_inference__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class AdminServiceStub:
+    """For those who run the server. Needs a permission of its own.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Drain = channel.unary_unary(
+                '/meshserve.v1.AdminService/Drain',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.DrainRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.FlushPrefixCache = channel.unary_unary(
+                '/meshserve.v1.AdminService/FlushPrefixCache',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/meshserve.v1.AdminService/StartProfile',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/meshserve.v1.AdminService/StopProfile',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.StopProfileResponse.FromString,
+                _registered_method=True)
+
+
+class AdminServiceServicer:
+    """For those who run the server. Needs a permission of its own.
+    """
+
+    def Drain(self, request, context):
+        """Takes no more requests, lets the running ones end, then stops the server. Returns at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushPrefixCache(self, request, context):
+        """Forgets the prompts whose keys and values are kept for requests to come. Running requests keep theirs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartProfile(self, request, context):
+        """Begins to record a profile of the devices. FAILED_PRECONDITION if one is being recorded, or if the server was
+        started without --profile-dir.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Writes the profile. FAILED_PRECONDITION if none is being recorded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.DrainRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.DrainResponse.SerializeToString,
+            ),
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.StartProfileRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.StopProfileRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.StopProfileResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'meshserve.v1.AdminService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('meshserve.v1.AdminService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class AdminService:
+    """For those who run the server. Needs a permission of its own.
+    """
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/Drain',
+            meshserve_dot_protos_dot_inference__pb2.DrainRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/FlushPrefixCache',
+            meshserve_dot_protos_dot_inference__pb2.FlushPrefixCacheRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/StartProfile',
+            meshserve_dot_protos_dot_inference__pb2.StartProfileRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.AdminService/StopProfile',
+            meshserve_dot_protos_dot_inference__pb2.StopProfileRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

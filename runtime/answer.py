@@ -25,10 +25,11 @@ class SamplingFields(TypedDict, total=False):
     seed: int
     ignore_eos: bool
     stop: Sequence[str]
+    num_resumed_tokens: int
 
 
 class RequestFields(SamplingFields, total=False):
-    """And the fields of a request beside them. With `n` above 1 the chunks of all samples come mixed, as they are made."""
+    """And the fields of a request beside them. With `n` above 1 the chunks of all samples come mixed, as made."""
 
     priority: int
     cache_salt: str
@@ -116,7 +117,7 @@ def _request_fields(fields: RequestFields) -> dict[str, Any]:
     sampling: dict[str, Any] = dict(fields)
     if isinstance(sampling.get("stop"), str):
         raise TypeError(f"stop is the string {sampling['stop']!r}; it takes a list of strings.")
-    beside = {name: sampling.pop(name) for name in ("priority", "cache_salt", "n") if name in sampling}
+    beside: dict[str, Any] = {name: sampling.pop(name) for name in ("priority", "cache_salt", "n") if name in sampling}
     return {"sampling": pb.SamplingParams(**sampling), **beside}
 
 
@@ -149,6 +150,11 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
     )
 
 
+def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata that shows a token."""
+    return (("authorization", f"Bearer {token}"),) if token is not None else ()
+
+
 def samples(chunks: Sequence[Chunk], n: int) -> list[Completion]:
     """The chunks of a request with `n` samples, sorted out."""
     return [completion([chunk for chunk in chunks if chunk.index == index]) for index in range(n)]
@@ -160,10 +166,10 @@ def call_errors() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise _call_error(error) from error
+        raise call_error(error) from error
 
 
-def _call_error(error: Any) -> CallError:
+def call_error(error: Any) -> CallError:
     """From grpc's error, sync or async: both are calls that have ended, with code, details and trailing metadata."""
     field, retry_seconds = None, None
     metadata = dict(error.trailing_metadata() or ())

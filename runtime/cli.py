@@ -1,4 +1,4 @@
-"""The command line: meshserve serve | generate | chat | plan | bench | demo.
+"""The command line: meshserve serve | generate | chat | plan | token | bench | demo.
 
 The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
 Heavy imports happen inside the commands, so that --help is instant.
@@ -7,27 +7,31 @@ Heavy imports happen inside the commands, so that --help is instant.
 import argparse
 import dataclasses
 import importlib
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from .config import ServeConfig, read_toml
-from .errors import MeshserveError
+from .errors import EngineStoppedError, MeshserveError
+from .logs import configure_logs
 
 _EXIT_USAGE = 2
 _BENCHMARKS = ("decode",)
-_SERVER_ONLY = frozenset({"host", "port", "drain_seconds", "allow_insecure", "served_name", "max_waiting"})
+_SERVER_ONLY = frozenset(
+    "host port drain_seconds allow_insecure served_name max_waiting tls_cert tls_key tls_client_ca tokens http_port "
+    "gateway_port log_format trace profile_dir".split()
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status. Errors meant for the user are printed without a traceback."""
     namespace = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for noisy in ("jax", "absl", "httpx"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    configure_logs("text")
     try:
         return namespace.run(namespace)
+    except EngineStoppedError as error:
+        print(f"meshserve: {error}", file=sys.stderr)
+        return 1
     except (MeshserveError, ValueError, MemoryError) as error:
         print(f"meshserve: {error}", file=sys.stderr)
         return _EXIT_USAGE
@@ -72,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark; --help lists them")
     bench.set_defaults(run=_bench)
 
+    token = commands.add_parser("token", help="make a token for --tokens")
+    token.add_argument("tenant", help="whose it is")
+    token.add_argument("--days", type=int, default=0, help="until it expires; 0 is never (%(default)s)")
+    token.set_defaults(run=_token)
+
     demo = commands.add_parser("demo", help="serve the embedded model on a CPU mesh and stream from it")
     demo.add_argument("--tp", type=int, default=4, help="tensor-parallel degree (%(default)s)")
     demo.set_defaults(run=_demo)
@@ -114,31 +123,9 @@ def serve_config(namespace: argparse.Namespace) -> ServeConfig:
 
 
 def _serve(namespace: argparse.Namespace) -> int:
-    from .compiles import CompileWatch
-    from .launch import launch
-    from .lifecycle import run_server
-    from .mailbox import Mailroom
-    from .server import Edge
+    from .serve import serve_config_until_stopped
 
-    config = serve_config(namespace)
-    mailroom = Mailroom()
-    with CompileWatch(is_strict=config.strict) as compiles:
-        launched = launch(config, mailroom.deliver)
-        edge = Edge(launched.engine, launched.tokenizer, launched.info, mailroom)
-        logging.getLogger(__name__).info("ready to serve; %s", compiles.counts)
-        compiles.ready()
-        try:
-            run_server(
-                edge,
-                host=config.host,
-                port=config.port,
-                drain_seconds=config.drain_seconds,
-                allow_insecure=config.allow_insecure,
-                prepare=launched.engine.start,
-            )
-        finally:
-            launched.engine.stop()
-    return 0
+    return serve_config_until_stopped(serve_config(namespace))
 
 
 def _generate(namespace: argparse.Namespace) -> int:
@@ -171,6 +158,19 @@ def _plan(namespace: argparse.Namespace) -> int:
 
 def _bench(namespace: argparse.Namespace) -> int:
     return importlib.import_module(f"meshserve.benchmarks.{namespace.benchmark}").main(namespace.arguments)
+
+
+def _token(namespace: argparse.Namespace) -> int:
+    """The token goes to stdout, so that it can be piped away; the lines for the file to stderr."""
+    from datetime import UTC, datetime, timedelta
+
+    from .access import new_token
+
+    expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=namespace.days) if namespace.days else None
+    token, lines = new_token(namespace.tenant, expires=expires)
+    print(f"Add to the tokens file:\n\n{lines}\nThe token, which is kept nowhere:", file=sys.stderr)
+    print(token)
+    return 0
 
 
 def _demo(namespace: argparse.Namespace) -> int:

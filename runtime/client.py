@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
-from . import wire
+from . import resume, wire
 from .answer import (
     CallError,
     Chunk,
@@ -29,6 +29,7 @@ from .answer import (
     RequestFields,
     SamplingFields,
     Usage,
+    bearer,
     call_errors,
     chat_request,
     chunk,
@@ -63,13 +64,26 @@ class Client:
     Args:
       target: "host:port", or any name gRPC resolves.
       credentials: for TLS; without them the connection is not encrypted.
+      resumes: how often in a row an interrupted stream may begin again, on any server of the target, with the tokens
+        that have come (`resume`); calls are then spread over the target's healthy addresses. 0: an interruption raises.
+      token: shown with every call. Without TLS anybody on the way can read it.
     """
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None):
+    def __init__(
+        self,
+        target: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        resumes: int = 0,
+    ):
+        options = _channel_options(resumes)
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.insecure_channel(target, options=options)
         else:
-            self._channel = grpc.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(target, credentials, options=options)
+        self._resumes = resumes
+        self._metadata = bearer(token)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -96,7 +110,9 @@ class Client:
         The call starts with the first chunk asked for. `timeout_seconds` is for the whole of it; None waits for ever.
         """
         request = generate_request(prompt, request_id, fields)
-        return _chunks(self._stub.Generate, request, timeout_seconds)
+        if self._resumes:
+            return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes)
+        return _chunks(self._stub.Generate, request, timeout_seconds, self._metadata)
 
     def chat(
         self,
@@ -110,7 +126,9 @@ class Client:
         """Streams the answer to a conversation: `{"role": "user", "content": "..."}` and the like, oldest first. The
         server applies the model's chat template. See `generate` for the rest."""
         request = chat_request(messages, request_id, enable_thinking, fields)
-        return _chunks(self._stub.Chat, request, timeout_seconds)
+        if self._resumes:
+            return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes)
+        return _chunks(self._stub.Chat, request, timeout_seconds, self._metadata)
 
     def complete(
         self,
@@ -140,12 +158,27 @@ class Client:
     def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""
         with call_errors():
-            return wire.model_info(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_seconds))
+            request = pb.GetModelInfoRequest()
+            return wire.model_info(self._stub.GetModelInfo(request, timeout=timeout_seconds, metadata=self._metadata))
+
+    def server_info(self, *, timeout_seconds: float | None = None) -> pb.GetServerInfoResponse:
+        """How the server is; answered in every state."""
+        with call_errors():
+            request = pb.GetServerInfoRequest()
+            return self._stub.GetServerInfo(request, timeout=timeout_seconds, metadata=self._metadata)
 
     def load(self, *, timeout_seconds: float | None = None) -> Load:
         """How busy the server is now."""
         with call_errors():
-            return wire.load(self._stub.GetLoad(pb.GetLoadRequest(), timeout=timeout_seconds))
+            request = pb.GetLoadRequest()
+            return wire.load(self._stub.GetLoad(request, timeout=timeout_seconds, metadata=self._metadata))
+
+    def abort(self, request_ids: Sequence[str], *, timeout_seconds: float | None = None) -> int:
+        """Ends requests of the same caller; returns how many were open."""
+        with call_errors():
+            request = pb.AbortRequest(request_ids=request_ids)
+            call = self._stub.Abort(request, timeout=timeout_seconds, metadata=self._metadata)
+            return call.num_aborted
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
         """Returns once the server takes requests.
@@ -167,11 +200,21 @@ class Client:
 class AsyncClient:
     """Calls from asyncio. Make it, and use it, within one running loop. Arguments and results are those of `Client`."""
 
-    def __init__(self, target: str, *, credentials: grpc.ChannelCredentials | None = None):
+    def __init__(
+        self,
+        target: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        resumes: int = 0,
+    ):
+        options = _channel_options(resumes)
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        self._resumes = resumes
+        self._metadata = bearer(token)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -195,7 +238,9 @@ class AsyncClient:
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.generate`."""
         request = generate_request(prompt, request_id, fields)
-        return _chunks_async(self._stub.Generate, request, timeout_seconds)
+        if self._resumes:
+            return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes)
+        return _chunks_async(self._stub.Generate, request, timeout_seconds, self._metadata)
 
     def chat(
         self,
@@ -208,7 +253,9 @@ class AsyncClient:
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.chat`."""
         request = chat_request(messages, request_id, enable_thinking, fields)
-        return _chunks_async(self._stub.Chat, request, timeout_seconds)
+        if self._resumes:
+            return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes)
+        return _chunks_async(self._stub.Chat, request, timeout_seconds, self._metadata)
 
     async def complete(
         self,
@@ -238,12 +285,29 @@ class AsyncClient:
     async def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """What is served."""
         with call_errors():
-            return wire.model_info(await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_seconds))
+            request = pb.GetModelInfoRequest()
+            return wire.model_info(
+                await self._stub.GetModelInfo(request, timeout=timeout_seconds, metadata=self._metadata)
+            )
+
+    async def server_info(self, *, timeout_seconds: float | None = None) -> pb.GetServerInfoResponse:
+        """See `Client.server_info`."""
+        with call_errors():
+            request = pb.GetServerInfoRequest()
+            return await self._stub.GetServerInfo(request, timeout=timeout_seconds, metadata=self._metadata)
 
     async def load(self, *, timeout_seconds: float | None = None) -> Load:
         """How busy the server is now."""
         with call_errors():
-            return wire.load(await self._stub.GetLoad(pb.GetLoadRequest(), timeout=timeout_seconds))
+            request = pb.GetLoadRequest()
+            return wire.load(await self._stub.GetLoad(request, timeout=timeout_seconds, metadata=self._metadata))
+
+    async def abort(self, request_ids: Sequence[str], *, timeout_seconds: float | None = None) -> int:
+        """See `Client.abort`."""
+        with call_errors():
+            request = pb.AbortRequest(request_ids=request_ids)
+            call = self._stub.Abort(request, timeout=timeout_seconds, metadata=self._metadata)
+            return (await call).num_aborted
 
     async def wait_until_ready(self, timeout_seconds: float) -> None:
         """See `Client.wait_until_ready`."""
@@ -258,8 +322,12 @@ class AsyncClient:
         raise _not_ready(timeout_seconds)
 
 
-def _chunks(method: Any, request: Any, timeout_seconds: float | None) -> Generator[Chunk, None, None]:
-    call = method(request, timeout=timeout_seconds)
+def _channel_options(resumes: int) -> tuple[tuple[str, Any], ...]:
+    return _CHANNEL_OPTIONS + (resume.BALANCED_CHANNEL_OPTIONS if resumes else ())
+
+
+def _chunks(method: Any, request: Any, timeout_seconds: float | None, metadata: Any) -> Generator[Chunk, None, None]:
+    call = method(request, timeout=timeout_seconds, metadata=metadata)
     try:
         with call_errors():
             for response in call:
@@ -268,8 +336,10 @@ def _chunks(method: Any, request: Any, timeout_seconds: float | None) -> Generat
         call.cancel()  # does nothing to a call that has ended
 
 
-async def _chunks_async(method: Any, request: Any, timeout_seconds: float | None) -> AsyncGenerator[Chunk, None]:
-    call = method(request, timeout=timeout_seconds)
+async def _chunks_async(
+    method: Any, request: Any, timeout_seconds: float | None, metadata: Any
+) -> AsyncGenerator[Chunk, None]:
+    call = method(request, timeout=timeout_seconds, metadata=metadata)
     try:
         with call_errors():
             async for response in call:

@@ -238,7 +238,16 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(50051, "port to bind; 0 takes a free one")
     drain_seconds: float = option(30.0, "after SIGTERM, the time running requests have to finish")
-    allow_insecure: bool = option(False, "bind a non-loopback address without TLS")
+    allow_insecure: bool = option(False, "bind a non-loopback address without TLS, or without tokens")
+    tls_cert: str = option("", "PEM file of the server's certificate chain; read again when it changes")
+    tls_key: str = option("", "PEM file of its private key")
+    tls_client_ca: str = option("", "PEM file of the authority that callers' certificates must come from (mutual TLS)")
+    tokens: str = option("", "TOML file of tenants and the digests of their tokens; read again when it changes")
+    http_port: int = option(-1, "port for /metrics, /livez and /readyz; 0 takes a free one, -1 opens none")
+    gateway_port: int = option(-1, "port for gateways that speak VllmEngine (extra `gateway`); 0 and -1 as above")
+    log_format: str = option("text", "of the log on stderr; json has a line for each request", ("text", "json"))
+    trace: bool = option(False, "export an OpenTelemetry span for each request by OTLP (extra `tracing`)")
+    profile_dir: str = option("", "folder for the profiles that AdminService.StartProfile records")
     served_name: str = option("", "model name in GetModelInfo; by default the directory's name")
 
     def __post_init__(self) -> None:
@@ -256,6 +265,8 @@ class ServeConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+        if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
+            raise ConfigError("tls_cert and tls_key go together, and tls_client_ca needs both.")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1.")
         if self.max_step_tokens < self.max_running:

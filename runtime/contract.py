@@ -40,6 +40,9 @@ class Engine(Protocol):
     def load(self) -> Load:
         """How busy the engine is now."""
 
+    def flush_prefix_cache(self) -> int:
+        """Forgets the pages that are kept for requests to come; returns how many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
@@ -57,3 +60,7 @@ class ModelInfo:
     num_devices: int
     device_kind: str
     server_version: str
+    supports_chat: bool = False
+    supports_resume: bool = True
+    supports_logprobs: bool = False
+    supports_structured_output: bool = False

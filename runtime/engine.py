@@ -134,8 +134,10 @@ class Engine:
             self._scheduler.add(*samples)
             self._open[request_id] = samples
             if self._tokenizer is not None:
+                resumed = prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :]
                 for sample in samples:
-                    self._texts[sample] = TextStream(self._tokenizer, params.stop)
+                    text = self._texts[sample] = TextStream(self._tokenizer, params.stop)
+                    text.push(resumed)
             self._changed.notify()
 
     def _samples(
@@ -181,6 +183,11 @@ class Engine:
                 num_pages=self._pages.num_pages,
                 num_free_pages=self._pages.num_free_pages,
             )
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets the pages kept for prompts to come; returns how many."""
+        with self._changed:
+            return self._pages.flush()
 
     def _run(self) -> None:
         try:

@@ -41,3 +41,24 @@ class DeadlineError(MeshserveError):
 
 class EngineStoppedError(MeshserveError):
     """The engine is not running: it was stopped, is draining, or its loop died. The text carries the reason."""
+
+
+class UnauthenticatedError(MeshserveError):
+    """The caller showed no token, or one that is not known or has expired."""
+
+
+class PermissionDeniedError(MeshserveError):
+    """The caller's token does not permit the method."""
+
+
+class QuotaExceededError(MeshserveError):
+    """The caller has as much in flight as it may. `subject` names whose quota, `retry_seconds` is a hint."""
+
+    def __init__(self, message: str, subject: str, retry_seconds: float):
+        super().__init__(message)
+        self.subject = subject
+        self.retry_seconds = retry_seconds
+
+
+class UnavailableFeatureError(MeshserveError):
+    """This server, as it was started, cannot do what was asked; or not in its present state."""

@@ -62,8 +62,14 @@ def model_directory(config: ServeConfig) -> Path:
     return directory
 
 
-def launch(config: ServeConfig, deliver: Deliver, record: Record | None = None) -> Launched:
-    """Loads a model and makes everything ready to serve it. Blocks for as long as that takes.
+def launch(
+    config: ServeConfig,
+    deliver: Deliver,
+    record: Record | None = None,
+    progress: Callable[[str], None] = _log.info,
+) -> Launched:
+    """Loads a model and makes everything ready to serve it. Blocks for as long as that takes; tells `progress` where
+    it is.
 
     `deliver` and `record` get what comes out of the engine; see `Engine`.
 
@@ -75,7 +81,10 @@ def launch(config: ServeConfig, deliver: Deliver, record: Record | None = None) 
     tokenizer = Tokenizer(directory)
 
     def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
-        return load_model(directory, *target)  # type: ignore[arg-type]
+        progress("loading the weights")
+        loaded = load_model(directory, *target)  # type: ignore[arg-type]
+        progress("compiling the programs")
+        return loaded
 
     engine, mesh = build_engine(config, model, load, tokenizer, deliver, record)
     return Launched(engine, tokenizer, _model_info(config, model, tokenizer, mesh))
@@ -193,4 +202,5 @@ def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, m
         num_devices=mesh.size,
         device_kind=mesh.devices.flat[0].device_kind,
         server_version=importlib.metadata.version("meshserve"),
+        supports_chat=tokenizer.has_chat_template,
     )

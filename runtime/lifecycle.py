@@ -1,14 +1,10 @@
 """The life of the server process:
 
-    bind, health NOT_SERVING -> prepare the engine -> SERVING -> SIGTERM: NOT_SERVING, refuse new requests
-    -> running requests end, or drain_seconds pass -> stop
+    bind, health NOT_SERVING -> prepare the backend -> SERVING -> SIGTERM or Drain: NOT_SERVING, refuse new requests
+    -> running requests end, or the grace passes and the rest get UNAVAILABLE -> stop
 
-Wiring:
-
-    mailroom = Mailroom()
-    engine = Engine(..., deliver=mailroom.deliver)
-    edge = Edge(engine, tokenizer, info, mailroom)
-    run_server(edge, host="127.0.0.1", port=50051, drain_seconds=30.0, prepare=engine.start)
+An engine that dies fails every open request with its reason, and `serve` raises it: the process exits with a status
+that is not 0, and whoever supervises it starts another.
 """
 
 import asyncio
@@ -17,19 +13,29 @@ import ipaddress
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
+from .access import ANYBODY
+from .admin import Admin
 from .errors import ConfigError, EngineStoppedError
-from .server import SERVICE_NAME, Edge, failure_error
+from .gate import Gate
+from .gateway import add_gateway
+from .http_port import HttpPort
+from .permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
+from .profiler import Profiler
+from .server import MAX_MESSAGE_BYTES, Backend, Edge, failure_error
+from .tls import TlsFiles, server_credentials
 
 _SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", 16 * 2**20),  # a prompt of a million tokens takes 3 MB
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not shared in silence
     # Gateways ping idle streams every 30 s, also during a long prefill; gRPC's default is to hang up on them.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -40,13 +46,35 @@ _SERVER_OPTIONS = (
 )
 _STOP_GRACE_SECONDS = 1.0  # for statuses already decided to reach their callers
 _POLL_SECONDS = 0.05
+_RELOAD_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listen:
+    """Where and how to listen.
+
+    `port` 0 takes a free one; the other ports likewise, and None opens none. `allow_insecure` permits a host that other
+    machines can reach without TLS or without tokens.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    allow_insecure: bool = False
+    tls: TlsFiles | None = None
+    http_port: int | None = None
+    gateway_port: int | None = None
+    drain_seconds: float = 30.0
+    profiler: Profiler | None = None
 
 
 class ServerHandle:
-    """A running server. `port` is the one bound; `request_stop` works from any thread."""
+    """A running server. The ports are those bound; `request_stop` works from any thread."""
 
     def __init__(self, port: int):
         self.port = port
+        self.http_port: int | None = None
+        self.gateway_port: int | None = None
+        self.grace_seconds: float | None = None  # that `Drain` asked for
         self._loop = asyncio.get_running_loop()
         self._num_requests = 0
 
@@ -59,6 +87,12 @@ class ServerHandle:
         """Asked to stop twice: do not wait for running requests."""
         return self._num_requests > 1
 
+    def drain(self, grace_seconds: float | None) -> None:
+        """As SIGTERM, with a grace of its own. On the event loop; a second time changes nothing."""
+        if not self.is_stopping:
+            self.grace_seconds = grace_seconds
+            self._count_request()
+
     def request_stop(self) -> None:
         """As SIGTERM: drain, then stop. Asking twice stops without draining."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has stopped
@@ -70,78 +104,76 @@ class ServerHandle:
 
 async def serve(
     edge: Edge,
+    listen: Listen,
     *,
-    host: str,
-    port: int,
-    drain_seconds: float,
-    allow_insecure: bool = False,
-    prepare: Callable[[], None] | None = None,
+    prepare: Callable[[], Backend] | None = None,
     on_ready: Callable[[ServerHandle], None] | None = None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT or `ServerHandle.request_stop`.
+    """Serves until SIGTERM, SIGINT, `Drain` or `ServerHandle.request_stop`. The address is printed once it is bound.
 
     Args:
-      port: 0 takes a free one. The address is printed once it is bound.
-      drain_seconds: how long running requests may go on after the signal. A second signal stops at once.
-      allow_insecure: permits a `host` that other machines can reach, although there is no TLS.
-      prepare: makes the engine ready. Runs in a thread; until it returns the health is NOT_SERVING.
+      prepare: makes what to serve with, if the edge has none yet. Runs in a thread; until it returns the health is
+        NOT_SERVING.
       on_ready: called on the event loop when requests are taken.
 
     Raises:
-      ConfigError: `host` needs `allow_insecure`, or the address cannot be bound.
+      ConfigError: `listen` is not safe and does not say `allow_insecure`, or an address cannot be bound.
       EngineStoppedError: the engine failed. Every open stream has got its status by then.
     """
-    is_local = _is_loopback(host)
-    if not is_local and not allow_insecure:
-        raise ConfigError(
-            f"host is {host!r}, which other machines can reach, and the connection is not encrypted. Allowed is a "
-            "loopback address such as 127.0.0.1. Put a gateway before it, or set --allow-insecure in a closed network."
-        )
+    is_local = is_loopback(listen.host)
+    _check_safety(edge, listen, is_local)
+    if not is_local:
+        edge.access.tokenless = ANYBODY
     health_servicer = health.aio.HealthServicer()
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
     # Reflection tells strangers what there is to attack, and serves only those who explore by hand.
-    server = _new_server(edge, health_servicer, has_reflection=is_local)
-    handle = ServerHandle(_bind(server, host, port))
-    edge.mailroom.bind(edge.engine.cancel)
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[Gate(edge.access, edge.observer.metrics)])
+    handle = ServerHandle(_bind(server, listen))
+    _add_services(server, edge, health_servicer, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
+    http = HttpPort(_http_answers(edge))
+    if listen.http_port is not None:
+        await http.start(listen.host, listen.http_port)
+        handle.http_port = http.port
+    edge.mailroom.bind(edge.cancel)
+    servers = [server]
+    if listen.gateway_port is not None:
+        servers.append(grpc.aio.server(options=_SERVER_OPTIONS))
+        add_gateway(edge, servers[-1])
     await server.start()
-    print(f"meshserve listens on {_address(host, handle.port)}", flush=True)
+    print(f"meshserve listens on {_address(listen.host, handle.port)}", flush=True)
+    if listen.http_port is not None:
+        print(f"meshserve answers probes on http://{_address(listen.host, http.port)}", flush=True)
     with _signals(handle):
         try:
-            if await _prepared(prepare, handle):
+            if await _prepared(edge, prepare, handle):
                 edge.accept()
                 await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
+                if listen.gateway_port is not None:
+                    # Only now: a gateway that finds the port open and no model behind it remembers an unknown model.
+                    handle.gateway_port = _bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
+                    await servers[-1].start()
+                    print(f"meshserve answers gateways on {_address(listen.host, handle.gateway_port)}", flush=True)
                 if on_ready is not None:
                     on_ready(handle)
-                while not handle.is_stopping and edge.engine.failure is None:
-                    await asyncio.sleep(_POLL_SECONDS)
+                await _watch(edge, handle)
         finally:
             await health_servicer.enter_graceful_shutdown()
-            await _drain(edge, handle, drain_seconds)
-            await server.stop(_STOP_GRACE_SECONDS)
-    if edge.engine.failure is not None:
-        raise failure_error(edge.engine)
+            await _drain(edge, handle, listen.drain_seconds)
+            await asyncio.gather(*(each.stop(_STOP_GRACE_SECONDS) for each in servers))
+            await http.stop()
+    if edge.failure is not None:
+        raise failure_error(edge.failure)
 
 
 def run_server(
     edge: Edge,
+    listen: Listen,
     *,
-    host: str,
-    port: int,
-    drain_seconds: float,
-    allow_insecure: bool = False,
-    prepare: Callable[[], None] | None = None,
+    prepare: Callable[[], Backend] | None = None,
     on_ready: Callable[[ServerHandle], None] | None = None,
 ) -> None:
     """`serve`, blocking, on a loop of its own: uvloop's where it is installed. Signals work in the main thread only."""
-    serving = serve(
-        edge,
-        host=host,
-        port=port,
-        drain_seconds=drain_seconds,
-        allow_insecure=allow_insecure,
-        prepare=prepare,
-        on_ready=on_ready,
-    )
+    serving = serve(edge, listen, prepare=prepare, on_ready=on_ready)
     try:
         import uvloop
     except ImportError:
@@ -150,13 +182,71 @@ def run_server(
         uvloop.run(serving)
 
 
-def _new_server(edge: Edge, health_servicer: Any, *, has_reflection: bool) -> grpc.aio.Server:
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_safety(edge: Edge, listen: Listen, is_local: bool) -> None:
+    missing = []
+    if listen.tls is None:
+        missing.append("the connection is not encrypted (--tls-cert, --tls-key)")
+    if listen.gateway_port is not None:
+        missing.append("--gateway-port takes neither TLS nor tokens")
+    if edge.access.path is None:
+        missing.append("callers need no token (--tokens)")
+    if missing and not is_local and not listen.allow_insecure:
+        raise ConfigError(
+            f"host is {listen.host!r}, which other machines can reach, and {' and '.join(missing)}. Give what is "
+            "missing, bind a loopback address such as 127.0.0.1, or set --allow-insecure in a closed network."
+        )
+
+
+def _add_services(
+    server: grpc.aio.Server, edge: Edge, health_servicer: Any, admin: Admin, *, has_reflection: bool
+) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     pb_grpc.add_InferenceServiceServicer_to_server(edge, server)
+    pb_grpc.add_AdminServiceServicer_to_server(admin, server)
     if has_reflection:
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return server
+        names = (SERVICE_NAME, ADMIN_SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+
+def _http_answers(edge: Edge) -> dict[str, Callable[[], tuple[int, str]]]:
+    def probe(is_well: bool) -> tuple[int, str]:
+        return 200 if is_well else 503, f"{pb.ServerState.Name(edge.state)} {edge.progress}".rstrip() + "\n"
+
+    def metrics() -> tuple[int, str]:
+        backend = edge.backend
+        return 200, edge.observer.metrics.exposition(
+            info=backend.info if backend is not None else None,
+            load=backend.engine.load() if backend is not None else None,
+            num_open=edge.mailroom.num_open,
+            is_ready=edge.state == pb.SERVER_STATE_READY,
+        )
+
+    return {
+        "/livez": lambda: probe(edge.state != pb.SERVER_STATE_FAILED),
+        "/readyz": lambda: probe(edge.state == pb.SERVER_STATE_READY),
+        "/metrics": metrics,
+    }
+
+
+async def _watch(edge: Edge, handle: ServerHandle) -> None:
+    """Until it is time to stop, or the engine is dead. Looks after the tokens meanwhile, and the loop's own lag."""
+    loop, lag = asyncio.get_running_loop(), edge.observer.metrics.loop_lag_seconds
+    next_reload = loop.time() + _RELOAD_SECONDS
+    while not handle.is_stopping and edge.failure is None:
+        began = loop.time()
+        await asyncio.sleep(_POLL_SECONDS)
+        lag.observe(max(0.0, loop.time() - began - _POLL_SECONDS))
+        if loop.time() >= next_reload:
+            edge.access.reload()
+            next_reload = loop.time() + _RELOAD_SECONDS
 
 
 async def _set_health(servicer: Any, status: int) -> None:
@@ -164,7 +254,7 @@ async def _set_health(servicer: Any, status: int) -> None:
         await servicer.set(name, status)
 
 
-async def _prepared(prepare: Callable[[], None] | None, handle: ServerHandle) -> bool:
+async def _prepared(edge: Edge, prepare: Callable[[], Backend] | None, handle: ServerHandle) -> bool:
     """Runs `prepare`. False if the server is told to stop meanwhile.
 
     In a daemon thread: a thread of the loop's pool would keep the process alive until the last kernel is compiled."""
@@ -174,7 +264,7 @@ async def _prepared(prepare: Callable[[], None] | None, handle: ServerHandle) ->
 
     def run() -> None:
         try:
-            prepare()
+            edge.attach(prepare())
         except BaseException as error:
             errors.append(error)
 
@@ -191,31 +281,27 @@ async def _drain(edge: Edge, handle: ServerHandle, drain_seconds: float) -> None
     """Lets the open requests end; fails those that do not in time, and all if the engine has failed."""
     edge.refuse("the server is stopping; try another, or this one later")
     loop = asyncio.get_running_loop()
-    end = loop.time() + drain_seconds
-    while edge.mailroom.num_open and edge.engine.failure is None and not handle.is_forced and loop.time() < end:
+    end = loop.time() + (drain_seconds if handle.grace_seconds is None else handle.grace_seconds)
+    while edge.mailroom.num_open and edge.failure is None and not handle.is_forced and loop.time() < end:
         await asyncio.sleep(_POLL_SECONDS)
-    if edge.engine.failure is not None:
-        edge.mailroom.fail_all(failure_error(edge.engine))
+    if edge.failure is not None:
+        edge.mailroom.fail_all(failure_error(edge.failure))
     else:
         edge.mailroom.fail_all(EngineStoppedError("the server stopped before the request could end; try another"))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(server: grpc.aio.Server, listen: Listen) -> int:
+    address = _address(listen.host, listen.port)
     try:
-        return server.add_insecure_port(_address(host, port))
+        if listen.tls is not None:
+            return server.add_secure_port(address, server_credentials(listen.tls))
+        return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"cannot bind {_address(host, port)}: {error}. Free it, or choose another --port.") from error
+        raise ConfigError(f"cannot bind {address}: {error}. Free it, or choose another --port.") from error
 
 
 @contextlib.contextmanager

@@ -120,6 +120,11 @@ class Mailroom:
         does not read."""
         return sum(not (mailbox.is_abandoned or mailbox.has_failed) for mailbox in list(self._mailboxes.values()))
 
+    def is_open(self, request_id: str) -> bool:
+        """Whether a caller has more to come of this request."""
+        mailbox = self._mailboxes.get(request_id)
+        return mailbox is not None and not (mailbox.is_abandoned or mailbox.has_failed or mailbox.has_ended)
+
     def bind(self, cancel: Callable[[str, FinishReason], None]) -> None:
         """Ties the room to the running loop, and to the engine's `cancel`. Once, before the first `open`."""
         self._loop = asyncio.get_running_loop()

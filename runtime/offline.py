@@ -12,7 +12,9 @@ from .errors import EngineStoppedError, InvalidRequestError, MeshserveError
 from .launch import Launched, launch
 from .request import Output, RequestOptions, SamplingParams
 
-_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_SAMPLING_FIELDS = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.name != "num_resumed_tokens"
+)
 _OPTION_FIELDS = ("n", "priority", "cache_salt")
 
 

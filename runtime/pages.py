@@ -63,6 +63,13 @@ class PageAllocator:
         self.num_evictions += 1
         return page
 
+    def flush(self) -> int:
+        """Forgets what the kept pages hold; returns how many there were. Held pages stay known."""
+        num_pages = len(self._kept)
+        for _ in range(num_pages):
+            self._unused.append(self._evict())
+        return num_pages
+
     def free(self, pages: Sequence[int]) -> None:
         """Takes pages back. Published ones are kept, the last of `pages` first to be evicted: without the pages before
         it, it could not be found.

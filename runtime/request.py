@@ -42,6 +42,7 @@ class SamplingParams:
     seed: int | None = None  # None: the engine draws one
     ignore_eos: bool = False  # run to max_tokens; stop strings still end the request
     stop: tuple[str, ...] = ()
+    num_resumed_tokens: int = 0  # so many tokens at the end of the prompt are output that the caller has already
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, got: object, allowed: str) -> None:

@@ -1,191 +1,289 @@
 """Steps 1 and 10 of 10, the edge: check, submit, stream, map errors. In: gRPC requests. Out: streams of text.
 
 Knows no jax: the engine is whatever keeps `contract.Engine`. Everything here runs on one event loop; the engine's
-thread reaches it through `mailbox.Mailroom.deliver` only. `lifecycle` binds the port, starts and stops it all.
+thread reaches it through `mailbox.Mailroom.deliver` only. `lifecycle` binds the port, starts and stops it all; `access`
+decides who may call; `intake` makes tokens of what was sent.
 """
 
-import asyncio
-import logging
+import dataclasses
+import hashlib
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
-
-import grpc
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from . import wire
+from .access import Access, Tenant
 from .contract import Engine, ModelInfo
-from .errors import DeadlineError, EngineStoppedError, InvalidRequestError, QueueFullError, UnsupportedModelError
-from .mailbox import Mailbox, Mailroom, RequestIdInUseError, SlowReaderError
-from .request import FinishReason, RequestOptions, SamplingParams
+from .errors import DeadlineError, EngineStoppedError, InvalidRequestError
+from .intake import Intake
+from .journey import Observer
+from .mailbox import Mailroom
+from .permissions import new_access
+from .request import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, FinishReason, Output, RequestOptions, SamplingParams
+from .status import abort, code_of
 from .tokenizer import Tokenizer
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
-
-# The one table from errors to status codes. What it does not list is a fault of ours: INTERNAL.
-GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
-    {
-        InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
-        UnsupportedModelError: grpc.StatusCode.FAILED_PRECONDITION,
-        RequestIdInUseError: grpc.StatusCode.ALREADY_EXISTS,
-        QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-        SlowReaderError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-        DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
-        EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
-    }
-)
+MAX_MESSAGE_BYTES = 16 * 2**20  # a prompt of a million tokens takes 3 MB
 
 _MAX_REQUEST_ID_CHARS = 128
-_MAX_ROLE_CHARS = 64
-_MAX_INLINE_CHARS = 2_000  # takes about 1 ms to tokenise; longer prompts would hold up every stream
+_MAX_ABORTS = 1_024
 _DEADLINE_SLACK_SECONDS = 0.1  # the caller's clock started earlier: its cancel can overtake our own (by 2 ms, measured)
-_MAX_STATUS_BYTES = 1_024  # all metadata of a call shares 8 KiB, and percent-encoding triples the message
 
-_log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that has passed the intake."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    options: RequestOptions
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What an edge serves with."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    info: ModelInfo
 
 
 class Edge(pb_grpc.InferenceServiceServicer):
-    """The InferenceService. Refuses requests until `accept` is called."""
+    """The InferenceService. Refuses requests until it has a backend and `accept` is called."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, info: ModelInfo, mailroom: Mailroom):
-        self.engine = engine
+    def __init__(self, mailroom: Mailroom, *, access: Access | None = None, observer: Observer | None = None):
         self.mailroom = mailroom
-        self._tokenizer = tokenizer
-        self._info = info
+        self.access = access if access is not None else new_access()
+        self.observer = observer if observer is not None else Observer()
+        self.progress = "the process has begun"  # of the start, in words
+        self.backend: Backend | None = None
+        self._intake: Intake | None = None
         self._refusal: str | None = "the server is starting; wait until its health is SERVING"
+        self._state = pb.SERVER_STATE_STARTING
+        self._started = time.monotonic()
+
+    def attach(self, backend: Backend) -> None:
+        """Gives it what it serves with. From any thread, once."""
+        self._intake = Intake(backend.tokenizer, backend.info)
+        self.backend = backend
 
     def accept(self) -> None:
         """From now on requests are taken."""
+        assert self.backend is not None, "attach comes before accept"
+        self.progress = ""
         self._refusal = None
+        self._state = pb.SERVER_STATE_READY
 
     def refuse(self, reason: str) -> None:
         """From now on new requests get UNAVAILABLE with `reason`."""
+        self.progress = ""
         self._refusal = reason
+        self._state = pb.SERVER_STATE_DRAINING
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        """As `contract.Engine.cancel`."""
+        if self.backend is not None:
+            self.backend.engine.cancel(request_id, reason)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine died, if it did."""
+        return self.backend.engine.failure if self.backend is not None else None
+
+    @property
+    def state(self) -> "pb.ServerState":
+        return pb.SERVER_STATE_FAILED if self.failure is not None else self._state
+
+    def serving(self) -> tuple[Backend, Intake]:
+        """What to serve with.
+
+        Raises:
+          EngineStoppedError: no requests are taken.
+        """
+        if self._refusal is not None or self.backend is None or self._intake is None:
+            raise EngineStoppedError(f"{self._refusal}{f' ({self.progress})' if self.progress else ''}")
+        return self.backend, self._intake
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        await self._answer(request, self._prompt_token_ids, pb.GenerateResponse, context)
+        async def prompt(intake: Intake) -> tuple[int, ...]:
+            field = request.WhichOneof("prompt")
+            if field is None:
+                raise InvalidRequestError("prompt", "got neither text nor token_ids; send one of them.")
+            if field == "token_ids":
+                return intake.checked(field, tuple(request.token_ids.token_ids))
+            return intake.checked(field, await intake.encode(request.text))
+
+        await self._answer("Generate", request, prompt, pb.GenerateResponse, context)
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> None:
-        await self._answer(request, self._chat_token_ids, pb.ChatResponse, context)
+        async def prompt(intake: Intake) -> tuple[int, ...]:
+            thinking = request.enable_thinking if request.HasField("enable_thinking") else None
+            return intake.checked("messages", await intake.render(request.messages, thinking))
+
+        await self._answer("Chat", request, prompt, pb.ChatResponse, context)
 
     async def _answer(
         self,
+        method: str,
         request: Any,
-        tokenise: Callable[[Any], Awaitable[tuple[int, ...]]],
+        prompt: Callable[[Intake], Awaitable[tuple[int, ...]]],
         kind: type[wire.AnswerMessage],
         context: Any,
     ) -> None:
         """Streams one request. With `context.write` rather than `yield`: a generator that is suspended when the caller
         goes away is told by GeneratorExit, and only once it is collected."""
+
+        async def write(output: Output) -> None:
+            await context.write(wire.answer(kind, output))
+
         try:
-            request_id = _request_id(request)
+            _, intake = self.serving()
+            request_id = checked_request_id(request.request_id if request.HasField("request_id") else None)
             params = wire.sampling_params(request.sampling)
-            options = wire.request_options(request, context.time_remaining())
-            prompt_token_ids = await tokenise(request)
-            if self._refusal is not None:
-                raise EngineStoppedError(self._refusal)
-            mailbox = self._submit(request_id, prompt_token_ids, params, options)
-            await self._stream(mailbox, kind, context)
-        except grpc.aio.InternalError as error:
-            # A write found the caller gone before grpc had cancelled this task. No fault, and nobody to tell.
-            raise asyncio.CancelledError from error
+            asked = Asked(
+                request_id, await prompt(intake), params, wire.request_options(request, context.time_remaining())
+            )
+            await self.stream(method, asked, write, context)
         except Exception as error:  # a cancelled call raises CancelledError, which is not among these
-            await _abort(context, error)
+            await abort(context, error)
+
+    async def stream(
+        self,
+        method: str,
+        asked: "Asked",
+        write: Callable[[Output], Awaitable[None]],
+        context: Any,
+        tenant: Tenant | None = None,
+    ) -> None:
+        """Submits one request and writes its outputs until the last, on behalf of `tenant`, by default the caller's.
+
+        Raises:
+          MeshserveError: whatever `contract.Engine.submit` and `mailbox.Mailbox.take` raise, and QuotaExceededError.
+        """
+        backend, intake = self.serving()  # tokenising may have taken a while
+        num_prompt_tokens = len(asked.prompt_token_ids)
+        intake.check_resumed(asked.params, num_prompt_tokens)
+        metadata = context.invocation_metadata()
+        tenant = tenant if tenant is not None else self.access.tenant(metadata)
+        options = salted(tenant, asked.options)
+        num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * options.n
+        with self.access.in_flight(tenant, num_tokens):
+            mailbox = self.mailroom.open(scoped(tenant, asked.request_id), options.n)
+            try:
+                backend.engine.submit(mailbox.request_id, asked.prompt_token_ids, asked.params, options)
+            except BaseException:
+                self.mailroom.discard(mailbox)
+                raise
+            journey = self.observer.begin(
+                method=method, request_id=asked.request_id, tenant=tenant.name, num_prompt_tokens=num_prompt_tokens,
+                metadata=dict(metadata or ()),
+            )  # fmt: skip
+            outcome, ended, num_open_samples = "cancelled", "cancelled", options.n
+            try:
+                while num_open_samples:
+                    output = await mailbox.take()
+                    if output.finish_reason is not None:
+                        num_open_samples -= 1
+                        ended = output.finish_reason.value
+                        self._check_end(output)
+                    await write(output)
+                    journey.sent(output)
+                outcome = ended
+            except Exception as error:
+                outcome = code_of(error).name.lower()
+                raise
+            finally:
+                remaining = context.time_remaining()  # None if the call has no deadline
+                is_late = remaining is not None and remaining < _DEADLINE_SLACK_SECONDS
+                reason = FinishReason.DEADLINE if is_late else FinishReason.CANCELLED
+                self.mailroom.close(mailbox, reason)
+                journey.end(reason.value if outcome == "cancelled" else outcome)
+
+    def _check_end(self, output: Output) -> None:
+        """Raises where the end of a sample is not a message but a status."""
+        if output.finish_reason is FinishReason.ERROR and self.failure is not None:
+            raise failure_error(self.failure)
+        if output.finish_reason is FinishReason.DEADLINE:
+            raise DeadlineError(output.message)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        try:
+            _, intake = self.serving()
+            field = request.WhichOneof("input")
+            if field is None:
+                raise InvalidRequestError("input", "got neither text nor conversation; send one of them.")
+            if field == "text":
+                return pb.TokenizeResponse(token_ids=await intake.encode(request.text))
+            asked = request.conversation
+            thinking = asked.enable_thinking if asked.HasField("enable_thinking") else None
+            return pb.TokenizeResponse(token_ids=await intake.render(asked.messages, thinking))
+        except Exception as error:
+            await abort(context, error)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        try:
+            _, intake = self.serving()
+            return pb.DetokenizeResponse(text=await intake.decode(request.token_ids))
+        except Exception as error:
+            await abort(context, error)
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        try:
+            if len(request.request_ids) > _MAX_ABORTS:
+                raise InvalidRequestError(
+                    "request_ids", f"got {len(request.request_ids)}; allowed are {_MAX_ABORTS}. Call several times."
+                )
+            tenant = self.access.tenant(context.invocation_metadata())
+            return pb.AbortResponse(num_aborted=self.abort_requests(request.request_ids, tenant))
+        except Exception as error:
+            await abort(context, error)
+
+    def abort_requests(self, request_ids: Sequence[str], tenant: Tenant) -> int:
+        """Ends those requests of the tenant that are open; returns how many were."""
+        found = [name for request_id in set(request_ids) if self.mailroom.is_open(name := scoped(tenant, request_id))]
+        for name in found:
+            self.cancel(name, FinishReason.CANCELLED)
+        return len(found)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        return wire.model_info_response(self._info)
+        return wire.model_info_response((await self._known_backend(context)).info)
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            state=self.state,
+            progress=self.progress,
+            uptime_seconds=time.monotonic() - self._started,
+            server_version=version("meshserve"),
+            num_open_requests=self.mailroom.num_open,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_stop_strings=MAX_STOP_STRINGS,
+            max_stop_string_chars=MAX_STOP_STRING_CHARS,
+        )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
-        return wire.load_response(self.engine.load())
+        return wire.load_response((await self._known_backend(context)).engine.load())
 
-    async def _prompt_token_ids(self, request: pb.GenerateRequest) -> tuple[int, ...]:
-        field = request.WhichOneof("prompt")
-        if field is None:
-            raise InvalidRequestError("prompt", "got neither text nor token_ids; send one of them.")
-        if field == "token_ids":
-            token_ids = tuple(request.token_ids.token_ids)
-        elif len(request.text) <= _MAX_INLINE_CHARS:
-            token_ids = self._tokenizer.encode(request.text)
-        else:
-            token_ids = await asyncio.to_thread(self._tokenizer.encode, request.text)
-        return self._checked(field, token_ids)
-
-    def _checked(self, field: str, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens, if this server can serve them."""
-        if not token_ids:
-            raise InvalidRequestError(
-                field, "the prompt has 0 tokens; allowed is 1 or more. Send something to continue."
-            )
-        vocab_size, max_context = self._info.vocab_size, self._info.max_context_tokens
-        if len(token_ids) >= max_context:
-            raise InvalidRequestError(
-                field,
-                f"the prompt has {len(token_ids)} tokens; this server accepts {max_context - 1} (max_context "
-                f"{max_context}, less one for the output). Shorten it or restart with --max-context.",
-            )
-        if max(token_ids) >= vocab_size:
-            index, bad = next((i, token_id) for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
-            raise InvalidRequestError(
-                field,
-                f"token {index} is {bad}; allowed is 0 to {vocab_size - 1}. Use the tokenizer of {self._info.name}.",
-            )
-        return token_ids
-
-    async def _chat_token_ids(self, request: pb.ChatRequest) -> tuple[int, ...]:
-        if not request.messages:
-            raise InvalidRequestError("messages", "got none; send one or more.")
-        for index, message in enumerate(request.messages):
-            if not 1 <= len(message.role) <= _MAX_ROLE_CHARS:
-                raise InvalidRequestError(
-                    f"messages[{index}].role",
-                    f"has {len(message.role)} characters; allowed is 1 to {_MAX_ROLE_CHARS}. Templates know system, "
-                    "user and assistant.",
-                )
-        messages = [{"role": message.role, "content": message.content} for message in request.messages]
-        options = {"enable_thinking": request.enable_thinking} if request.HasField("enable_thinking") else {}
-        token_ids = await asyncio.to_thread(self._render, messages, options)
-        return self._checked("messages", token_ids)
-
-    def _render(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, bool]) -> tuple[int, ...]:
-        return self._tokenizer.encode(self._tokenizer.render_chat(messages, **options))
-
-    def _submit(
-        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
-    ) -> Mailbox:
-        mailbox = self.mailroom.open(request_id, options.n)
-        try:
-            self.engine.submit(request_id, prompt_token_ids, params, options)
-        except BaseException:
-            self.mailroom.discard(mailbox)
-            raise
-        return mailbox
-
-    async def _stream(self, mailbox: Mailbox, kind: type[wire.AnswerMessage], context: Any) -> None:
-        try:
-            num_open_samples = mailbox.num_samples
-            while num_open_samples:
-                output = await mailbox.take()
-                num_open_samples -= output.finish_reason is not None
-                if output.finish_reason is FinishReason.ERROR and self.engine.failure is not None:
-                    raise failure_error(self.engine)
-                if output.finish_reason is FinishReason.DEADLINE:
-                    raise DeadlineError(output.message)
-                await context.write(wire.answer(kind, output))
-        finally:
-            remaining = context.time_remaining()  # None if the call has no deadline
-            is_late = remaining is not None and remaining < _DEADLINE_SLACK_SECONDS
-            self.mailroom.close(mailbox, FinishReason.DEADLINE if is_late else FinishReason.CANCELLED)
+    async def _known_backend(self, context: Any) -> Backend:
+        if self.backend is None:
+            await abort(context, EngineStoppedError(f"the server is starting ({self.progress})"))
+        return self.backend
 
 
-def _request_id(request: pb.GenerateRequest | pb.ChatRequest) -> str:
-    if not request.HasField("request_id"):
+def checked_request_id(request_id: str | None) -> str:
+    """The caller's name for its request, or a fresh one.
+
+    Raises:
+      InvalidRequestError: it is too long, or not printable.
+    """
+    if request_id is None:
         return uuid.uuid4().hex
-    request_id = request.request_id
     if not 1 <= len(request_id) <= _MAX_REQUEST_ID_CHARS or not request_id.isprintable():
         raise InvalidRequestError(
             "request_id",
@@ -195,31 +293,19 @@ def _request_id(request: pb.GenerateRequest | pb.ChatRequest) -> str:
     return request_id
 
 
-def failure_error(engine: Engine) -> EngineStoppedError:
+def scoped(tenant: Tenant, request_id: str) -> str:
+    """The request's name inside the server: tenants cannot meet, nor abort each other's requests."""
+    return f"{tenant.name}/{request_id}" if tenant.name else request_id
+
+
+def salted(tenant: Tenant, options: RequestOptions) -> RequestOptions:
+    """Tenants share no cached prompts: how fast an answer comes would tell one what another has asked."""
+    if not tenant.name:
+        return options
+    salt = hashlib.sha256(f"{tenant.name}\0{options.cache_salt}".encode()).hexdigest()
+    return dataclasses.replace(options, cache_salt=salt)
+
+
+def failure_error(failure: str) -> EngineStoppedError:
     """What callers of a dead engine get."""
-    return EngineStoppedError(f"the engine failed: {engine.failure}. The server stops; try another, or this one later")
-
-
-async def _abort(context: Any, error: Exception) -> None:
-    """Ends the call with the status of `error`, and details where a program can use them."""
-    code = next((code for kind, code in GRPC_STATUS.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-    message = str(error)
-    if code is grpc.StatusCode.INTERNAL:
-        _log.error("a request failed", exc_info=error)
-        message = f"internal error ({type(error).__name__}); the server's log has the details"
-    message = message.encode()[:_MAX_STATUS_BYTES].decode(errors="ignore")
-    status = status_pb2.Status(code=code.value[0], message=message)
-    if isinstance(error, InvalidRequestError):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
-        status.details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
-    elif isinstance(error, QueueFullError):
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(error.retry_seconds * 1000))
-        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
-    await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
-
-
-def _packed(detail: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
+    return EngineStoppedError(f"the engine failed: {failure}. The server stops; try another, or this one later")

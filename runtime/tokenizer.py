@@ -77,6 +77,8 @@ class Tokenizer:
         self._loaded_renderer: Any = None
         self._renderer_lock = threading.Lock()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # Tokens are written in the alphabet of bytes, so this is an upper bound for characters too.
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.eos_token_ids = self._read_eos_token_ids()
 
     def _read_eos_token_ids(self) -> frozenset[int]:
@@ -90,6 +92,12 @@ class Tokenizer:
         if text is not None and (token_id := self._tokenizer.token_to_id(text)) is not None:
             found.add(token_id)
         return frozenset(found)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` works."""
+        config = _read_json(self.directory / "tokenizer_config.json")
+        return bool(config.get("chat_template")) or (self.directory / "chat_template.jinja").is_file()
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of `text`. The text of a special token becomes that token; none is added of its own accord,

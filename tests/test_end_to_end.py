@@ -106,6 +106,18 @@ def test_a_seed_fixes_the_text_whatever_else_runs(server: tuple[str, subprocess.
     assert len(set(together)) == 3
 
 
+def test_samples_share_their_prompt_and_draw_as_requests_of_their_own(server: tuple[str, subprocess.Popen]) -> None:
+    prompt, sampling = [300 + index for index in range(50)], {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    with Client(server[0]) as client:
+        alone = [client.complete(prompt, seed=seed, cache_salt="alone", **sampling) for seed in (7, 8, 9)]
+        together = client.complete_samples(prompt, 3, seed=7, cache_salt="together", priority=1, **sampling)
+        again = client.complete(prompt, seed=8, cache_salt="together", **sampling)
+    assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
+    assert again.token_ids == alone[1].token_ids
+    assert [sample.usage.num_cached_tokens for sample in (*alone, *together)] == [0, 48, 48, 0, 48, 48]
+    assert again.usage.num_cached_tokens == 48
+
+
 def test_the_server_and_the_command_line_agree(server: tuple[str, subprocess.Popen], tmp_path: Path) -> None:
     """The same greedy text from the server at TP 4 and from `meshserve generate` at TP 2."""
     with Client(server[0]) as client:

@@ -11,7 +11,7 @@
 //
 // Pages of earlier tokens were written by earlier steps, so they are fetched before the wait for the previous kernel.
 // Only the current token's row comes from that kernel: it is read after the wait and put over the fetched one.
-// What a page holds beyond the request's length is masked (keys) or overwritten with zeros (values): NaN there is harmless.
+// What a page holds beyond the request's length is masked (keys) or overwritten with zeros (values): NaN does no harm.
 #pragma once
 #include "ptx.cuh"
 
@@ -126,8 +126,8 @@ __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int
 
 // The warps' results into one of the block, sent to the block that finishes the query: 4 elements a thread.
 template <int H>
-__device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_bytes, const Received<H>* received, int group,
-                                            int log2_splits) {
+__device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_bytes, const Received<H>* received,
+                                            int group, int log2_splits) {
   const int splits = 1 << log2_splits, queries_per_block = (group + splits - 1) >> log2_splits;
 #pragma unroll 1
   for (int i = threadIdx.x; i < group * H / 4; i += kAttentionThreads) {
@@ -147,11 +147,16 @@ __device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_byte
       sum += part->sum[query] * scale;
     }
     int row = blockIdx.x * queries_per_block + (query >> log2_splits), to = query & (splits - 1);
-    uint32_t barrier = address_in_cluster(shared_address(received->barrier), to);
-    send_float4(address_in_cluster(shared_address(received->out + row * H + element), to), out, barrier);
-    if (element == 0) {
-      send_float4(address_in_cluster(shared_address(received->largest_and_sum + row), to),
-                  make_float4(largest, sum, 0.0f, 0.0f), barrier);
+    const uint32_t at = shared_address(received->out + row * H + element);
+    const uint32_t stats_at = shared_address(received->largest_and_sum + row);
+    const float4 stats = make_float4(largest, sum, 0.0f, 0.0f);
+    if (log2_splits > 0) {
+      const uint32_t barrier = address_in_cluster(shared_address(received->barrier), to);
+      send_float4(address_in_cluster(at, to), out, barrier);
+      if (element == 0) send_float4(address_in_cluster(stats_at, to), stats, barrier);
+    } else {
+      store_shared_float4(at, out);
+      if (element == 0) store_shared_float4(stats_at, stats);
     }
   }
 }
@@ -312,7 +317,11 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   __syncthreads();
   if (args.log2_splits > 0) cluster_wait();
   merge_warps<H>(memory, warp_bytes, received, args.group, args.log2_splits);
-  barrier_wait(all_received, 0);
+  if (args.log2_splits > 0) {
+    barrier_wait(all_received, 0);
+  } else {
+    __syncthreads();
+  }
   bf16* out = args.out + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
   merge_blocks<H>(received, out, args.group, args.log2_splits);
 }

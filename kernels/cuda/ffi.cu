@@ -1,7 +1,7 @@
 // XLA's calls. decode_layers runs a range of layers behind one call; the others are its parts, for a mesh, where a sum
 // over devices follows the o and the down projection. Every call only launches kernels on XLA's stream, the same ones
-// for the same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as an
-// attribute: a slice of them would be a copy.
+// for the same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as
+// an attribute: a slice of them would be a copy.
 #include "launch.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -50,8 +50,8 @@ ffi::Error too_small(size_t needed) {
 
 ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_norm, In k_norm, In o, In post_norm,
                          In gate_up, In down, In cache, In page_table, In positions, In inverse_frequencies, Out x_out,
-                         Out cache_out, Out scratch, int32_t first_layer, int32_t num_layers, float epsilon, float scale,
-                         float rotary_scale, Ints tuning) {
+                         Out cache_out, Out scratch, int32_t first_layer, int32_t num_layers, float epsilon,
+                         float scale, float rotary_scale, Ints tuning) {
   Shapes shapes;
   add_cache(shapes, cache, page_table);
   shapes.batch = size(x, 0);

@@ -119,7 +119,8 @@ class Step {
     args.group = shapes_.group;
     args.head_dim = shapes_.head_dim;
     int tiles = (shapes_.qkv_rows() + kTileRows - 1) / kTileRows;
-    project<Epilogue::kQkv>("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles, tuning_.qkv_splits);
+    project<Epilogue::kQkv>("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles,
+                            tuning_.qkv_splits);
   }
 
   void attention(int layer, const bf16* q, bf16* out) {
@@ -147,19 +148,19 @@ class Step {
     args.stages = std::min(kMaxWarpRingBytes / stage_bytes, most_tiles);
     const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
     if (h == 128) {
-      launch("attention", attention_kernel<128>, grid, kAttentionThreads, ring_bytes + sizeof(Received<128>), splits, pages,
-             args);
+      launch("attention", attention_kernel<128>, grid, kAttentionThreads, ring_bytes + sizeof(Received<128>), splits,
+             pages, args);
     } else {
-      launch("attention", attention_kernel<64>, grid, kAttentionThreads, ring_bytes + sizeof(Received<64>), splits, pages,
-             args);
+      launch("attention", attention_kernel<64>, grid, kAttentionThreads, ring_bytes + sizeof(Received<64>), splits,
+             pages, args);
     }
   }
 
   // out = residual (may be null) + attended o^T; where `next_gain` is given, what the next norm needs too.
   void output(int layer, const bf16* attended, const bf16* residual, bf16* out, const bf16* next_gain) {
     ProjectionArgs args = residual_args(layer, residual, out, next_gain);
-    project<Epilogue::kResidual>("o", args, weights.o, shapes_.embed, shapes_.q_columns(), attended, shapes_.embed / kTileRows,
-            tuning_.o_splits);
+    project<Epilogue::kResidual>("o", args, weights.o, shapes_.embed, shapes_.q_columns(), attended,
+                                 shapes_.embed / kTileRows, tuning_.o_splits);
   }
 
   void gate_up(int layer, bf16* activated) {
@@ -175,8 +176,8 @@ class Step {
 
   void down(int layer, const bf16* activated, const bf16* residual, bf16* out, const bf16* next_gain) {
     ProjectionArgs args = residual_args(layer, residual, out, next_gain);
-    project<Epilogue::kResidual>("down", args, weights.down, shapes_.embed, shapes_.mlp, activated, shapes_.embed / kTileRows,
-            tuning_.down_splits);
+    project<Epilogue::kResidual>("down", args, weights.down, shapes_.embed, shapes_.mlp, activated,
+                                 shapes_.embed / kTileRows, tuning_.down_splits);
   }
 
  private:
@@ -253,7 +254,8 @@ class Step {
     }
     while (tiles * splits < kMultiprocessors - 12 && may_double()) splits *= 2;
     const int blocks = tiles * splits;
-    if (blocks > kMultiprocessors && blocks < 2 * kMultiprocessors && k_blocks / splits >= 32 && may_double()) splits *= 2;
+    const bool is_uneven = blocks > kMultiprocessors && blocks < 2 * kMultiprocessors;
+    if (is_uneven && k_blocks / splits >= 32 && may_double()) splits *= 2;
     return splits;
   }
 

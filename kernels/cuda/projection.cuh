@@ -3,17 +3,16 @@
 // The step reads every weight once, so the kernel is a weight stream. A block owns 128 rows of the weights (two groups
 // of 64, one a warpgroup) and one of `splits` ranges of k; the splits of a tile form a cluster and add their results
 // through distributed shared memory. One warp fetches [64, 64] tiles of weights and [N, 64] tiles of activations with
-// the bulk tensor copy engine into a ring of stages; two warpgroups multiply with wgmma, the batch as its N; one more warp looks up what
-// the epilogue needs of every token.
-// The weights of the whole ring are fetched before the wait for the previous kernel: that hides the launch.
+// the bulk tensor copy engine into a ring of stages; two warpgroups multiply with wgmma, the batch as its N; one more
+// warp looks up what the epilogue needs of every token. The weights of the whole ring are fetched before the wait for
+// the previous kernel: that hides the launch.
 //
 // RMSNorm is split over kernels: who writes the residual stream also writes x * gain (bf16) and, a tile of 128 columns,
-// the sum of squares; who reads it scales its result by 1 / rms. So no block normalises, and the activations come in by
-// the copy engine.
+// the sum of squares; who reads it scales its result by 1 / rms. So no block normalises, and activations come as bytes.
 //
-// A few tokens' activations are read by the multiplying warps themselves, all at once: behind the copies of weights that
-// the kernels after this one have already queued, the copy engine would bring them late. With many tokens a block owns
-// two tiles: reading the activations for each would take as much L2 bandwidth as the weights.
+// A few tokens' activations are read by the multiplying warps themselves, all at once: behind the copies of weights
+// that the kernels after this one have already queued, the copy engine would bring them late. With many tokens a block
+// owns two tiles: reading the activations for each would take as much L2 bandwidth as the weights.
 #pragma once
 #include "ptx.cuh"
 #include "wgmma.cuh"
@@ -30,11 +29,10 @@ constexpr int kProjectionThreads = kConsumers + 64;
 constexpr int kHalfTileBytes = 64 * kBlockK * 2;
 constexpr int kMaxResidentBytes = 8 * 1024;
 constexpr int kSumStride = kTileRows + 4;   // floats of a row of the partial sums: 4 more keep the banks apart
-
 constexpr int kMaxSplits = 8;               // blocks of a cluster that any Hopper GPU takes
 
-// Few tokens: latency counts. The sums of the splits go to a buffer of their own and the epilogue's operands are fetched
-// before the products. Many tokens: the sums go to where the ring was, as shared memory and registers are short.
+// Few tokens: latency counts. The sums of the splits go to a buffer of their own and the epilogue's operands are
+// fetched before the products. Many: the sums go to where the ring was, as shared memory and registers are short.
 template <int N>
 constexpr bool kIsNarrow = N <= 16;
 // Tiles of a block. Two need all registers and shared memory of an SM; else two blocks share it.
@@ -154,7 +152,8 @@ __device__ __forceinline__ void load_inverse_rms(const ProjectionArgs& args, int
 
 // Lane i of four holds row i of a 4 x 4 matrix and gets its column i. The four differ in bits 2 and 3 of the lane.
 __device__ __forceinline__ float4 transpose_4x4(float4 v, int i) {
-  float low = __shfl_xor_sync(0xffffffffu, i % 2 ? v.x : v.y, 4), high = __shfl_xor_sync(0xffffffffu, i % 2 ? v.z : v.w, 4);
+  float low = __shfl_xor_sync(0xffffffffu, i % 2 ? v.x : v.y, 4);
+  float high = __shfl_xor_sync(0xffffffffu, i % 2 ? v.z : v.w, 4);
   v = i % 2 ? make_float4(low, v.y, high, v.w) : make_float4(v.x, low, v.z, high);
   low = __shfl_xor_sync(0xffffffffu, i / 2 ? v.x : v.z, 8);
   high = __shfl_xor_sync(0xffffffffu, i / 2 ? v.y : v.w, 8);
@@ -248,8 +247,8 @@ __device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token
 }
 
 // Grid (splits, batch / N rounded up, tiles / kTiles rounded up), clusters of (splits, 1, 1).
-// A stage: of each tile [blocks, 64, 64] of its first rows and the same of its second, then [blocks, N, 64] of activations
-// unless these are resident.
+// A stage: of each tile [blocks, 64, 64] of its first rows and the same of its second, then [blocks, N, 64] of
+// activations unless these are resident.
 template <int N, Epilogue E>
 __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
     projection_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
@@ -414,20 +413,24 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
   }
   if (is_cluster) cluster_wait();
 
-  // Add up the splits. Narrow: each block sends a token's sums to the block that finishes the token, which counts their
-  // bytes; a barrier of the cluster would cost 0.7 us more. Wide: each leaves its sums where the ring was, and the others
-  // read them there.
+  // Add up the splits. Narrow: each block sends a token's sums to the block that finishes the token, which counts
+  // their bytes; a barrier of the cluster would cost 0.7 us more. Wide: each leaves its sums where the ring was, and
+  // the others read them there.
   if constexpr (kIsNarrow<N>) {
-    const int index = lane / 4 % 4;  // of the four values a lane sends, after they are exchanged to be neighbouring rows
+    const int index = lane / 4 % 4;  // of the lane among the four that exchange values
     const int row = 16 * warp + 8 * (index / 2) + 4 * (lane / 16);
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-      float4 v = transpose_4x4(make_float4(sums[0][4 * j], sums[0][4 * j + 1], sums[0][4 * j + 2], sums[0][4 * j + 3]),
-                               lane / 4 % 4);
+      float4 v = make_float4(sums[0][4 * j], sums[0][4 * j + 1], sums[0][4 * j + 2], sums[0][4 * j + 3]);
+      v = transpose_4x4(v, index);
       int token = 8 * j + 2 * (lane % 4) + index % 2, to = token & (splits - 1);
       int slot = (split * N + token) >> args.log2_splits;
       uint32_t at = received + (slot * kSumStride + row) * 4;
-      send_float4(address_in_cluster(at, to), v, address_in_cluster(sums_full, to));
+      if (is_cluster) {
+        send_float4(address_in_cluster(at, to), v, address_in_cluster(sums_full, to));
+      } else {
+        store_shared_float4(at, v);
+      }
     }
   } else {
     sync_threads(1, kConsumers);  // both warpgroups have done with the ring
@@ -444,7 +447,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
   } else {
     sync_threads(2, kConsumers + 32);  // with the helper
   }
-  if (kIsNarrow<N>) barrier_wait(sums_full, 0);
+  if (kIsNarrow<N> && is_cluster) barrier_wait(sums_full, 0);
 
 #pragma unroll 1
   for (int t = 0; t < kTiles<N> && first_tile + t < args.tiles; ++t) {

@@ -7,15 +7,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.errors import InvalidRequestError
-from meshserve.runtime.lifecycle import ServerHandle, run_server
+from meshserve.runtime.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
+from meshserve.runtime.permissions import new_access
 from meshserve.runtime.request import FinishReason, Load, Output, RequestOptions, SamplingParams
-from meshserve.runtime.server import Edge
+from meshserve.runtime.server import Backend, Edge
 
 VOCAB_SIZE = 128
 MAX_CONTEXT_TOKENS = 64
@@ -32,14 +34,21 @@ INFO = ModelInfo(
     num_devices=2,
     device_kind="cpu",
     server_version="0.1.0",
+    supports_chat=True,
 )
+LISTEN = Listen(drain_seconds=5.0)
 
 
 class Letters:
     """A tokenizer: one token for each ASCII character."""
 
+    max_token_chars = 200
+
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode("ascii"))
+        return tuple(text.encode("ascii", "replace"))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("ascii", "replace")
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, enable_thinking: bool = True) -> str:
         if any(message["role"] == "alien" for message in messages):
@@ -58,7 +67,7 @@ class Job:
 
 @dataclass
 class FakeEngine:
-    """One token for each open request a step, until max_tokens."""
+    """One token for each open request a step, until max_tokens. All samples of a request are the same."""
 
     deliver: Callable[[list[Output]], None]
     step_seconds: float = 0.002
@@ -69,6 +78,8 @@ class FakeEngine:
     num_submits: int = 0
     ends: list[str] = field(default_factory=list)
     jobs: dict[str, Job] = field(default_factory=dict)
+    num_samples: dict[str, int] = field(default_factory=dict)
+    salts: list[str] = field(default_factory=list)
     pending: list[Output] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_running: bool = True
@@ -80,8 +91,10 @@ class FakeEngine:
             raise self.submit_error
         with self.lock:
             assert request_id not in self.jobs
+            self.num_samples[request_id] = options.n
             self.jobs[request_id] = Job(request_id, prompt_token_ids, params)
             self.num_submits += 1
+            self.salts.append(options.cache_salt)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         with self.lock:
@@ -93,6 +106,9 @@ class FakeEngine:
         with self.lock:
             return Load(num_running=len(self.jobs), num_waiting=1, num_pages=100, num_free_pages=90)
 
+    def flush_prefix_cache(self) -> int:
+        return 7
+
     def last(self, job: Job, reason: FinishReason, **rest: Any) -> Output:
         self.ends.append(job.request_id)
         usage = {"num_prompt_tokens": len(job.prompt), "num_output_tokens": job.num_output}
@@ -103,6 +119,11 @@ class FakeEngine:
             with self.lock:
                 outputs, self.pending = self.pending, []
                 outputs += [self.advance(job) for job in list(self.jobs.values())]
+                outputs = [
+                    replace(output, index=index)
+                    for output in outputs
+                    for index in range(self.num_samples[output.request_id])
+                ]
             if outputs:
                 self.deliver(outputs)
             time.sleep(self.step_seconds)
@@ -123,8 +144,10 @@ class FakeEngine:
             self.jobs.clear()
 
 
-def edge_of(engine: FakeEngine, room: Mailroom) -> Edge:
-    return Edge(engine, Letters(), INFO, room)  # type: ignore[arg-type]
+def edge_of(engine: FakeEngine, room: Mailroom, tokens: Path | None = None) -> Edge:
+    edge = Edge(room, access=new_access(tokens))
+    edge.attach(Backend(engine, Letters(), INFO))  # type: ignore[arg-type]
+    return edge
 
 
 @dataclass
@@ -132,6 +155,7 @@ class Running:
     engine: FakeEngine
     room: Mailroom
     handle: ServerHandle
+    edge: Edge
     target: str
     errors: list[BaseException]
     thread: threading.Thread
@@ -143,31 +167,28 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*, max_undelivered_tokens: int = 4096, drain_seconds: float = 5.0, **options: Any) -> Iterator[Running]:
+def running(
+    *, max_undelivered_tokens: int = 4096, tokens: Path | None = None, listen: Listen = LISTEN, **options: Any
+) -> Iterator[Running]:
+    """A server until the block ends. `options` are those of FakeEngine."""
     room = Mailroom(max_undelivered_tokens=max_undelivered_tokens)
     engine = FakeEngine(room.deliver, **options)
-    edge = edge_of(engine, room)
+    edge = edge_of(engine, room, tokens)
     handles: list[ServerHandle] = []
     errors: list[BaseException] = []
     ready = threading.Event()
 
     def serve() -> None:
         try:
-            run_server(
-                edge,
-                host="127.0.0.1",
-                port=0,
-                drain_seconds=drain_seconds,
-                on_ready=lambda handle: (handles.append(handle), ready.set()),
-            )
+            run_server(edge, listen, on_ready=lambda handle: (handles.append(handle), ready.set()))
         except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=serve), threading.Thread(target=engine.run)]
     for thread in threads:
         thread.start()
-    assert ready.wait(10)
-    server = Running(engine, room, handles[0], f"127.0.0.1:{handles[0].port}", errors, threads[0])
+    assert ready.wait(10), errors
+    server = Running(engine, room, handles[0], edge, f"127.0.0.1:{handles[0].port}", errors, threads[0])
     try:
         yield server
     finally:

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
 from meshserve.runtime.errors import InvalidRequestError
+from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
+from meshserve.runtime.plan import StepPlan
 from meshserve.runtime.request import Request, SamplingParams
-from meshserve.runtime.scheduler import Scheduler, SchedulerLimits, StepPlan
+from meshserve.runtime.scheduler import Scheduler
 
 from .simulation import make_request, tight_limits
 
@@ -26,8 +28,11 @@ class Loop:
         self.limits = limits
         self.scheduler = Scheduler(limits, PageAllocator(num_pages), frozenset())
         sizes = {name: getattr(limits, name) for name in ("max_running", "page_size")}
-        self.buckets = declare_buckets(max_step_tokens=limits.max_step_tokens, **sizes)
-        self.builder = BatchBuilder(self.buckets, **sizes)
+        self.buckets = declare_buckets(
+            max_step_tokens=limits.max_step_tokens, max_decode_steps=limits.max_decode_steps, **sizes
+        )
+        self.builder = BatchBuilder(self.buckets, **sizes, max_request_pages=16)
+        self.page_rows: list[list[int]] = []  # of the last step
         self.plan: StepPlan | None = None
 
     def add(self, *requests: Request) -> None:
@@ -36,14 +41,16 @@ class Loop:
 
     def step(self) -> tuple[Bucket, dict[str, np.ndarray]]:
         """The next step: its bucket and fields."""
-        self.plan = self.scheduler.plan()
+        self.plan = self.scheduler.plan(0.0)
         assert self.plan is not None
-        bucket, packed = self.builder.build(self.plan)
+        bucket, packed, page_rows = self.builder.build(self.plan)
+        self.page_rows = [page_row.tolist() for page_row in page_rows]
         assert packed.dtype == np.int32 and packed.shape == (bucket.size,)
         return bucket, {name: packed[place] for name, place in bucket.fields.items()}
 
     def account(self, plan: StepPlan, *tokens: int) -> None:
-        self.scheduler.account(plan, tokens)
+        for step in range(plan.num_steps):
+            self.scheduler.account(plan, tokens, 0.0, step)
 
 
 def new_pages(fields: dict[str, np.ndarray], max_running: int = 3) -> list[tuple[int, int, int]]:
@@ -72,8 +79,8 @@ def test_prefill_and_decode_share_a_step():
     loop.add(second)
     bucket, fields = loop.step()
     assert bucket == Bucket(8, 3, 5)
-    # The decode first: token 30 of the first request at position 2. Then all 6 tokens of the second one's prompt.
-    assert fields["token_ids"].tolist() == [30, *second.prompt_token_ids, 0]
+    # The decode first, of the token that the device sampled for position 2. Then the second one's whole prompt.
+    assert fields["token_ids"].tolist() == [ON_DEVICE, *second.prompt_token_ids, 0]
     assert fields["positions"].tolist() == [2, 0, 1, 2, 3, 4, 5, -1]
     assert fields["token_request"].tolist() == [0, 1, 1, 1, 1, 1, 1, 0]
     assert fields["rows"].tolist() == [first.row, second.row, 3]  # 3 is no row: writes there are dropped
@@ -81,7 +88,7 @@ def test_prefill_and_decode_share_a_step():
     assert fields["sample_position"][:2].tolist() == [3, 6]
 
 
-def test_a_token_in_flight_is_left_to_the_device():
+def test_a_token_sampled_in_the_row_is_left_to_the_device():
     loop = Loop()
     request = make_request(1, num_prompt_tokens=3)
     loop.add(request)
@@ -119,9 +126,34 @@ def test_every_page_is_announced_once_when_it_begins():
     for _ in range(14):
         _, fields = loop.step()
         announced += new_pages(fields)
-        assert [page for _, _, page in announced] == request.pages
+        num_begun = -(-request.num_computed_tokens // LIMITS.page_size)
+        assert [page for _, _, page in announced] == request.pages[:num_begun]
     assert announced == [(request.row, index, page) for index, page in enumerate(request.pages)]
     assert len(announced) == 8  # 20 + 12 positions in pages of 4
+
+
+def test_cached_pages_come_as_a_row_of_their_own():
+    """More of them than a step of one token has room for."""
+    loop = Loop()
+    first, second = (make_request(seed, prompt=tuple(range(1, 18))) for seed in (1, 2))
+    loop.add(first)
+    loop.step()
+    loop.step()
+    loop.add(second)
+    bucket, fields = loop.step()
+    assert loop.page_rows == [[second.row, *first.pages[:4], *[0] * 12]]
+    assert new_pages(fields) == [(second.row, 4, second.pages[4])]
+    assert (bucket.num_tokens, fields["token_ids"].tolist()) == (2, [ON_DEVICE, 17])
+
+
+def test_a_window_carries_the_steps_of_each_request():
+    loop = Loop(dataclasses.replace(LIMITS, max_decode_steps=4))
+    loop.add(make_request(1, 3, 9), make_request(2, 5, 3))
+    loop.step()
+    bucket, fields = loop.step()
+    assert bucket == Bucket(2, 2, 2, 4)
+    assert (fields["positions"].tolist(), fields["num_steps"].tolist()) == ([3, 5], [4, 2])
+    assert [(row, index) for row, index, _ in new_pages(fields)] == [(0, 1)]  # position 4 begins a page
 
 
 def test_a_preempted_request_gets_all_its_pages_announced_anew():
@@ -131,11 +163,13 @@ def test_a_preempted_request_gets_all_its_pages_announced_anew():
     tables: dict[int, dict[int, int]] = {row: {} for row in range(LIMITS.max_running)}
     while loop.scheduler.has_work:
         _, fields = loop.step()
+        for row, *pages in loop.page_rows:
+            tables[row] = dict(enumerate(pages))
         for row, index, page in new_pages(fields):
             tables[row][index] = page
         for request, start, num_tokens, _ in loop.plan.chunks:
             num_pages = -(-(start + num_tokens) // LIMITS.page_size)
-            assert [tables[request.row][index] for index in range(num_pages)] == request.pages
+            assert [tables[request.row][index] for index in range(num_pages)] == request.pages[:num_pages]
         loop.account(loop.plan, *[9] * len(loop.plan.chunks))
     assert loop.scheduler.num_preemptions > 0
 
@@ -180,9 +214,9 @@ def test_decodes_alone_waste_no_room(num_decodes: int):
 def test_a_plan_beyond_every_bucket_is_our_own_fault():
     loop = Loop()
     loop.add(make_request(1, num_prompt_tokens=10))
-    small = BatchBuilder(loop.buckets[:2], max_running=3, page_size=4)
+    small = BatchBuilder(loop.buckets[:2], max_running=3, page_size=4, max_request_pages=16)
     with pytest.raises(AssertionError, match="no bucket holds 10 tokens of 1 requests"):
-        small.build(loop.scheduler.plan())
+        small.build(loop.scheduler.plan(0.0))
 
 
 @settings(deadline=None)
@@ -196,12 +230,12 @@ def test_every_plan_fits_its_bucket(limits_and_pages: tuple[SchedulerLimits, int
             loop.add(make_request(seed, num_prompt_tokens, max_tokens, ignore_eos=True))
     in_flight: list[StepPlan] = []
     while loop.scheduler.has_work:
-        plan = loop.scheduler.plan()
+        plan = loop.scheduler.plan(0.0)
         if plan is not None:
-            bucket, packed = loop.builder.build(plan)  # raises if a field is too short
+            bucket, packed, _ = loop.builder.build(plan)  # raises if a field is too short
             fields = {name: packed[place] for name, place in bucket.fields.items()}
             assert bucket in loop.buckets and bucket.num_requests >= len(plan.chunks)
-            assert (fields["positions"] >= 0).sum() == plan.num_tokens
+            assert (fields["positions"] >= 0).sum() == plan.num_batch_tokens
             num_begun = sum(
                 position % limits.page_size == 0
                 for chunk in plan.chunks

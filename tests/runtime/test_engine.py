@@ -15,9 +15,10 @@ import pytest
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
 from meshserve.runtime.engine import Engine
 from meshserve.runtime.errors import EngineStoppedError, InvalidRequestError, QueueFullError
+from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
-from meshserve.runtime.scheduler import Scheduler, SchedulerLimits
+from meshserve.runtime.scheduler import Scheduler
 
 VOCAB_SIZE = 128
 WAIT_SECONDS = 20.0
@@ -45,6 +46,9 @@ class Device:
         self.fails_at = ""  # an event: "dispatch 3"
         self._last_tokens = np.zeros(max_running + 1, np.int32)  # the last row is for padding
         self._changed = threading.Condition()
+
+    def set_page_row(self, page_row: np.ndarray) -> None:
+        """This device has no pages: a token follows from the one before it."""
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> "Tokens":
         step = sum(event.startswith("dispatch") for event in self.events)
@@ -96,7 +100,7 @@ class Serving:
         self.engine = Engine(
             scheduler=self.scheduler,
             pages=pages,
-            batches=BatchBuilder(buckets, **sizes),
+            batches=BatchBuilder(buckets, **sizes, max_request_pages=16),
             runner=self.device,
             tokenizer=Letters() if has_text else None,
             deliver=self._deliver,

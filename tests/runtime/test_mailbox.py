@@ -153,3 +153,23 @@ def test_delivering_to_nobody_is_safe():
 
     asyncio.run(main())
     room.deliver([token("a", 1)])  # the loop is closed
+
+
+def test_samples_are_taken_one_at_a_time_and_end_one_by_one():
+    async def main() -> None:
+        room, _ = bound_room()
+        mailbox = room.open("a", 2)
+        room.deliver([token("a", 1), token("a", 2, index=1), token("a", 3), last("a", index=1)])
+        await settle()
+        first = await mailbox.take()
+        assert (first.index, first.token_ids, first.finish_reason) == (0, (1, 3), None)
+        second = await mailbox.take()
+        assert (second.index, second.token_ids, second.finish_reason) == (1, (2,), FinishReason.LENGTH)
+        assert not mailbox.has_ended
+        room.deliver([last("a")])
+        await settle()
+        assert (await mailbox.take()).index == 0 and mailbox.has_ended
+        room.close(mailbox, FinishReason.CANCELLED)
+        room.open("a")
+
+    asyncio.run(main())

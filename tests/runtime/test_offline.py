@@ -15,7 +15,7 @@ from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.contract import Deliver
 from meshserve.runtime.errors import EngineStoppedError, InvalidRequestError, MeshserveError
 from meshserve.runtime.offline import Prompt, generate_file, read_prompts
-from meshserve.runtime.request import FinishReason, Output, SamplingParams
+from meshserve.runtime.request import FinishReason, Output, RequestOptions, SamplingParams
 
 VOCAB_SIZE = 100
 
@@ -106,19 +106,21 @@ class FakeEngine:
     def stop(self) -> None:
         self.calls.append("stop")
 
-    def submit(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams) -> None:
+    def submit(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, options: RequestOptions) -> None:
         if prompt == (13,):
             self.failure = "RuntimeError: device lost"
         if self.failure:
             raise EngineStoppedError(f"the engine has failed: {self.failure}")
         if len(prompt) > 5:
             raise InvalidRequestError("prompt", f"has {len(prompt)} tokens; this server accepts 5.")
-        threading.Thread(target=self._answer, args=(request_id, prompt)).start()
+        for index in range(options.n):
+            threading.Thread(target=self._answer, args=(request_id, index, prompt)).start()
 
-    def _answer(self, request_id: str, prompt: tuple[int, ...]) -> None:
+    def _answer(self, request_id: str, index: int, prompt: tuple[int, ...]) -> None:
+        sample: dict[str, Any] = {"request_id": request_id, "index": index}
         for token_id in prompt:
-            self._deliver([Output(request_id=request_id, token_ids=(token_id + 1,), text=chr(token_id + 1))])
-        self._deliver([Output(request_id=request_id, text="ß\u2028", finish_reason=FinishReason.STOP)])
+            self._deliver([Output(**sample, token_ids=(token_id + 1,), text=chr(token_id + 1))])
+        self._deliver([Output(**sample, text="ß\u2028", finish_reason=FinishReason.STOP)])
 
 
 class Letters:
@@ -149,12 +151,29 @@ def test_one_line_for_each_prompt_in_the_same_order(write, launched, tmp_path: P
     target = tmp_path / "out.jsonl"
     assert generate_file(ServeConfig(max_waiting=1), path, target) == 0
     assert output_lines(target) == [
-        {"index": index, "token_ids": [index + 1, 71], "text": f"{chr(index + 1)}Gß\u2028", "finish_reason": "stop"}
+        {
+            "index": index,
+            "sample": 0,
+            "token_ids": [index + 1, 71],
+            "text": f"{chr(index + 1)}Gß\u2028",
+            "finish_reason": "stop",
+        }
         for index in range(40)
     ]
     ((config, engine),) = launched
     assert config.max_waiting == 40, "the whole file fits the queue"
     assert engine.calls == ["start", "stop"]
+
+
+def test_each_sample_has_its_line(write, launched, tmp_path: Path):
+    path = write('{"prompt": "A", "n": 2, "priority": 1, "cache_salt": "s"}\n{"prompt": "B"}\n')
+    target = tmp_path / "out.jsonl"
+    assert generate_file(ServeConfig(), path, target) == 0
+    lines = [(line["index"], line["sample"], line["text"][0]) for line in output_lines(target)]
+    assert lines == [(0, 0, "B"), (0, 1, "B"), (1, 0, "C")]
+    assert launched[0][0].max_waiting == 3
+    with pytest.raises(MeshserveError, match="priority is 'x', of type str"):
+        generate_file(ServeConfig(), write('{"prompt": "A", "priority": "x"}'), target)
 
 
 def test_a_refused_prompt_has_its_reason_and_the_others_are_completed(

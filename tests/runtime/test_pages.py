@@ -157,3 +157,16 @@ def test_any_history_keeps_the_books(num_pages: int, actions: list[tuple[bool, i
             holders.append(cached + new)
         pages.audit(holders)
         assert pages.num_free_pages == num_pages - len(set().union(*holders))
+
+
+def test_a_flush_forgets_kept_pages_and_no_held_ones():
+    pages = PageAllocator(4)
+    held, kept = pages.allocate(2), pages.allocate(1)
+    pages.publish(held[0], b"held")
+    pages.publish(kept[0], b"kept")
+    pages.free(kept)
+    assert pages.flush() == 1 and pages.flush() == 0
+    assert (pages.match([b"kept"]), pages.match([b"held"])) == ([], held[:1])
+    pages.free(held)
+    pages.audit([])
+    assert pages.num_free_pages == 4

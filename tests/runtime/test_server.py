@@ -26,10 +26,11 @@ from meshserve.runtime.errors import (
     QueueFullError,
     UnsupportedModelError,
 )
-from meshserve.runtime.lifecycle import ServerHandle, run_server
+from meshserve.runtime.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
+from meshserve.runtime.permissions import SERVICE_NAME
 from meshserve.runtime.request import FinishReason, Load
-from meshserve.runtime.server import SERVICE_NAME
+from meshserve.runtime.server import Backend, Edge
 
 from .loopback import INFO, VOCAB_SIZE, FakeEngine, Letters, Running, edge_of, running
 
@@ -134,6 +135,15 @@ def test_leaving_the_stream_cancels_the_request(server, client):
     wait_for(lambda: ("left", FinishReason.CANCELLED) in server.engine.cancels)
     wait_for(lambda: server.room.num_open == 0)
     assert client.complete("a", max_tokens=2, request_id="left").token_ids == (98, 99)  # the id is free again
+
+
+def test_a_deadline_that_the_engine_gives_up_on_is_the_status(server, client):
+    stream = client.generate([65], max_tokens=10_000)
+    next(stream)
+    server.engine.end(FinishReason.DEADLINE, "it could not be met any more")
+    with pytest.raises(CallError, match="could not be met") as caught:
+        list(stream)
+    assert caught.value.code is Code.DEADLINE_EXCEEDED
 
 
 def test_a_deadline_ends_the_request(server, client):
@@ -294,7 +304,7 @@ def test_stopping_lets_running_requests_end():
 
 
 def test_stopping_does_not_wait_for_ever():
-    with running(drain_seconds=0.2) as server, Client(server.target) as client:
+    with running(listen=Listen(drain_seconds=0.2)) as server, Client(server.target) as client:
         stream = client.generate("a", max_tokens=100_000)
         next(stream)
         server.stop()
@@ -323,7 +333,7 @@ def test_sigterm_drains(capfd):
     threads = [threading.Thread(target=engine.run)]
     threads[0].start()
     edge = edge_of(engine, room)
-    run_server(edge, host="localhost", port=0, drain_seconds=5.0, on_ready=on_ready)
+    run_server(edge, Listen(host="localhost", drain_seconds=5.0), on_ready=on_ready)
     engine.is_running = False
     for thread in threads:
         thread.join(10)
@@ -367,17 +377,20 @@ def test_health_and_refusal_until_the_engine_is_prepared(capfd):
     room = Mailroom()
     engine = FakeEngine(room.deliver)
     go, ready, handles = threading.Event(), threading.Event(), []
-    edge = edge_of(engine, room)
-    options = {"host": "127.0.0.1", "port": 0, "drain_seconds": 0.0, "prepare": lambda: go.wait(10) and engine_run()}
+    edge = Edge(room)
 
-    def engine_run() -> None:
+    def prepare() -> Backend:
+        edge.progress = "compiling the programs"
+        assert go.wait(10)
         threading.Thread(target=engine.run).start()
+        return Backend(engine, Letters(), INFO)
 
     def on_ready(handle: ServerHandle) -> None:
         handles.append(handle)
         ready.set()
 
-    thread = threading.Thread(target=run_server, args=(edge,), kwargs=options | {"on_ready": on_ready})
+    options = {"prepare": prepare, "on_ready": on_ready}
+    thread = threading.Thread(target=run_server, args=(edge, Listen(drain_seconds=0.0)), kwargs=options)
     thread.start()
     said = ""
     while "listens on" not in said:
@@ -386,8 +399,13 @@ def test_health_and_refusal_until_the_engine_is_prepared(capfd):
     target = said.split()[-1]
     with Client(target) as client:
         assert health_of(target) == health_of(target, SERVICE_NAME) == NOT_SERVING
-        with pytest.raises(CallError, match="the server is starting"):
+        with pytest.raises(CallError, match="the server is starting.*compiling the programs"):
             client.complete("a")
+        with pytest.raises(CallError, match="UNAVAILABLE: the server is starting"):
+            client.model_info()
+        with grpc.insecure_channel(target) as channel:
+            said = pb_grpc.InferenceServiceStub(channel).GetServerInfo(pb.GetServerInfoRequest())
+        assert (said.state, said.progress) == (pb.SERVER_STATE_STARTING, "compiling the programs")
         with pytest.raises(CallError, match="not ready within 0.2 s"):
             client.wait_until_ready(0.2)
         go.set()
@@ -408,7 +426,7 @@ def test_a_failure_to_prepare_ends_the_server():
     room = Mailroom()
     edge = edge_of(FakeEngine(room.deliver), room)
     with pytest.raises(ConfigError, match="no memory is left"):
-        run_server(edge, host="127.0.0.1", port=0, drain_seconds=0.0, prepare=prepare)
+        run_server(edge, Listen(), prepare=prepare)
 
 
 def test_addresses_that_are_refused(server):
@@ -416,9 +434,9 @@ def test_addresses_that_are_refused(server):
     edge = edge_of(FakeEngine(room.deliver), room)
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.com", ""):
         with pytest.raises(ConfigError, match="--allow-insecure"):
-            run_server(edge, host=host, port=0, drain_seconds=0.0)
+            run_server(edge, Listen(host=host))
     with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{server.handle.port}"):
-        run_server(edge, host="127.0.0.1", port=server.handle.port, drain_seconds=0.0)
+        run_server(edge, Listen(port=server.handle.port))
 
 
 def buf() -> str:

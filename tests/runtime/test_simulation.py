@@ -86,7 +86,7 @@ def test_everything_ends_whatever_the_demand(demand: float, max_decode_steps: in
         max_context=MAX_CONTEXT,
         mean_prompt_tokens=MEAN_PROMPT_TOKENS,
         mean_output_tokens=MEAN_OUTPUT_TOKENS,
-        requests_per_step=0.7 * min(demand, 1.5),
+        requests_per_step=0.5 if demand > 1.0 else 0.7 * demand,
         vocab=range(1, VOCAB_SIZE),
     )
     refused = replay(simulation, make_trace(random.Random(f"{demand} {max_decode_steps}"), traffic))

@@ -1,0 +1,228 @@
+"""A server under four times the load it can bear, through gRPC.
+
+    python benchmarks/overload.py [--seconds 120] [--json FILE]
+
+First a closed loop of callers who keep every row taken: the server's maximum. Then callers arrive at four times that
+rate, whether or not the earlier ones are served, and the queue fills and refuses. Then the closed loop again, because
+other work on the machine may have changed the maximum. Goodput counts the tokens that callers got.
+
+The callers share one event loop and the machine with the server. How late that loop itself wakes up is reported beside
+the time refusals took: what the machine, not the server, adds to them. Goodput is also given for each second of CPU
+time that the server got, which does not depend on how much of it other work has taken.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from meshserve.runtime.client import AsyncClient, CallError
+
+MAX_RUNNING = 16
+_SERVE = [
+    sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--cpu-devices=1",
+    "--dtype=float32", "--page-size=16", f"--max-running={MAX_RUNNING}", "--max-step-tokens=64", "--num-pages=512",
+    "--max-context=512", "--max-waiting=32",
+]  # fmt: skip
+_LISTENS = re.compile(r"listens on (\S+)")
+_MAX_TOKENS = 32
+_OVERLOAD = 4
+
+
+@dataclass
+class Phase:
+    """What callers saw in a part of the run."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of the server
+    num_completed: int = 0
+    num_tokens: int = 0
+    refusal_seconds: list[float] = field(default_factory=list)
+    retry_seconds: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="overload", description="Goodput and refusals of an overloaded server.")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of overload")
+    parser.add_argument("--json", type=Path, help="write the results here, too")
+    options = parser.parse_args(arguments)
+    results = asyncio.run(_run(options.seconds))
+    for name, value in results.items():
+        print(f"{name:32s} {value}")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+async def _run(seconds: float) -> dict[str, float | list[str]]:
+    async with _server() as (target, pid), AsyncClient(target) as client:
+        await client.wait_until_ready(300.0)
+        draw = random.Random(0)
+        await _closed_loop(client, draw, 5.0)  # warm-up
+        before = await _timed(pid, _closed_loop(client, draw, seconds / 4))
+        memory = _Memory(pid)
+        lateness: list[float] = []
+        watching = [asyncio.create_task(memory.sample()), asyncio.create_task(_watch_loop(lateness))]
+        rate = _OVERLOAD * before.num_completed / before.seconds
+        overload = await _timed(pid, _open_loop(client, draw, rate, seconds))
+        for task in watching:
+            task.cancel()
+        after = await _timed(pid, _closed_loop(client, draw, seconds / 4))
+        load = await client.load()
+    maximum = (before.num_tokens + after.num_tokens) / (before.seconds + after.seconds)
+    refusals = sorted(overload.refusal_seconds) or [0.0]
+    lateness.sort()
+    return {
+        "max_tokens_per_second_before": round(before.tokens_per_second, 1),
+        "max_tokens_per_second_after": round(after.tokens_per_second, 1),
+        "overload_tokens_per_second": round(overload.tokens_per_second, 1),
+        "goodput_over_maximum": round(overload.tokens_per_second / maximum, 3),
+        "tokens_per_cpu_second_maximum": round(
+            (before.num_tokens + after.num_tokens) / (before.cpu_seconds + after.cpu_seconds), 1
+        ),
+        "tokens_per_cpu_second_overload": round(overload.num_tokens / overload.cpu_seconds, 1),
+        "server_cpu_share_maximum": round(
+            (before.cpu_seconds + after.cpu_seconds) / (before.seconds + after.seconds), 2
+        ),
+        "server_cpu_share_overload": round(overload.cpu_seconds / overload.seconds, 2),
+        "num_completed": overload.num_completed,
+        "num_refused": len(overload.refusal_seconds),
+        "refusals_within_50_ms": round(sum(seconds < 0.05 for seconds in refusals) / len(refusals), 4),
+        "refusal_ms_p50": round(1000 * refusals[len(refusals) // 2], 1),
+        "refusal_ms_p99": round(1000 * refusals[len(refusals) * 99 // 100], 1),
+        "refusal_ms_longest": round(1000 * refusals[-1], 1),
+        "own_lateness_ms_p99": round(1000 * lateness[len(lateness) * 99 // 100], 1),
+        "own_lateness_ms_longest": round(1000 * lateness[-1], 1),
+        "retry_hint_seconds_longest": round(max(overload.retry_seconds, default=0.0), 2),
+        "memory_mib_start": memory.mib[0],
+        "memory_mib_half": memory.mib[len(memory.mib) // 2],
+        "memory_mib_end": memory.mib[-1],
+        "num_running_at_end": load.num_running,
+        "num_waiting_at_end": load.num_waiting,
+        "num_pages_not_free_at_end": load.num_pages - load.num_free_pages,
+        "errors": sorted({*before.errors, *overload.errors, *after.errors}),
+    }
+
+
+async def _timed(pid: int, running: Awaitable[Phase]) -> Phase:
+    """The phase, with the CPU time that the server took meanwhile."""
+    before = _cpu_seconds(pid)
+    phase = await running
+    phase.cpu_seconds = _cpu_seconds(pid) - before
+    return phase
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
+
+
+async def _closed_loop(client: AsyncClient, draw: random.Random, seconds: float) -> Phase:
+    """Each caller asks again as soon as it is answered; half as many callers again as rows keep all rows taken."""
+    phase = Phase()
+    end = time.monotonic() + seconds
+
+    async def caller() -> None:
+        while time.monotonic() < end:
+            await _call(client, draw, phase, end)
+
+    await asyncio.gather(*(caller() for _ in range(MAX_RUNNING + MAX_RUNNING // 2)))
+    phase.seconds = seconds
+    return phase
+
+
+async def _open_loop(client: AsyncClient, draw: random.Random, rate: float, seconds: float) -> Phase:
+    """Callers arrive at random, `rate` a second, whatever becomes of the earlier ones."""
+    phase = Phase()
+    started = next_arrival = time.monotonic()
+    end = started + seconds
+    calls: set[asyncio.Task[None]] = set()
+    while (next_arrival := next_arrival + draw.expovariate(rate)) < end:
+        await asyncio.sleep(max(next_arrival - time.monotonic(), 0.0))
+        call = asyncio.create_task(_call(client, draw, phase, end))
+        calls.add(call)
+        call.add_done_callback(calls.discard)
+    phase.seconds = time.monotonic() - started
+    await asyncio.gather(*calls)
+    return phase
+
+
+async def _call(client: AsyncClient, draw: random.Random, phase: Phase, end: float) -> None:
+    """Tokens that come after the phase has ended do not count."""
+    prompt = [draw.randrange(300, 2000) for _ in range(draw.randint(16, 48))]
+    started, num_tokens, has_ended = time.monotonic(), 0, False
+    try:
+        async for chunk in client.generate(prompt, max_tokens=_MAX_TOKENS, temperature=0.8, ignore_eos=True):
+            if time.monotonic() < end:
+                num_tokens += len(chunk.token_ids)
+                has_ended = chunk.finish is not None
+    except CallError as error:
+        if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            phase.errors.append(str(error))
+            return
+        phase.refusal_seconds.append(time.monotonic() - started)
+        if error.retry_seconds is not None:
+            phase.retry_seconds.append(error.retry_seconds)
+        return
+    phase.num_completed += has_ended
+    phase.num_tokens += num_tokens
+
+
+async def _watch_loop(lateness: list[float]) -> None:
+    """How long after its time this process's event loop wakes up, every 10 ms."""
+    while True:
+        due = time.monotonic() + 0.01
+        await asyncio.sleep(0.01)
+        lateness.append(time.monotonic() - due)
+
+
+class _Memory:
+    """Resident memory of a process, once a second."""
+
+    def __init__(self, pid: int):
+        self._status = Path(f"/proc/{pid}/status")
+        self.mib: list[int] = []
+
+    async def sample(self) -> None:
+        while True:
+            found = re.search(r"VmRSS:\s+(\d+) kB", self._status.read_text())
+            assert found is not None
+            self.mib.append(int(found[1]) // 1024)
+            await asyncio.sleep(1.0)
+
+
+@asynccontextmanager
+async def _server() -> AsyncIterator[tuple[str, int]]:
+    """A server process of its own; yields its address and process id once it listens."""
+    process = subprocess.Popen(_SERVE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := _LISTENS.search(line):
+                yield found[1], process.pid
+                break
+        else:
+            raise SystemExit(f"the server ended with status {process.wait()} before it was ready; see above.")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,68 @@
+"""Asks `access` before each call, whatever its service. In: method and metadata. Out: the call goes on or ends.
+
+It also gives bytes that are no message the status they deserve: grpc would call them a fault of the server.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from .access import Access
+from .errors import InvalidRequestError
+from .metrics import Metrics
+from .status import abort, code_of
+
+_OUR_PACKAGE = "/meshserve."
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """The interceptor of a server."""
+
+    def __init__(self, access: Access, metrics: Metrics):
+        self._access = access
+        self._metrics = metrics
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        try:
+            self._access.check(details.method, details.invocation_metadata)
+        except Exception as error:
+            self._metrics.num_refused_calls[code_of(error).name.lower()] += 1
+            return _refusal(error)
+        handler = await continuation(details)
+        if handler is None or not details.method.startswith(_OUR_PACKAGE):
+            return handler
+        return _checking_bytes(handler)
+
+
+def _refusal(error: Exception) -> Any:
+    async def refuse(requests: Any, context: Any) -> None:
+        await abort(context, error)
+
+    # A stream on both sides fits every method, and does not wait for a message first.
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _checking_bytes(handler: Any) -> Any:
+    """The handler of a method with one request, such that bytes that cannot be read get INVALID_ARGUMENT."""
+    deserialize = handler.request_deserializer
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return error
+
+    def checked(behavior: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def check(request: Any, context: Any) -> Any:
+            if isinstance(request, DecodeError):
+                await abort(context, InvalidRequestError("request", "the bytes are not a message of this method."))
+            return await behavior(request, context)
+
+        return check
+
+    name = "unary_stream" if handler.response_streaming else "unary_unary"
+    return handler._replace(request_deserializer=read, **{name: checked(getattr(handler, name))})

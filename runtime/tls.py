@@ -1,0 +1,76 @@
+"""TLS of the server, with certificates that may change while it runs.
+
+Each handshake looks whether the files have changed; open connections keep what they were made with, so nobody is
+disturbed. Replace a file by renaming a new one over it, key first: a pair that does not fit together is left unused.
+"""
+
+import logging
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from .errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """PEM files. With `client_ca`, callers must show a certificate that it signed (mutual TLS)."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def read(self) -> Any:
+        """What they hold, as grpc's certificate configuration.
+
+        Raises:
+          ConfigError: a file is missing, or certificate and key do not belong together.
+        """
+        try:
+            # grpc accepts anything and fails each handshake later; Python's ssl tells at once.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
+            certificate, key = self.certificate.read_bytes(), self.key.read_bytes()
+            client_ca = self.client_ca.read_bytes() if self.client_ca is not None else None
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"the certificate {self.certificate} with the key {self.key}: {error}.") from None
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=client_ca)
+
+    def stamp(self) -> tuple[tuple[int, int], ...]:
+        """Changes when a file does."""
+        paths = [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
+        try:
+            return tuple((stat.st_mtime_ns, stat.st_ino) for stat in (path.stat() for path in paths))
+        except OSError:
+            return ()
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Credentials that follow the files.
+
+    Raises:
+      ConfigError: they cannot be used as they are now.
+    """
+    seen = [files.stamp()]
+
+    def changed() -> Any:
+        """grpc asks at each handshake; None keeps what it has."""
+        stamp = files.stamp()
+        if stamp == seen[0]:
+            return None
+        try:
+            configuration = files.read()
+        except ConfigError as error:
+            _log.error("the certificates stay as they were: %s", error)
+            return None
+        seen[0] = stamp
+        _log.info("read the certificate %s again", files.certificate)
+        return configuration
+
+    return grpc.dynamic_ssl_server_credentials(
+        files.read(), changed, require_client_authentication=files.client_ca is not None
+    )

@@ -1,0 +1,344 @@
+"""Who may call what: methods, credentials and binds against each other; certificates and tokens that change."""
+
+import datetime
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.runtime.access import Access, Permission, new_token, read_tokens
+from meshserve.runtime.client import CallError, Client
+from meshserve.runtime.errors import ConfigError, UnauthenticatedError
+from meshserve.runtime.lifecycle import Listen, run_server
+from meshserve.runtime.mailbox import Mailroom
+from meshserve.runtime.permissions import METHOD_PERMISSIONS, new_access
+from meshserve.runtime.server import Edge
+from meshserve.runtime.tls import TlsFiles
+
+from .loopback import Running, running
+
+Code = grpc.StatusCode
+SERVICES = pb.DESCRIPTOR.services_by_name
+METHODS = [method for service in SERVICES.values() for method in service.methods]
+
+
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+TOKENS = f"""
+[tenants.reader]
+permissions = ["info"]
+tokens = [{{ sha256 = "{digest("read")}" }}]
+
+[tenants.writer]
+max_requests = 2
+max_tokens = 60
+tokens = [
+  {{ sha256 = "{digest("write")}" }},
+  {{ sha256 = "{digest("old")}", expires = 2020-01-01T00:00:00Z }},
+  {{ sha256 = "{digest("new")}", expires = 2999-01-01T00:00:00Z }},
+]
+
+[tenants.operator]
+permissions = ["admin", "info", "inference"]
+tokens = [{{ sha256 = "{digest("operate")}" }}]
+"""
+
+
+def write(path: Path, text: str) -> None:
+    """In one go, as an operator should."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path = tmp_path_factory.mktemp("access") / "tokens.toml"
+    path.write_text(TOKENS)
+    with running(tokens=path) as server:
+        yield server
+
+
+# What each credential may do; None is a call without one.
+CREDENTIALS: dict[str, tuple[list[str], set[Permission] | Code]] = {
+    "none": ([], Code.UNAUTHENTICATED),
+    "wrong": (["Bearer wrong"], Code.UNAUTHENTICATED),
+    "empty": (["Bearer "], Code.UNAUTHENTICATED),
+    "other scheme": (["Basic write"], Code.UNAUTHENTICATED),
+    "two": (["Bearer write", "Bearer operate"], Code.UNAUTHENTICATED),
+    "huge": (["Bearer " + "x" * 600], Code.UNAUTHENTICATED),
+    "expired": (["Bearer old"], Code.UNAUTHENTICATED),
+    "reader": (["Bearer read"], {Permission.INFO}),
+    "writer": (["Bearer write"], {Permission.INFO, Permission.INFERENCE}),
+    "writer, in time": (["bearer new"], {Permission.INFO, Permission.INFERENCE}),
+    "operator": (["Bearer operate"], set(Permission)),
+}
+
+
+def outcome(channel: grpc.Channel, path: str, request: Any, metadata: list[tuple[str, str]]) -> Code:
+    """How a call with this request ends, whatever it answers."""
+    call = channel.unary_stream(path, request_serializer=lambda message: message.SerializeToString())
+    try:
+        list(call(request, metadata=metadata, timeout=10))
+    except grpc.RpcError as error:
+        return error.code()
+    return Code.OK
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("credential", CREDENTIALS)
+def test_every_method_with_every_credential(server, method, credential):
+    """The requests are such that those who pass the gate change nothing: INVALID_ARGUMENT, or FAILED_PRECONDITION."""
+    values, allowed = CREDENTIALS[credential]
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    request = message_factory.GetMessageClass(method.input_type)()
+    if method.name == "Drain":
+        request.grace_seconds = -1.0
+    with grpc.insecure_channel(server.target) as channel:
+        code = outcome(channel, path, request, [("authorization", value) for value in values])
+    if isinstance(allowed, Code):
+        assert code is allowed
+    elif METHOD_PERMISSIONS[path] in allowed:
+        assert code in (Code.OK, Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION)
+    else:
+        assert code is Code.PERMISSION_DENIED
+
+
+def test_every_method_is_in_the_table():
+    ours = {f"/{method.containing_service.full_name}/{method.name}" for method in METHODS}
+    assert ours <= set(METHOD_PERMISSIONS)
+
+
+def test_health_needs_no_token_and_what_is_unknown_needs_admin(server):
+    with grpc.insecure_channel(server.target) as channel:
+        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+        empty = health_pb2.HealthCheckRequest()
+        assert outcome(channel, "/other.Service/Method", empty, []) is Code.UNAUTHENTICATED
+        metadata = [("authorization", "Bearer write")]
+        assert outcome(channel, "/other.Service/Method", empty, metadata) is Code.PERMISSION_DENIED
+        metadata = [("authorization", "Bearer operate")]
+        assert outcome(channel, "/other.Service/Method", empty, metadata) is Code.UNIMPLEMENTED
+
+
+def test_quotas_of_requests_and_tokens(server):
+    with Client(server.target, token="write") as client, Client(server.target, token="operate") as other:
+        first, second = (client.generate("a" * 9, max_tokens=20) for _ in range(2))
+        slow = {"max_tokens": 100_000}
+        next(first), next(second)
+        list(first), list(second)
+        open_streams = [client.generate("a", max_tokens=19), client.generate("a", max_tokens=19)]
+        server.engine.step_seconds, before = 0.05, server.engine.step_seconds
+        for stream in open_streams:
+            next(stream)
+        with pytest.raises(CallError, match="requests in flight would be 3; this caller may have 2") as caught:
+            client.complete("a")
+        assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 1.0
+        assert other.complete("a", max_tokens=1).token_ids == (98,)  # another tenant does not notice
+        open_streams[0].close()
+        end = time.monotonic() + 5
+        while True:  # the cancellation is on its way
+            try:
+                client.complete("a", **slow)
+            except CallError as error:
+                if "tokens in flight would be 84; this caller may have 60" in str(error):
+                    break
+                assert time.monotonic() < end, error
+        status = status_pb2.Status.FromString(quota_details(server.target))
+        failure = error_details_pb2.QuotaFailure()
+        assert any(detail.Unpack(failure) for detail in status.details)
+        assert failure.violations[0].subject == "tenant:writer"
+        open_streams[1].close()
+        server.engine.step_seconds = before
+
+
+def quota_details(target: str) -> bytes:
+    with grpc.insecure_channel(target) as channel:
+        call = channel.unary_stream(
+            "/meshserve.v1.InferenceService/Generate", request_serializer=pb.GenerateRequest.SerializeToString
+        )
+        request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=100_000))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(request, metadata=[("authorization", "Bearer write")]))
+        return dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
+
+
+def test_tenants_neither_meet_nor_abort_each_other(server):
+    with Client(server.target, token="write") as writer, Client(server.target, token="operate") as operator:
+        server.engine.step_seconds, before = 0.02, server.engine.step_seconds
+        streams = [client.generate("a", max_tokens=25, request_id="same") for client in (writer, operator)]
+        for stream in streams:
+            next(stream)
+        assert writer.abort(["same"]) == 1
+        assert list(streams[0])[-1].finish.reason.value == "cancelled"
+        assert list(streams[1])[-1].finish.reason.value == "length"
+        server.engine.step_seconds = before
+
+
+def test_tenants_share_no_cached_prompts(server):
+    """Nor can one name the salt of another: what reaches the engine is a digest of tenant and salt."""
+    server.engine.salts.clear()
+    for token, salt in (("write", "a"), ("new", "a"), ("write", "b"), ("write", ""), ("operate", "a"), ("operate", "")):
+        with Client(server.target, token=token) as client:
+            client.complete("a", max_tokens=1, cache_salt=salt)
+    first, same, *others = server.engine.salts
+    assert first == same and len({first, *others}) == 5
+    with Client(server.target, token="operate") as operator:
+        operator.complete("a", max_tokens=1, cache_salt=first)
+    assert server.engine.salts[-1] not in (first, *others)
+
+
+def test_a_revoked_token_is_refused_and_a_new_one_let_in(tmp_path):
+    path = tmp_path / "tokens.toml"
+    token, lines = new_token("first")
+    write(path, lines)
+    with running(tokens=path, step_seconds=0.05) as server:
+        with Client(server.target, token=token) as client:
+            stream = client.generate("a", max_tokens=60)
+            next(stream)
+            other, lines = new_token("second")
+            write(path, lines)
+            wait_for(lambda: refused(server.target, token))
+            assert not refused(server.target, other)
+            assert list(stream)[-1].finish.usage.num_output_tokens == 60  # what runs may end
+            write(path, "nonsense")
+            time.sleep(1.5)
+            assert not refused(server.target, other)  # a broken file changes nothing
+
+
+def refused(target: str, token: str, **options: Any) -> bool:
+    with Client(target, token=token, **options) as client:
+        try:
+            client.load(timeout_seconds=5)
+        except CallError as error:
+            assert error.code is Code.UNAUTHENTICATED
+            return True
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no token"),
+        ("[tenant.a]", "unknown keys tenant; known are tenants"),
+        ("[tenants.a]\nmax_request = 1", "unknown keys max_request"),
+        ("[tenants.a]\nmax_requests = 0", "max_requests is 0"),
+        ("[tenants.'a b']", "a name has 1 to 64"),
+        ("[tenants.a]\npermissions = ['root']", "'root' is not a valid Permission"),
+        ("[tenants.a]\ntokens = [{sha256 = 'ab'}]", "allowed are 64"),
+        (f"[tenants.a]\ntokens = [{{sha256 = '{digest('a')}', expires = 2020-01-01}}]", "a time with a zone"),
+        ("[[", "cannot be read"),
+    ],
+)
+def test_a_tokens_file_that_means_nothing(tmp_path, text, words):
+    path = tmp_path / "tokens.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_tokens(path)
+
+
+def test_expiry_follows_the_clock(tmp_path):
+    path, now = tmp_path / "tokens.toml", datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    token, lines = new_token("a.b", expires=now + datetime.timedelta(hours=1))
+    path.write_text(lines)
+    access = Access(path, METHOD_PERMISSIONS, frozenset(), now=lambda: now)
+    metadata = [("authorization", f"Bearer {token}")]
+    assert access.tenant(metadata).name == "a.b"
+    access.now = lambda: now + datetime.timedelta(hours=1)
+    with pytest.raises(UnauthenticatedError, match="expired"):
+        access.tenant(metadata)
+
+
+def certificate(folder: Path, name: str, authority: str | None = None) -> TlsFiles:
+    """A certificate for 127.0.0.1, signed by itself or by an authority made before."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    key, cert = folder / f"{name}.key", folder / f"{name}.pem"
+    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "1", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    if authority is not None:
+        command += ["-CA", str(folder / f"{authority}.pem"), "-CAkey", str(folder / f"{authority}.key")]
+        command += ["-addext", "basicConstraints=critical,CA:FALSE"]
+    command += ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return TlsFiles(certificate=cert, key=key)
+
+
+def trust(files: TlsFiles, caller: TlsFiles | None = None) -> grpc.ChannelCredentials:
+    own = (caller.key.read_bytes(), caller.certificate.read_bytes()) if caller is not None else (None, None)
+    return grpc.ssl_channel_credentials(files.certificate.read_bytes(), *own)
+
+
+def test_tls_rotation_drops_no_stream(tmp_path):
+    old, new = certificate(tmp_path, "old"), certificate(tmp_path, "new")
+    live = TlsFiles(certificate=tmp_path / "live.pem", key=tmp_path / "live.key")
+    shutil.copy(old.certificate, live.certificate)
+    shutil.copy(old.key, live.key)
+    token, lines = new_token("a")
+    (tmp_path / "tokens.toml").write_text(lines)
+    listen = Listen(tls=live)
+    with running(tokens=tmp_path / "tokens.toml", listen=listen, step_seconds=0.02) as server:
+        with Client(server.target, credentials=trust(old), token=token) as client:
+            stream = client.generate("a", max_tokens=60)
+            next(stream)
+            assert refused(server.target, "wrong", credentials=trust(old))
+            for source, target in ((new.key, live.key), (new.certificate, live.certificate)):
+                shutil.copy(source, tmp_path / "next")
+                os.replace(tmp_path / "next", target)
+            with Client(server.target, credentials=trust(new), token=token) as another:
+                assert another.complete("a", max_tokens=2).token_ids == (98, 99)
+            with Client(server.target, credentials=trust(old), token=token) as stranger:
+                with pytest.raises(CallError) as caught:
+                    stranger.load(timeout_seconds=5)
+                assert caught.value.code is Code.UNAVAILABLE
+            assert list(stream)[-1].finish.usage.num_output_tokens == 60
+
+
+def test_mutual_tls_wants_a_certificate_of_the_authority(tmp_path):
+    files, authority = certificate(tmp_path, "server"), certificate(tmp_path, "authority")
+    caller, stranger = certificate(tmp_path, "caller", "authority"), certificate(tmp_path, "stranger")
+    listen = Listen(tls=TlsFiles(certificate=files.certificate, key=files.key, client_ca=authority.certificate))
+    with running(listen=listen) as server:
+        with Client(server.target, credentials=trust(files, caller)) as client:
+            assert client.complete("a", max_tokens=1).token_ids == (98,)
+        for credentials in (trust(files), trust(files, stranger), None):
+            with Client(server.target, credentials=credentials) as client, pytest.raises(CallError):
+                client.load(timeout_seconds=5)
+
+
+def test_binds_that_are_refused(tmp_path):
+    """Bind x TLS x tokens: what strangers can reach needs both, or a word that it is meant."""
+    path = tmp_path / "tokens.toml"
+    path.write_text(new_token("a")[1])
+    files = certificate(tmp_path, "server")
+    for tls in (None, files):
+        for tokens in (None, path):
+            for host in ("0.0.0.0", "::", "10.1.2.3", "example.com", ""):
+                if tls is None or tokens is None:
+                    edge = Edge(Mailroom(), access=new_access(tokens))
+                    with pytest.raises(ConfigError, match="--allow-insecure") as caught:
+                        run_server(edge, Listen(host=host, tls=tls))
+                    assert ("not encrypted" in str(caught.value)) == (tls is None)
+                    assert ("need no token" in str(caught.value)) == (tokens is None)
+    with pytest.raises(ConfigError, match="no.key"):
+        run_server(Edge(Mailroom()), Listen(tls=TlsFiles(certificate=files.certificate, key=tmp_path / "no.key")))

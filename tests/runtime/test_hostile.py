@@ -1,0 +1,257 @@
+"""Callers that mean harm, or know no better. `make fuzz` sends 100,000 mutated requests; a plain run sends a few."""
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import FieldDescriptor
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.runtime.client import Client
+from meshserve.runtime.logs import is_worth_a_line
+from meshserve.runtime.request import FinishReason
+
+from .loopback import Running, running
+
+METHODS = [
+    method
+    for service in pb.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    if method.name != "Drain"  # which would do what it is asked
+]
+ALLOWED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(step_seconds=0.002, max_undelivered_tokens=300) as server:
+        yield server
+
+
+def num_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def assert_clean(server: Running) -> None:
+    """No request, no mailbox, nothing of a quota is left."""
+    wait_for(lambda: not server.engine.jobs and not server.room._mailboxes)
+    assert server.room.num_open == 0
+    assert all(usage.num_requests == usage.num_tokens == 0 for usage in server.edge.access._usage.values())
+
+
+def assert_polite(server: Running) -> None:
+    """Somebody with manners is served, and at once."""
+    with Client(server.target) as client:
+        began = time.monotonic()
+        assert client.complete("a", max_tokens=3, timeout_seconds=10).token_ids == (98, 99, 100)
+        assert time.monotonic() - began < 5.0
+
+
+NUMBERS = [0, 1, 2, 5, 63, 64, 127, 128, 2**31 - 1, 2**31, 2**32 - 1]
+TEXTS = ["", "a", "x" * 50, "x" * 300, "\x00", "é", "<|im_end|>", "\n", "user"]
+
+
+def random_value(draw: random.Random, field: FieldDescriptor, depth: int) -> Any:
+    if field.message_type is not None:
+        return random_message(draw, field.message_type, depth + 1)
+    if field.type == FieldDescriptor.TYPE_STRING:
+        return draw.choice(TEXTS)
+    if field.type == FieldDescriptor.TYPE_DOUBLE:
+        return draw.choice([0.0, -1.0, 0.5, 1.0, 1e308, float("nan"), float("inf"), 5e-324])
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return draw.random() < 0.5
+    number = draw.choice(NUMBERS)
+    if field.type == FieldDescriptor.TYPE_INT32:
+        return draw.choice([1, -1]) * min(number, 2**31 - 1)
+    return number | (draw.choice([0, 2**63]) if field.type == FieldDescriptor.TYPE_UINT64 else 0)
+
+
+def random_message(draw: random.Random, descriptor: Any, depth: int = 0) -> Any:
+    message = message_factory.GetMessageClass(descriptor)()
+    for field in descriptor.fields:
+        if draw.random() < 0.4 or depth > 3:
+            continue
+        if field.is_repeated:
+            values = [random_value(draw, field, depth) for _ in range(draw.choice([0, 1, 2, 20]))]
+            if field.message_type is not None:
+                getattr(message, field.name).extend(values)
+            else:
+                getattr(message, field.name)[:] = values
+        elif field.message_type is not None:
+            getattr(message, field.name).CopyFrom(random_value(draw, field, depth))
+        else:
+            setattr(message, field.name, random_value(draw, field, depth))
+    return message
+
+
+def mutated(draw: random.Random, data: bytes) -> bytes:
+    """Half of the time as it is, else with bytes changed, lost or added."""
+    changed = bytearray(data)
+    if draw.random() < 0.5:
+        return data
+    for _ in range(draw.choice([1, 1, 2, 8])):
+        at = draw.randrange(len(changed) + 1)
+        kind = draw.randrange(3)
+        if kind == 0 and at < len(changed):
+            changed[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            del changed[at : at + draw.randrange(1, 4)]
+        else:
+            changed[at:at] = draw.randbytes(draw.choice([1, 2, 10]))
+    return bytes(changed)
+
+
+async def fuzz(target: str, num_requests: int) -> Counter:
+    """How the calls end."""
+    ends: Counter = Counter()
+    async with grpc.aio.insecure_channel(target) as channel:
+
+        async def worker(seeds: Iterator[int]) -> None:
+            for seed in seeds:
+                draw = random.Random(seed)
+                method = draw.choice(METHODS)
+                data = mutated(draw, random_message(draw, method.input_type).SerializeToString())
+                path = f"/{method.containing_service.full_name}/{method.name}"
+                call = channel.unary_stream(path)(data, timeout=draw.choice([0.02, 0.2, 5.0]))
+                try:
+                    async for _ in call:
+                        if draw.random() < 0.1:
+                            call.cancel()
+                except (grpc.aio.AioRpcError, asyncio.CancelledError):
+                    pass
+                code = await call.code()
+                if code is grpc.StatusCode.CANCELLED and call.cancelled():
+                    code = grpc.StatusCode.OK
+                ends[code] += 1
+                assert code in ALLOWED, (seed, path, code, await call.details())
+
+        seeds = iter(range(num_requests))
+        await asyncio.gather(*(worker(seeds) for _ in range(32)))
+    return ends
+
+
+def test_mutated_requests_get_the_status_they_deserve(server, caplog, pytestconfig):
+    num_requests = pytestconfig.getoption("--fuzz")
+    assert_polite(server)
+    fds = num_fds()
+    ends = asyncio.run(fuzz(server.target, num_requests))
+    print(f"{sum(ends.values())} requests: {', '.join(f'{code.name} {count}' for code, count in ends.most_common())}")
+    assert sum(ends.values()) == num_requests and ends[grpc.StatusCode.INVALID_ARGUMENT] > num_requests / 10
+    assert_clean(server)
+    assert_polite(server)
+    gc.collect()
+    wait_for(lambda: num_fds() <= fds + 4)  # a connection or two may still be closing
+    assert [item for item in caplog.records if item.levelno >= logging.ERROR and is_worth_a_line(item)] == []
+
+
+READS_NONE = """
+import sys, grpc
+from meshserve.protos import inference_pb2 as pb, inference_pb2_grpc as pb_grpc
+channel = grpc.insecure_channel(sys.argv[1])
+stub = pb_grpc.InferenceServiceStub(channel)
+request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=1_000_000))
+calls = [stub.Generate(request) for _ in range(int(sys.argv[2]))]
+next(calls[-1])
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_hundreds_of_streams_that_nobody_reads(pytestconfig):
+    """A thousand with --fuzz. The client process is frozen, so that not even its gRPC library reads."""
+    num_streams = 1000 if pytestconfig.getoption("--fuzz") > 10_000 else 200
+    options = {"text": lambda token_id: "x" * 2_000, "max_undelivered_tokens": 100, "step_seconds": 0.05}
+    with running(**options) as server:
+        assert_polite(server)
+        fds = num_fds()
+        command = [sys.executable, "-c", READS_NONE, server.target, str(num_streams)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "open\n"
+            process.send_signal(signal.SIGSTOP)
+            wait_for(lambda: len(server.engine.jobs) == num_streams)
+            assert_polite(server)
+            wait_for(lambda: not server.engine.jobs, 60)  # each lost its request when 100 tokens waited
+            assert_polite(server)
+            assert {reason for _, reason in server.engine.cancels} == {FinishReason.CANCELLED}
+        finally:
+            process.kill()
+            process.wait()
+        assert_clean(server)
+        assert_polite(server)
+        gc.collect()
+        wait_for(lambda: num_fds() <= fds + 4)
+
+
+def test_100_megabytes_are_refused(server):
+    with grpc.insecure_channel(server.target, options=[("grpc.max_send_message_length", -1)]) as channel:
+        for size, code in (
+            (100 * 10**6, grpc.StatusCode.RESOURCE_EXHAUSTED),
+            (10**7, grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            request = pb.GenerateRequest(text="a" * size)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(channel.unary_stream("/meshserve.v1.InferenceService/Generate")(request.SerializeToString()))
+            assert caught.value.code() is code
+    assert_polite(server)
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+GARBAGE = [
+    b"", b"GET / HTTP/1.1\r\n\r\n", PREFACE, PREFACE[:10], PREFACE + SETTINGS, PREFACE + SETTINGS + b"\xff" * 100,
+    PREFACE + SETTINGS + b"\x00\x00\x04\x01\x05\x00\x00\x00\x01\xff\xff\xff\xff", b"\x16\x03\x01" + b"\x00" * 50,
+]  # fmt: skip
+
+
+def test_half_closed_and_reset_connections(server):
+    fds = num_fds()
+    host, port = server.target.split(":")
+    draw = random.Random(0)
+    for round_index in range(200):
+        with socket.create_connection((host, int(port)), timeout=5) as sock:
+            sock.sendall(GARBAGE[round_index % len(GARBAGE)])
+            if draw.random() < 0.5:
+                sock.shutdown(socket.SHUT_WR)
+            else:  # a reset instead of a farewell
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert_polite(server)
+    assert_clean(server)
+    wait_for(lambda: num_fds() <= fds + 4)
+
+
+def test_a_client_that_dies_in_the_middle(server):
+    command = [sys.executable, "-c", READS_NONE, server.target, "50"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "open\n"
+    process.kill()
+    process.wait()
+    assert_clean(server)
+    assert_polite(server)

@@ -1,0 +1,159 @@
+"""Off-the-shelf clients against the demo model, all as they come from PyPI.
+
+meshserve (VllmEngine)  <-  smg (HTTP)  <-  openai
+"""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshserve.deploy import demo
+
+openai = pytest.importorskip("openai", reason="needs the extra gateway-test")
+pytest.importorskip("smg_grpc_proto", reason="needs the extra gateway")
+SMG = shutil.which("smg", path=str(Path(sys.executable).parent)) or shutil.which("smg")
+pytestmark = pytest.mark.skipif(SMG is None, reason="smg comes with the extra gateway")
+
+SERVE = [
+    sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--gateway-port=0", "--tp=2",
+    "--cpu-devices=2", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=32",
+    "--num-pages=256",
+]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The gateway's address, once it knows the model."""
+    logs = tmp_path_factory.mktemp("gateway")
+    port = free_port()
+    with (logs / "server").open("w") as server_log, (logs / "smg").open("w") as smg_log:
+        server = subprocess.Popen(SERVE, stdout=subprocess.PIPE, stderr=server_log, text=True)
+        gateway = None
+        try:
+            assert server.stdout is not None
+            target = next(found[1] for line in server.stdout if (found := re.search(r"gateways on (\S+)", line)))
+            command = [SMG, "launch", "--host=127.0.0.1", f"--port={port}", f"--worker-urls=grpc://{target}"]
+            command += [f"--prometheus-port={free_port()}", "--prometheus-host=127.0.0.1"]
+            gateway = subprocess.Popen(command, stdout=smg_log, stderr=smg_log)
+            end = time.monotonic() + 120
+            while b"demo" not in models(port):
+                assert time.monotonic() < end and gateway.poll() is None, (logs / "smg").read_text()[-3000:]
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            for process in (gateway, server):
+                if process is not None:
+                    process.kill()
+                    process.wait()
+
+
+def models(port: int) -> bytes:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer:
+            return answer.read()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def client(url: str) -> Iterator:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+MESSAGES = [{"role": "user", "content": "Who art thou?"}]
+
+
+def test_chat_whole_and_streamed(client):
+    whole = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=24, temperature=0)
+    assert whole.choices[0].message.content and whole.choices[0].finish_reason in ("stop", "length")
+    stream = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=24, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    parts, usage = [], None
+    for chunk in stream:
+        parts += [choice.delta.content or "" for choice in chunk.choices]
+        usage = chunk.usage or usage
+    assert "".join(parts) == whole.choices[0].message.content
+    assert len([part for part in parts if part]) > 3
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        whole.usage.prompt_tokens, whole.usage.completion_tokens
+    )  # fmt: skip
+
+
+def test_completions_and_a_seed(client):
+    def text() -> str:
+        done = client.completions.create(model="demo", prompt="HAMLET:\n", max_tokens=16, temperature=0.9, seed=7)
+        assert done.usage.completion_tokens == 16
+        return done.choices[0].text
+
+    assert text() == text() != ""
+
+
+def test_several_samples(client):
+    done = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=12, temperature=1.0, seed=3, n=3
+    )  # fmt: skip
+    texts = [choice.message.content for choice in done.choices]
+    assert len(texts) == 3 and len(set(texts)) == 3
+    assert sorted(choice.index for choice in done.choices) == [0, 1, 2]
+
+
+def test_stop_strings(client):
+    whole = client.completions.create(model="demo", prompt="HAMLET:\n", max_tokens=40, temperature=0)
+    word = whole.choices[0].text.split()[3]
+    cut = client.completions.create(model="demo", prompt="HAMLET:\n", max_tokens=40, temperature=0, stop=[word])
+    assert cut.choices[0].text == whole.choices[0].text[: whole.choices[0].text.index(word)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage.completion_tokens < whole.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"logprobs": True},
+        {"frequency_penalty": 0.5},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_what_the_server_cannot_do_is_refused_by_name(client, option):
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=4, **option)
+
+
+def test_a_prompt_that_is_too_long(client):
+    with pytest.raises(openai.BadRequestError, match="1024 tokens"):
+        client.completions.create(model="demo", prompt="word " * 4000, max_tokens=4)
+
+
+def test_aiperf_measures_it(url, tmp_path):
+    """The benchmark tool, which knows nothing but the URL and the tokenizer."""
+    aiperf = shutil.which("aiperf")
+    if aiperf is None:
+        pytest.skip("aiperf is not on the PATH; it wants an environment of its own")
+    command = [aiperf, "profile", "-m", "demo", "--url", url.removesuffix("/v1"), "--endpoint-type", "chat"]
+    command += ["--streaming", "--tokenizer", str(Path(demo.__file__).with_name("model")), "--concurrency", "4"]
+    command += ["--request-count", "16", "--isl", "30", "--osl", "16", "--ui", "simple"]
+    done = subprocess.run([*command, "--artifact-dir", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [report] = tmp_path.rglob("profile_export_aiperf.json")
+    measured = json.loads(report.read_text())
+    assert measured["request_count"]["avg"] == 16
+    assert not (measured.get("error_request_count") or {}).get("avg")

@@ -1,0 +1,145 @@
+"""A real server as an operator runs it: tokens, probes, metrics, profiles, a JSON log; drained under load."""
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.runtime.access import new_token
+from meshserve.runtime.client import AsyncClient, Client
+from meshserve.runtime.request import FinishReason
+
+SERVE = [
+    sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--tp=2", "--cpu-devices=2",
+    "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=8", "--num-pages=512",
+]  # fmt: skip
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    target: str
+    http: str
+    token: str
+    log: Path
+    profiles: Path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("operations")
+    log, tokens, profiles = folder / "log", folder / "tokens.toml", folder / "profiles"
+    token, lines = new_token("operator")
+    tokens.write_text(lines.replace("]\n", ']\npermissions = ["admin", "info", "inference"]\n', 1))
+    command = [*SERVE, f"--tokens={tokens}", f"--profile-dir={profiles}", "--http-port=0", "--log-format=json"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline() + process.stdout.readline()
+        found = re.search(r"listens on (\S+)\n.*probes on (\S+)", said)
+        assert found is not None, said + log.read_text()
+        with urllib.request.urlopen(f"{found[2]}/livez", timeout=10) as answer:
+            assert answer.status == 200  # alive from the first moment, ready later
+        with Client(found[1]) as client:
+            client.wait_until_ready(240)
+        yield Server(process, found[1], found[2], token, log, profiles)
+    finally:
+        process.kill()
+        process.wait()
+
+
+BODIES = {
+    "Generate": {"text": "JULIET:\n", "sampling": {"maxTokens": 3, "temperature": 0}},
+    "Chat": {"messages": [{"role": "user", "content": "Who art thou?"}], "sampling": {"maxTokens": 3}},
+    "Tokenize": {"conversation": {"messages": [{"role": "user", "content": "hi"}]}},
+    "Detokenize": {"tokenIds": [300, 301]},
+    "Abort": {"requestIds": ["none"]},
+    "Drain": {"graceSeconds": -1},  # is refused: the server is needed
+}
+
+
+def test_buf_curl_calls_every_method(server):
+    buf = shutil.which("buf", path=str(Path(sys.executable).parent)) or shutil.which("buf")
+    assert buf is not None, "buf comes with the test extra (buf-bin)"
+    header = f"authorization: Bearer {server.token}"
+    curl = [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "-H", header, "--reflect-header", header]
+    for service in pb.DESCRIPTOR.services_by_name.values():
+        for method in service.methods:
+            url = f"http://{server.target}/{service.full_name}/{method.name}"
+            body = json.dumps(BODIES.get(method.name, {}))
+            done = subprocess.run([*curl, "-d", body, url], capture_output=True, text=True, timeout=100)
+            if method.name == "Drain":
+                assert "invalid_argument" in done.stderr and "grace_seconds" in done.stderr
+            else:
+                assert done.returncode == 0, (method.name, done.stderr)
+    assert list(server.profiles.rglob("*.xplane.pb")), "StartProfile and StopProfile left a profile"
+    refused = subprocess.run([*curl[:5], "-d", "{}", url], capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0, "without a token not even the schema is to be had"
+
+
+def test_metrics_and_the_log_tell_of_a_request(server):
+    with Client(server.target, token=server.token) as client:
+        client.complete("JULIET:\n", max_tokens=4, request_id="to be found")
+    with urllib.request.urlopen(f"{server.http}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert 'meshserve_info{model="demo"' in text and 'vllm:num_requests_running{model_name="demo"}' in text
+    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    [found] = [line for line in lines if line.get("request_id") == "to be found"]
+    assert (found["tenant"], found["outcome"], found["num_output_tokens"]) == ("operator", "length", 4)
+
+
+def test_sigterm_with_100_streams_loses_none(server):
+    """Last, because the server is gone afterwards."""
+
+    async def one(client: AsyncClient, has_begun: asyncio.Event) -> FinishReason | None:
+        finish = None
+        async for chunk in client.generate("HAMLET:\n", max_tokens=60, ignore_eos=True):
+            has_begun.set()
+            finish = chunk.finish
+        return finish.reason if finish is not None else None
+
+    async def main() -> list[FinishReason | None]:
+        async with AsyncClient(server.target, token=server.token) as client:
+            has_begun = asyncio.Event()
+            streams = [asyncio.create_task(one(client, has_begun)) for _ in range(100)]
+            await has_begun.wait()
+            while (await client.server_info()).num_open_requests < 100:
+                assert not any(stream.done() for stream in streams), "too fast for this test"
+                await asyncio.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+            return await asyncio.gather(*streams)
+
+    assert asyncio.run(main()) == [FinishReason.LENGTH] * 100
+    assert server.process.wait(30) == 0
+
+
+def test_sigterm_while_it_starts():
+    process = subprocess.Popen(SERVE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        target = process.stdout.readline().split()[-1]
+        with Client(target) as client:
+            while "compiling" not in client.server_info(timeout_seconds=10).progress:
+                time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_start_that_fails_says_why(tmp_path):
+    done = subprocess.run([*SERVE, "--max-context=99999"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "max_context is 99999" in done.stderr and "Traceback" not in done.stderr
