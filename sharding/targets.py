@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Mapping
 
@@ -63,15 +62,6 @@ CHIPS = {
 }
 
 _SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){1,2})")
-# The compiler looks for a TPU host around it; on a machine without one this keeps it quiet and lets several
-# processes compile at once.
-_NO_HOST = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_LOG_DIR": "disabled",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +111,6 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
 
 
 def _topology(name: str) -> topologies.TopologyDescription:
-    for variable, value in _NO_HOST.items():
-        os.environ.setdefault(variable, value)
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name)
     except jax.errors.JaxRuntimeError as error:

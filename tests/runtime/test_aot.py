@@ -1,6 +1,7 @@
 """Programs compiled for TPU slices that are not there: a few of what `make check-tpu` compiles."""
 
 import importlib.util
+import os
 
 import pytest
 
@@ -11,6 +12,18 @@ from meshserve.runtime.slice_plan import program_faults
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'meshserve[tpu]' (Linux)"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_tpu():
+    """Else the compiler complains that it finds no TPU host, and refuses to run in two test processes at a time."""
+    os.environ |= {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_LOG_DIR": "disabled",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
 
 
 @needs_compiler
