@@ -77,8 +77,9 @@ test-gpu:
 bench-gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-0.6b --random-weights --batch 1 4 \
-	    --context 82 512 --max-step-tokens 128
-	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-8b --random-weights --batch 1 32 128 --context 1024
+	    --context 82 512 --max-step-tokens 128 --attention cuda --decode-layers cuda
+	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-8b --random-weights --batch 1 32 128 \
+	    --context 1024 --attention cuda --decode-layers cuda
 
 clean:
 	rm -rf $(VENV) build dist

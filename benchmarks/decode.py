@@ -187,7 +187,7 @@ def _measure(
     context: int,
 ) -> Result:
     num_steps = 2 * options.runs * options.steps
-    draw = random.Random(0)
+    draw = random.Random(batch * 1_000_003 + context)  # no case finds another's prompts in the prefix cache
     # Requests that are prefilled early decode while the others are prefilled; all must outlast the measurement.
     num_prefill_steps = _num_prefill_steps(options, batch, context)
     num_prompt_tokens = max(1, context - 3 * num_steps // 4 - num_prefill_steps // 2)

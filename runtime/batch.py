@@ -39,6 +39,7 @@ class Bucket:
     num_requests: int
     num_new_pages: int
     num_steps: int = 1  # decode steps in one dispatch
+    is_decode: bool = False  # holds no prefill chunk: every token is the only one of its request
 
     @cached_property
     def fields(self) -> dict[str, slice]:
@@ -70,12 +71,18 @@ class Batch(NamedTuple):
 
 
 def declare_buckets(
-    *, max_step_tokens: int, max_running: int, page_size: int, max_decode_steps: int = 1
+    *,
+    max_step_tokens: int,
+    max_running: int,
+    page_size: int,
+    max_decode_steps: int = 1,
+    has_decode_kernels: bool = False,
 ) -> tuple[Bucket, ...]:
     """The finite set of shapes: token counts are powers of two and the budget itself, smallest first.
 
     Up to max_running tokens a bucket holds as many requests as tokens, so decodes alone waste no room; each of these
-    shapes also exists with `max_decode_steps` steps, if that is more than one.
+    shapes also exists with `max_decode_steps` steps, if that is more than one, and for decodes alone, if there are
+    kernels for them.
     """
     sizes = [2**power for power in range(max_step_tokens.bit_length()) if 2**power < max_step_tokens]
     sizes = sorted({*sizes, max_running, max_step_tokens})
@@ -84,9 +91,11 @@ def declare_buckets(
         num_requests = min(num_tokens, max_running)
         # A request's chunk of n tokens begins at most ceil(n / page_size) pages, a window at most one.
         num_new_pages = num_requests + num_tokens // page_size
+        if has_decode_kernels and num_tokens <= max_running:  # before the general one, so that it is found first
+            buckets.append(Bucket(num_tokens, num_requests, num_new_pages, is_decode=True))
         buckets.append(Bucket(num_tokens, num_requests, num_new_pages))
         if max_decode_steps > 1 and num_tokens <= max_running:
-            buckets.append(Bucket(num_tokens, num_requests, num_new_pages, max_decode_steps))
+            buckets.append(Bucket(num_tokens, num_requests, num_new_pages, max_decode_steps, has_decode_kernels))
     return tuple(buckets)
 
 
@@ -109,7 +118,7 @@ class BatchBuilder:
         num_tokens, num_requests = plan.num_batch_tokens, plan.num_requests
         for bucket in self._buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_requests >= num_requests
-            if fits and bucket.num_steps == plan.num_steps:
+            if fits and bucket.num_steps == plan.num_steps and not (bucket.is_decode and plan.prefills):
                 return bucket
         raise AssertionError(f"no bucket holds {num_tokens} tokens of {num_requests} requests: {self._buckets}")
 

@@ -230,10 +230,12 @@ class ServeConfig:
     priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")
     prefix_cache: bool = option(True, "reuse the KV pages of requests that begin alike")
     attention: str = option(
-        "auto", "paged attention implementation", ("auto", "reference", "cuda", "tpu", "tpu_interpreted")
+        "auto",
+        "paged attention implementation; auto: tpu on a TPU, else reference",
+        ("auto", "reference", "cuda", "tpu", "tpu_interpreted"),
     )
     decode_layers: str = option(
-        "auto", "fused kernels for the layers of small steps", ("auto", "off", "reference", "cuda")
+        "auto", "fused kernels for the layers of small decode steps; auto: off", ("auto", "off", "reference", "cuda")
     )
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(50051, "port to bind; 0 takes a free one")

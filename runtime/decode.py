@@ -26,8 +26,7 @@ def run_layers(
     batch: PagedBatch,
     kernels: DecodeKernels,
 ) -> tuple[jax.Array, jax.Array]:
-    """All layers, each token as a decode of its own. The tokens of a prefill chunk find their predecessors in the
-    cache: a layer writes all keys and values before it attends.
+    """All layers of a step whose tokens are all decodes: no two of them are of one request.
 
     x [T, D] and the cache [L, P, K, 2, S, H] -> the same, before the final norm.
     """

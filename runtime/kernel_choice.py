@@ -21,8 +21,10 @@ _log = logging.getLogger(__name__)
 def choose_kernels(
     config: ServeConfig, mesh: Mesh, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct]
 ) -> Kernels:
-    """The kernels that `attention` and `decode_layers` name. "auto" takes the fastest that can serve this model here,
-    and says in the log why a faster one cannot.
+    """The kernels that `attention` and `decode_layers` name. "auto" takes XLA's path.
+
+    The CUDA kernels must be named: under mixed load they have ended in an illegal instruction whose cause is not known
+    yet (docs/performance.md), and a server must not.
 
     Raises:
       ValueError: a named implementation cannot run here.
@@ -30,16 +32,15 @@ def choose_kernels(
     platform = mesh.devices.flat[0].platform
     if platform == "tpu" and config.attention in ("auto", "tpu"):
         return tpu_kernels(mesh, state)
+    is_gpu = platform == "gpu"
     reason = _cuda_refusal(mesh, params, state)
-    fastest = "cuda" if reason is None else "reference"
-    attention = fastest if config.attention == "auto" else config.attention
-    decode = ("off" if reason else "cuda") if config.decode_layers == "auto" else config.decode_layers
+    attention = "reference" if config.attention == "auto" else config.attention
+    decode = "off" if config.decode_layers == "auto" else config.decode_layers
     for option, chosen in (("attention", attention), ("decode_layers", decode)):
         if chosen == "cuda" and reason is not None:
             raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {reason}.")
-    is_gpu = platform == "gpu"
-    if is_gpu and reason is not None:
-        _log.warning("the CUDA kernels are not used, XLA's are, which are slower: %s", reason)
+    if is_gpu and reason is None and "cuda" not in (attention, decode):
+        _log.warning("XLA's kernels serve; try the faster CUDA ones with --attention cuda --decode-layers cuda")
     _log.info("attention: %s; decode layers: %s", attention, decode)
     return Kernels(
         attend=paged_attention.implementation(attention),

@@ -128,16 +128,17 @@ def build_engine(
     )
     dtype = _dtype(config, model)
     structure, params = make_params(model, layout, mesh, dtype)
+    # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
+    one_page = CacheShape(1, config.page_size, config.max_running, -(-limits.max_context // config.page_size))
+    one_page_shapes = state_shapes(model, layout, one_page, dtype)
+    kernels = choose_kernels(config, mesh, params, one_page_shapes)
     buckets = declare_buckets(
         max_step_tokens=config.max_step_tokens,
         max_running=config.max_running,
         page_size=config.page_size,
         max_decode_steps=config.max_decode_steps,
+        has_decode_kernels=kernels.decode is not None,
     )
-    # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
-    one_page = CacheShape(1, config.page_size, config.max_running, -(-limits.max_context // config.page_size))
-    one_page_shapes = state_shapes(model, layout, one_page, dtype)
-    kernels = choose_kernels(config, mesh, params, one_page_shapes)
     num_pages = config.num_pages
     if not num_pages:
         scratch = scratch_bytes(structure, params, one_page_shapes, kernels, buckets[-1], mesh)

@@ -153,7 +153,7 @@ class Qwen3(nnx.Module):
         return jax.lax.psum(jnp.where(is_here[:, None], rows, 0), TENSOR_AXIS)
 
     def __call__(
-        self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, kernels: Kernels
+        self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, kernels: Kernels, *, is_decode: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """Runs all layers.
 
@@ -163,12 +163,14 @@ class Qwen3(nnx.Module):
           batch: where each token belongs.
           kernels: of this backend. GPUs want the layers unrolled, because XLA captures no loop in a command buffer; a
             loop compiles several times faster.
+          is_decode: no two tokens are of one request. Only then may the fused layers serve: their attention fetches
+            pages before the step's own keys and values are written.
 
         Returns:
           The hidden state of each token before the final norm [T, D], and the cache.
         """
         x = self.embed(token_ids)
-        if kernels.decode is not None and x.shape[0] <= decode.MAX_TOKENS:
+        if kernels.decode is not None and is_decode and x.shape[0] <= decode.MAX_TOKENS:
             return decode.run_layers(
                 self.config, layer_weights(nnx.state(self.layers)), x, cache, batch, kernels.decode
             )

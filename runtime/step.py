@@ -94,7 +94,7 @@ def step(
     from_table = state.last_tokens[rows[fields["token_request"]]]
     token_ids = jnp.where(fields["token_ids"] == ON_DEVICE, from_table, fields["token_ids"])
     batch = PagedBatch(fields["positions"], fields["token_request"], page_table[rows])
-    x, cache = model(token_ids, state.cache, batch, kernels)
+    x, cache = model(token_ids, state.cache, batch, kernels, is_decode=bucket.is_decode)
     sampling = SamplingBatch(
         temperature=jax.lax.bitcast_convert_type(fields["temperature"], jnp.float32),
         top_p=jax.lax.bitcast_convert_type(fields["top_p"], jnp.float32),

@@ -1,10 +1,14 @@
 """Every test process serves on 8 virtual CPU devices."""
 
+import signal
+
 import pytest
 
 from meshserve.sharding.mesh import use_cpu_devices
 
 use_cpu_devices(8)
+# A background job of a shell inherits "ignore SIGINT", and the processes that tests start would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
