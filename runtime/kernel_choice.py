@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 def choose_kernels(
     config: ServeConfig, mesh: Mesh, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct]
 ) -> Kernels:
-    """The kernels that `attention` and `decode_layers` name. "auto" takes XLA's path.
+    """The kernels that `attention` and `decode_layers` name. "auto" takes the TPU's own on a TPU
+    and XLA's path elsewhere.
 
     The CUDA kernels must be named: under mixed load they have ended in an illegal instruction whose cause is not known
     yet (docs/performance.md), and a server must not.
