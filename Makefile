@@ -2,15 +2,25 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The TPU compiler looks for a TPU host around it and locks out other processes, unless it is told not to.
+NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_LOG_DIR=disabled \
+    ALLOW_MULTIPLE_LIBTPU_LOAD=1
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-gateway test-gpu check fuzz simulate bench-edge bench-gpu bench-loading bench-scheduler protos clean
+.PHONY: demo test test-gateway test-gpu check check-tpu fuzz simulate bench-edge bench-gpu bench-loading \
+    bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Every program for five TPU slices, compiled without one, and every case of the TPU kernels in the interpreter. More than an
+# hour on two cores, most of it for TPU7x, whose layers are unrolled.
+check-tpu: $(VENV)/.test
+	$(NO_TPU) $(BIN)/python -m meshserve.benchmarks.check_tpu
+	$(BIN)/pytest -q --every-case tests/kernels/test_tpu_kernels.py tests/runtime/test_tpu_interpreted.py
 
 # 100,000 mutated requests, a thousand streams that nobody reads. Minutes.
 fuzz: $(VENV)/.test

@@ -1,4 +1,4 @@
-"""The command line: meshserve serve | generate | chat | convert | token | bench | demo.
+"""The command line: meshserve serve | generate | chat | plan | convert | token | bench | demo.
 
 The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
 Heavy imports happen inside the commands, so that --help is instant.
@@ -73,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--verify", action="store_true", help="read a checkpoint and compare all its digests")
     convert.set_defaults(run=_convert)
+
+    plan = commands.add_parser("plan", help="what a model needs on each device of a slice")
+    _add_options(plan, _SERVER_ONLY | {"cpu_devices", "cache_dir", "attention", "decode_layers"})
+    plan.add_argument("--target", required=True, help="the slice, for example v6e:2x4; tp is its size by default")
+    plan.add_argument("--compile", action="store_true", help="compile every program for it (needs the extra [tpu])")
+    plan.add_argument("--json", action="store_true", help="print one line of JSON")
+    plan.set_defaults(run=_plan)
 
     bench = commands.add_parser("bench", help="measure this machine", add_help=False)
     bench.add_argument("benchmark", choices=_BENCHMARKS, help="what to measure")
@@ -157,6 +164,14 @@ def _convert(namespace: argparse.Namespace) -> int:
     return run_convert(
         namespace.model, namespace.output, form=namespace.to, dtype=namespace.dtype, is_verified=namespace.verify
     )
+
+
+def _plan(namespace: argparse.Namespace) -> int:
+    from .slice_plan import run_plan
+
+    config = serve_config(namespace)
+    degree = getattr(namespace, "tp", 0) or (config.tp if config.tp > 1 else 0)
+    return run_plan(config, namespace.target, degree, is_compiled=namespace.compile, is_json=namespace.json)
 
 
 def _bench(namespace: argparse.Namespace) -> int:

@@ -229,7 +229,11 @@ class ServeConfig:
     max_waiting: int = option(1024, "requests in the queue; more are refused")
     priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")
     prefix_cache: bool = option(True, "reuse the KV pages of requests that begin alike")
-    attention: str = option("auto", "paged attention implementation; auto: reference", ("auto", "reference", "cuda"))
+    attention: str = option(
+        "auto",
+        "paged attention implementation; auto: tpu on a TPU, else reference",
+        ("auto", "reference", "cuda", "tpu", "tpu_interpreted"),
+    )
     decode_layers: str = option(
         "auto", "fused kernels for the layers of small decode steps; auto: off", ("auto", "off", "reference", "cuda")
     )

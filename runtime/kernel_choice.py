@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from meshserve.kernels import decode_layers, paged_attention
 from meshserve.sharding.mesh import named_sharding
+from meshserve.sharding.targets import chip_of
 
 from .config import ServeConfig
 from .model import Kernels, layer_weights
@@ -20,7 +21,8 @@ _log = logging.getLogger(__name__)
 def choose_kernels(
     config: ServeConfig, mesh: Mesh, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct]
 ) -> Kernels:
-    """The kernels that `attention` and `decode_layers` name. "auto" takes XLA's path.
+    """The kernels that `attention` and `decode_layers` name. "auto" takes the TPU's own on a TPU
+    and XLA's path elsewhere.
 
     The CUDA kernels must be named: under mixed load they have ended in an illegal instruction whose cause is not known
     yet (docs/performance.md), and a server must not.
@@ -28,7 +30,10 @@ def choose_kernels(
     Raises:
       ValueError: a named implementation cannot run here.
     """
-    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    platform = mesh.devices.flat[0].platform
+    if platform == "tpu" and config.attention in ("auto", "tpu"):
+        return tpu_kernels(mesh, state)
+    is_gpu = platform == "gpu"
     reason = _cuda_refusal(mesh, params, state)
     attention = "reference" if config.attention == "auto" else config.attention
     decode = "off" if config.decode_layers == "auto" else config.decode_layers
@@ -40,8 +45,25 @@ def choose_kernels(
     _log.info("attention: %s; decode layers: %s", attention, decode)
     return Kernels(
         attend=paged_attention.implementation(attention),
+        write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
         decode=None if decode == "off" else decode_layers.implementation(decode),
         is_unrolled=is_gpu,
+    )
+
+
+def tpu_kernels(mesh: Mesh, state: DeviceState[jax.ShapeDtypeStruct]) -> Kernels:
+    """The kernels of a TPU; its devices need not be there.
+
+    Raises:
+      ValueError: they cannot serve this cache; names what they take.
+    """
+    *_, page_size, head_dim = state.cache.shape
+    paged_attention.tpu.check_shapes(head_dim=head_dim, page_size=page_size, dtype=state.cache.dtype)
+    chip = chip_of(mesh.devices.flat[0])
+    return Kernels(
+        attend=paged_attention.IMPLEMENTATIONS["tpu"],
+        write=paged_attention.WRITERS["tpu"],
+        is_unrolled=chip is not None and chip.is_unrolled,
     )
 
 

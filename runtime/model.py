@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
-from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, write_kv
+from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, WriteKV, write_kv
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS
 
@@ -35,6 +35,7 @@ class Kernels:
     """What a backend computes its layers with."""
 
     attend: PagedAttention
+    write: WriteKV = write_kv
     decode: DecodeKernels | None = None  # fused layers for steps of few tokens
     is_unrolled: bool = False  # layer after layer in one program rather than a loop
 
@@ -46,6 +47,7 @@ class StepContext(NamedTuple):
     cos: jax.Array  # [T, H / 2]
     sin: jax.Array
     attend: PagedAttention
+    write: WriteKV = write_kv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class Attention(nnx.Module):
         q, k, v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
         q = rotate(rms_norm(q, self.q_norm[...], self.eps), context.cos, context.sin)
         k = rotate(rms_norm(k, self.k_norm[...], self.eps), context.cos, context.sin)
-        cache = write_kv(cache, k, v, context.batch, layer=layer)
+        cache = context.write(cache, k, v, context.batch, layer=layer)
         attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
         return jax.lax.psum(project(attended.reshape(num_tokens, -1), self.out[...]), TENSOR_AXIS), cache
 
@@ -173,7 +175,7 @@ class Qwen3(nnx.Module):
                 self.config, layer_weights(nnx.state(self.layers)), x, cache, batch, kernels.decode
             )
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
-        context = StepContext(batch, cos, sin, kernels.attend)
+        context = StepContext(batch, cos, sin, kernels.attend, kernels.write)
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return self.layer(index, *carry, context)

@@ -14,6 +14,10 @@ _SIZES = {
 }
 
 
+def is_published(name: str) -> bool:
+    return name.lower() in _SIZES
+
+
 def named_model(name: str) -> ModelConfig:
     """The config of a published size, for example "qwen3-8b".
 

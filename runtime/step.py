@@ -23,6 +23,7 @@ from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
+from meshserve.sharding.targets import compiler_options
 
 from .batch import ON_DEVICE, Bucket
 from .config import ModelConfig
@@ -167,7 +168,7 @@ def sharded_step(
         out_specs=(state_specs, PartitionSpec()),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
-    return jax.jit(program, donate_argnums=1)
+    return jax.jit(program, donate_argnums=1, compiler_options=compiler_options(mesh))
 
 
 def scratch_bytes(
@@ -179,7 +180,7 @@ def scratch_bytes(
     mesh: Mesh,
 ) -> int:
     """What the program of a bucket needs on each device beside its arguments and results. Compiles it."""
-    shapes = jax.tree.map(_placed, state_shapes, _state_shardings(mesh))
+    shapes = placed_state(state_shapes, mesh)
     compiled = _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
     analysis = compiled.memory_analysis()
     return analysis.temp_size_in_bytes if analysis is not None else 0
@@ -201,7 +202,7 @@ class StepRunner:
         buckets: Sequence[Bucket],
         mesh: Mesh,
     ):
-        self._shapes = shapes = jax.tree.map(_placed, state_shapes, _state_shardings(mesh))
+        self._shapes = shapes = placed_state(state_shapes, mesh)
         started = time.monotonic()
         self._programs: Mapping[Bucket, jax.stages.Compiled] = {
             bucket: _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
@@ -242,8 +243,10 @@ class StepRunner:
         return sampled
 
 
-def _state_shardings(mesh: Mesh) -> DeviceState[jax.sharding.NamedSharding]:
-    return DeviceState(named_sharding(mesh, CACHE_AXES), named_sharding(mesh, ()), named_sharding(mesh, ()))
+def placed_state(shapes: DeviceState[jax.ShapeDtypeStruct], mesh: Mesh) -> DeviceState[jax.ShapeDtypeStruct]:
+    """The device state's shapes with their shardings."""
+    shardings = DeviceState(named_sharding(mesh, CACHE_AXES), named_sharding(mesh, ()), named_sharding(mesh, ()))
+    return jax.tree.map(_placed, shapes, shardings)
 
 
 def _placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:

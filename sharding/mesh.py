@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TENSOR_AXIS = "tensor"
@@ -25,6 +26,8 @@ def use_cpu_devices(num_devices: int) -> None:
 def make_mesh(tensor_parallelism: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of the first `tensor_parallelism` devices along one axis.
 
+    A whole TPU slice is laid along its wires by jax's own rules.
+
     Raises:
       ValueError: there are too few devices.
     """
@@ -34,6 +37,10 @@ def make_mesh(tensor_parallelism: int, devices: Sequence[jax.Device] | None = No
             f"tp is {tensor_parallelism} but jax sees {len(devices)} {devices[0].platform} device(s). "
             "Lower tp, or serve on virtual devices with --cpu-devices."
         )
+    if devices[0].platform == "tpu" and len(devices) == tensor_parallelism > 1:
+        # Without the flag a mesh axis must be a whole number of the slice's physical axes.
+        order = mesh_utils.create_device_mesh((tensor_parallelism,), devices, allow_split_physical_axes=True)
+        return Mesh(order, (TENSOR_AXIS,))
     return Mesh(np.asarray(devices[:tensor_parallelism]), (TENSOR_AXIS,))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from . import gpu, reference
+from . import gpu, reference, tpu, tpu_write
 
 
 class PagedBatch(NamedTuple):
@@ -37,6 +37,14 @@ class PagedAttention(Protocol):
         ...
 
 
+class WriteKV(Protocol):
+    """Puts a step's keys and values into the cache; `write_kv` is the meaning."""
+
+    def __call__(
+        self, cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *, layer: int | jax.Array
+    ) -> jax.Array: ...
+
+
 def write_kv(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *, layer: int | jax.Array) -> jax.Array:
     """Writes each token's key and value (k, v [T, K, H]) to its place in the cache [L, P, K, 2, S, H].
 
@@ -55,11 +63,16 @@ def write_kv(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *,
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "reference": reference.paged_attention,
     "cuda": gpu.paged_attention,
+    "tpu": tpu.paged_attention,
+    "tpu_interpreted": tpu.interpreted,
 }
+# Where XLA's own scatter, `write_kv`, is not the best.
+WRITERS: dict[str, WriteKV] = {"tpu": tpu_write.write_kv, "tpu_interpreted": tpu_write.interpreted}
 
 
 def implementation(name: str) -> PagedAttention:
-    """The named implementation: "reference" (any backend), or "cuda" (Hopper, bfloat16).
+    """The named implementation: "reference" (any backend), "cuda" (Hopper, bfloat16), "tpu", or "tpu_interpreted" (the
+    TPU kernel in Pallas' interpreter, which checks its copies: any backend, for tests, thousands of times slower).
 
     Raises:
       ValueError: there is no such implementation, or it cannot run here; says why.
@@ -69,4 +82,6 @@ def implementation(name: str) -> PagedAttention:
     reason = gpu.unavailable_reason() if name == "cuda" else None
     if reason:
         raise ValueError(f"attention 'cuda' cannot run: {reason}. Take 'reference'.")
+    if name == "tpu" and jax.default_backend() != "tpu":
+        raise ValueError(f"attention 'tpu' cannot run: the backend is {jax.default_backend()}. Take 'reference'.")
     return IMPLEMENTATIONS[name]

@@ -1,0 +1,104 @@
+"""Compiles every program of the server for TPU slices that are not there, and checks what the compiler made of them.
+
+    make check-tpu
+    python -m meshserve.benchmarks.check_tpu --models qwen3-8b --targets v6e:2x4
+
+For each model and slice: every declared program compiles and fits, updates the KV cache in place, and has the kernels
+and all-reduces it should; and the largest cache that compiles is the one that `meshserve plan` predicts. At last
+programs that cannot fit are planted: if the compiler accepts one, the check itself is broken.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from meshserve.kernels.paged_attention import tpu, tpu_write
+from meshserve.runtime.aot import DryServer, OutOfMemoryError
+from meshserve.runtime.config import ServeConfig
+from meshserve.runtime.model import Kernels
+from meshserve.runtime.model_sizes import named_model
+from meshserve.runtime.slice_plan import REPORT_HEAD, Planner, compile_plan, plan_json, plan_table, report_row
+from meshserve.runtime.step import CacheShape
+from meshserve.sharding.targets import target
+
+MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
+TARGETS = ("v5e:2x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x2", "tpu7x:2x2x1")
+PAGE_SIZE = 128  # tokens: on TPU a copy of 64 KiB or more costs less than its scalar instructions
+
+
+def planner(model: str, slice_name: str, **options: Any) -> Planner:
+    """A server of a published size on a whole slice."""
+    goal = target(slice_name)
+    config = dataclasses.replace(ServeConfig(model=model, page_size=PAGE_SIZE), **options)
+    return Planner(name=model, config=config, model=named_model(model), target=goal, num_devices=goal.num_devices)
+
+
+def check(model: str, slice_name: str, tokens: tuple[int, ...]) -> tuple[str, list[str]]:
+    """Compiles one model's programs for one slice, prints the table; returns it as JSON, and the faults."""
+    plan = dataclasses.replace(planner(model, slice_name), tokens=tokens)
+    print("\n" + plan_table(plan.plan()) + "\n" + REPORT_HEAD, flush=True)
+    compiled = compile_plan(plan, lambda report: print(report_row(report), flush=True))
+    print(
+        f"  pages: {plan.plan().max_pages} predicted, {compiled.max_pages} compile, {compiled.deviation:+.2%}",
+        flush=True,
+    )
+    return plan_json(plan.plan(), compiled), [f"{model} on {slice_name}: {fault}" for fault in compiled.faults]
+
+
+def refusals(slice_name: str) -> list[str]:
+    """Plants programs that exceed each memory of the chip. Returns those that the compiler accepted."""
+    plan = planner("qwen3-0.6b", slice_name, max_running=256)
+    server = DryServer.on(plan.target, plan.model)
+    bucket = plan.buckets[0]
+    shape = CacheShape(num_pages=256, page_size=PAGE_SIZE, max_running=256, max_request_pages=256)
+    tiling = tpu.default_tiling(num_tokens=256, kv_heads=1, group=2, page_size=PAGE_SIZE)
+    over_vmem = dataclasses.replace(tiling, slots=256)
+    over_smem = dataclasses.replace(tiling, table_bytes=1 << 30)
+    planted = {
+        "HBM": (bucket, shape._replace(num_pages=plan.plan().max_pages * 11 // 10), tiling),
+        "VMEM": (bucket, shape, over_vmem),
+        # 256 requests of 2560 pages: 2.5 MiB of page table in 1 MiB of scalar memory.
+        "SMEM": (plan.buckets[-2], shape._replace(max_request_pages=2560), over_smem),
+    }
+    accepted = []
+    for memory, (planted_bucket, planted_shape, planted_tiling) in planted.items():
+        kernels = Kernels(attend=partial(tpu.paged_attention, tiling=planted_tiling), write=tpu_write.write_kv)
+        try:
+            server.compile(planted_bucket, planted_shape, kernels)
+            accepted.append(f"{slice_name}: a program beyond {memory} was accepted")
+        except OutOfMemoryError as error:
+            print(f"beyond {memory}, {slice_name}: refused: {str(error)[:110]}", flush=True)
+    # The same page table passes where the kernel may split it.
+    server.compile(*planted["SMEM"][:2])
+    return accepted
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if anything does not hold."""
+    parser = argparse.ArgumentParser(description="Compile every program for TPU slices without devices.")
+    parser.add_argument("--models", nargs="*", default=MODELS, help="published sizes (default: %(default)s)")
+    parser.add_argument("--targets", nargs="*", default=TARGETS, help="slices (default: %(default)s)")
+    parser.add_argument("--tokens", nargs="*", type=int, default=(), help="of the programs (default: all of them)")
+    parser.add_argument("--json", help="file to append a line a model and slice to")
+    namespace = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")  # the programs are for another platform; nothing runs
+    faults = []
+    for slice_name in namespace.targets:
+        for model in namespace.models:
+            line, found = check(model, slice_name, tuple(namespace.tokens))
+            faults += found
+            if namespace.json:
+                with open(namespace.json, "a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+        faults += refusals(slice_name)
+    print("\n" + ("\n".join(faults) if faults else "everything holds"))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

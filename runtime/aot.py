@@ -1,0 +1,143 @@
+"""The server's programs compiled for a slice that is not there, and what the compiler says about them.
+
+libtpu holds the whole compiler and runs it on any host: layouts, memory limits, collectives and kernels are those of
+the chip. What this cannot show is the values a program computes, its speed, and the start of several hosts.
+"""
+
+import dataclasses
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshserve.sharding.layout import ShardLayout, shard_layout
+from meshserve.sharding.memory import shard_bytes
+from meshserve.sharding.mesh import named_sharding
+from meshserve.sharding.targets import Target
+
+from .batch import Bucket
+from .config import ModelConfig
+from .kernel_choice import tpu_kernels
+from .model import Kernels, abstract_model
+from .step import CacheShape, placed_state, sharded_step, state_shapes
+
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramReport:
+    """A compiled program. Bytes are of one device."""
+
+    bucket: Bucket
+    cpu_seconds: float  # lowering and compiling, all threads
+    argument_bytes: int
+    aliased_bytes: int  # of the arguments: updated in place
+    temp_bytes: int
+    peak_bytes: int
+    code_bytes: int
+    num_all_reduces: int
+    num_kernels: int
+
+
+class OutOfMemoryError(MemoryError):
+    """The compiler refused a program that does not fit the device. The text is the compiler's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DryServer:
+    """A server's programs for a target, without devices or weights."""
+
+    model: ModelConfig
+    target: Target
+    mesh: Mesh
+    layout: ShardLayout
+    dtype: jnp.dtype
+
+    @classmethod
+    def on(cls, target: Target, model: ModelConfig, *, tensor_parallelism: int = 0) -> "DryServer":
+        """On the target's first `tensor_parallelism` devices; 0 takes them all.
+
+        Raises:
+          ValueError: the degree does not fit the slice or the model.
+          RuntimeError: libtpu is not installed.
+        """
+        mesh = target.mesh(tensor_parallelism)
+        layout = shard_layout(
+            num_shards=mesh.size,
+            num_query_heads=model.num_query_heads,
+            num_kv_heads=model.num_kv_heads,
+            vocab_size=model.vocab_size,
+            mlp_dim=model.mlp_dim,
+        )
+        return cls(model=model, target=target, mesh=mesh, layout=layout, dtype=jnp.dtype("bfloat16"))
+
+    def compile(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Compiled:
+        """The program of a bucket.
+
+        Raises:
+          OutOfMemoryError: it does not fit the device.
+        """
+        structure, abstract = abstract_model(self.model, self.layout, self.dtype)
+        params = _placed_params(abstract, self.mesh)
+        state = placed_state(state_shapes(self.model, self.layout, shape, self.dtype), self.mesh)
+        kernels = kernels or tpu_kernels(self.mesh, state)
+        packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(self.mesh, ()))
+        program = sharded_step(structure, abstract, kernels, bucket, self.mesh)
+        try:
+            return program.lower(params, state, packed).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if _OUT_OF_MEMORY in str(error):
+                raise OutOfMemoryError(str(error)) from None
+            raise
+
+    def report(self, bucket: Bucket, shape: CacheShape) -> ProgramReport:
+        """Compiles the program of a bucket and reads what the compiler made of it.
+
+        Raises:
+          OutOfMemoryError: it does not fit the device.
+        """
+        started = time.process_time()
+        compiled = self.compile(bucket, shape)
+        cpu_seconds = time.process_time() - started
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        assert memory is not None and text is not None  # the TPU compiler gives both
+        return ProgramReport(
+            bucket=bucket,
+            cpu_seconds=cpu_seconds,
+            argument_bytes=memory.argument_size_in_bytes,
+            aliased_bytes=memory.alias_size_in_bytes,
+            temp_bytes=memory.temp_size_in_bytes,
+            peak_bytes=memory.peak_memory_in_bytes,
+            code_bytes=memory.generated_code_size_in_bytes,
+            num_all_reduces=count_all_reduces(text),
+            num_kernels=len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+        )
+
+    def cache_bytes(self, shape: CacheShape) -> int:
+        """The KV cache on one device."""
+        return shard_bytes(placed_state(state_shapes(self.model, self.layout, shape, self.dtype), self.mesh).cache)
+
+    def fits(self, bucket: Bucket, shape: CacheShape) -> bool:
+        try:
+            self.compile(bucket, shape)
+        except OutOfMemoryError:
+            return False
+        return True
+
+
+def count_all_reduces(text: str) -> int:
+    """All-reduces in a compiled program's text, in whichever form the chip's compiler wrote them."""
+    names = re.findall(r"= \S+ all-reduce(?:-start)?\(", text)
+    return len(names)
+
+
+def _placed_params(abstract: nnx.State, mesh: Mesh) -> nnx.State:
+    def place(weight: nnx.Variable) -> nnx.Variable:
+        shape = weight.get_value()
+        sharding = named_sharding(mesh, weight.axes)
+        return weight.replace(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding))
+
+    return jax.tree.map(place, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

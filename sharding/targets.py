@@ -1,0 +1,121 @@
+"""What the compiler and the mesh must know about each TPU chip, and slices by name for compiling without devices."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from .mesh import make_mesh
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A kind of TPU, as one jax device. `hbm_bytes` is what the compiler grants a program."""
+
+    kind: str  # jax's device_kind
+    devices_per_chip: int = 1
+    hbm_bytes: int
+    hbm_bytes_per_second: float  # by the data sheet
+    is_unrolled: bool  # layers; see docs/decisions
+    compiler_options: Mapping[str, str]
+
+
+CHIPS = {
+    "v5e": Chip(
+        kind="TPU v5 lite",
+        hbm_bytes=int(15.75 * GIB),
+        hbm_bytes_per_second=819e9,
+        is_unrolled=False,
+        compiler_options={
+            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+            "xla_enable_async_all_reduce": "true",
+        },
+    ),
+    "v6e": Chip(
+        kind="TPU v6 lite",
+        hbm_bytes=int(31.24 * GIB),
+        hbm_bytes_per_second=1640e9,
+        is_unrolled=False,
+        compiler_options={"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"},
+    ),
+    "v5p": Chip(
+        kind="TPU v5",
+        hbm_bytes=int(95.73 * GIB),
+        hbm_bytes_per_second=2765e9,
+        is_unrolled=False,
+        compiler_options={},
+    ),
+    "tpu7x": Chip(
+        kind="TPU7x",
+        devices_per_chip=2,
+        hbm_bytes=int(94.75 * GIB),
+        hbm_bytes_per_second=3690e9,
+        is_unrolled=True,  # a loop over stacked weights copies them all into another tiling, every step
+        compiler_options={},
+    ),
+}
+
+_SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){1,2})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A slice by name, for example "v6e:2x4"."""
+
+    name: str
+    chip: Chip
+    num_devices: int
+
+    def mesh(self, tensor_parallelism: int = 0) -> Mesh:
+        """A mesh over the slice's devices, which need not exist; 0 takes them all.
+
+        Raises:
+          RuntimeError: libtpu is not installed.
+          ValueError: the slice is no shape of this chip, or has fewer devices.
+        """
+        topology = _topology(self.name)
+        return make_mesh(tensor_parallelism or self.num_devices, topology.devices)
+
+
+def target(name: str) -> Target:
+    """The target of that name: a chip of `CHIPS` and the slice's shape.
+
+    Raises:
+      ValueError: the name is not of this form, or the chip unknown.
+    """
+    match = _SLICE.fullmatch(name)
+    if match is None or match["chip"] not in CHIPS:
+        raise ValueError(
+            f"target is {name!r}; it takes CHIP:SHAPE with a chip of {', '.join(CHIPS)}, for example v6e:2x4."
+        )
+    chip = CHIPS[match["chip"]]
+    num_chips = math.prod(int(extent) for extent in match["shape"].split("x"))
+    return Target(name=name, chip=chip, num_devices=num_chips * chip.devices_per_chip)
+
+
+def chip_of(device: jax.Device) -> Chip | None:
+    """The chip of a device; None for anything but a TPU listed here."""
+    return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
+
+
+def compiler_options(mesh: Mesh) -> dict[str, str]:
+    """XLA's options for programs over this mesh."""
+    chip = chip_of(mesh.devices.flat[0])
+    return dict(chip.compiler_options) if chip is not None and mesh.size > 1 else {}
+
+
+def _topology(name: str) -> topologies.TopologyDescription:
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"{name} is no slice that libtpu knows: {error}") from None
+    except (RuntimeError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"programs for {name} need the TPU compiler: {error}. Install meshserve with the extra [tpu]."
+        ) from None

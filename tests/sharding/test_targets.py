@@ -1,0 +1,27 @@
+"""TPU slices by name."""
+
+import pytest
+
+from meshserve.sharding.mesh import make_mesh
+from meshserve.sharding.targets import CHIPS, chip_of, compiler_options, target
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices"), [("v5e:2x4", 8), ("v6e:4x4", 16), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8)]
+)
+def test_a_slice_counts_its_devices(name, num_devices):
+    goal = target(name)
+    assert goal.num_devices == num_devices
+    assert goal.chip is CHIPS[name.partition(":")[0]]
+
+
+@pytest.mark.parametrize("name", ["v6e-8", "v7x:2x2x1", "v6e:2", "v6e:2x4 "])
+def test_a_name_of_another_form_is_refused(name):
+    with pytest.raises(ValueError, match="it takes CHIP:SHAPE with a chip of v5e, v6e, v5p, tpu7x"):
+        target(name)
+
+
+def test_other_devices_are_no_chip_and_have_no_options():
+    mesh = make_mesh(2)
+    assert chip_of(mesh.devices.flat[0]) is None
+    assert compiler_options(mesh) == {}
