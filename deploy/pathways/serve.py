@@ -1,0 +1,16 @@
+"""`meshserve` on the devices of Pathways: registers them with jax, then runs the command line.
+
+    JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://127.0.0.1:29000 python -m meshserve.deploy.pathways.serve serve ...
+
+Without the registration jax knows no platform `proxy`. Needs the extra [pathways].
+"""
+
+import sys
+
+import pathwaysutils
+
+from meshserve.runtime.cli import main
+
+if __name__ == "__main__":
+    pathwaysutils.initialize()
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What manifests, configs, scripts, dashboards and alerts say of the server agrees with its code."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.runtime import cli
+from meshserve.runtime.config import ServeConfig, read_toml
+from meshserve.runtime.contract import ModelInfo
+from meshserve.runtime.metrics import Metrics
+from meshserve.runtime.model_sizes import named_model
+from meshserve.runtime.record import StepRecord
+from meshserve.runtime.request import Load
+from meshserve.runtime.slice_plan import Planner
+from meshserve.sharding.targets import GIB, Chip, Target
+from tests.deploy.manifests import DEPLOY, OVERLAYS, arguments, containers, rendered, tool, workloads
+
+RUNBOOK = (DEPLOY.parent / "docs" / "runbook.md").read_text()
+CONFIGS = sorted([*(DEPLOY / "configs").glob("*.toml"), *(DEPLOY / "tpu").glob("*.toml")])
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+needs_kubectl = pytest.mark.skipif(tool("kubectl") is None, reason="make test-deploy installs kubectl")
+overlays = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+
+
+def served(overlay: Path, folder: Path) -> tuple[ServeConfig, dict[str, Any], int]:
+    """The config that the pods of an overlay serve with, their template, and their number. Writes to `folder`."""
+    for item in rendered(overlay):
+        if item["kind"] == "ConfigMap" and item["metadata"]["name"] == "meshserve-configs":
+            for name, text in item["data"].items():
+                (folder / name).write_text(text)
+    [(template, num_pods)] = [found for found in workloads(rendered(overlay)) if containers(found[0], "meshserve")]
+    [container] = containers(template, "meshserve")
+    [mounted] = [mount for mount in container["volumeMounts"] if mount["name"] == "configs"]
+    flags = [argument.replace(mounted["mountPath"], str(folder)) for argument in arguments(container)]
+    return cli.serve_config(cli._parser().parse_args(flags)), template, num_pods
+
+
+@needs_kubectl
+@overlays
+def test_pods_serve_with_flags_and_keys_that_there_are(overlay: Path, tmp_path: Path):
+    config, template, num_pods = served(overlay, tmp_path)
+    [container] = containers(template, "meshserve")
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    options = {"grpc": "port", "http": "http_port", "gateway": "gateway_port", "steps": "step_port"}
+    for name, port in ports.items():
+        if name != "coordinator":  # jax's own, at the port that goes with LeaderWorkerSet
+            assert getattr(config, options[name]) == port, name
+    assert config.host == "0.0.0.0" and config.log_format == "json"
+    assert template["spec"]["terminationGracePeriodSeconds"] > config.drain_seconds
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(config.http_port)
+    assert config.cache_dir in {mount["mountPath"] for mount in container["volumeMounts"]}
+    limits = container["resources"]["limits"]
+    num_chips = int(limits.get("nvidia.com/gpu", limits.get("google.com/tpu", 0)))
+    if overlay.name == "pathways":
+        num_chips = sum(
+            number * int(found["resources"]["limits"]["google.com/tpu"])
+            for pod, number in workloads(rendered(overlay))
+            for found in containers(pod, "worker")
+        )
+        num_pods = 1
+    assert num_chips * num_pods == config.tp
+
+
+@needs_kubectl
+@overlays
+def test_probes_and_ports_lead_to_the_server(overlay: Path, tmp_path: Path):
+    config, template, _ = served(overlay, tmp_path)
+    [container] = containers(template, "meshserve")
+    names = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        if "grpc" in container[probe]:
+            assert container[probe]["grpc"] == {"port": config.port, "service": SERVICE}
+        else:
+            assert container[probe]["httpGet"]["path"] in ("/livez", "/readyz")
+            assert container[probe]["httpGet"]["port"] in names
+    for item in rendered(overlay):
+        spec, name = item.get("spec", {}), item["metadata"]["name"]
+        if item["kind"] == "Service" and name == "meshserve":
+            for port in spec["ports"]:
+                assert names[port["targetPort"]] == port["port"]
+        if item["kind"] == "NetworkPolicy":
+            assert {port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())} <= names.keys()
+        if item["kind"] == "InferencePool":
+            assert [port["number"] for port in spec["targetPorts"]] == [config.gateway_port]
+    others = [item for pod, _ in workloads(rendered(overlay)) for item in containers(pod) if item is not container]
+    said = dict(flag.lstrip("-").partition("=")[::2] for other in others for flag in arguments(other))
+    assert said.get("service-discovery-port") in (None, str(config.gateway_port))
+    assert said.get("model-server-metrics-port") in (None, str(config.http_port))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_configs_can_be_served(path: Path):
+    config = ServeConfig(**read_toml(path))
+    listed = yaml.safe_load(path.with_name("kustomization.yaml").read_text())["configMapGenerator"][0]["files"]
+    assert path.name in listed
+    if config.model not in ("", "demo"):
+        plan(config)
+
+
+def plan(config: ServeConfig) -> tuple[float, int]:
+    """GiB of weights and tokens of cache of each device with 80 GB. Raises if the degree or the size does not do."""
+    chip = Chip(
+        kind="NVIDIA H100 80GB HBM3", hbm_bytes=int(79.6 * 0.92 * GIB), hbm_bytes_per_second=3.35e12,
+        is_unrolled=False, compiler_options={},
+    )  # fmt: skip
+    name = Path(config.model).name.lower()
+    planner = Planner(
+        name=name, config=config, model=named_model(name), num_devices=config.tp,
+        target=Target(name="gpu", chip=chip, num_devices=config.tp),
+    )  # fmt: skip
+    found = planner.plan()
+    return found.weight_bytes / GIB, found.served_tokens
+
+
+def test_the_sizes_of_the_runbook_are_those_of_the_configs():
+    rows = dict(re.findall(r"^\| `(qwen3\S+\.toml)` \|(.+)\|$", RUNBOOK, re.MULTILINE))
+    assert rows.keys() == {path.name for path in (DEPLOY / "configs").glob("qwen3*.toml")}
+    for name, row in rows.items():
+        config = ServeConfig(**read_toml(DEPLOY / "configs" / name))
+        gib, num_tokens = plan(config)
+        cells = [cell.strip() for cell in row.split("|")]
+        assert cells[0] == str(config.tp)
+        assert float(cells[1]) == pytest.approx(gib, abs=0.06)
+        assert float(cells[2].replace(",", "")) == pytest.approx(num_tokens, rel=0.02), (name, num_tokens)
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--([a-z][a-z-]+[a-z])", text))
+
+
+def test_commands_in_scripts_and_the_runbook_have_flags_that_there_are():
+    known = {field.name.replace("_", "-") for field in dataclasses.fields(ServeConfig)} | {"config"}
+    slurm = {"nodes", "gpus-per-node", "ntasks-per-node", "job-name", "exclusive", "signal", "requeue"}
+    docker = {"gpus", "shm-size", "privileged", "network"}
+    others = {"kill-on-bad-exit", "help", "target", "timeout", "days", "json"}
+    for path in [*(DEPLOY / "slurm").iterdir(), DEPLOY / "tpu" / "start.sh"]:
+        assert flags_in(path.read_text()) <= known | slurm | others, path
+    for path in (DEPLOY / "docker").glob("Dockerfile.*"):
+        comments = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+        assert flags_in(comments) <= known | docker, path
+        exposed = {int(port) for port in re.findall(r"\d+", re.findall(r"EXPOSE (.+)", path.read_text())[0])}
+        assert {ServeConfig.port, 50052, 9090} == exposed
+    commands = re.findall(r"^ {4}(meshserve serve .+)$", RUNBOOK, re.MULTILINE)
+    assert commands
+    for command in commands:
+        assert flags_in(command) <= known, command
+
+
+def metric_names() -> set[str]:
+    """Everything that /metrics may show, histograms by their parts."""
+    metrics = Metrics()
+    record = {field.name: 0 for field in dataclasses.fields(StepRecord)} | {"queue_seconds": (0.1,), "max_running": 1}
+    metrics.record_step(StepRecord(**record))
+    metrics.num_requests["Generate", "stop"] = metrics.num_refused_calls["UNAUTHENTICATED"] = 1
+    info = ModelInfo(**{
+        field.name: () if field.name == "eos_token_ids" else "" if field.type is str else 1
+        for field in dataclasses.fields(ModelInfo)
+    })  # fmt: skip
+    load = Load(num_running=1, num_waiting=1, num_pages=2, num_free_pages=1)
+    text = metrics.exposition(info=info, load=load, num_open=1, is_ready=True)
+    return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+
+
+def asked_names(text: str) -> set[str]:
+    return set(re.findall(r"\b(?:meshserve_|vllm:)[a-z_]+", text))
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((DEPLOY / "alerts" / "meshserve.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_alerts_autoscaler_dashboard_and_picker_ask_for_metrics_that_there_are():
+    known = metric_names()
+    asked = {rule["alert"]: asked_names(rule["expr"]) for rule in rules()}
+    dashboard = json.loads((DEPLOY / "dashboards" / "meshserve.json").read_text())
+    asked |= {panel["title"]: asked_names(json.dumps(panel)) for panel in dashboard["panels"]}
+    for path in ("prometheus-adapter.yaml", "components/autoscale/autoscaler.yaml"):
+        asked[path] = asked_names((DEPLOY / "kubernetes" / path).read_text())
+    picker = DEPLOY / "kubernetes" / "overlays" / "inference-pool" / "picker-config.yaml"
+    asked["picker"] = asked_names(picker.read_text())
+    for where, names in asked.items():
+        assert names, where
+        assert names <= known, (where, names - known)
+    assert known >= {"meshserve_request_seconds_bucket", "vllm:cache_config_info"}
+
+
+def test_alerts_parse():
+    promql = pytest.importorskip("promql_parser", reason="make test-deploy installs it")
+    for rule in rules():
+        promql.parse(rule["expr"])
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"]["summary"]
+
+
+def test_the_runbook_has_an_answer_to_each_alert():
+    assert re.findall(r"^### (Meshserve\w+)$", RUNBOOK, re.MULTILINE) == [rule["alert"] for rule in rules()]
