@@ -48,7 +48,12 @@ class Ticking:
         self._open: dict[str, int] = {}
 
     def submit(
-        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        options: RequestOptions,
+        grammar: None = None,
     ) -> None:
         with self._lock:
             self._open[request_id] = 0

@@ -1,6 +1,7 @@
 """What the client sends and gets: requests from arguments, chunks from messages, `CallError` from grpc's errors."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -15,6 +16,16 @@ from .errors import MeshserveError
 from .request import FinishReason
 
 
+class ConstraintField(TypedDict, total=False):
+    """One of these. A JSON schema as Python has it, or as text."""
+
+    json_schema: Mapping[str, Any] | str
+    json_object: bool
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+
+
 class SamplingFields(TypedDict, total=False):
     """Fields of SamplingParams in inference.proto. One that is left out takes the server's default."""
 
@@ -25,6 +36,9 @@ class SamplingFields(TypedDict, total=False):
     seed: int
     ignore_eos: bool
     stop: Sequence[str]
+    include_stop: bool
+    stop_token_ids: Sequence[int]
+    constraint: ConstraintField
     num_resumed_tokens: int
 
 
@@ -34,6 +48,18 @@ class RequestFields(SamplingFields, total=False):
     priority: int
     cache_salt: str
     n: int
+
+
+class ChatFields(RequestFields, total=False):
+    """And those of a conversation. `tools` are JSON objects, as Python has them or as text."""
+
+    enable_thinking: bool
+    tools: Sequence[Mapping[str, Any] | str]
+    add_generation_prompt: bool
+    continue_last_message: bool
+
+
+_CHAT_OPTIONS = ("enable_thinking", "add_generation_prompt", "continue_last_message")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +124,44 @@ def generate_request(prompt: str | Sequence[int], request_id: str | None, fields
     return request
 
 
-def chat_request(
-    messages: Sequence[Mapping[str, str]],
-    request_id: str | None,
-    enable_thinking: bool | None,
-    fields: RequestFields,
-) -> pb.ChatRequest:
+def chat_request(messages: Sequence[Mapping[str, Any]], request_id: str | None, fields: ChatFields) -> pb.ChatRequest:
+    rest: Any = dict(fields)
+    options = {name: rest.pop(name) for name in _CHAT_OPTIONS if name in rest}
+    tools = [_json_text(tool) for tool in rest.pop("tools", ())]
     return pb.ChatRequest(
         request_id=request_id,
-        messages=[pb.ChatMessage(**message) for message in messages],
-        enable_thinking=enable_thinking,
-        **_request_fields(fields),
+        messages=[_chat_message(message) for message in messages],
+        tools=tools,
+        **options,
+        **_request_fields(rest),
     )
+
+
+def _chat_message(message: Mapping[str, Any]) -> pb.ChatMessage:
+    calls = [
+        pb.ToolCall(name=call["name"], arguments=_json_text(call["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+    return pb.ChatMessage(**{**message, "tool_calls": calls})
+
+
+def constraint_message(field: ConstraintField) -> pb.Constraint:
+    """
+    Raises:
+      ValueError, TypeError: it has not exactly one of the kinds, or says it with something else than its type.
+    """
+    if len(field) != 1:
+        raise ValueError(f"constraint has the kinds {', '.join(field) or 'none'}; it takes exactly one.")
+    fields: dict[str, Any] = dict(field)
+    if "json_schema" in fields:
+        fields["json_schema"] = _json_text(fields["json_schema"])
+    if "choice" in fields:
+        fields["choice"] = pb.Choice(texts=fields["choice"])
+    return pb.Constraint(**fields)
+
+
+def _json_text(value: Mapping[str, Any] | str) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _request_fields(fields: RequestFields) -> dict[str, Any]:
@@ -117,6 +169,8 @@ def _request_fields(fields: RequestFields) -> dict[str, Any]:
     sampling: dict[str, Any] = dict(fields)
     if isinstance(sampling.get("stop"), str):
         raise TypeError(f"stop is the string {sampling['stop']!r}; it takes a list of strings.")
+    if "constraint" in sampling:
+        sampling["constraint"] = constraint_message(sampling["constraint"])
     beside: dict[str, Any] = {name: sampling.pop(name) for name in ("priority", "cache_salt", "n") if name in sampling}
     return {"sampling": pb.SamplingParams(**sampling), **beside}
 

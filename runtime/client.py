@@ -23,6 +23,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from . import resume, wire
 from .answer import (
     CallError,
+    ChatFields,
     Chunk,
     Completion,
     Finish,
@@ -43,6 +44,7 @@ from .request import Load
 __all__ = [
     "AsyncClient",
     "CallError",
+    "ChatFields",
     "Chunk",
     "Client",
     "Completion",
@@ -116,16 +118,16 @@ class Client:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        enable_thinking: bool | None = None,
-        **fields: Unpack[RequestFields],
+        **fields: Unpack[ChatFields],
     ) -> Generator[Chunk, None, None]:
         """Streams the answer to a conversation: `{"role": "user", "content": "..."}` and the like, oldest first. The
-        server applies the model's chat template. See `generate` for the rest."""
-        request = chat_request(messages, request_id, enable_thinking, fields)
+        server applies the model's chat template. Calls of the assistant are written `{"role": "assistant", "content":
+        "", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}`. See `generate` for the rest."""
+        request = chat_request(messages, request_id, fields)
         if self._resumes:
             return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes)
         return _chunks(self._stub.Chat, request, timeout_seconds, self._metadata)
@@ -244,15 +246,14 @@ class AsyncClient:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
-        enable_thinking: bool | None = None,
-        **fields: Unpack[RequestFields],
+        **fields: Unpack[ChatFields],
     ) -> AsyncGenerator[Chunk, None]:
         """See `Client.chat`."""
-        request = chat_request(messages, request_id, enable_thinking, fields)
+        request = chat_request(messages, request_id, fields)
         if self._resumes:
             return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes)
         return _chunks_async(self._stub.Chat, request, timeout_seconds, self._metadata)

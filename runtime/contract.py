@@ -7,9 +7,12 @@ Deliver, once a step            ---------->     `mailbox.Mailroom.deliver`
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .request import FinishReason, Load, Output, RequestOptions, SamplingParams
+
+if TYPE_CHECKING:
+    from .grammar import Grammar
 
 # Takes all outputs of one step. The engine calls it from its own thread; it returns at once and never raises.
 Deliver = Callable[[Sequence[Output]], None]
@@ -23,10 +26,15 @@ class Engine(Protocol):
         """Why the engine's loop died; None while it is well. Set before the outputs that the death causes."""
 
     def submit(
-        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        options: RequestOptions,
+        grammar: "Grammar | None" = None,
     ) -> None:
-        """Accepts a request. From now on its outputs are delivered, the last one of each sample, and only it, with a
-        finish reason.
+        """Accepts a request; `grammar` is its `params.constraint`, compiled. From now on its outputs are delivered, the
+        last one of each sample, and only it, with a finish reason.
 
         Raises:
           InvalidRequestError: it can never be served.

@@ -21,8 +21,10 @@ import jax
 import numpy as np
 
 from .batch import BatchBuilder, Bucket
+from .constrained import ConstrainedSamples
 from .contract import Deliver
 from .errors import EngineStoppedError, InvalidRequestError
+from .grammar import Grammar
 from .pages import PageAllocator
 from .plan import Progress, StepPlan
 from .prefix import extend_page_keys
@@ -98,6 +100,7 @@ class Engine:
         self._clock = clock
         self._open: dict[str, list[Request]] = {}  # unfinished samples, by request id
         self._texts: dict[Request, TextStream] = {}
+        self._constrained = ConstrainedSamples()
         self._outputs: list[Output] = []
         self._flight: _Flight | None = None
         self._change: _Change | None = None
@@ -124,15 +127,19 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
+        grammar: Grammar | None = None,
     ) -> None:
-        """Accepts a request; its outputs come through `deliver`.
+        """Accepts a request; its outputs come through `deliver`. `grammar` is `params.constraint`, compiled.
 
         Raises:
           InvalidRequestError: it can never be served, or its id is in use.
           QueueFullError: too many wait.
           EngineStoppedError: the engine is stopping or has failed.
         """
+        assert (grammar is None) == (params.constraint is None), "a constraint comes with its grammar"
         samples = self._samples(request_id, tuple(prompt_token_ids), params, options)
+        resumed = prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :]
+        matchers = [grammar.matcher(resumed) for _ in samples] if grammar is not None else []
         with self._changed:
             if self.failure is not None:
                 raise EngineStoppedError(f"the engine has failed: {self.failure}")
@@ -143,10 +150,12 @@ class Engine:
                 raise InvalidRequestError("request_id", message)
             self._scheduler.add(*samples)
             self._open[request_id] = samples
+            for sample, matcher in zip(samples, matchers, strict=False):
+                self._constrained.open(sample, matcher)
             if self._tokenizer is not None:
-                resumed = prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :]
                 for sample in samples:
-                    text = self._texts[sample] = TextStream(self._tokenizer, params.stop)
+                    text = TextStream(self._tokenizer, params.stop, include_stop=params.include_stop)
+                    self._texts[sample] = text
                     text.push(resumed)
             self._changed.notify()
 
@@ -283,6 +292,7 @@ class Engine:
             self._collect(self._flight)
         self._flight = flight
         self._flush()
+        self._renew_masks()
 
     def _dispatch(self) -> _Flight | None:
         with self._changed:
@@ -311,19 +321,31 @@ class Engine:
             if self._recorder is not None and flight.record is not None:
                 self._recorder.collected(flight.record, now - flight.dispatched)
 
+    def _renew_masks(self) -> None:
+        """What constrained requests may sample next, while the device runs; without the lock, for it may take long."""
+        ended = self._constrained.renew_masks()
+        if ended:
+            with self._changed:
+                for request, (reason, message) in ended:
+                    if self._scheduler.finish(request, reason, self._clock()):
+                        self._end(request, message=message)
+
     def _stream(self, progress: Progress, now: float) -> None:
-        """Turns a request's new token into an output; a stop string in its text ends it."""
+        """Turns a request's new token into an output; a stop string in its text, or its constraint, ends it."""
         request, token_id = progress
         token_ids = () if token_id is None else (token_id,)
-        text = ""
+        text, end = "", None
         stream = self._texts.get(request)
         if stream is not None:
             text, has_stopped = stream.push(token_ids)
-            if has_stopped:
-                if not self._scheduler.finish(request, FinishReason.STOP, now):
-                    request.finish_reason = FinishReason.STOP  # it reached its length with this very token
+            end = (FinishReason.STOP, "") if has_stopped else None
+        if end is None and request.is_constrained:
+            end = self._constrained.advance(request, token_id)
+        reason, message = end or (None, "")
+        if reason is not None and not self._scheduler.finish(request, reason, now):
+            request.finish_reason = reason  # it reached its length, or its end token, with this very token
         if request.is_finished:
-            self._end(request, token_ids=token_ids, text=text)
+            self._end(request, token_ids=token_ids, text=text, message=message)
         else:
             output = Output(request_id=request.request_id, index=request.index, token_ids=token_ids, text=text)
             self._outputs.append(output)
@@ -331,6 +353,7 @@ class Engine:
     def _end(self, request: Request, *, token_ids: tuple[int, ...] = (), text: str = "", message: str = "") -> None:
         """Queues a finished sample's last output: all text that was held back comes with it."""
         stream = self._texts.pop(request, None)
+        self._constrained.close(request)
         samples = self._open[request.request_id]
         samples.remove(request)
         if not samples:

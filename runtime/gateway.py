@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 
 from .access import LOCAL
+from .constraint import CONSTRAINT_KINDS, Constraint
 from .errors import ConfigError, EngineStoppedError, InvalidRequestError
 from .request import MAX_SEED, Output, RequestOptions, SamplingParams
 from .server import Asked, Backend, Edge, checked_request_id
@@ -66,12 +67,8 @@ def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
     for name in _UNSUPPORTED:
         if message.HasField(name):
             raise InvalidRequestError(name, "this server has no such option; leave it out.")
-    if constraint := message.WhichOneof("constraint"):
-        raise InvalidRequestError(constraint, "this server cannot hold the output to a grammar; leave it out.")
-    if message.logit_bias or message.stop_token_ids:
-        raise InvalidRequestError("logit_bias, stop_token_ids", "this server has no such options; leave them out.")
-    if message.include_stop_str_in_output:
-        raise InvalidRequestError("include_stop_str_in_output", "this server cuts the output before a stop string.")
+    if message.logit_bias:
+        raise InvalidRequestError("logit_bias", "this server has no such option; leave it out.")
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else max(1, max_output_tokens),
         temperature=message.temperature if message.HasField("temperature") else 1.0,
@@ -80,7 +77,21 @@ def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
         seed=message.seed % (MAX_SEED + 1) if message.HasField("seed") else None,
         ignore_eos=message.ignore_eos,
         stop=tuple(message.stop),
+        include_stop=message.include_stop_str_in_output,
+        stop_token_ids=tuple(message.stop_token_ids),
+        constraint=_constraint(message),
     )
+
+
+def _constraint(message: Any) -> Constraint | None:
+    kind = message.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        return None
+    if kind == "choice":
+        return Constraint(kind=kind, choices=tuple(message.choice.choices))
+    if kind not in CONSTRAINT_KINDS:
+        raise InvalidRequestError(kind, f"this server has no such option; it has {', '.join(CONSTRAINT_KINDS)}.")
+    return Constraint(kind=kind, text="" if kind == "json_object" else getattr(message, kind))
 
 
 def _servicer(base: type) -> type:

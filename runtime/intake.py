@@ -2,29 +2,36 @@
 token ids. Out: token ids.
 
 Short texts are tokenised on the event loop, long ones and conversations in a thread, so that no stream waits for them.
+So are constraints compiled, few at a time: a large one keeps a core busy for half a second.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshserve.protos import inference_pb2 as pb
 
+from . import conversation
+from .constraint import Constraint
 from .contract import ModelInfo
 from .errors import InvalidRequestError
+from .grammar import Grammar, Grammars
 from .request import SamplingParams
 from .tokenizer import Tokenizer
 
 _MAX_INLINE_CHARS = 2_000  # takes about 1 ms to tokenise; longer prompts would hold up every stream
 _MAX_INLINE_TOKENS = 2_000
 _MAX_DETOKENIZE_TOKENS = 2**20
-_MAX_ROLE_CHARS = 64
+_MAX_COMPILING = 2  # constraints
 
 
 class Intake:
     """Checks and tokenises for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, info: ModelInfo):
+    def __init__(self, tokenizer: Tokenizer, info: ModelInfo, grammars: Grammars | None = None):
         self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._compiling = asyncio.Semaphore(_MAX_COMPILING)
         self._info = info
         # No token is longer than this, so a longer text cannot fit: it need not be tokenised to be refused.
         self._max_chars = info.max_context_tokens * tokenizer.max_token_chars
@@ -63,28 +70,18 @@ class Intake:
             return self._tokenizer.decode(token_ids)
         return await asyncio.to_thread(self._tokenizer.decode, token_ids)
 
-    async def render(self, messages: Sequence[pb.ChatMessage], enable_thinking: bool | None) -> tuple[int, ...]:
+    async def render(self, asked: pb.Conversation) -> tuple[int, ...]:
         """The tokens of a conversation, as the model's chat template writes it.
 
         Raises:
           InvalidRequestError: a message or the template's opinion of it.
           UnsupportedModelError: the model has no template.
         """
-        if not messages:
-            raise InvalidRequestError("messages", "got none; send one or more.")
-        for index, message in enumerate(messages):
-            if not 1 <= len(message.role) <= _MAX_ROLE_CHARS:
-                raise InvalidRequestError(
-                    f"messages[{index}].role",
-                    f"has {len(message.role)} characters; allowed is 1 to {_MAX_ROLE_CHARS}. Templates know system, "
-                    "user and assistant.",
-                )
-        self._check_chars("messages", sum(len(message.content) for message in messages))
-        plain = [{"role": message.role, "content": message.content} for message in messages]
-        options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        return await asyncio.to_thread(self._render, plain, options)
+        self._check_chars("messages", sum(map(len, conversation.texts(asked))))
+        messages, options = conversation.template_arguments(asked)
+        return await asyncio.to_thread(self._render, messages, options)
 
-    def _render(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, bool]) -> tuple[int, ...]:
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
         return self._tokenizer.encode(self._tokenizer.render_chat(messages, **options))
 
     def checked(self, field: str, token_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -107,14 +104,31 @@ class Intake:
         self._check_vocabulary(field, token_ids)
         return token_ids
 
-    def check_resumed(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Raises:
-        InvalidRequestError: the output to go on from is not in the prompt."""
+    async def grammar(self, constraint: Constraint | None) -> Grammar | None:
+        """A constraint, compiled.
+
+        Raises:
+          InvalidRequestError: it cannot be honoured.
+        """
+        if constraint is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequestError(constraint.field, "this server cannot hold outputs to anything; leave it out.")
+        async with self._compiling:
+            return await asyncio.to_thread(self._grammars.compile, constraint)
+
+    def check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """What depends on the prompt and on the vocabulary.
+
+        Raises:
+          InvalidRequestError: the output to go on from is not in the prompt, or a token does not exist.
+        """
         if not 0 <= params.num_resumed_tokens < num_prompt_tokens:
             raise InvalidRequestError(
                 "sampling.num_resumed_tokens",
                 f"got {params.num_resumed_tokens}; allowed is less than the prompt's {num_prompt_tokens} tokens.",
             )
+        self._check_vocabulary("sampling.stop_token_ids", params.stop_token_ids)
 
     def _check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
         vocab_size = self._info.vocab_size

@@ -21,6 +21,7 @@ from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig
 from .contract import Deliver, ModelInfo
 from .engine import Engine
 from .errors import ConfigError
+from .grammar import Grammars
 from .kernel_choice import choose_kernels
 from .limits import SchedulerLimits
 from .model_files import DEMO_MODEL, find_model
@@ -49,6 +50,7 @@ class Launched:
     tokenizer: Tokenizer
     info: ModelInfo
     resharder: Resharder
+    grammars: Grammars
 
     def info_at(self, tp: int) -> ModelInfo:
         """What is served once the degree has changed."""
@@ -72,6 +74,7 @@ def launch(
     files = find_model(config.model)
     model = ModelConfig.from_file(files.small / "config.json")
     tokenizer = Tokenizer(files.small)
+    grammars = Grammars(files.small / "tokenizer.json", model.vocab_size, tokenizer.eos_token_ids)
 
     def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
         progress("loading the weights")
@@ -81,7 +84,7 @@ def launch(
 
     engine, mesh = build_engine(config, model, load, tokenizer, deliver, record)
     info = _model_info(config, model, tokenizer, mesh)
-    return Launched(engine, tokenizer, info, Resharder(engine, config, model, make_runner))
+    return Launched(engine, tokenizer, info, Resharder(engine, config, model, make_runner), grammars)
 
 
 def build_engine(

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import answer, wire
 from .config import ServeConfig
+from .constraint import Constraint
 from .errors import EngineStoppedError, InvalidRequestError, MeshserveError
 from .launch import Launched, launch
 from .request import Output, RequestOptions, SamplingParams
@@ -106,7 +108,8 @@ def _options(raw: Mapping[str, Any]) -> RequestOptions:
 def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:
     types: dict[str, tuple[type, ...]] = {
         "max_tokens": (int,), "temperature": (int, float), "top_k": (int,), "top_p": (int, float),
-        "seed": (int, type(None)), "ignore_eos": (bool,), "stop": (str, list),
+        "seed": (int, type(None)), "ignore_eos": (bool,), "stop": (str, list), "include_stop": (bool,),
+        "stop_token_ids": (list,), "constraint": (dict,),
     }  # fmt: skip
     fields = {name: raw[name] for name in _SAMPLING_FIELDS if name in raw}
     for name, value in fields.items():
@@ -116,7 +119,19 @@ def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:
     stop = [stop] if isinstance(stop, str) else stop
     if not all(isinstance(text, str) for text in stop):
         raise ValueError("stop must be a string or a list of strings.")
-    return SamplingParams(**{**fields, "stop": tuple(stop)})
+    stop_token_ids = fields.get("stop_token_ids", [])
+    if not all(type(token_id) is int for token_id in stop_token_ids):
+        raise ValueError("stop_token_ids must be a list of integers.")
+    if "constraint" in fields:
+        fields["constraint"] = _constraint(fields["constraint"])
+    return SamplingParams(**{**fields, "stop": tuple(stop), "stop_token_ids": tuple(stop_token_ids)})
+
+
+def _constraint(raw: Any) -> Constraint:
+    try:
+        return wire.constraint(answer.constraint_message(raw))
+    except TypeError as error:
+        raise ValueError(f"constraint: {error}") from None
 
 
 class Batch:
@@ -144,7 +159,10 @@ class Batch:
             with self._changed:
                 self._num_open += prompt.options.n
             try:
-                launched.engine.submit(str(index), self._token_ids(launched, prompt), prompt.params, prompt.options)
+                constraint = prompt.params.constraint
+                grammar = launched.grammars.compile(constraint) if constraint is not None else None
+                token_ids = self._token_ids(launched, prompt)
+                launched.engine.submit(str(index), token_ids, prompt.params, prompt.options, grammar)
             except (InvalidRequestError, EngineStoppedError) as error:
                 for completion in self.completions[index]:
                     completion.finish_reason, completion.error = "error", str(error)

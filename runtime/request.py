@@ -6,11 +6,17 @@ Pure Python: the edge, the scheduler and the engine all speak in these types.
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from .constraint import Constraint
 from .errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKENS = 64
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 100
 MAX_CACHE_SALT_CHARS = 256
@@ -20,7 +26,7 @@ MAX_SAMPLES = 64
 class FinishReason(enum.Enum):
     """Why a request ended. Every accepted request ends with exactly one of these."""
 
-    STOP = "stop"  # an end token of the model, or a stop string
+    STOP = "stop"  # an end token, a stop token, a stop string, or the constraint lets nothing follow
     LENGTH = "length"  # max_tokens, or the context was full
     CANCELLED = "cancelled"  # the caller went away or asked for it
     DEADLINE = "deadline"  # the caller's deadline passed
@@ -42,7 +48,10 @@ class SamplingParams:
     seed: int | None = None  # None: the engine draws one
     ignore_eos: bool = False  # run to max_tokens; stop strings still end the request
     stop: tuple[str, ...] = ()
+    include_stop: bool = False  # the stop string stays at the end of the text
+    stop_token_ids: tuple[int, ...] = ()  # end the request as end tokens do, whatever ignore_eos says
     num_resumed_tokens: int = 0  # so many tokens at the end of the prompt are output that the caller has already
+    constraint: Constraint | None = None  # what the output is held to
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, got: object, allowed: str) -> None:
@@ -59,6 +68,8 @@ class SamplingParams:
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"{MAX_STOP_STRINGS} or fewer")
         for text in self.stop:
             require(0 < len(text) <= MAX_STOP_STRING_CHARS, "stop", text, f"1 to {MAX_STOP_STRING_CHARS} characters")
+        num_stop_tokens = len(self.stop_token_ids)
+        require(num_stop_tokens <= MAX_STOP_TOKENS, "stop_token_ids", num_stop_tokens, f"{MAX_STOP_TOKENS} or fewer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +134,12 @@ class Request:
     num_cached_tokens: int = 0  # of the prompt, found in the cache when the request first ran
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    is_constrained: bool = False  # what it may sample depends on its last token, so that the host must know it
+    token_mask: "np.ndarray | None" = None  # [W] uint32, a bit a token: what it may sample next. None: everything
 
     def __post_init__(self) -> None:
         self.num_known_tokens = len(self.prompt_token_ids)
+        self.is_constrained = self.params.constraint is not None
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ import grpc
 
 from meshserve.protos import inference_pb2 as pb
 
+from . import wire
 from .answer import CallError, Chunk, Finish, Usage, call_error, chunk
 from .request import FinishReason, SamplingParams
 
@@ -119,9 +120,7 @@ class _Run:
 def _tokenize_request(request: pb.GenerateRequest | pb.ChatRequest) -> pb.TokenizeRequest | None:
     """How to learn the tokens of the prompt; None if the request says them."""
     if isinstance(request, pb.ChatRequest):
-        thinking = request.enable_thinking if request.HasField("enable_thinking") else None
-        asked = pb.Conversation(messages=request.messages, enable_thinking=thinking)
-        return pb.TokenizeRequest(conversation=asked)
+        return pb.TokenizeRequest(conversation=wire.conversation(request))
     return None if request.HasField("token_ids") else pb.TokenizeRequest(text=request.text)
 
 

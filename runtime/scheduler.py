@@ -330,7 +330,8 @@ class Scheduler:
             if request.finish_reason is not None:
                 self.num_wasted_tokens += 1
                 continue
-            if token_id in eos_token_ids and not request.params.ignore_eos:
+            params = request.params
+            if (token_id in eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids:
                 self.finish(request, FinishReason.STOP, now)
                 progress.append((request, None))
                 continue

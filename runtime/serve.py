@@ -1,6 +1,7 @@
 """`meshserve serve`: listens at once, loads and compiles behind the port, serves until told to stop."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -87,7 +88,7 @@ def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConf
             raise EngineStoppedError("the server is starting; send SIGHUP again once it is ready.")
         (launched,) = served
         if launched.resharder.change_tp(tp):
-            edge.attach(Backend(launched.engine, launched.tokenizer, launched.info_at(tp)))
+            edge.attach(dataclasses.replace(edge.backend, info=launched.info_at(tp)))
 
     if read is not None and threading.current_thread() is threading.main_thread():
         reload_on_hangup(config, read, change_tp)

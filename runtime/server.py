@@ -21,6 +21,7 @@ from . import wire
 from .access import Access, Tenant
 from .contract import Engine, ModelInfo
 from .errors import DeadlineError, EngineStoppedError, InvalidRequestError
+from .grammar import Grammars
 from .intake import Intake
 from .journey import Observer
 from .mailbox import Mailroom
@@ -53,6 +54,7 @@ class Backend:
     engine: Engine
     tokenizer: Tokenizer
     info: ModelInfo
+    grammars: Grammars | None = None  # None: takes no constraints
 
 
 class Edge(pb_grpc.InferenceServiceServicer):
@@ -71,7 +73,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
 
     def attach(self, backend: Backend) -> None:
         """Gives it what it serves with, or another description of that. From any thread."""
-        self._intake = Intake(backend.tokenizer, backend.info)
+        self._intake = Intake(backend.tokenizer, backend.info, backend.grammars)
         self.backend = backend
 
     def accept(self) -> None:
@@ -124,8 +126,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> None:
         async def prompt(intake: Intake) -> tuple[int, ...]:
-            thinking = request.enable_thinking if request.HasField("enable_thinking") else None
-            return intake.checked("messages", await intake.render(request.messages, thinking))
+            return intake.checked("messages", await intake.render(wire.conversation(request)))
 
         await self._answer("Chat", request, prompt, pb.ChatResponse, context)
 
@@ -167,9 +168,10 @@ class Edge(pb_grpc.InferenceServiceServicer):
         Raises:
           MeshserveError: whatever `contract.Engine.submit` and `mailbox.Mailbox.take` raise, and QuotaExceededError.
         """
-        backend, intake = self.serving()  # tokenising may have taken a while
+        grammar = await self.serving()[1].grammar(asked.params.constraint)
+        backend, intake = self.serving()  # tokenising and compiling may have taken a while
         num_prompt_tokens = len(asked.prompt_token_ids)
-        intake.check_resumed(asked.params, num_prompt_tokens)
+        intake.check_params(asked.params, num_prompt_tokens)
         metadata = context.invocation_metadata()
         tenant = tenant if tenant is not None else self.access.tenant(metadata)
         options = salted(tenant, asked.options)
@@ -177,7 +179,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         with self.access.in_flight(tenant, num_tokens):
             mailbox = self.mailroom.open(scoped(tenant, asked.request_id), options.n)
             try:
-                backend.engine.submit(mailbox.request_id, asked.prompt_token_ids, asked.params, options)
+                backend.engine.submit(mailbox.request_id, asked.prompt_token_ids, asked.params, options, grammar)
             except BaseException:
                 self.mailroom.discard(mailbox)
                 raise
@@ -221,9 +223,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
                 raise InvalidRequestError("input", "got neither text nor conversation; send one of them.")
             if field == "text":
                 return pb.TokenizeResponse(token_ids=await intake.encode(request.text))
-            asked = request.conversation
-            thinking = asked.enable_thinking if asked.HasField("enable_thinking") else None
-            return pb.TokenizeResponse(token_ids=await intake.render(asked.messages, thinking))
+            return pb.TokenizeResponse(token_ids=await intake.render(request.conversation))
         except Exception as error:
             await abort(context, error)
 

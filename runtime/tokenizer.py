@@ -133,12 +133,21 @@ class Tokenizer:
             self._token_bytes[token_id] = found
         return found
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_options: Any) -> str:
-        """The prompt of a conversation, ready for the model's answer, as the model's chat template writes it.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_last_message: bool = False,
+        **template_options: Any,
+    ) -> str:
+        """The prompt of a conversation, as the model's chat template writes it.
 
         Args:
           messages: `{"role": "user", "content": "..."}` and the like, oldest first.
-          **template_options: variables of the template, for example `enable_thinking=False`.
+          add_generation_prompt: end with the words that begin an answer.
+          continue_last_message: end within the last message, after its content; without a generation prompt.
+          **template_options: variables of the template, for example `enable_thinking=False` or `tools=[...]`.
 
         Raises:
           UnsupportedModelError: the directory has no chat template.
@@ -151,7 +160,11 @@ class Tokenizer:
             )
         try:
             rendered = renderer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **template_options
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_last_message,
+                **template_options,
             )
         except Exception as error:  # jinja2's errors, and whatever a template does with messages it did not expect
             raise InvalidRequestError("messages", f"the chat template refused them: {error}") from error
@@ -171,11 +184,12 @@ class Tokenizer:
 class TextStream:
     """The text of one request, as its tokens come.
 
-    The output ends as soon as it contains one of the stop strings, and is cut before it; of several that are complete
-    at the same character, the longest counts. How the tokens are cut into calls changes nothing about the whole text.
+    The output ends as soon as it contains one of the stop strings, and is cut before it, or after it with
+    `include_stop`; of several that are complete at the same character, the longest counts. How the tokens are cut into
+    calls changes nothing about the whole text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = stop
@@ -183,6 +197,7 @@ class TextStream:
         self._beginnings = frozenset(text[:end] for text in stop for end in range(1, len(text)))
         self._max_held_chars = max(map(len, stop), default=1) - 1
         self._held = ""  # always the longest end of the text so far that is one of the beginnings
+        self._include_stop = include_stop
         self._is_stopped = False
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, bool]:
@@ -209,10 +224,10 @@ class TextStream:
         text = self._held + new
         found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
-            _, cut = min(found)  # the first to be complete; of several there, the one that began first
+            end, start = min(found)  # the first to be complete; of several there, the one that began first
             self._is_stopped = True
             self._held = ""
-            return text[:cut], True
+            return text[: end if self._include_stop else start], True
         num_chars = len(text)
         for cut in range(max(0, num_chars - self._max_held_chars), num_chars):
             if text[cut:] in self._beginnings:

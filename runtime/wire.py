@@ -10,7 +10,9 @@ from typing import Any
 
 from meshserve.protos import inference_pb2 as pb
 
+from .constraint import CONSTRAINT_KINDS, Constraint
 from .contract import ModelInfo
+from .errors import InvalidRequestError
 from .request import FinishReason, Load, Output, RequestOptions, SamplingParams
 
 _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
@@ -33,9 +35,31 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
       InvalidRequestError: a value is out of range.
     """
     sent: dict[str, Any] = {field.name: value for field, value in message.ListFields()}  # a zero that was sent is here
-    if "stop" in sent:
-        sent["stop"] = tuple(sent["stop"])
+    for name in ("stop", "stop_token_ids"):
+        if name in sent:
+            sent[name] = tuple(sent[name])
+    if "constraint" in sent:
+        sent["constraint"] = constraint(sent["constraint"])
     return SamplingParams(**sent)
+
+
+def constraint(message: pb.Constraint) -> Constraint:
+    """
+    Raises:
+      InvalidRequestError: it says nothing, or too much.
+    """
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequestError("sampling.constraint", f"says nothing; send one of {', '.join(CONSTRAINT_KINDS)}.")
+    if kind == "choice":
+        return Constraint(kind=kind, choices=tuple(message.choice.texts))
+    if kind == "json_object":
+        if not message.json_object:
+            raise InvalidRequestError(
+                "sampling.constraint.json_object", "got false; allowed is true, or no constraint."
+            )
+        return Constraint(kind=kind)
+    return Constraint(kind=kind, text=getattr(message, kind))
 
 
 def request_options(message: pb.GenerateRequest | pb.ChatRequest, timeout_seconds: float | None) -> RequestOptions:
@@ -47,6 +71,12 @@ def request_options(message: pb.GenerateRequest | pb.ChatRequest, timeout_second
     names: tuple[Any, ...] = ("priority", "cache_salt", "n")
     sent = {name: getattr(message, name) for name in names if message.HasField(name)}
     return RequestOptions(timeout_seconds=timeout_seconds, **sent)
+
+
+def conversation(request: pb.ChatRequest) -> pb.Conversation:
+    """What a chat template is given of it."""
+    names = {field.name for field in pb.Conversation.DESCRIPTOR.fields}
+    return pb.Conversation(**{field.name: value for field, value in request.ListFields() if field.name in names})
 
 
 def answer(kind: type[AnswerMessage], output: Output) -> AnswerMessage:

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.errors import InvalidRequestError
+from meshserve.runtime.grammar import Grammar
 from meshserve.runtime.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
 from meshserve.runtime.permissions import new_access
@@ -50,11 +51,12 @@ class Letters:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("ascii", "replace")
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, enable_thinking: bool = True) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool = True, **rest: Any) -> str:
         if any(message["role"] == "alien" for message in messages):
             raise InvalidRequestError("messages", "the chat template refused them: no aliens")
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return text if enable_thinking else text + "no thinking\n"
+        text = text if enable_thinking else text + "no thinking\n"
+        return text + "".join(f"{name[:3]}={value}\n" for name, value in sorted(rest.items()))
 
 
 @dataclass
@@ -85,7 +87,12 @@ class FakeEngine:
     is_running: bool = True
 
     def submit(
-        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        options: RequestOptions,
+        grammar: Grammar | None = None,
     ) -> None:
         if self.submit_error is not None:
             raise self.submit_error

@@ -273,6 +273,19 @@ def test_a_stop_string_ends_the_text_before_it(start: Start, stop: tuple[str, ..
     assert serving.result("r") == (tokens, text, FinishReason.STOP)
 
 
+def test_a_stop_string_may_stay_in_the_text(start: Start):
+    serving = start()
+    serving.submit("r", max_tokens=20, stop=("cd",), include_stop=True)
+    assert serving.result("r") == ("bcd", "bcd", FinishReason.STOP)
+
+
+def test_a_stop_token_ends_the_request_like_an_end_token(start: Start):
+    serving = start(eos="c")
+    serving.submit("r", max_tokens=20, stop_token_ids=tuple(b"ze"), ignore_eos=True)
+    assert serving.result("r") == ("bcd", "bcd", FinishReason.STOP)
+    assert serving.outputs("r")[-1].num_output_tokens == 3
+
+
 def test_a_stop_string_in_the_last_token_is_the_reason(start: Start):
     serving = start()
     serving.submit("r", max_tokens=3, stop=("d",))

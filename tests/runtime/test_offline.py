@@ -12,6 +12,7 @@ import pytest
 from meshserve.runtime import offline
 from meshserve.runtime.cli import main
 from meshserve.runtime.config import ServeConfig
+from meshserve.runtime.constraint import Constraint
 from meshserve.runtime.contract import Deliver
 from meshserve.runtime.errors import EngineStoppedError, InvalidRequestError, MeshserveError
 from meshserve.runtime.offline import Prompt, generate_file, read_prompts
@@ -40,12 +41,16 @@ def test_prompts_are_text_or_tokens_with_sampling_fields(write):
         '{"prompt": "hi", "max_tokens": 3, "temperature": 0, "top_k": 4, "top_p": 0.5, "seed": 7}\n'
         "\n"
         '{"prompt_token_ids": [1, 2], "ignore_eos": true, "stop": "END", "seed": null}\n'
-        '{"prompt": "", "stop": ["a", "b"]}'
+        '{"prompt": "", "stop": ["a", "b"], "include_stop": true, "stop_token_ids": [3]}\n'
+        '{"prompt": "x", "constraint": {"json_schema": {"type": "null"}}}\n'
+        '{"prompt": "x", "constraint": {"choice": ["a", "b"]}}'
     )
     assert read_prompts(path) == [
         Prompt("hi", SamplingParams(max_tokens=3, temperature=0, top_k=4, top_p=0.5, seed=7)),
         Prompt((1, 2), SamplingParams(ignore_eos=True, stop=("END",))),
-        Prompt("", SamplingParams(stop=("a", "b"))),
+        Prompt("", SamplingParams(stop=("a", "b"), include_stop=True, stop_token_ids=(3,))),
+        Prompt("x", SamplingParams(constraint=Constraint(kind="json_schema", text='{"type": "null"}'))),
+        Prompt("x", SamplingParams(constraint=Constraint(kind="choice", choices=("a", "b")))),
     ]
 
 
@@ -70,6 +75,11 @@ def test_only_newlines_end_a_line(write, separator: str):
         ('{"prompt": "a", "max_tokens": 3.5}', "max_tokens is 3.5, of type float"),
         ('{"prompt": "a", "max_tokens": true}', "max_tokens is True, of type bool"),
         ('{"prompt": "a", "stop": [1]}', "stop must be a string or a list of strings"),
+        ('{"prompt": "a", "stop_token_ids": [1, "2"]}', "stop_token_ids must be a list of integers"),
+        ('{"prompt": "a", "constraint": {"regex": 1}}', "constraint: "),
+        ('{"prompt": "a", "constraint": {"regexp": "a"}}', "regexp"),
+        ('{"prompt": "a", "constraint": {}}', "constraint has the kinds none; it takes exactly one"),
+        ('{"prompt": "a", "constraint": {"choice": []}}', "sampling.constraint.choice: got 0 choices"),
         ('{"prompt": "a", "top_p": 0}', "sampling.top_p: got 0; allowed is above 0 and at most 1"),
         ('{"prompt": "a", "temperature": NaN}', "sampling.temperature: got nan"),
         ('{"prompt": "a", "seed": -1}', "sampling.seed: got -1"),
@@ -106,7 +116,15 @@ class FakeEngine:
     def stop(self) -> None:
         self.calls.append("stop")
 
-    def submit(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, options: RequestOptions) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        options: RequestOptions,
+        grammar: None = None,
+    ) -> None:
+        assert grammar is None
         if prompt == (13,):
             self.failure = "RuntimeError: device lost"
         if self.failure:

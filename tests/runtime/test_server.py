@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
+from meshserve.runtime.answer import constraint_message
 from meshserve.runtime.client import AsyncClient, CallError, Client, Usage, call_errors
 from meshserve.runtime.errors import (
     ConfigError,
@@ -111,6 +112,89 @@ def test_chats_that_are_refused(server, client, messages, field_name, words):
         list(client.chat(messages))
     assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field_name)
     assert server.engine.num_submits == num_submits
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field_name", "words"),
+    [
+        ({"regex": "a"}, "sampling.constraint.regex", "cannot hold outputs to anything"),
+        ({"json_object": False}, "sampling.constraint.json_object", "got false; allowed is true"),
+        ({"regex": ""}, "sampling.constraint.regex", "got an empty text"),
+        ({"choice": []}, "sampling.constraint.choice", "got 0 choices"),
+    ],
+)
+def test_constraints_that_are_refused(client, constraint, field_name, words):
+    with pytest.raises(CallError, match=words) as caught:
+        list(client.generate("a", constraint=constraint))
+    assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field_name)
+
+
+def test_a_constraint_that_says_nothing_is_refused(server):
+    with pytest.raises(ValueError, match="exactly one"):
+        constraint_message({"regex": "a", "json_object": True})
+    with grpc.insecure_channel(server.target) as channel, pytest.raises(CallError, match="send one of") as caught:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        sampling = pb.SamplingParams(constraint=pb.Constraint())
+        with call_errors():
+            list(stub.Generate(pb.GenerateRequest(text="a", sampling=sampling)))
+    assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, "sampling.constraint")
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused(client):
+    with pytest.raises(CallError, match="token 1 is 128; allowed is 0 to 127") as caught:
+        list(client.generate("a", stop_token_ids=[3, 128]))
+    assert caught.value.field == "sampling.stop_token_ids"
+
+
+TALK = {"role": "user", "content": "a"}
+SAID = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "field_name", "words"),
+    [
+        ([TALK], {"tools": ["{"]}, "tools[0]", "is not JSON"),
+        ([TALK], {"tools": [{"type": "function"}, "[1]"]}, "tools[1]", "is JSON of type list; allowed is an object"),
+        ([TALK], {"tools": ["{}"] * 129}, "tools", "got 129; allowed are 128"),
+        ([TALK], {"tools": ['{"a": "' + "x" * 20_000 + '"}']}, "messages", "characters; allowed are"),
+        ([TALK], {"continue_last_message": True}, "continue_last_message", "the last message is of 'user'"),
+        (
+            [TALK, SAID | {"content": " "}],
+            {"continue_last_message": True},
+            "continue_last_message",
+            "with 1 characters",
+        ),
+        (
+            [TALK, SAID | {"tool_calls": [{"name": "f", "arguments": {}}]}],
+            {"continue_last_message": True},
+            "continue_last_message",
+            "1 tool calls",
+        ),
+        (
+            [TALK, SAID],
+            {"continue_last_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+            "allowed is one of them",
+        ),
+        ([SAID | {"tool_calls": [{"name": "", "arguments": {}}]}], {}, "messages[0].tool_calls[0].name", "is empty"),
+        ([SAID | {"tool_calls": [{"name": "f", "arguments": "1"}]}], {}, "messages[0].tool_calls[0].arguments", "int"),
+    ],
+)
+def test_options_of_a_chat_that_are_refused(client, messages, options, field_name, words):
+    with pytest.raises(CallError, match=words) as caught:
+        list(client.chat(messages, **options))
+    assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field_name)
+
+
+def test_options_of_a_chat_reach_the_template(client):
+    def num_rendered(messages, **options):
+        [last] = client.chat(messages, max_tokens=1, **options)
+        return last.finish.usage.num_prompt_tokens
+
+    text = "user: a\nassistant: b\n"
+    assert num_rendered([TALK, SAID], add_generation_prompt=False) == len(text + "add=False\n")
+    assert num_rendered([TALK, SAID], continue_last_message=True) == len(text + "add=False\ncon=True\n")
+    assert num_rendered([TALK, SAID], tools=[{"n": 1}]) == len(text + "too=[{'n': 1}]\n")
 
 
 def test_a_model_without_a_chat_template_says_so(client, monkeypatch):

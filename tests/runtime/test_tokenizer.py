@@ -6,6 +6,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshserve.protos import inference_pb2 as pb
+from meshserve.runtime.conversation import template_arguments
 from meshserve.runtime.errors import InvalidRequestError, UnsupportedModelError
 from meshserve.runtime.tokenizer import TextStream, Tokenizer
 
@@ -51,12 +53,12 @@ def tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer(directory)
 
 
-def cut_at_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+def cut_at_stop(text: str, stop: tuple[str, ...], include_stop: bool = False) -> tuple[str, bool]:
     """The oracle: the shortest beginning of the text that ends in a stop string, less the longest one it ends in."""
     for end in range(1, len(text) + 1):
         matches = [s for s in stop if text[:end].endswith(s)]
         if matches:
-            return text[: end - max(map(len, matches))], True
+            return text[: end if include_stop else end - max(map(len, matches))], True
     return text, False
 
 
@@ -68,8 +70,10 @@ def chunked(items: list[int], sizes: list[int]) -> list[list[int]]:
     return [*chunks, items[start:]]
 
 
-def stream(tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...]) -> tuple[list[str], bool]:
-    text_stream, pieces = TextStream(tokenizer, stop), []
+def stream(
+    tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...], include_stop: bool = False
+) -> tuple[list[str], bool]:
+    text_stream, pieces = TextStream(tokenizer, stop, include_stop=include_stop), []
     for chunk in chunks:
         text, is_stopped = text_stream.push(chunk)
         pieces.append(text)
@@ -86,16 +90,16 @@ sizes = st.lists(st.integers(0, 5), max_size=40)
 
 
 @settings(max_examples=400, deadline=None)
-@given(data=st.data(), text=texts, sizes=sizes)
-def test_stream_of_text_equals_the_whole_cut_at_the_first_stop(data, tokenizer, text, sizes):
+@given(data=st.data(), text=texts, sizes=sizes, include_stop=st.booleans())
+def test_stream_of_text_equals_the_whole_cut_at_the_first_stop(data, tokenizer, text, sizes, include_stop):
     token_ids = list(tokenizer.encode(text))
     whole = tokenizer.decode(token_ids)
     found = st.tuples(st.integers(0, max(0, len(whole) - 1)), st.integers(1, 5)).map(
         lambda at: whole[at[0] : at[0] + at[1]] or "x"
     )
     stop = tuple(data.draw(st.lists(found | st.sampled_from(["ab", "aba", "bab", "b", "\ufffd", "世界"]), max_size=4)))
-    pieces, is_stopped = stream(tokenizer, chunked(token_ids, sizes), stop)
-    assert ("".join(pieces), is_stopped) == cut_at_stop(whole, stop)
+    pieces, is_stopped = stream(tokenizer, chunked(token_ids, sizes), stop, include_stop)
+    assert ("".join(pieces), is_stopped) == cut_at_stop(whole, stop, include_stop)
 
 
 @settings(max_examples=400, deadline=None)
@@ -182,6 +186,53 @@ def test_chat_template(tokenizer):
     rendered = tokenizer.render_chat([{"role": "user", "content": "hi"}])
     assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}], no_think=True).endswith("<think></think>")
+
+
+# Qwen3's own template has these parts; this one has little else.
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tools")
+    byte_level_bpe().save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    return Tokenizer(path)
+
+
+def rendered(tokenizer: Tokenizer, asked: pb.Conversation) -> str:
+    messages, options = template_arguments(asked)
+    return tokenizer.render_chat(messages, **options)
+
+
+USER = pb.ChatMessage(role="user", content="hi")
+
+
+def test_tools_and_calls_reach_the_template(with_tools):
+    call = pb.ToolCall(name="f", arguments='{"x": "é"}')
+    assistant = pb.ChatMessage(role="assistant", content="", reasoning_content="hm", tool_calls=[call, call])
+    result = pb.ChatMessage(role="tool", content="42")
+    asked = pb.Conversation(messages=[USER, assistant, result], tools=['{"name": "f"}', '{"name": "g"}'])
+    assert rendered(with_tools, asked) == (
+        '<tool>{"name": "f"}</tool>\n<tool>{"name": "g"}</tool>\n<|im_start|>user\nhi<|im_end|>\n'
+        '<|im_start|>assistant\n<think>hm</think>\n<call>f {"x": "é"}</call><call>f {"x": "é"}</call><|im_end|>\n'
+        "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_assistant_message_may_go_on(with_tools):
+    begun = pb.ChatMessage(role="assistant", content="The answer is")
+    whole = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nThe answer is"
+    asked = pb.Conversation(messages=[USER, begun], continue_last_message=True)
+    assert rendered(with_tools, asked) == whole
+    asked = pb.Conversation(messages=[USER, begun], add_generation_prompt=False)
+    assert rendered(with_tools, asked) == whole + "<|im_end|>\n"
 
 
 def test_errors_say_what_to_do(tokenizer, directory, tmp_path):

@@ -1,0 +1,71 @@
+"""The samples that are held to a grammar, and how far each has come. Serves step 8 of 10.
+
+In: the engine's samples, and their tokens as they become known. Out: `Request.token_mask`, what each may sample next,
+ready before its next step is planned; and who has reached the end of its grammar.
+"""
+
+from .grammar import Matcher
+from .request import FinishReason, Request
+
+_CONFLICT = "no token was left that the constraint and the other sampling parameters both allow"
+
+# How a sample ends here, and a message where that is an ERROR.
+End = tuple[FinishReason, str]
+_COMPLETE: End = (FinishReason.STOP, "")
+
+
+class ConstrainedSamples:
+    """Of one engine. `renew_masks` belongs to the engine's thread, the rest to whoever holds its lock."""
+
+    def __init__(self) -> None:
+        self._matchers: dict[Request, Matcher] = {}
+        self._stale: list[tuple[Request, Matcher]] = []  # their masks are of a token that is not the next any more
+
+    def open(self, request: Request, matcher: Matcher) -> None:
+        """A new sample."""
+        self._matchers[request] = matcher
+        self._set_mask(request, matcher)
+
+    def close(self, request: Request) -> None:
+        """The sample has ended. Does nothing for one that is not held to anything."""
+        self._matchers.pop(request, None)
+
+    def advance(self, request: Request, token_id: int | None) -> End | None:
+        """Takes a sample's new token, or its end token as None. Returns how the sample ends if it ends with this."""
+        matcher = self._matchers[request]
+        if token_id is None:
+            return None if matcher.may_end else (FinishReason.ERROR, _CONFLICT)
+        if not matcher.advance([token_id]):
+            return FinishReason.ERROR, _CONFLICT
+        if matcher.is_complete:
+            return _COMPLETE
+        self._stale.append((request, matcher))
+        return None
+
+    def renew_masks(self) -> list[tuple[Request, End]]:
+        """Masks for all that have advanced since the last call and still go on. Returns those that end instead.
+
+        Without the engine's lock: a sample that ends meanwhile gets a mask that nobody reads.
+        """
+        stale = [(request, matcher) for request, matcher in self._stale if not request.is_finished]
+        self._stale.clear()
+        if not stale:
+            return []
+        grammars = stale[0][1].grammar.grammars  # an engine has one vocabulary
+        grammars.renew_masks([matcher for _, matcher in stale])
+        ended: list[tuple[Request, End]] = []
+        for request, matcher in stale:
+            self._set_mask(request, matcher)
+            if matcher.failure is not None:
+                grammars.forget(matcher.grammar)
+                ended.append((request, (FinishReason.ERROR, f"the constraint became too complex: {matcher.failure}")))
+            elif not (matcher.mask & ~grammars.eos_mask).any():
+                ended.append((request, _COMPLETE))
+        return ended
+
+    @staticmethod
+    def _set_mask(request: Request, matcher: Matcher) -> None:
+        """With `ignore_eos` the output goes on for as long as its grammar lets it."""
+        request.token_mask = matcher.mask
+        if request.params.ignore_eos and (going_on := matcher.mask & ~matcher.grammar.grammars.eos_mask).any():
+            request.token_mask = going_on

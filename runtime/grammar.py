@@ -1,0 +1,200 @@
+"""Structured output: which tokens may come next, for outputs that are held to a schema or a grammar.
+
+Beside steps 3 and 8 of 10. In: a `Constraint`. Out: a `Grammar`, compiled once and shared; of it a `Matcher` for each
+sample, which follows its tokens and has bitmasks of what it allows. The parsing is llguidance's, which walks a trie of
+the vocabulary with an Earley parser: nothing is computed ahead for every state of a grammar.
+"""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from .constraint import Constraint
+from .errors import InvalidRequestError
+
+_MAX_CACHED_GRAMMARS = 32
+_MAX_LEXER_STATES = 20_000  # about 2 kB each, kept for as long as the grammar is
+_MAX_MESSAGE_CHARS = 500
+# Between the parts of a JSON text. Models indent, and given the chance some never stop.
+_JSON_OPTIONS: Any = {
+    "whitespace_pattern": r"[ \t\n\r]{0,20}",
+    "item_separator": ",",  # a schema may not change these (`x-guidance`): the output would be no JSON
+    "key_separator": ":",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+
+# Of rules in llguidance's Lark; it is a wish to whoever samples, which llguidance leaves to others.
+_GUIDING_ATTRIBUTE = re.compile(r"^[?!]?\w+\s*\[[^\]]*?\b(temperature)\s*=", re.MULTILINE)
+
+
+class Grammar:
+    """A compiled constraint. Made by `Grammars.compile`; shared by all who ask for the same."""
+
+    def __init__(self, grammars: "Grammars", start: llguidance.LLMatcher, first_mask: np.ndarray):
+        self.grammars = grammars
+        self._start = start
+        self._first_mask = first_mask
+
+    def matcher(self, token_ids: Sequence[int] = ()) -> "Matcher":
+        """A new one, that has seen these tokens.
+
+        Raises:
+          InvalidRequestError: they are not allowed.
+        """
+        matcher = Matcher(self, self._start.deep_copy(), self._first_mask)
+        if token_ids:
+            if not matcher.advance(token_ids):
+                raise InvalidRequestError(
+                    "sampling.num_resumed_tokens",
+                    "the tokens at the end of the prompt break the constraint; send those that came under it.",
+                )
+            self.grammars.renew_masks([matcher])
+        return matcher
+
+
+class Matcher:
+    """How far one sample has come in its grammar. For one thread at a time."""
+
+    def __init__(self, grammar: Grammar, inner: llguidance.LLMatcher, mask: np.ndarray):
+        self.grammar = grammar
+        self.inner = inner
+        self.mask = mask  # [W] uint32, bit i % 32 of word i // 32: whether token i may come next; see `renew_masks`
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        """Takes the next tokens. False if they are not allowed; the matcher is then of no more use."""
+        return self.inner.consume_tokens(list(token_ids))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow any more."""
+        return self.inner.is_stopped() and not self.inner.is_error()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the output may end here."""
+        return self.inner.is_accepting()
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is of no more use."""
+        return _one_line(self.inner.get_error()) if self.inner.is_error() else None
+
+
+class Grammars:
+    """Compiles constraints for one vocabulary. Safe to use from several threads.
+
+    Args:
+      tokenizer_file: the model's tokenizer.json.
+      vocab_size: of the model, padding included: a mask has a bit for each of these tokens.
+      eos_token_ids: allowed where the output may end.
+    """
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Collection[int]):
+        eos = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        self._vocabulary = llguidance.LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos or None)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        self._executor = llguidance.LLExecutor()
+        self.eos_mask = _mask_of(eos, -(-vocab_size // 32))  # [W] uint32, as those of `masks`
+        self._cached: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._lock = threading.Lock()  # of the cache
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """The grammar of a constraint. Takes a millisecond for most, half a second for the largest.
+
+        Raises:
+          InvalidRequestError: it is malformed, cannot be satisfied, or uses what is not supported, which is named.
+        """
+        with self._lock:
+            if (found := self._cached.get(constraint)) is not None:
+                self._cached.move_to_end(constraint)
+                return found
+        start = self._start(constraint)
+        [first_mask] = self._masks([start])
+        if start.is_error():  # a grammar too large to be followed shows at the first step
+            raise _refusal(constraint, start.get_error())
+        if not (first_mask & ~self.eos_mask).any():
+            raise _refusal(constraint, "no text but the empty one satisfies it")
+        first_mask.flags.writeable = False
+        grammar = Grammar(self, start, first_mask)
+        with self._lock:
+            self._cached[constraint] = grammar
+            if len(self._cached) > _MAX_CACHED_GRAMMARS:
+                self._cached.popitem(last=False)
+        return grammar
+
+    def renew_masks(self, matchers: Sequence[Matcher]) -> None:
+        """Sets the masks of matchers that have advanced.
+
+        Takes 20 to 200 microseconds a matcher, without the interpreter's lock and on several cores. One whose grammar
+        turns out to be too complex has a `failure` afterwards.
+        """
+        masks = self._masks([matcher.inner for matcher in matchers])
+        for matcher, mask in zip(matchers, masks, strict=True):
+            matcher.mask = mask
+
+    def forget(self, grammar: Grammar) -> None:
+        """Drops a grammar that has grown too large in use; the next to ask for it gets a fresh one."""
+        with self._lock:
+            for constraint in [key for key, cached in self._cached.items() if cached is grammar]:
+                del self._cached[constraint]
+
+    def _masks(self, matchers: Sequence[llguidance.LLMatcher]) -> np.ndarray:
+        """What each allows next: [n, W] uint32."""
+        masks = np.zeros((len(matchers), len(self.eos_mask)), np.uint32)
+        rows = [(matcher, index) for index, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * 4, len(rows))
+        return masks
+
+    def _start(self, constraint: Constraint) -> llguidance.LLMatcher:
+        try:
+            source = _source(constraint)
+        except ValueError as error:
+            raise _refusal(constraint, str(error)) from error
+        start = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=self._limits)
+        if start.is_error():
+            raise _refusal(constraint, start.get_error())
+        return start
+
+
+def _mask_of(token_ids: Sequence[int], num_words: int) -> np.ndarray:
+    """Bits of these tokens alone."""
+    bits = np.zeros(num_words * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _source(constraint: Constraint) -> str:
+    """What llguidance compiles.
+
+    Raises:
+      ValueError: the constraint is malformed.
+    """
+    if constraint.kind in ("json_schema", "json_object"):
+        schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    if constraint.kind == "choice":
+        return llguidance.grammar_from("choice", json.dumps(constraint.choices))
+    if constraint.kind == "regex":
+        return llguidance.grammar_from("regex", constraint.text)
+    if (found := _GUIDING_ATTRIBUTE.search(constraint.text)) is not None:
+        raise ValueError(f"the attribute {found[1]} of a rule is not supported")
+    return llguidance.grammar_from("grammar", constraint.text)
+
+
+def _refusal(constraint: Constraint, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        constraint.field, f"this server cannot hold an output to it: {_one_line(reason)}. Change it or leave it out."
+    )
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(message.split()).removesuffix(" <non-verbose/>").rstrip(".")
+    return line if len(line) <= _MAX_MESSAGE_CHARS else line[:_MAX_MESSAGE_CHARS] + "..."

@@ -1,0 +1,84 @@
+"""Random JSON schemas and regular expressions, all of which are supported and allow outputs of bounded length only."""
+
+import random
+from typing import Any
+
+Schema = dict[str, Any]
+
+_WORDS = ("name", "age", "id", "Größe", "tags", "x", 'quo"te', "日本")
+_STRINGS = (
+    {"maxLength": 8}, {"minLength": 2, "maxLength": 5}, {"pattern": "^[a-z]{1,6}$"}, {"pattern": "^[A-Z][0-9]-(x|yz)$"},
+    {"pattern": "[0-9]{3}", "maxLength": 6}, {"format": "date"}, {"format": "ipv4"}, {"format": "uuid"},
+)  # fmt: skip
+_NUMBERS = (
+    {"type": "integer", "minimum": -5, "maximum": 120}, {"type": "integer", "exclusiveMinimum": 0, "maximum": 9},
+    {"type": "integer", "minimum": 0, "maximum": 1000, "multipleOf": 7}, {"type": "number", "minimum": 0, "maximum": 1},
+    {"type": "number", "exclusiveMinimum": -3.5, "exclusiveMaximum": 20},
+)  # fmt: skip
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> Schema:
+    """A schema whose keywords a validator can hold an output against."""
+    makers = [_string, _number, _enum, _simple]
+    if depth:
+        makers += [_array, _object, _object, _any_of]
+    return rng.choice(makers)(rng, depth)
+
+
+def random_document_schema(rng: random.Random) -> Schema:
+    """A schema as callers send them: an object, at times with definitions."""
+    schema = _object(rng, 2)
+    if rng.random() < 0.3:
+        schema["$defs"] = {"part": random_schema(rng, 1)}
+        schema["properties"]["part"] = {"$ref": "#/$defs/part"}
+    return schema
+
+
+def _string(rng: random.Random, depth: int) -> Schema:
+    return {"type": "string", **rng.choice(_STRINGS)}
+
+
+def _number(rng: random.Random, depth: int) -> Schema:
+    return dict(rng.choice(_NUMBERS))
+
+
+def _enum(rng: random.Random, depth: int) -> Schema:
+    values = ["red", "grün", 1, 2.5, None, True, [1, "a"], {"k": None}, "\n", 'say "hi"']
+    chosen = rng.sample(values, rng.randint(1, 4))
+    return {"const": chosen[0]} if rng.random() < 0.3 else {"enum": chosen}
+
+
+def _simple(rng: random.Random, depth: int) -> Schema:
+    return {"type": rng.choice(["boolean", "null", ["boolean", "null"]])}
+
+
+def _array(rng: random.Random, depth: int) -> Schema:
+    least = rng.randint(0, 2)
+    schema: Schema = {"type": "array", "minItems": least, "maxItems": least + rng.randint(0, 2)}
+    if rng.random() < 0.3:
+        prefix = [random_schema(rng, 0) for _ in range(rng.randint(1, 2))]
+        return {"type": "array", "prefixItems": prefix, "items": False, "minItems": len(prefix)}
+    return schema | {"items": random_schema(rng, depth - 1)}
+
+
+def _object(rng: random.Random, depth: int) -> Schema:
+    names = rng.sample(_WORDS, rng.randint(1, 3))
+    return {
+        "type": "object",
+        "properties": {name: random_schema(rng, depth - 1) for name in names},
+        "required": rng.sample(names, rng.randint(0, len(names))),
+        "additionalProperties": False,
+    }
+
+
+def _any_of(rng: random.Random, depth: int) -> Schema:
+    return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(2, 3))]}
+
+
+def random_regex(rng: random.Random, depth: int = 3) -> str:
+    """In the syntax that Python's `re` and the Rust crate `regex` share; matches texts of bounded length."""
+    if not depth or rng.random() < 0.2:
+        return rng.choice(["a", "bc", "[a-z]", "[^x\\n]", "\\.", "[0-9]", "é", "世", "(?:yes|no)", "[A-F]{2}", "\\s"])
+    parts = [random_regex(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+    whole = "(?:" + ("|" if rng.random() < 0.4 else "").join(parts) + ")"
+    return whole + rng.choice(["", "", "?", "{2}", "{0,3}", "{1,2}"])

@@ -1,0 +1,223 @@
+"""Constraints, followed by random walks over what they allow. Whether the model keeps to them: test_structured.py."""
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+from meshserve.deploy import demo
+from meshserve.runtime.constraint import MAX_CONSTRAINT_CHARS, Constraint
+from meshserve.runtime.errors import InvalidRequestError
+from meshserve.runtime.grammar import Grammars, Matcher
+from meshserve.runtime.tokenizer import Tokenizer
+
+from .schemas import random_document_schema, random_regex
+
+MODEL = Path(demo.__file__).with_name("model")
+VOCAB_SIZE = 2080  # more than the tokenizer has, as with a model whose vocabulary is padded
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(MODEL / "tokenizer.json", VOCAB_SIZE, tokenizer.eos_token_ids)
+
+
+def of(kind: str, said: object) -> Constraint:
+    if kind == "choice":
+        return Constraint(kind=kind, choices=tuple(said))
+    return Constraint(kind=kind, text=said if isinstance(said, str) else json.dumps(said))
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(grammars: Grammars, constraint: Constraint, eos: frozenset[int], rng: random.Random) -> list[int]:
+    """Tokens drawn evenly from what is allowed, until an end token or until nothing may follow."""
+    matcher, token_ids = grammars.compile(constraint).matcher(), []
+    while not matcher.is_complete:
+        token_id = rng.choice(allowed(matcher.mask))
+        if token_id in eos:
+            assert matcher.may_end
+            break
+        token_ids.append(token_id)
+        assert matcher.advance([token_id])
+        grammars.renew_masks([matcher])
+        assert matcher.failure is None and len(token_ids) < 5000
+    return token_ids
+
+
+def test_what_random_walks_write_satisfies_the_schema(grammars, tokenizer):
+    rng, formats = random.Random(1), jsonschema.FormatChecker()
+    for _ in range(100):
+        schema = random_document_schema(rng)
+        text = tokenizer.decode(walk(grammars, of("json_schema", schema), tokenizer.eos_token_ids, rng))
+        jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator, format_checker=formats)
+
+
+def test_what_random_walks_write_matches_the_expression(grammars, tokenizer):
+    rng = random.Random(2)
+    for _ in range(100):
+        expression = random_regex(rng) + "!"  # the empty text alone is refused
+        text = tokenizer.decode(walk(grammars, of("regex", expression), tokenizer.eos_token_ids, rng))
+        assert re.fullmatch(expression, text), (expression, text)
+
+
+LARK = """
+start: sum
+sum: product | sum "+" product
+product: NUMBER | product "*" NUMBER
+NUMBER: /[1-9][0-9]{0,3}/
+"""
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expression"),
+    [
+        (of("grammar", LARK), r"[1-9][0-9]{0,3}([+*][1-9][0-9]{0,3})*"),
+        (of("grammar", 'root ::= "yes" | "no" digit+\ndigit ::= [0-9]'), r"yes|no[0-9]+"),
+        (of("choice", ["yes", "yes, sir", 'a "b"\n', "世界"]), r'yes|yes, sir|a "b"\n|世界'),
+        (of("regex", "^a[bc]{2}$"), "a[bc]{2}"),
+    ],
+    ids=["lark", "gbnf", "choice", "regex"],
+)
+def test_grammars_and_choices(grammars, tokenizer, constraint: Constraint, expression: str):
+    rng = random.Random(3)
+    texts = {tokenizer.decode(walk(grammars, constraint, tokenizer.eos_token_ids, rng)) for _ in range(40)}
+    assert len(texts) >= 2 and all(re.fullmatch(expression, text) for text in texts), texts
+
+
+def test_any_json_object_and_nothing_else(grammars, tokenizer):
+    grammar = grammars.compile(Constraint(kind="json_object"))
+    for text in ('{"a": [1, {"b": null}], "c": "é\\n"}', "{}", '{\n  "a": 1.5e3\n}'):
+        matcher = grammar.matcher(tokenizer.encode(text))
+        assert matcher.may_end, text
+    for text in ("[1]", "x", '{"a": }'):
+        with pytest.raises(InvalidRequestError, match="num_resumed_tokens: the tokens at the end of the prompt break"):
+            grammar.matcher(tokenizer.encode(text))
+
+
+def test_space_between_the_parts_has_an_end(grammars, tokenizer):
+    grammar = grammars.compile(of("json_schema", {"type": "object", "properties": {"a": {}}, "required": ["a"]}))
+    assert grammar.matcher(tokenizer.encode("{" + " " * 20)).failure is None
+    with pytest.raises(InvalidRequestError):
+        grammar.matcher(tokenizer.encode("{" + " " * 21))
+
+
+def test_end_tokens_where_the_output_may_end_and_no_padding_ever(grammars, tokenizer):
+    matcher = grammars.compile(of("regex", "[a-z]{1,2}")).matcher()
+    assert not set(allowed(matcher.mask)) & tokenizer.eos_token_ids and max(allowed(matcher.mask)) < 2048
+    assert matcher.advance(tokenizer.encode("q")) and not matcher.is_complete
+    grammars.renew_masks([matcher])
+    assert set(allowed(matcher.mask)) >= tokenizer.eos_token_ids and max(allowed(matcher.mask)) < 2048
+    assert matcher.advance(tokenizer.encode("q")) and matcher.is_complete
+    assert np.array_equal(np.flatnonzero(grammars.eos_mask), np.array([0])) and grammars.eos_mask[0] == 0b101
+
+
+@pytest.mark.parametrize(
+    ("schema", "name"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {"type": "integer"}}, "contains"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"if": {"type": "string"}, "then": {"minLength": 3}}, "if"),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"type": "string", "format": "idn-email"}, "idn-email"),
+        ({"type": "string", "pattern": "^(?=a)b"}, "look-around"),
+        ({"$ref": "https://example.com/x"}, "https://example.com/x"),
+        ({"$dynamicRef": "#a"}, "dynamicRef"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
+        ({"type": "whole"}, "whole"),
+        ("{", "EOF|Expecting"),
+        ("true", "object"),
+        ('{"type":"array","items":' * 2000 + "{}" + "}" * 2000, "recursion"),
+    ],
+)  # fmt: skip
+def test_what_a_schema_asks_in_vain_is_refused_by_name(grammars, schema: object, name: str):
+    constraint = Constraint(kind="json_schema", text=schema if isinstance(schema, str) else json.dumps(schema))
+    with pytest.raises(
+        InvalidRequestError, match=f"^sampling.constraint.json_schema: .*cannot hold an output to it: .*({name})"
+    ):
+        grammars.compile(constraint)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "name"),
+    [
+        ("regex", "(", "unclosed group"),
+        ("regex", r"a\b", "lookarounds"),
+        ("regex", r"(a)\1", "backreferences"),
+        ("regex", "(?:)", "empty"),
+        ("grammar", "start: foo", "foo"),
+        ("grammar", "nonsense", "Expected ::="),
+        ("grammar", "start: g\ng[temperature=0.3]: /a+/", "temperature"),
+        ("grammar", "root ::= (", "GBNF"),
+        ("grammar", "root ::= " + "(" * 30000, "GBNF"),
+    ],
+)
+def test_what_is_malformed_is_refused(grammars, kind: str, text: str, name: str):
+    with pytest.raises(InvalidRequestError, match=f"^sampling.constraint.{kind}: .*{name}"):
+        grammars.compile(of(kind, text))
+
+
+def test_sizes():
+    with pytest.raises(
+        InvalidRequestError, match=f"^sampling.constraint.regex: got {MAX_CONSTRAINT_CHARS + 1} characters"
+    ):
+        of("regex", "a" * (MAX_CONSTRAINT_CHARS + 1))
+    with pytest.raises(InvalidRequestError, match="^sampling.constraint.choice: got 0 choices; allowed is 1 to 1024"):
+        of("choice", [])
+    with pytest.raises(InvalidRequestError, match="^sampling.constraint.choice: got an empty choice"):
+        of("choice", ["a", ""])
+    with pytest.raises(InvalidRequestError, match="^sampling.constraint.grammar: got an empty text"):
+        of("grammar", "")
+
+
+def follow(grammars: Grammars, matcher: Matcher, token_ids: Sequence[int]) -> list[bytes]:
+    masks = []
+    for token_id in token_ids:
+        assert matcher.advance([token_id])
+        grammars.renew_masks([matcher])
+        masks.append(matcher.mask.tobytes())
+    return masks
+
+
+def test_samples_of_one_grammar_do_not_disturb_each_other(grammars, tokenizer):
+    constraint = of("json_schema", {"type": "array", "items": {"enum": ["ab", "abc", 1]}, "maxItems": 3})
+    grammar = grammars.compile(constraint)
+    assert grammars.compile(constraint) is grammar
+    texts = ['["ab", 1]', '["abc"]', "[1,1,1]"]
+    alone = [follow(grammars, grammar.matcher(), tokenizer.encode(text)) for text in texts]
+    matchers = [grammar.matcher() for _ in texts]
+    together: list[list[bytes]] = [[] for _ in texts]
+    tokens = [list(tokenizer.encode(text)) for text in texts]
+    while any(tokens):
+        turn = [index for index, left in enumerate(tokens) if left]
+        for index in turn:
+            assert matchers[index].advance([tokens[index].pop(0)])
+        grammars.renew_masks([matchers[index] for index in turn])
+        for index in turn:
+            together[index].append(matchers[index].mask.tobytes())
+    assert together == alone
+    grammars.forget(grammar)
+    assert grammars.compile(constraint) is not grammar
+
+
+def test_a_token_that_is_not_allowed_ends_it(grammars, tokenizer):
+    matcher = grammars.compile(of("regex", "ab")).matcher()
+    assert not matcher.advance(tokenizer.encode("z"))
+    assert matcher.failure is not None and not matcher.is_complete and not matcher.may_end
