@@ -1,12 +1,12 @@
 """Times a decode step's kernels with random weights at the shapes of real models, on one GPU.
 
-    python benchmarks/decode_kernels.py --model qwen3-8b --batch 1 32 128 --context 1024 --what step stack parts
-    python benchmarks/decode_kernels.py --model qwen3-8b --batch 32 256 --context 1024 16384 --what attention
+    python -m meshserve.benchmarks.decode_kernels --model qwen3-8b --batch 1 32 128 --what step stack parts
 
 step       embedding, all layers, final norm, head, argmax; the token goes back in on the device
 stack      all layers, in one call
 parts      each projection as a call of its own, as on a mesh: a row of L calls
-attention  paged attention alone: a row of calls over the layers that fit
+
+Attention alone is `meshserve bench kernels`.
 
 Every figure is of a row of steps that the device runs without waiting for the host; median, P10 and P90 are over rounds
 of such rows. Bytes are what the step must read: weights once, pages once. The roofline is --bandwidth (TB/s).
@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import gc
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,8 @@ import numpy as np
 
 from meshserve.kernels import decode_layers as kernels
 from meshserve.kernels.decode_layers import DecodeBatch, LayerSettings, LayerWeights, gpu, reference
+
+from .timing import random_array, timed_ms
 
 SETTINGS = LayerSettings(epsilon=1e-6, softmax_scale=128**-0.5)
 
@@ -67,14 +68,6 @@ MODELS = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def random_array(shape: tuple[int, ...], seed: int) -> jax.Array:
-    """bfloat16 of random sign and mantissa, between 2^-6 and 2^-5 in size: about the spread of trained weights."""
-    key = jnp.array([seed, 1, 2, 3], jnp.uint32)
-    _, bits = jax.lax.rng_bit_generator(key, shape, jnp.uint16)
-    return jax.lax.bitcast_convert_type((bits & 0x807F) | 0x3C80, jnp.bfloat16)
-
-
 def random_weights(model: Model) -> LayerWeights:
     m, n = model, model.layers
     return LayerWeights(
@@ -96,27 +89,6 @@ def random_cache(model: Model, layers: int, batch: int, context: int, page_size:
     cache = random_array((layers, batch * pages, model.kv_heads, 2, page_size, model.head_dim), 5)
     positions = jnp.full((batch,), context - 1, jnp.int32)
     return cache, DecodeBatch(positions=positions, page_table=jnp.asarray(table, jnp.int32))
-
-
-def timed_ms(
-    run: Callable[[Any], Any], state: Any, per_state: int, rounds: int, seconds: float
-) -> tuple[list[float], Any]:
-    """Milliseconds of one of the `per_state` units of `run`, one figure a round, and the last state.
-
-    As many rounds run before, untimed.
-    """
-    state = jax.block_until_ready(run(state))
-    start = time.perf_counter()
-    state = jax.block_until_ready(run(run(run(state))))
-    calls = max(2, int(seconds / rounds / max((time.perf_counter() - start) / 3, 1e-5)))
-    figures = []
-    for _ in range(2 * rounds):
-        start = time.perf_counter()
-        for _ in range(calls):
-            state = run(state)
-        jax.block_until_ready(state)
-        figures.append((time.perf_counter() - start) * 1e3 / calls / per_state)
-    return figures[rounds:], state
 
 
 class Bench:
@@ -243,28 +215,11 @@ class Bench:
             )
             self.record(part, batch, 0, num_bytes, figures)
 
-    def attention(self, batch: int, context: int, launch: gpu.LaunchShape = gpu.CHOSEN, **more: Any) -> None:
-        model = self.model
-        num_bytes = model.page_bytes(batch * context)
-        layers = int(min(model.layers, max(1, self.arguments.cache_gigabytes * 1e9 // num_bytes)))
-        calls = max(layers, min(32, int(4e10 // num_bytes)))
-        cache, where = random_cache(model, layers, batch, context, self.arguments.page_size)
-
-        @jax.jit
-        def run(cache: jax.Array, q: jax.Array) -> jax.Array:
-            for i in range(calls):
-                q = gpu.attention(q, cache, where, settings=SETTINGS, layer=i % layers, launch=launch).reshape(q.shape)
-            return q
-
-        q = random_array((batch, model.kv_heads, model.group, model.head_dim), 9)
-        figures = self.time(lambda q: run(cache, q), q, calls)
-        self.record("attention", batch, context, num_bytes, figures, **more)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3-8b"])
-    parser.add_argument("--what", nargs="+", choices=("step", "stack", "parts", "head", "attention"), default=["step"])
+    parser.add_argument("--what", nargs="+", choices=("step", "stack", "parts", "head"), default=["step"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--context", nargs="+", type=int, default=[1024], help="tokens of every request")
     parser.add_argument("--page-size", type=int, default=64)
@@ -272,7 +227,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=2.0, help="measured time of each figure")
     parser.add_argument("--bandwidth", type=float, default=3.35, help="the roofline's memory bandwidth, TB/s")
-    parser.add_argument("--cache-gigabytes", type=float, default=8.0, help="of the cache under 'attention'")
     parser.add_argument("--json", help="file to write the rows to")
     arguments = parser.parse_args()
     rows = []

@@ -1,0 +1,46 @@
+"""What the kernel benchmarks share: large random arrays, and times of rows of calls."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def random_array(shape: tuple[int, ...], seed: int, dtype: str = "bfloat16") -> jax.Array:
+    """Random sign and mantissa, between 2^-6 and 2^-5 in size: about the spread of trained weights.
+
+    Made of bits, so that an array of many gigabytes needs no second one.
+    """
+    key = jnp.array([seed, 1, 2, 3], jnp.uint32)
+    if dtype == "bfloat16":
+        _, bits = jax.lax.rng_bit_generator(key, shape, jnp.uint16)
+        return jax.lax.bitcast_convert_type((bits & 0x807F) | 0x3C80, jnp.bfloat16)
+    _, bits = jax.lax.rng_bit_generator(key, shape, jnp.uint32)
+    return jax.lax.bitcast_convert_type((bits & np.uint32(0x807FFFFF)) | np.uint32(0x3C800000), jnp.float32)
+
+
+def timed_ms(
+    run: Callable[[Any], Any], state: Any, per_state: int, rounds: int, seconds: float
+) -> tuple[list[float], Any]:
+    """Milliseconds of one of the `per_state` units of `run`, one figure a round, and the last state.
+
+    A round is a row of calls that the device runs without waiting for the host, each fed with the state of the one
+    before. As many rounds run before, untimed; the timed ones take `seconds` together.
+    """
+    state = jax.block_until_ready(run(state))
+    start = time.perf_counter()
+    state = jax.block_until_ready(run(run(run(state))))
+    calls = max(2, int(seconds / rounds / max((time.perf_counter() - start) / 3, 1e-5)))
+    figures = []
+    for _ in range(2 * rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            state = run(state)
+        jax.block_until_ready(state)
+        figures.append((time.perf_counter() - start) * 1e3 / calls / per_state)
+    return figures[rounds:], state
