@@ -66,7 +66,7 @@ protos:
 	test -x $(VENV)-protos/bin/python || $(PYTHON) -m venv $(VENV)-protos
 	$(VENV)-protos/bin/pip install --quiet --disable-pip-version-check grpcio-tools==1.81.1
 	$(VENV)-protos/bin/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src \
-	    meshserve/protos/inference.proto
+	    meshserve/protos/inference.proto meshserve/protos/steps.proto
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

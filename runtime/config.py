@@ -15,6 +15,8 @@ from typing import Any
 
 from .errors import ConfigError, UnsupportedModelError
 
+_MIN_FAIL_SECONDS = 1.0  # below it a busy machine looks like a dead one
+
 SUPPORTED_ARCHITECTURE = "Qwen3ForCausalLM"
 
 # Keys of config.json that change nothing about the forward pass of a served model.
@@ -251,6 +253,13 @@ class ServeConfig:
     trace: bool = option(False, "export an OpenTelemetry span for each request by OTLP (extra `tracing`)")
     profile_dir: str = option("", "folder for the profiles that AdminService.StartProfile records")
     served_name: str = option("", "model name in GetModelInfo; by default the directory's name")
+    coordinator: str = option("", "HOST:PORT where several processes meet, of process 0; 'auto': ask the orchestrator")
+    num_processes: int = option(1, "processes that serve together, one on each host; with 'auto' the orchestrator's")
+    process_id: int = option(0, "which of them this one is; 0 takes the requests")
+    step_port: int = option(50061, "port of process 0 at which the others join its step stream")
+    fail_seconds: float = option(10.0, "within this time all processes end if one is lost or stuck")
+    cluster_token: str = option("", "file with a secret that the processes of a cluster share")
+    cluster_ca: str = option("", "PEM file of the authority of all processes' tls_cert: mutual TLS on the step stream")
 
     def __post_init__(self) -> None:
         for name in ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting", "max_decode_steps"):
@@ -281,7 +290,8 @@ class ServeConfig:
                 f"max_decode_steps is {self.max_decode_steps}; allowed is 1 to page_size ({self.page_size}): a request "
                 "begins at most one page in a dispatch. Lower it or raise page_size."
             )
-        if self.cpu_devices and self.cpu_devices < self.tp:
+        self._check_cluster()
+        if self.cpu_devices and self.cpu_devices < self.tp and not self.coordinator:
             raise ConfigError(
                 f"tp is {self.tp} but cpu_devices only {self.cpu_devices}. Raise cpu_devices or leave it 0."
             )
@@ -291,6 +301,26 @@ class ServeConfig:
                 raise ConfigError(
                     f"{option_field.name} is {getattr(self, option_field.name)!r}; it takes {', '.join(choices)}."
                 )
+
+    def _check_cluster(self) -> None:
+        is_explicit = self.coordinator not in ("", "auto")
+        host, _, port = self.coordinator.rpartition(":")
+        if is_explicit and not (host and port.isdigit()):
+            raise ConfigError(f"coordinator is {self.coordinator!r}; it takes HOST:PORT of process 0, or 'auto'.")
+        if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
+            raise ConfigError(
+                f"process_id is {self.process_id} and num_processes {self.num_processes}; the processes are numbered "
+                "from 0 to num_processes - 1."
+            )
+        if self.num_processes > 1 and not is_explicit:
+            raise ConfigError(
+                f"num_processes is {self.num_processes} and coordinator {self.coordinator!r}. Name the coordinator; "
+                "with 'auto' leave num_processes and process_id out, the orchestrator knows them."
+            )
+        if self.fail_seconds < _MIN_FAIL_SECONDS:
+            raise ConfigError(f"fail_seconds is {self.fail_seconds}; it must be {_MIN_FAIL_SECONDS:g} or more.")
+        if self.cluster_ca and not self.tls_cert:
+            raise ConfigError("cluster_ca needs tls_cert and tls_key: what this process shows the others.")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -121,6 +121,16 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
+    def fail(self, reason: str) -> None:
+        """Ends every open request with `reason` and the loop with the present step. From any thread, and at once: the
+        loop may hang in a step that never ends."""
+        with self._changed:
+            self.failure = self.failure or reason
+            self._is_stopping = True
+            self._end_all(FinishReason.ERROR, self.failure)
+            self._changed.notify()
+        self._flush()
+
     def submit(
         self,
         request_id: str,
@@ -263,7 +273,7 @@ class Engine:
         except Exception as error:  # whatever it was, every open request must hear of it
             _log.exception("the engine loop died")
             with self._changed:
-                self.failure = f"{type(error).__name__}: {error}"
+                self.failure = self.failure or f"{type(error).__name__}: {error}"
                 self._end_all(FinishReason.ERROR, self.failure)
                 self._refuse_change(error)
         else:

@@ -15,6 +15,7 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import check_weights_fit, num_pages_that_fit
 from meshserve.sharding.mesh import make_mesh, use_cpu_devices
 
+from .agreement import Cluster
 from .batch import BatchBuilder, Bucket, declare_buckets
 from .compiles import use_cache
 from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig
@@ -24,7 +25,7 @@ from .errors import ConfigError
 from .grammar import Grammars
 from .kernel_choice import choose_kernels
 from .limits import SchedulerLimits
-from .model_files import DEMO_MODEL, find_model
+from .model_files import DEMO_MODEL, ModelFiles, find_model
 from .orbax_weights import model_layout
 from .pages import PageAllocator
 from .record import Record
@@ -62,29 +63,52 @@ def launch(
     deliver: Deliver,
     record: Record | None = None,
     progress: Callable[[str], None] = _log.info,
+    cluster: Cluster | None = None,
 ) -> Launched:
     """Loads a model and makes everything ready to serve it. Blocks for as long as that takes; tells `progress` where
     it is.
 
-    `deliver` and `record` get what comes out of the engine; see `Engine`.
+    `deliver` and `record` get what comes out of the engine; see `Engine`. With a `cluster` this is process 0 of it.
 
     Raises:
       MeshserveError, CheckpointError, ValueError, MemoryError: the config, the model or the devices do not allow it.
+      ClusterError: the other processes do not.
     """
     files = find_model(config.model)
     model = ModelConfig.from_file(files.small / "config.json")
     tokenizer = Tokenizer(files.small)
     grammars = Grammars(files.small / "tokenizer.json", model.vocab_size, tokenizer.eos_token_ids)
+    if cluster is not None:
+        progress("waiting for the other processes")
+        cluster.begin(config, files)
+    load = _loading(files, progress)
+    engine, mesh = build_engine(config, model, load, tokenizer, deliver, record, cluster)
+    info = _model_info(config, model, tokenizer, mesh)
+    return Launched(engine, tokenizer, info, Resharder(engine, config, model, make_runner), grammars)
 
+
+def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> StepRunner:
+    """As `launch`, for a process that follows: a started runner is all it needs.
+
+    Raises:
+      As `launch`.
+    """
+    files = find_model(config.model)
+    model = ModelConfig.from_file(files.small / "config.json")
+    progress("waiting for the other processes")
+    cluster.begin(config, files)
+    runner, _, _ = build_runner(config, model, _loading(files, progress), cluster)
+    return runner
+
+
+def _loading(files: ModelFiles, progress: Callable[[str], None]) -> MakeParams:
     def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
         progress("loading the weights")
         loaded = load_model(files.weights, *target)  # type: ignore[arg-type]
         progress("compiling the programs")
         return loaded
 
-    engine, mesh = build_engine(config, model, load, tokenizer, deliver, record)
-    info = _model_info(config, model, tokenizer, mesh)
-    return Launched(engine, tokenizer, info, Resharder(engine, config, model, make_runner), grammars)
+    return load
 
 
 def build_engine(
@@ -94,18 +118,13 @@ def build_engine(
     tokenizer: Tokenizer | None,
     deliver: Deliver,
     record: Record | None = None,
+    cluster: Cluster | None = None,
 ) -> tuple[Engine, Mesh]:
     """Everything but the files: places the parameters, compiles every program, then allocates the cache.
 
     Raises:
       As `launch`.
     """
-    if config.cpu_devices:
-        use_cpu_devices(config.cpu_devices)
-    if config.cache_dir:
-        use_cache(Path(config.cache_dir).expanduser())
-    mesh = make_mesh(config.tp)
-    layout = model_layout(model, config.tp)
     limits = SchedulerLimits(
         page_size=config.page_size,
         max_running=config.max_running,
@@ -117,12 +136,7 @@ def build_engine(
         priority_seconds=config.priority_seconds,
         has_prefix_cache=config.prefix_cache,
     )
-    dtype = _dtype(config, model)
-    page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
-    check_weights_fit(mesh, config.memory_fraction, device_weight_bytes(model, mesh, dtype), page_bytes=page_bytes)
-    structure, params = make_params(model, layout, mesh, dtype)
-    runner, num_pages = make_runner(config, model, mesh, structure, params)
-    runner.start(params)
+    runner, num_pages, mesh = build_runner(config, model, make_params, cluster)
     pages = PageAllocator(num_pages)
     engine = Engine(
         scheduler=Scheduler(limits, pages, tokenizer.eos_token_ids if tokenizer is not None else frozenset()),
@@ -141,6 +155,30 @@ def build_engine(
     return engine, mesh
 
 
+def build_runner(
+    config: ServeConfig, model: ModelConfig, make_params: MakeParams, cluster: Cluster | None = None
+) -> tuple[StepRunner, int, Mesh]:
+    """What every process of a server has: a started runner, the number of its pages, and its mesh.
+
+    Raises:
+      As `launch`.
+    """
+    if config.cpu_devices:
+        use_cpu_devices(config.cpu_devices)
+    if config.cache_dir:
+        use_cache(Path(config.cache_dir).expanduser())
+    mesh = make_mesh(config.tp)
+    layout, dtype = model_layout(model, config.tp), _dtype(config, model)
+    page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
+    check_weights_fit(mesh, config.memory_fraction, device_weight_bytes(model, mesh, dtype), page_bytes=page_bytes)
+    structure, params = make_params(model, layout, mesh, dtype)
+    runner, num_pages = make_runner(config, model, mesh, structure, params, cluster=cluster)
+    runner.start(params)
+    if cluster is not None:
+        cluster.ready()
+    return runner, num_pages, mesh
+
+
 def make_runner(
     config: ServeConfig,
     model: ModelConfig,
@@ -150,6 +188,7 @@ def make_runner(
     *,
     measured: Mesh | None = None,
     kept_bytes: int = 0,
+    cluster: Cluster | None = None,
 ) -> tuple[StepRunner, int]:
     """Compiles every program: the runner, not yet started, and the number of pages of its cache.
 
@@ -157,9 +196,11 @@ def make_runner(
       params: arrays, or shapes with shardings.
       measured: the devices whose free memory decides about the cache, if not all of the mesh.
       kept_bytes: of that memory, what will be taken on each device; negative if some will become free.
+      cluster: the other processes of the mesh, who must make the same programs.
 
     Raises:
       ValueError, MemoryError: the devices do not allow it.
+      ClusterError: the other processes do not.
     """
     layout, dtype, buckets = model_layout(model, mesh.size), _dtype(config, model), _buckets(config)
     # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
@@ -173,6 +214,11 @@ def make_runner(
         kept = scratch + (config.reserve_mib << 20) + kept_bytes
         page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
         num_pages = num_pages_that_fit(measured or mesh, config.memory_fraction, page_bytes, kept)
+    if cluster is not None:
+        chosen = [getattr(kernel, "__qualname__", type(kernel).__name__) for kernel in vars(kernels).values()]
+        num_pages = cluster.num_pages(
+            num_pages, mesh=mesh.devices.tolist(), buckets=buckets, cache=one_page_shapes, kernels=chosen
+        )
     shape = one_page._replace(num_pages=num_pages)
     runner = StepRunner(
         structure=structure,

@@ -34,7 +34,7 @@ from .profiler import Profiler
 from .server import MAX_MESSAGE_BYTES, Backend, Edge, failure_error
 from .tls import TlsFiles, server_credentials
 
-_SERVER_OPTIONS = (
+SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not shared in silence
     # Gateways ping idle streams every 30 s, also during a long prefill; gRPC's default is to hang up on them.
@@ -44,7 +44,7 @@ _SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
-_STOP_GRACE_SECONDS = 1.0  # for statuses already decided to reach their callers
+STOP_GRACE_SECONDS = 1.0  # for statuses already decided to reach their callers
 _POLL_SECONDS = 0.05
 _RELOAD_SECONDS = 1.0
 
@@ -125,10 +125,10 @@ async def serve(
     if not is_local:
         edge.access.tokenless = ANYBODY
     health_servicer = health.aio.HealthServicer()
-    await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
     # Reflection tells strangers what there is to attack, and serves only those who explore by hand.
-    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[Gate(edge.access, edge.observer.metrics)])
-    handle = ServerHandle(_bind(server, listen))
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Gate(edge.access, edge.observer.metrics)])
+    handle = ServerHandle(bind(server, listen))
     _add_services(server, edge, health_servicer, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
     http = HttpPort(_http_answers(edge))
     if listen.http_port is not None:
@@ -137,20 +137,20 @@ async def serve(
     edge.mailroom.bind(edge.cancel)
     servers = [server]
     if listen.gateway_port is not None:
-        servers.append(grpc.aio.server(options=_SERVER_OPTIONS))
+        servers.append(grpc.aio.server(options=SERVER_OPTIONS))
         add_gateway(edge, servers[-1])
     await server.start()
     print(f"meshserve listens on {_address(listen.host, handle.port)}", flush=True)
     if listen.http_port is not None:
         print(f"meshserve answers probes on http://{_address(listen.host, http.port)}", flush=True)
-    with _signals(handle):
+    with on_signals(handle.request_stop):
         try:
             if await _prepared(edge, prepare, handle):
                 edge.accept()
-                await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
+                await set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
                 if listen.gateway_port is not None:
                     # Only now: a gateway that finds the port open and no model behind it remembers an unknown model.
-                    handle.gateway_port = _bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
+                    handle.gateway_port = bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
                     await servers[-1].start()
                     print(f"meshserve answers gateways on {_address(listen.host, handle.gateway_port)}", flush=True)
                 if on_ready is not None:
@@ -159,7 +159,7 @@ async def serve(
         finally:
             await health_servicer.enter_graceful_shutdown()
             await _drain(edge, handle, listen.drain_seconds)
-            await asyncio.gather(*(each.stop(_STOP_GRACE_SECONDS) for each in servers))
+            await asyncio.gather(*(each.stop(STOP_GRACE_SECONDS) for each in servers))
             await http.stop()
     if edge.failure is not None:
         raise failure_error(edge.failure)
@@ -249,7 +249,8 @@ async def _watch(edge: Edge, handle: ServerHandle) -> None:
             next_reload = loop.time() + _RELOAD_SECONDS
 
 
-async def _set_health(servicer: Any, status: int) -> None:
+async def set_health(servicer: Any, status: int) -> None:
+    """Of the process and of the service alike."""
     for name in ("", SERVICE_NAME):
         await servicer.set(name, status)
 
@@ -294,7 +295,12 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _bind(server: grpc.aio.Server, listen: Listen) -> int:
+def bind(server: grpc.aio.Server, listen: Listen) -> int:
+    """Returns the port.
+
+    Raises:
+      ConfigError: it cannot be bound, or the certificates cannot be used.
+    """
     address = _address(listen.host, listen.port)
     try:
         if listen.tls is not None:
@@ -305,7 +311,7 @@ def _bind(server: grpc.aio.Server, listen: Listen) -> int:
 
 
 @contextlib.contextmanager
-def _signals(handle: ServerHandle) -> Iterator[None]:
+def on_signals(request_stop: Callable[[], None]) -> Iterator[None]:
     """SIGTERM and SIGINT ask to stop. Python allows handlers in the main thread only; elsewhere this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -313,7 +319,7 @@ def _signals(handle: ServerHandle) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
-        loop.add_signal_handler(number, handle.request_stop)
+        loop.add_signal_handler(number, request_stop)
     try:
         yield
     finally:

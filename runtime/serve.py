@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import ServeConfig
-from .errors import EngineStoppedError, InvalidRequestError
+from .errors import ConfigError, EngineStoppedError, InvalidRequestError
 from .journey import Observer
+from .leader import Alone, Place, lead_or_follow
 from .lifecycle import Listen, run_server
 from .logs import configure_logs
 from .mailbox import Mailroom
@@ -50,58 +51,86 @@ def listen_of(config: ServeConfig) -> Listen:
 def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConfig] | None = None) -> int:
     """Serves; returns the exit status. `read` makes the config anew, at SIGHUP: see `reload`.
 
+    Of several processes this is one: process 0 serves, the others follow it. Such a process does not return: jax's own
+    way out waits for peers that may be gone.
+
     Raises:
       MeshserveError: the config, the model, the devices or the address do not allow it, or the engine died.
     """
     configure_logs(config.log_format)
-    mailroom = Mailroom()
-    tracer = Tracer() if config.trace else None
-    access = new_access(Path(config.tokens) if config.tokens else None)
-    edge = Edge(mailroom, access=access, observer=Observer(tracer=tracer))
-    served: list[Launched] = []
-    open_things = contextlib.ExitStack()
+    listen = listen_of(config)
+    serving = _Serving(config, lead_or_follow(config, listen) if config.coordinator else Alone())
+    if read is not None and threading.current_thread() is threading.main_thread():
+        reload_on_hangup(config, read, serving.change_tp)
+    try:
+        run_server(serving.edge, listen, prepare=serving.prepare, on_ready=serving.place.on_ready)
+    except Exception as error:
+        serving.place.end(error)
+        raise
+    finally:
+        serving.close()
+    serving.place.end()
+    if serving.launched is None:
+        # Told to stop while it started: a compiler may be at work in a thread that nobody can end.
+        sys.stdout.flush()
+        os._exit(0)
+    return 0
 
-    def tell(progress: str) -> None:
-        edge.progress = progress
 
-    def prepare() -> Backend:
-        tell("starting the devices")
+class _Serving:
+    """The edge, and behind it, once it is there, the engine."""
+
+    def __init__(self, config: ServeConfig, place: Place):
+        self.place = place
+        self.launched: Launched | None = None
+        self._config = config
+        self._tracer = Tracer() if config.trace else None
+        access = new_access(Path(config.tokens) if config.tokens else None)
+        self.edge = Edge(Mailroom(), access=access, observer=Observer(tracer=self._tracer))
+        self._open_things = contextlib.ExitStack()
+
+    def prepare(self) -> Backend:
+        """Loads and compiles, in a thread of its own."""
+        self._tell("starting the devices")
         from .compiles import CompileWatch  # here, because importing jax takes seconds
         from .launch import launch
 
-        compiles = open_things.enter_context(CompileWatch(is_strict=config.strict))
-        launched = launch(config, mailroom.deliver, edge.observer.metrics.record_step, tell)
-        served.append(launched)
+        compiles = self._open_things.enter_context(CompileWatch(is_strict=self._config.strict))
+        edge, metrics = self.edge, self.edge.observer.metrics
+        launched = launch(self._config, edge.mailroom.deliver, metrics.record_step, self._tell, self.place.open())
+        self.place.attach(launched.engine)
+        self.launched = launched
         if launched.info.supports_chat:
-            tell("reading the chat template")
+            self._tell("reading the chat template")
             with contextlib.suppress(InvalidRequestError):  # a template may want more than this; it is loaded then, too
                 launched.tokenizer.render_chat([{"role": "user", "content": ""}])
         _log.info("ready to serve; %s", compiles.counts)
         compiles.ready()
         launched.resharder.compiling = compiles.expected
-        edge.observer.metrics.num_late_compiles = lambda: compiles.counts.num_late_compiles
+        metrics.num_late_compiles = lambda: compiles.counts.num_late_compiles
         launched.engine.start()
         return Backend(launched.engine, launched.tokenizer, launched.info)
 
-    def change_tp(tp: int) -> None:
-        if edge.backend is None:
-            raise EngineStoppedError("the server is starting; send SIGHUP again once it is ready.")
-        (launched,) = served
-        if launched.resharder.change_tp(tp):
-            edge.attach(dataclasses.replace(edge.backend, info=launched.info_at(tp)))
+    def change_tp(self, tp: int) -> None:
+        """See `reload`.
 
-    if read is not None and threading.current_thread() is threading.main_thread():
-        reload_on_hangup(config, read, change_tp)
-    try:
-        run_server(edge, listen_of(config), prepare=prepare)
-    finally:
-        for launched in served:
-            launched.engine.stop()
-        open_things.close()
-        if tracer is not None:
-            tracer.close()
-    if not served:
-        # Told to stop while it started: a compiler may be at work in a thread that nobody can end.
-        sys.stdout.flush()
-        os._exit(0)
-    return 0
+        Raises:
+          EngineStoppedError, ConfigError: not now, or not here.
+        """
+        launched = self.launched
+        if self.edge.backend is None or launched is None:
+            raise EngineStoppedError("the server is starting; send SIGHUP again once it is ready.")
+        if not self.place.is_alone and tp != self._config.tp:
+            raise ConfigError("the degree of several processes is that of their start; restart them all.")
+        if launched.resharder.change_tp(tp):
+            self.edge.attach(dataclasses.replace(self.edge.backend, info=launched.info_at(tp)))
+
+    def close(self) -> None:
+        if self.launched is not None:
+            self.launched.engine.stop()
+        self._open_things.close()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def _tell(self, progress: str) -> None:
+        self.edge.progress = progress

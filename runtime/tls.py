@@ -74,3 +74,19 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         files.read(), changed, require_client_authentication=files.client_ca is not None
     )
+
+
+def mutual_credentials(files: TlsFiles) -> tuple[grpc.ServerCredentials, grpc.ChannelCredentials]:
+    """Of both ends of a connection between equals: each shows the certificate, and wants one that `client_ca` signed.
+
+    Raises:
+      ConfigError: as `server_credentials`.
+    """
+    server = server_credentials(files)  # reads and checks the files
+    assert files.client_ca is not None
+    channel = grpc.ssl_channel_credentials(
+        root_certificates=files.client_ca.read_bytes(),
+        private_key=files.key.read_bytes(),
+        certificate_chain=files.certificate.read_bytes(),
+    )
+    return server, channel

@@ -26,12 +26,12 @@ def use_cpu_devices(num_devices: int) -> None:
 def make_mesh(tensor_parallelism: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of the first `tensor_parallelism` devices along one axis.
 
-    A whole TPU slice is laid along its wires by jax's own rules.
+    A whole TPU slice is laid along its wires by jax's own rules. Of several processes each takes part with as many.
 
     Raises:
       ValueError: there are too few devices.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = _of_every_process(tensor_parallelism, jax.devices()) if devices is None else devices
     if len(devices) < tensor_parallelism:
         raise ValueError(
             f"tp is {tensor_parallelism} but jax sees {len(devices)} {devices[0].platform} device(s). "
@@ -42,6 +42,23 @@ def make_mesh(tensor_parallelism: int, devices: Sequence[jax.Device] | None = No
         order = mesh_utils.create_device_mesh((tensor_parallelism,), devices, allow_split_physical_axes=True)
         return Mesh(order, (TENSOR_AXIS,))
     return Mesh(np.asarray(devices[:tensor_parallelism]), (TENSOR_AXIS,))
+
+
+def _of_every_process(num_devices: int, devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """All devices, or, if only some are wanted, the first of each process."""
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    num_processes = len(by_process)
+    if num_processes == 1 or num_devices >= len(devices):
+        return list(devices)
+    if num_devices % num_processes:
+        raise ValueError(
+            f"tp is {num_devices} and there are {num_processes} processes; each takes part with as many devices as the "
+            f"others. Choose a multiple of {num_processes}."
+        )
+    count = num_devices // num_processes
+    return [device for process in sorted(by_process) for device in by_process[process][:count]]
 
 
 def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
+from meshserve.protos import steps_pb2
 from meshserve.runtime import wire
 from meshserve.runtime.answer import SamplingFields
 from meshserve.runtime.contract import ModelInfo
@@ -45,12 +46,13 @@ def without_json_names(message: Message) -> Message:
     return message
 
 
-def test_the_generated_code_is_that_of_the_proto():
+@pytest.mark.parametrize("generated_file", [pb, steps_pb2])
+def test_the_generated_code_is_that_of_the_proto(generated_file):
     built = descriptor_pb2.FileDescriptorSet.FromString(
         buf("build", "--as-file-descriptor-set", "--exclude-source-info", "--exclude-imports", "-o", "-#format=binpb")
     )
-    [ours] = (file for file in built.file if file.package == "meshserve.v1")
-    generated = descriptor_pb2.FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    generated = descriptor_pb2.FileDescriptorProto.FromString(generated_file.DESCRIPTOR.serialized_pb)
+    [ours] = (file for file in built.file if file.package == generated.package)
     ours.name = generated.name  # buf counts from protos/, protoc from src/
     assert without_json_names(ours) == without_json_names(generated), "run `make protos`, and commit what it writes"
 

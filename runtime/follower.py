@@ -1,0 +1,114 @@
+"""The life of a process that follows:
+
+    bind, health NOT_SERVING -> join process 0, load, compile -> SERVING -> replay until process 0 ends it
+
+It takes no requests; its port has health alone. SIGTERM asks process 0 to drain, which then ends everybody; a second
+one does not wait. Whatever fails ends this process with a status that is not 0 within `fail_seconds`.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from meshserve.sharding.cluster import Membership
+from meshserve.sharding.following import Follower
+from meshserve.sharding.watch import FAILED, Watch
+
+from .config import ServeConfig
+from .http_port import HttpPort
+from .joining import follow
+from .lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, set_health
+
+_POLL_SECONDS = 0.05
+_log = logging.getLogger(__name__)
+
+
+class FollowingProcess:
+    """One follower, from its start to its end. `run` is the thread that replays; the rest is the event loop's."""
+
+    def __init__(self, config: ServeConfig, membership: Membership, watch: Watch):
+        self._config, self._membership, self._watch = config, membership, watch
+        self._follower: Follower | None = None
+        self._num_signals = 0
+        self.progress = "the process has begun"
+        self.is_ready = False
+
+    def run(self) -> None:
+        """Joins, prepares, replays. Returns when that is over, one way or another."""
+        try:
+            self._follower = follow(self._config, self._membership, self._watch)
+            self._replay(self._follower)
+        except Exception as error:  # whatever it was, process 0 must hear of it
+            self._watch.fail(f"process {self._membership.process_id} could not start: {error}")
+
+    def _replay(self, follower: Follower) -> None:
+        from .agreement import Cluster  # here, because importing jax takes seconds
+        from .compiles import CompileWatch
+        from .launch import launch_follower
+        from .lockstep import replay
+
+        def tell(progress: str) -> None:
+            self.progress = progress
+
+        with CompileWatch(is_strict=self._config.strict) as compiles:
+            runner = launch_follower(self._config, Cluster(self._membership, follower), tell)
+            compiles.ready()
+            self.progress, self.is_ready = "", True
+            replay(runner, follower, self._watch)
+
+    async def serve(self, listen: Listen) -> None:
+        """Answers health until the end."""
+        servicer = health.aio.HealthServicer()
+        await set_health(servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        port = bind(server, listen)
+        http = HttpPort({"/livez": self._alive, "/readyz": self._ready})
+        if listen.http_port is not None:
+            await http.start(listen.host, listen.http_port)
+        await server.start()
+        print(f"meshserve follows; health at {listen.host}:{port}", flush=True)
+        thread = threading.Thread(target=self.run, name="replay", daemon=True)
+        thread.start()
+        has_told = False
+        with on_signals(self._on_signal):
+            while thread.is_alive() and self._watch.failure is None and self._num_signals < 2:
+                if self.is_ready and not has_told:
+                    has_told = True
+                    await set_health(servicer, health_pb2.HealthCheckResponse.SERVING)
+                await asyncio.sleep(_POLL_SECONDS)
+            await servicer.enter_graceful_shutdown()
+            await server.stop(STOP_GRACE_SECONDS)
+            await http.stop()
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        if self._follower is not None:
+            self._follower.ask_to_drain()
+        else:
+            self._num_signals += 1  # nobody to ask
+
+    def _alive(self) -> tuple[int, str]:
+        return (200, "following\n") if self._watch.failure is None else (503, f"{self._watch.failure}\n")
+
+    def _ready(self) -> tuple[int, str]:
+        is_well = self.is_ready and self._watch.failure is None
+        return (200, "following\n") if is_well else (503, f"{self._watch.failure or self.progress}\n")
+
+
+def follow_until_stopped(config: ServeConfig, membership: Membership, watch: Watch, listen: Listen) -> int:
+    """Follows; returns the exit status.
+
+    Raises:
+      ConfigError: the address cannot be bound.
+    """
+    process = FollowingProcess(config, membership, watch)
+    asyncio.run(process.serve(listen))
+    if watch.failure is not None:
+        print(f"meshserve: {watch.failure}", file=sys.stderr)
+        return FAILED
+    return 0

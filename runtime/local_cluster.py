@@ -1,0 +1,121 @@
+"""Several `meshserve serve` processes on this machine: what a demo, a test or a benchmark of a cluster begins with."""
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from .errors import MeshserveError
+
+_SAYS_ADDRESS = re.compile(r"(?:listens on|health at) (\S+)")
+
+
+class LocalCluster:
+    """Processes 0 to `num_processes` - 1. They are running when this returns, and may still be loading.
+
+    Args:
+      flags: of `meshserve serve`, the same for all.
+      folder: gets a log for each process, named by its number.
+      prefixes: what to put before a process's command, by its number.
+      host: of process 0, for the others.
+      follower_flags: of all but process 0, after the others.
+
+    Raises:
+      MeshserveError: a process ended before it listened; the message has its log.
+    """
+
+    def __init__(
+        self,
+        num_processes: int,
+        flags: Sequence[str],
+        folder: Path,
+        *,
+        prefixes: Mapping[int, Sequence[str]] | None = None,
+        host: str = "127.0.0.1",
+        follower_flags: Sequence[str] = (),
+    ):
+        self._folder = folder
+        self.step_port = free_port()
+        common = [
+            f"--coordinator={host}:{free_port()}", f"--num-processes={num_processes}", f"--step-port={self.step_port}",
+            "--port=0",
+        ]  # fmt: skip
+        self.processes: list[subprocess.Popen[str]] = []
+        try:
+            for index in range(num_processes):
+                command = [
+                    *(prefixes or {}).get(index, ()), sys.executable, "-m", "meshserve.runtime.cli", "serve", *flags,
+                    *common, f"--process-id={index}", *(follower_flags if index else ()),
+                ]  # fmt: skip
+                with self.log(index).open("w") as log:
+                    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
+                self.processes.append(process)
+            self.targets = [self._address(index) for index in range(num_processes)]
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def target(self) -> str:
+        """Of the process that takes requests."""
+        return self.targets[0]
+
+    def log(self, index: int) -> Path:
+        return self._folder / f"{index}.log"
+
+    def kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def stop(self, timeout_seconds: float = 60.0) -> list[int]:
+        """Ends all in order; returns their exit statuses."""
+        self.processes[0].terminate()
+        return self.wait(timeout_seconds)
+
+    def wait(self, timeout_seconds: float) -> list[int]:
+        """Until every process has ended; returns their exit statuses.
+
+        Raises:
+          TimeoutError: names those that have not.
+        """
+        end = time.monotonic() + timeout_seconds
+        while left := [index for index, process in enumerate(self.processes) if process.poll() is None]:
+            if time.monotonic() > end:
+                raise TimeoutError(f"processes {left} still run after {timeout_seconds:g} s")
+            time.sleep(0.02)
+        return [process.returncode for process in self.processes]
+
+    def _address(self, index: int) -> str:
+        while True:
+            text = self.log(index).read_text()
+            if found := _SAYS_ADDRESS.search(text):
+                return found[1]
+            if self.processes[index].poll() is not None:
+                raise MeshserveError(f"process {index} ended before it listened:\n{self.log(index).read_text()}")
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def local_cluster(num_processes: int, flags: Sequence[str], folder: Path) -> Iterator[LocalCluster]:
+    """A `LocalCluster` that is gone afterwards."""
+    cluster = LocalCluster(num_processes, flags, folder)
+    try:
+        yield cluster
+    finally:
+        cluster.kill()
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
