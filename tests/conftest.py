@@ -14,10 +14,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=3000, help="mutated requests to send (make fuzz: 100,000)")
     parser.addoption("--simulated", type=int, default=400, help="requests of each case of test_simulation.py")
-    parser.addoption("--every-case", action="store_true", help="every case of the TPU kernels, not a few")
+    parser.addoption("--every-case", action="store_true", help="every case of the TPU kernels and of clusters")
 
 
 @pytest.fixture
 def num_simulated(pytestconfig: pytest.Config) -> int:
     """Requests of each simulated case: few in `make test`, 20,000 in `make simulate`."""
     return pytestconfig.getoption("--simulated")
+
+
+@pytest.fixture
+def every_case(pytestconfig: pytest.Config) -> bool:
+    """Whether to take the cases that `make test` has no time for."""
+    return pytestconfig.getoption("--every-case")
