@@ -47,6 +47,9 @@ class Ticking:
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
 
+    def check_room(self) -> None:
+        pass
+
     def submit(
         self,
         request_id: str,

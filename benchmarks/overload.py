@@ -1,14 +1,17 @@
 """A server under four times the load it can bear, through gRPC.
 
-    python benchmarks/overload.py [--seconds 120] [--json FILE]
+    python benchmarks/overload.py [--seconds 120] [--shared] [--json FILE]
 
 First a closed loop of callers who keep every row taken: the server's maximum. Then callers arrive at four times that
 rate, whether or not the earlier ones are served, and the queue fills and refuses. Then the closed loop again, because
 other work on the machine may have changed the maximum. Goodput counts the tokens that callers got.
 
-The callers share one event loop and the machine with the server. How late that loop itself wakes up is reported beside
-the time refusals took: what the machine, not the server, adds to them. Goodput is also given for each second of CPU
-time that the server got, which does not depend on how much of it other work has taken.
+Server and callers have a core each, where there are two: the callers of a real server do not live on its cores, and a
+caller who is refused costs about as much CPU time as the refusal. With --shared they compete for all cores. The callers
+share one event loop. How late that loop itself wakes up is reported beside the time refusals took: what the machine,
+not the server, adds to them. Goodput is also given for each second of CPU time that the server got, which does not
+depend on how much of it other work has taken, and so is what the server's event loop spent on a refusal: its thread's
+CPU time less what as many tokens took it in the closed loop.
 """
 
 import argparse
@@ -46,6 +49,7 @@ class Phase:
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0  # of the server
+    loop_seconds: float = 0.0  # of them, its event loop's thread
     num_completed: int = 0
     num_tokens: int = 0
     refusal_seconds: list[float] = field(default_factory=list)
@@ -60,9 +64,10 @@ class Phase:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="overload", description="Goodput and refusals of an overloaded server.")
     parser.add_argument("--seconds", type=float, default=120.0, help="of overload")
+    parser.add_argument("--shared", action="store_true", help="let the callers compete for the server's core")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     options = parser.parse_args(arguments)
-    results = asyncio.run(_run(options.seconds))
+    results = asyncio.run(_run(options.seconds, is_shared=options.shared))
     for name, value in results.items():
         print(f"{name:32s} {value}")
     if options.json:
@@ -70,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _run(seconds: float) -> dict[str, float | list[str]]:
-    async with _server() as (target, pid), AsyncClient(target) as client:
+async def _run(seconds: float, *, is_shared: bool) -> dict[str, float | list[str]]:
+    async with _server(is_shared=is_shared) as (target, pid), AsyncClient(target) as client:
         await client.wait_until_ready(300.0)
         draw = random.Random(0)
         await _closed_loop(client, draw, 5.0)  # warm-up
@@ -101,6 +106,7 @@ async def _run(seconds: float) -> dict[str, float | list[str]]:
             (before.cpu_seconds + after.cpu_seconds) / (before.seconds + after.seconds), 2
         ),
         "server_cpu_share_overload": round(overload.cpu_seconds / overload.seconds, 2),
+        "loop_us_a_refusal": round(1e6 * _refusal_seconds(before, overload, after)),
         "num_completed": overload.num_completed,
         "num_refused": len(overload.refusal_seconds),
         "refusals_within_50_ms": round(sum(seconds < 0.05 for seconds in refusals) / len(refusals), 4),
@@ -122,15 +128,22 @@ async def _run(seconds: float) -> dict[str, float | list[str]]:
 
 async def _timed(pid: int, running: Awaitable[Phase]) -> Phase:
     """The phase, with the CPU time that the server took meanwhile."""
-    before = _cpu_seconds(pid)
+    process, loop = Path(f"/proc/{pid}/stat"), Path(f"/proc/{pid}/task/{pid}/stat")  # the loop runs in the main thread
+    before, loop_before = _cpu_seconds(process), _cpu_seconds(loop)
     phase = await running
-    phase.cpu_seconds = _cpu_seconds(pid) - before
+    phase.cpu_seconds, phase.loop_seconds = _cpu_seconds(process) - before, _cpu_seconds(loop) - loop_before
     return phase
 
 
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def _cpu_seconds(stat: Path) -> float:
+    fields = stat.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
+
+
+def _refusal_seconds(before: Phase, overload: Phase, after: Phase) -> float:
+    """CPU time of the server's event loop for each refusal: what a token costs it is known from the closed loops."""
+    token_seconds = (before.loop_seconds + after.loop_seconds) / (before.num_tokens + after.num_tokens)
+    return (overload.loop_seconds - overload.num_tokens * token_seconds) / max(len(overload.refusal_seconds), 1)
 
 
 async def _closed_loop(client: AsyncClient, draw: random.Random, seconds: float) -> Phase:
@@ -208,9 +221,13 @@ class _Memory:
 
 
 @asynccontextmanager
-async def _server() -> AsyncIterator[tuple[str, int]]:
+async def _server(*, is_shared: bool) -> AsyncIterator[tuple[str, int]]:
     """A server process of its own; yields its address and process id once it listens."""
     process = subprocess.Popen(_SERVE, stdout=subprocess.PIPE, text=True)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1 and not is_shared:
+        os.sched_setaffinity(process.pid, cores[:1])  # at once: threads inherit it, and there is only one yet
+        os.sched_setaffinity(0, cores[1:2])
     try:
         assert process.stdout is not None
         for line in process.stdout:

@@ -25,6 +25,13 @@ class Engine(Protocol):
     def failure(self) -> str | None:
         """Why the engine's loop died; None while it is well. Set before the outputs that the death causes."""
 
+    def check_room(self) -> None:
+        """Tells cheaply whether the next request would be refused for want of room, before anything is known of it.
+
+        Raises:
+          QueueFullError: it would. Counted as refused.
+        """
+
     def submit(
         self,
         request_id: str,

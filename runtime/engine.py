@@ -131,6 +131,13 @@ class Engine:
             self._changed.notify()
         self._flush()
 
+    def check_room(self) -> None:
+        """As `contract.Engine.check_room`."""
+        if self._scheduler.num_waiting < self._scheduler.limits.max_waiting:
+            return  # without the lock, which a step may hold: one number, and `submit` looks again
+        with self._changed:
+            self._scheduler.check_room(self._clock())
+
     def submit(
         self,
         request_id: str,

@@ -1,5 +1,8 @@
 """Asks `access` before each call, whatever its service. In: method and metadata. Out: the call goes on or ends.
 
+A request for which the queue has no room ends here, too, before it is read: under overload a refusal is what a server
+does most often, so it must cost the least.
+
 It also gives bytes that are no message the status they deserve: grpc would call them a fault of the server.
 """
 
@@ -12,30 +15,38 @@ from google.protobuf.message import DecodeError
 from .access import Access
 from .errors import InvalidRequestError
 from .metrics import Metrics
+from .permissions import QUEUED_METHODS
 from .status import abort, code_of
 
 _OUR_PACKAGE = "/meshserve."
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """The interceptor of a server."""
+    """The interceptor of a server. `check_room` raises while there is no room for another request."""
 
-    def __init__(self, access: Access, metrics: Metrics):
+    def __init__(self, access: Access, metrics: Metrics, check_room: Callable[[], None]):
         self._access = access
         self._metrics = metrics
+        self._check_room = check_room
+        self._handlers: dict[str, Any] = {}  # of our own methods, as `_checking_bytes` makes them
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         try:
             self._access.check(details.method, details.invocation_metadata)
+            if details.method in QUEUED_METHODS:
+                self._check_room()
         except Exception as error:
             self._metrics.num_refused_calls[code_of(error).name.lower()] += 1
             return _refusal(error)
+        if (known := self._handlers.get(details.method)) is not None:
+            return known
         handler = await continuation(details)
         if handler is None or not details.method.startswith(_OUR_PACKAGE):
             return handler
-        return _checking_bytes(handler)
+        checking = self._handlers[details.method] = _checking_bytes(handler)
+        return checking
 
 
 def _refusal(error: Exception) -> Any:

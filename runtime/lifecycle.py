@@ -127,7 +127,8 @@ async def serve(
     health_servicer = health.aio.HealthServicer()
     await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
     # Reflection tells strangers what there is to attack, and serves only those who explore by hand.
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Gate(edge.access, edge.observer.metrics)])
+    gate = Gate(edge.access, edge.observer.metrics, edge.check_room)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate])
     handle = ServerHandle(bind(server, listen))
     _add_services(server, edge, health_servicer, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
     http = HttpPort(_http_answers(edge))

@@ -7,6 +7,7 @@ import math
 
 _WINDOW_SECONDS = 10.0  # what happened this long ago counts a third
 _FORGET_PER_STEP = 1.01  # the fastest step seen is believed a little less with each step that is slower
+_MIN_MEMORY_SECONDS = 1.0  # of refused callers, where the queue is served faster than that
 _UNKNOWN_RETRY_SECONDS = 1.0  # the hint before anything has been measured
 _MIN_RETRY_SECONDS = 0.05
 _MAX_RETRY_SECONDS = 60.0
@@ -20,7 +21,8 @@ class Pace:
         self._last = 0.0
         self._num_left = 0.0  # requests, those of long ago fading
         self._last_step: float | None = None
-        self._next_place = -math.inf  # when the next refused caller may expect room
+        self._num_refused = 0.0  # callers, those refused long ago fading
+        self._last_refused = 0.0
         self.step_seconds = 0.0  # no step is expected to take less; 0 while unknown
 
     def step_ended(self, now: float, num_steps: int) -> None:
@@ -44,17 +46,21 @@ class Pace:
         weight = _WINDOW_SECONDS * (1.0 - math.exp(-(now - self._started) / _WINDOW_SECONDS))
         return self._num_left / weight
 
-    def retry_seconds(self, now: float) -> float:
-        """When a caller refused at `now` should try again.
+    def retry_seconds(self, now: float, num_waiting: int = 0) -> float:
+        """In how many seconds a caller refused at `now` should try again.
 
-        Refused callers are given moments one after the other at the rate at which requests leave, so that they come
-        back spread out, no faster than there will be room for them.
+        As long as serving those takes who were refused before it: callers refused together are given moments one after
+        the other, no faster than there will be room for them. Who was refused longer ago than the `num_waiting` in
+        the queue take to be served has come back by now or never will, and counts less and less. Under a lasting
+        overload, which no hint can end, this settles at that time multiplied by refusals over requests served.
         """
         rate = self.requests_per_second(now)
         if rate <= 0.0:
             return _UNKNOWN_RETRY_SECONDS
-        self._next_place = min(max(self._next_place, now) + 1.0 / rate, now + _MAX_RETRY_SECONDS)
-        return min(max(self._next_place - now, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        memory_seconds = max(num_waiting / rate, _MIN_MEMORY_SECONDS)
+        self._num_refused = 1.0 + self._num_refused * math.exp((self._last_refused - now) / memory_seconds)
+        self._last_refused = now
+        return min(max(self._num_refused / rate, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
     def _fade(self, now: float) -> None:
         if self._started is None:

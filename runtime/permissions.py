@@ -26,6 +26,8 @@ _NEEDS = {
         f"{ADMIN_SERVICE_NAME}/{name}" for name in ("Drain", "FlushPrefixCache", "StartProfile", "StopProfile")
     ],
 }
+# What takes a place in the queue. Refused before the request is read while there is none.
+QUEUED_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Chat"))
 METHOD_PERMISSIONS = MappingProxyType(
     {f"/{method}": permission for permission, methods in _NEEDS.items() for method in methods}
 )

@@ -82,13 +82,10 @@ class Scheduler:
         for request in requests:
             assert not (request.num_computed_tokens or request.output_token_ids or request.is_finished), request
             request.max_total_tokens = self.limits.max_total_tokens(request, self._pages.num_pages)
-        max_waiting, num_waiting = self.limits.max_waiting, len(self._waiting)
+        max_waiting = self.limits.max_waiting
         if len(requests) > max_waiting:
             raise InvalidRequestError("n", f"is {len(requests)}; this server queues {max_waiting} (max_waiting).")
-        if num_waiting + len(requests) > max_waiting:
-            self.num_refused += len(requests)
-            message = f"{num_waiting} requests wait; this server queues {max_waiting} (max_waiting). Retry later."
-            raise QueueFullError(message, self._pace.retry_seconds(requests[0].arrival_seconds))
+        self.check_room(requests[0].arrival_seconds, len(requests))
         for request in requests:
             head_start = request.priority * self.limits.priority_seconds
             request.rank = (request.arrival_seconds - head_start, next(self._arrivals))
@@ -96,6 +93,15 @@ class Scheduler:
             self._waiting.push(request.rank, request)
             if request.deadline_seconds < math.inf:
                 self._deadlines.push(request.deadline_seconds, request)
+
+    def check_room(self, now: float, num_requests: int = 1) -> None:
+        """Raises:
+        QueueFullError: the queue has no room for so many more. They count as refused."""
+        max_waiting, num_waiting = self.limits.max_waiting, len(self._waiting)
+        if num_waiting + num_requests > max_waiting:
+            self.num_refused += num_requests
+            message = f"{num_waiting} requests wait; this server queues {max_waiting} (max_waiting). Retry later."
+            raise QueueFullError(message, self._pace.retry_seconds(now, num_waiting))
 
     def plan(self, now: float) -> StepPlan | None:
         """Decides the next step and books it: tokens count as computed, pages and rows are assigned.

@@ -94,6 +94,12 @@ class Edge(pb_grpc.InferenceServiceServicer):
         if self.backend is not None:
             self.backend.engine.cancel(request_id, reason)
 
+    def check_room(self) -> None:
+        """Raises:
+        QueueFullError: requests are taken, but there is no room for another."""
+        if self._refusal is None and self.backend is not None:
+            self.backend.engine.check_room()
+
     @property
     def failure(self) -> str | None:
         """Why the engine died, if it did."""

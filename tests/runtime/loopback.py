@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshserve.runtime.contract import ModelInfo
-from meshserve.runtime.errors import InvalidRequestError
+from meshserve.runtime.errors import InvalidRequestError, QueueFullError
 from meshserve.runtime.grammar import Grammar
 from meshserve.runtime.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
@@ -74,6 +74,7 @@ class FakeEngine:
     deliver: Callable[[list[Output]], None]
     step_seconds: float = 0.002
     text: Callable[[int], str] = "{} ".format
+    is_full: bool = False
     submit_error: Exception | None = None
     failure: str | None = None
     cancels: list[tuple[str, FinishReason]] = field(default_factory=list)
@@ -85,6 +86,10 @@ class FakeEngine:
     pending: list[Output] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_running: bool = True
+
+    def check_room(self) -> None:
+        if self.is_full:
+            raise QueueFullError("9 requests wait; this server queues 9 (max_waiting). Retry later.", 2.5)
 
     def submit(
         self,

@@ -22,7 +22,7 @@ from meshserve.runtime.client import CallError, Client
 from meshserve.runtime.errors import ConfigError, UnauthenticatedError
 from meshserve.runtime.lifecycle import Listen, run_server
 from meshserve.runtime.mailbox import Mailroom
-from meshserve.runtime.permissions import METHOD_PERMISSIONS, new_access
+from meshserve.runtime.permissions import METHOD_PERMISSIONS, SERVICE_NAME, new_access
 from meshserve.runtime.server import Edge
 from meshserve.runtime.tls import TlsFiles
 
@@ -131,6 +131,14 @@ def test_health_needs_no_token_and_what_is_unknown_needs_admin(server):
         assert outcome(channel, "/other.Service/Method", empty, metadata) is Code.PERMISSION_DENIED
         metadata = [("authorization", "Bearer operate")]
         assert outcome(channel, "/other.Service/Method", empty, metadata) is Code.UNIMPLEMENTED
+
+
+def test_strangers_do_not_learn_that_the_queue_is_full(server, monkeypatch):
+    monkeypatch.setattr(server.engine, "is_full", True)
+    with grpc.insecure_channel(server.target) as channel:
+        assert outcome(channel, f"/{SERVICE_NAME}/Generate", pb.GenerateRequest(), []) is Code.UNAUTHENTICATED
+        metadata = [("authorization", "Bearer write")]
+        assert outcome(channel, f"/{SERVICE_NAME}/Generate", pb.GenerateRequest(), metadata) is Code.RESOURCE_EXHAUSTED
 
 
 def test_quotas_of_requests_and_tokens(server):

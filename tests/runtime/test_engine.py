@@ -339,7 +339,10 @@ def test_what_is_refused_leaves_no_trace(start: Start):
     serving.device.is_ready.clear()
     serving.submit("runs", max_tokens=2)
     serving.device.wait_for("dispatch 1")
+    serving.engine.check_room()
     serving.submit("waits", max_tokens=2)
+    with pytest.raises(QueueFullError, match="1 requests wait; this server queues 1"):
+        serving.engine.check_room()
     with pytest.raises(InvalidRequestError, match="'waits' is still being served"):
         serving.submit("waits")
     with pytest.raises(QueueFullError, match="1 requests wait; this server queues 1"):

@@ -308,6 +308,33 @@ def test_the_engines_refusals_become_statuses(server, client, monkeypatch, error
     assert client.complete("a", request_id="refused", max_tokens=1).token_ids == (98,)
 
 
+@pytest.mark.parametrize("method", ["Generate", "Chat"])
+def test_a_full_queue_refuses_a_request_before_it_is_read(server, client, monkeypatch, method):
+    monkeypatch.setattr(server.engine, "is_full", True)
+    metrics, num_submits = server.edge.observer.metrics, server.engine.num_submits
+    num_refused = metrics.num_refused_calls["resource_exhausted"]
+    with grpc.insecure_channel(server.target) as channel, pytest.raises(CallError, match="9 requests wait") as caught:
+        with call_errors():
+            list(channel.unary_stream(f"/{SERVICE_NAME}/{method}")(b"\xff no message of ours"))
+    assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 2.5
+    assert metrics.num_refused_calls["resource_exhausted"] == num_refused + 1
+    with grpc.insecure_channel(server.target) as channel:  # what takes no place is served
+        answer = pb_grpc.InferenceServiceStub(channel).Tokenize(pb.TokenizeRequest(text="abc"))
+    assert list(answer.token_ids) == [97, 98, 99]
+    monkeypatch.undo()
+    assert client.complete("a", max_tokens=1).token_ids == (98,)
+    assert server.engine.num_submits == num_submits + 1
+
+
+def test_a_draining_server_does_not_speak_of_its_queue(monkeypatch):
+    with running() as server, Client(server.target) as client:
+        monkeypatch.setattr(server.engine, "is_full", True)
+        server.edge.refuse("the server is stopping")
+        with pytest.raises(CallError, match="is stopping") as caught:
+            client.complete("a")
+        assert caught.value.code is Code.UNAVAILABLE
+
+
 def test_a_live_engine_ends_a_request_with_its_reason(server, client):
     stream = client.generate("a", max_tokens=100_000)
     next(stream)

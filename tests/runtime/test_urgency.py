@@ -181,6 +181,42 @@ def test_refused_callers_are_told_to_come_back_at_the_rate_of_service():
     assert pace.retry_seconds(100.0) <= 60.0
 
 
+def test_the_hint_of_a_lasting_overload_settles():
+    """40 leave a second, 120 are refused, 20 wait: half a second's queue is forgotten within a second."""
+    pace, hints = Pace(), []
+    for tick in range(120 * 60):
+        now = tick / 120
+        if tick % 3 == 0:
+            pace.request_left(now)
+        hints.append(pace.retry_seconds(now, num_waiting=20))
+    assert hints[120 * 30 :] == pytest.approx([3.0] * (120 * 30), rel=0.05)
+    for _ in range(40):
+        pace.request_left(70.0)
+    assert pace.retry_seconds(70.0, num_waiting=20) < 0.1, "the overload is over"
+
+
+def test_callers_who_keep_to_their_hints_are_served_without_a_gap():
+    """500 callers at once, room for 20, 10 served a second: the queue never runs dry, and few have to ask twice."""
+    pace, queue, num_asked, num_served = Pace(), 20, 0, 0
+    for tenth in range(-100, 0):
+        pace.request_left(tenth / 10 + 10.0)
+    due = [10.0] * 480
+    for tenth in range(100, 100 + 500):
+        now = tenth / 10
+        for _ in range(sum(moment <= now for moment in due)):
+            num_asked += 1
+            if queue < 20:
+                queue += 1
+            else:
+                due.append(now + pace.retry_seconds(now, queue))
+        due = [moment for moment in due if moment > now]
+        assert queue, f"nobody is there to be served at {now}"
+        queue -= 1
+        num_served += 1
+        pace.request_left(now)
+    assert num_served == 500 and num_asked < 3 * 480, (num_served, num_asked)
+
+
 def test_the_hint_is_bounded_when_nobody_leaves():
     pace = Pace()
     assert pace.retry_seconds(0.0) == 1.0
