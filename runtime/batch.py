@@ -28,6 +28,7 @@ _REQUEST_FIELDS = (
 )
 _PARAMS_START = _REQUEST_FIELDS.index(_PARAM_FIELDS[0])
 _PAGE_FIELDS = ("page_row", "page_index", "page")
+_MIN_MIXED_TOKENS = 64
 _WINDOW_FIELDS = ("num_steps",)  # of each request, where the bucket has more than one
 
 
@@ -82,7 +83,8 @@ def declare_buckets(
 
     Up to max_running tokens a bucket holds as many requests as tokens, so decodes alone waste no room; each of these
     shapes also exists with `max_decode_steps` steps, if that is more than one, and for decodes alone, if there are
-    kernels for them.
+    kernels for them. Steps with prefill then have no shapes below 64 tokens: where such kernels are, a step of 64 takes
+    as long as one of 8, and each shape takes a compile.
     """
     sizes = [2**power for power in range(max_step_tokens.bit_length()) if 2**power < max_step_tokens]
     sizes = sorted({*sizes, max_running, max_step_tokens})
@@ -93,7 +95,8 @@ def declare_buckets(
         num_new_pages = num_requests + num_tokens // page_size
         if has_decode_kernels and num_tokens <= max_running:  # before the general one, so that it is found first
             buckets.append(Bucket(num_tokens, num_requests, num_new_pages, is_decode=True))
-        buckets.append(Bucket(num_tokens, num_requests, num_new_pages))
+        if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):
+            buckets.append(Bucket(num_tokens, num_requests, num_new_pages))
         if max_decode_steps > 1 and num_tokens <= max_running:
             buckets.append(Bucket(num_tokens, num_requests, num_new_pages, max_decode_steps, has_decode_kernels))
     return tuple(buckets)

@@ -7,16 +7,22 @@ that caused it, and with `strict` refused before XLA starts on it.
 
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.monitoring
+from tqdm import tqdm
 
 _log = logging.getLogger(__name__)
+
+_PROGRESS_DELAY_SECONDS = 2.0
+_MAX_THREADS = 8  # a program of an unrolled model takes about a GB of host memory while it is compiled
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _CACHE_MISS = "/jax/compilation_cache/cache_misses"
@@ -33,6 +39,21 @@ def use_cache(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "all")
+
+
+def compile_all(
+    lowered: Iterable[jax.stages.Lowered], num_programs: int, num_threads: int = 0
+) -> list[jax.stages.Compiled]:
+    """Compiles programs, `num_threads` at a time, in their order; 0 takes a thread for each core, at most 8.
+
+    Tracing and lowering need the interpreter's lock and stay one after the other; XLA gives the lock up, so that its
+    work overlaps with theirs and with itself. The threads are daemons: a process told to stop does not wait for XLA.
+    """
+    num_threads = num_threads or min(os.cpu_count() or 1, _MAX_THREADS)
+    with ThreadPool(min(num_threads, max(num_programs, 1))) as pool:
+        programs = pool.imap(lambda program: program.compile(), lowered)
+        bar = tqdm(programs, desc="programs", unit="", total=num_programs, delay=_PROGRESS_DELAY_SECONDS, leave=False)
+        return list(bar)
 
 
 class LateCompileError(RuntimeError):

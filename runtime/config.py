@@ -18,6 +18,7 @@ from .errors import ConfigError, UnsupportedModelError
 _MIN_FAIL_SECONDS = 1.0  # below it a busy machine looks like a dead one
 
 SUPPORTED_ARCHITECTURE = "Qwen3ForCausalLM"
+_DEFAULT_MAX_CONTEXT = 32_768  # tokens, where the model allows more and the config does not say
 
 # Keys of config.json that change nothing about the forward pass of a served model.
 _IGNORED_KEYS = frozenset(
@@ -77,6 +78,12 @@ class ModelConfig:
     is_tied: bool  # the output head is the embedding
     dtype: str  # of the checkpoint: "bfloat16", "float32" or "float16"
     rope: RopeConfig
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of prompt and output that its positions are made for: with rope scaling, `factor` times the original
+        ones, as vLLM takes them."""
+        return max(self.max_positions, int(self.rope.original_max_positions * self.rope.factor))
 
     @property
     def num_params(self) -> int:
@@ -222,6 +229,7 @@ class ServeConfig:
     memory_fraction: float = option(0.85, "share of device memory for weights and KV cache together")
     reserve_mib: int = option(512, "device memory to leave free beside weights, KV cache and the programs' scratch")
     cache_dir: str = option("~/.cache/meshserve", "folder for compiled programs between starts; empty keeps none")
+    compile_threads: int = option(0, "programs compiled at a time; 0: one for each core, at most 8")
     strict: bool = option(False, "refuse to compile anything after the server is ready")
     max_context: int = option(0, "tokens of prompt and output together; 0 takes the model's own limit, at most 32768")
     max_running: int = option(64, "requests in one step")
@@ -268,6 +276,7 @@ class ServeConfig:
         for name in (
             "cpu_devices",
             "num_pages",
+            "compile_threads",
             "max_context",
             "max_prefill_tokens",
             "priority_seconds",
@@ -276,6 +285,8 @@ class ServeConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+        if self.max_context == 1:
+            raise ConfigError("max_context is 1; it must be 2 or more (a prompt and one token), or 0: the model's.")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
             raise ConfigError("tls_cert and tls_key go together, and tls_client_ca needs both.")
         if not 0.0 < self.memory_fraction <= 1.0:
@@ -295,6 +306,9 @@ class ServeConfig:
             raise ConfigError(
                 f"tp is {self.tp} but cpu_devices only {self.cpu_devices}. Raise cpu_devices or leave it 0."
             )
+        self._check_choices()
+
+    def _check_choices(self) -> None:
         for option_field in dataclasses.fields(self):
             choices = option_field.metadata["choices"]
             if choices and getattr(self, option_field.name) not in choices:
@@ -321,6 +335,21 @@ class ServeConfig:
             raise ConfigError(f"fail_seconds is {self.fail_seconds}; it must be {_MIN_FAIL_SECONDS:g} or more.")
         if self.cluster_ca and not self.tls_cert:
             raise ConfigError("cluster_ca needs tls_cert and tls_key: what this process shows the others.")
+
+
+def context_tokens(config: ServeConfig, model: ModelConfig) -> int:
+    """The most tokens of prompt and output together that a request may have.
+
+    Raises:
+      ConfigError: max_context is more than the model was made for.
+    """
+    if config.max_context > model.longest_context:
+        scaled = f" times a rope factor of {model.rope.factor:g}" if model.rope.factor > 1.0 else ""
+        raise ConfigError(
+            f"max_context is {config.max_context}; the model was made for {model.longest_context} tokens "
+            f"(max_position_embeddings{scaled}). Lower it, or configure YaRN rope scaling in the model's config.json."
+        )
+    return config.max_context or min(model.longest_context, _DEFAULT_MAX_CONTEXT)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from meshserve.sharding.mesh import make_mesh, use_cpu_devices
 from .agreement import Cluster
 from .batch import BatchBuilder, Bucket, declare_buckets
 from .compiles import use_cache
-from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig
+from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig, context_tokens
 from .contract import Deliver, ModelInfo
 from .engine import Engine
-from .errors import ConfigError
 from .grammar import Grammars
 from .kernel_choice import choose_kernels
 from .limits import SchedulerLimits
@@ -36,8 +35,6 @@ from .tokenizer import Tokenizer
 from .weights import device_weight_bytes, load_model
 
 _log = logging.getLogger(__name__)
-
-_DEFAULT_MAX_CONTEXT = 32_768  # tokens, where the model allows more and the config does not say
 
 # Makes a model's structure and its parameters on the devices of a mesh.
 MakeParams = Callable[[ModelConfig, ShardLayout, Mesh, jnp.dtype], tuple[nnx.GraphDef, nnx.State]]
@@ -130,7 +127,7 @@ def build_engine(
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
         max_waiting=config.max_waiting,
-        max_context=_max_context(config, model),
+        max_context=context_tokens(config, model),
         max_prefill_tokens=config.max_prefill_tokens,
         max_decode_steps=config.max_decode_steps,
         priority_seconds=config.priority_seconds,
@@ -204,7 +201,7 @@ def make_runner(
     """
     layout, dtype, buckets = model_layout(model, mesh.size), _dtype(config, model), _buckets(config)
     # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
-    max_request_pages = -(-_max_context(config, model) // config.page_size)
+    max_request_pages = -(-context_tokens(config, model) // config.page_size)
     one_page = CacheShape(1, config.page_size, config.max_running, max_request_pages)
     one_page_shapes = state_shapes(model, layout, one_page, dtype)
     kernels = choose_kernels(config, mesh, params, one_page_shapes)
@@ -227,6 +224,7 @@ def make_runner(
         kernels=kernels,
         buckets=buckets,
         mesh=mesh,
+        num_threads=config.compile_threads,
     )
     _log.info("%d programs ready after %.1f s; %s", len(buckets), runner.compile_seconds, shape)
     return runner, num_pages
@@ -249,21 +247,12 @@ def _dtype(config: ServeConfig, model: ModelConfig) -> jnp.dtype:
     return jnp.dtype("float32" if model.dtype == "float32" else "bfloat16")
 
 
-def _max_context(config: ServeConfig, model: ModelConfig) -> int:
-    if config.max_context > model.max_positions:
-        raise ConfigError(
-            f"max_context is {config.max_context}; the model was made for {model.max_positions} tokens "
-            "(max_position_embeddings). Lower it, or configure YaRN rope scaling in the model's config.json."
-        )
-    return config.max_context or min(model.max_positions, _DEFAULT_MAX_CONTEXT)
-
-
 def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, mesh: Mesh) -> ModelInfo:
     return ModelInfo(
         name=config.served_name or (config.model if config.model == DEMO_MODEL else Path(config.model).name),
         architecture=SUPPORTED_ARCHITECTURE,
         vocab_size=model.vocab_size,
-        max_context_tokens=_max_context(config, model),
+        max_context_tokens=context_tokens(config, model),
         eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
         tp_degree=config.tp,
         dtype=_dtype(config, model).name,

@@ -12,14 +12,13 @@ from meshserve.sharding.targets import GIB, Target, target
 
 from .aot import DryServer, ProgramReport
 from .batch import Bucket, declare_buckets
-from .config import ModelConfig, ServeConfig
+from .config import ModelConfig, ServeConfig, context_tokens
 from .model import abstract_model
 from .model_files import find_model
 from .model_sizes import is_published, named_model
 from .step import CacheShape, cache_page_bytes
 
 MIB = 1 << 20
-_DEFAULT_MAX_CONTEXT = 32_768  # tokens, as for `serve`
 _SAMPLING_ALL_REDUCES = 20  # at most: two searches of 8 rounds, their totals and a maximum
 PAGE_TOLERANCE = 0.02  # by how much prediction and compiler may differ on the number of pages
 
@@ -79,8 +78,7 @@ class Planner:
         return tuple(bucket for bucket in buckets if not self.tokens or bucket.num_tokens in self.tokens)
 
     def cache_shape(self, num_pages: int) -> CacheShape:
-        context = self.config.max_context or min(self.model.max_positions, _DEFAULT_MAX_CONTEXT)
-        request_pages = min(-(-context // self.config.page_size), num_pages)
+        request_pages = min(-(-context_tokens(self.config, self.model) // self.config.page_size), num_pages)
         return CacheShape(num_pages, self.config.page_size, self.config.max_running, request_pages)
 
     def plan(self) -> MemoryPlan:

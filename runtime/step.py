@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from tqdm import tqdm
 
 from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.sharding.layout import ShardLayout
@@ -26,13 +25,13 @@ from meshserve.sharding.mesh import named_sharding, partition_spec
 from meshserve.sharding.targets import compiler_options
 
 from .batch import ON_DEVICE, Bucket
+from .compiles import compile_all
 from .config import ModelConfig
 from .model import Kernels
 from .sampling import SamplingBatch, sample
 
 # [L, P, K, 2, S, H]: a page holds each KV head's keys, then its values, so one copy fetches a head's page.
 CACHE_AXES = (None, None, "kv_heads", None, None, None)
-_PROGRESS_DELAY_SECONDS = 2.0
 
 
 class CacheShape(NamedTuple):
@@ -181,7 +180,7 @@ def scratch_bytes(
 ) -> int:
     """What the program of a bucket needs on each device beside its arguments and results. Compiles it."""
     shapes = placed_state(state_shapes, mesh)
-    compiled = _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
+    compiled = _lowered(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh).compile()
     analysis = compiled.memory_analysis()
     return analysis.temp_size_in_bytes if analysis is not None else 0
 
@@ -189,7 +188,8 @@ def scratch_bytes(
 class StepRunner:
     """Holds the compiled programs, and from `start` on the parameters and the device state.
 
-    Compiles on construction. `params` may be shapes with shardings there: what is compiled depends on nothing else.
+    Compiles on construction, `num_threads` programs at a time (see `compiles.compile_all`). `params` may be shapes with
+    shardings there: what is compiled depends on nothing else.
     """
 
     def __init__(
@@ -201,13 +201,16 @@ class StepRunner:
         kernels: Kernels,
         buckets: Sequence[Bucket],
         mesh: Mesh,
+        num_threads: int = 1,
     ):
         self._shapes = shapes = placed_state(state_shapes, mesh)
         started = time.monotonic()
-        self._programs: Mapping[Bucket, jax.stages.Compiled] = {
-            bucket: _compile(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
-            for bucket in tqdm(buckets, desc="programs", unit="", delay=_PROGRESS_DELAY_SECONDS, leave=False)
-        }
+        lowered = (
+            _lowered(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
+            for bucket in buckets
+        )
+        programs = compile_all(lowered, len(buckets), num_threads)
+        self._programs: Mapping[Bucket, jax.stages.Compiled] = dict(zip(buckets, programs, strict=True))
         self._set_page_row = _compile_set_page_row(shapes.page_table, mesh)
         self.compile_seconds = time.monotonic() - started
 
@@ -253,11 +256,11 @@ def _placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def _compile(
+def _lowered(
     program: jax.stages.Wrapped, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct], bucket: Bucket, mesh: Mesh
-) -> jax.stages.Compiled:
+) -> jax.stages.Lowered:
     packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(mesh, ()))
-    return program.lower(params, state, packed).compile()
+    return program.lower(params, state, packed)
 
 
 def _compile_set_page_row(page_table: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stages.Compiled:

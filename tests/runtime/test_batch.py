@@ -12,7 +12,7 @@ from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buc
 from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
-from meshserve.runtime.plan import StepPlan
+from meshserve.runtime.plan import Chunk, StepPlan
 from meshserve.runtime.request import Request, SamplingParams
 from meshserve.runtime.scheduler import Scheduler
 
@@ -201,6 +201,34 @@ def test_buckets_are_few_and_end_with_the_limits():
     assert [bucket.num_requests for bucket in buckets] == [1, 2, 4, 8, 16, 32, 64, 64, 64, 64]
     odd = declare_buckets(max_step_tokens=100, max_running=24, page_size=32)
     assert [bucket.num_tokens for bucket in odd] == [1, 2, 4, 8, 16, 24, 32, 64, 100]
+
+
+@pytest.mark.parametrize("max_decode_steps", [1, 4])
+@pytest.mark.parametrize(("max_step_tokens", "max_running"), [(512, 64), (100, 24), (48, 48), (256, 256), (16, 3)])
+def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_tokens, max_running, max_decode_steps):
+    limits = {"max_step_tokens": max_step_tokens, "max_running": max_running, "page_size": 32}
+    buckets = declare_buckets(**limits, max_decode_steps=max_decode_steps, has_decode_kernels=True)
+    mixed = [bucket for bucket in buckets if not bucket.is_decode]
+    assert min(bucket.num_tokens for bucket in mixed) == min(64, max_step_tokens)
+    builder = BatchBuilder(buckets, max_running=max_running, page_size=32, max_request_pages=4)
+    chunk = Chunk(make_request(1), 0, 1, True)
+    for num_tokens in range(1, max_step_tokens + 1):
+        num_decodes = min(num_tokens, max_running) - 1
+        prefill = chunk._replace(num_tokens=num_tokens - num_decodes)
+        bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [prefill], 1))
+        assert not bucket.is_decode and bucket.num_tokens >= num_tokens and bucket.num_requests >= num_decodes + 1
+        assert bucket.num_tokens < max(2 * num_tokens, 65), "padded beyond need"
+    for num_decodes in range(1, max_running + 1):
+        for num_steps in {1, max_decode_steps}:
+            bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [], num_steps))
+            assert bucket.is_decode and bucket.num_steps == num_steps and bucket.num_tokens < 2 * num_decodes
+
+
+def step_plan(decodes: list[Request], prefills: list[Chunk], num_steps: int) -> StepPlan:
+    return StepPlan(
+        decodes=decodes, starts=[1] * len(decodes), prefills=prefills, num_steps=num_steps,
+        decode_lengths=[num_steps] * len(decodes) if num_steps > 1 else [], admitted=[], preempted=[],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("num_decodes", [1, 2, 3])

@@ -3,6 +3,8 @@
 import logging
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshserve.runtime.compiles import CompileWatch, LateCompileError
+from meshserve.runtime.compiles import CompileWatch, LateCompileError, compile_all
 
 
 def test_compiles_before_ready_are_counted_and_allowed() -> None:
@@ -50,6 +52,30 @@ def test_a_program_that_is_ready_is_no_compile() -> None:
         watch.ready()
         np.testing.assert_array_equal(np.asarray(program(x)), -3.0)
         assert watch.counts.num_late_compiles == 0
+
+
+def test_programs_are_compiled_at_a_time_and_kept_in_order() -> None:
+    """Each waits until the one before or after it is being compiled, too."""
+    barrier = threading.Barrier(2, timeout=20.0)
+
+    class Lowered:
+        def __init__(self, name: int):
+            self.name = name
+
+        def compile(self) -> int:
+            barrier.wait()
+            return self.name
+
+    assert compile_all(map(Lowered, range(6)), 6, 2) == list(range(6))  # type: ignore[arg-type]
+
+
+def test_what_a_program_fails_with_is_raised() -> None:
+    def lowered() -> Iterator[jax.stages.Lowered]:
+        yield jax.jit(lambda x: x + 2).lower(1.0)
+        raise ValueError("no such kernel")
+
+    with pytest.raises(ValueError, match="no such kernel"):
+        compile_all(lowered(), 2, 2)
 
 
 def test_the_cache_is_hit_by_the_next_process(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from meshserve.runtime import offline
 from meshserve.runtime.cli import main
-from meshserve.runtime.config import ModelConfig, ServeConfig, read_toml
+from meshserve.runtime.config import ModelConfig, ServeConfig, context_tokens, read_toml
 from meshserve.runtime.errors import ConfigError, UnsupportedModelError
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.rope import inverse_frequencies
@@ -199,6 +199,8 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
         ({"page_size": -1}, "page_size is -1; it must be 1 or more"),
         ({"num_pages": -1}, "num_pages is -1; it must be 0 or more"),
         ({"max_context": -1}, "max_context is -1; it must be 0 or more"),
+        ({"max_context": 1}, "max_context is 1; it must be 2 or more .a prompt and one token., or 0"),
+        ({"compile_threads": -1}, "compile_threads is -1; it must be 0 or more"),
         ({"port": -1}, "port is -1; it must be 0 or more"),
         ({"memory_fraction": 0.0}, "memory_fraction is 0.0; it must be above 0 and at most 1"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
@@ -210,6 +212,21 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
 def test_what_cannot_be_served_is_refused(options: dict[str, Any], fault: str):
     with pytest.raises(ConfigError, match=fault):
         ServeConfig(**options)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_yarn_allows_its_factor_times_the_original_context():
+    """As Qwen3's model card has it: made for 40,960 positions, 131,072 tokens with YaRN."""
+    plain, scaled = ModelConfig.from_dict(PUBLISHED), ModelConfig.from_dict(published(rope_scaling=YARN))
+    assert (plain.longest_context, scaled.longest_context) == (40960, 131072)
+    assert context_tokens(ServeConfig(max_context=131072), scaled) == 131072
+    assert context_tokens(ServeConfig(), scaled) == context_tokens(ServeConfig(), plain) == 32768
+    with pytest.raises(ConfigError, match=r"max_context is 131073; .* 131072 tokens .* times a rope factor of 4\)"):
+        context_tokens(ServeConfig(max_context=131073), scaled)
+    with pytest.raises(ConfigError, match="max_context is 40961; the model was made for 40960 tokens"):
+        context_tokens(ServeConfig(max_context=40961), plain)
 
 
 def write_toml(directory: Path, text: str) -> Path:
