@@ -1,5 +1,7 @@
 """The published Qwen3 dense models by name, for planning and measuring without their files."""
 
+from typing import Any
+
 from .config import ModelConfig
 from .errors import ConfigError
 
@@ -24,23 +26,27 @@ def named_model(name: str) -> ModelConfig:
     Raises:
       ConfigError: there is no such size.
     """
+    return ModelConfig.from_dict(published_config(name))
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """What config.json says of a published size. Raises as `named_model`."""
     if name.lower() not in _SIZES:
         raise ConfigError(f"{name!r} is no published size; known are {', '.join(_SIZES)}.")
     num_layers, embed_dim, mlp_dim, num_query_heads, is_tied = _SIZES[name.lower()]
-    return ModelConfig.from_dict(
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "vocab_size": 151_936,
-            "hidden_size": embed_dim,
-            "intermediate_size": mlp_dim,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": num_query_heads,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40_960,
-            "tie_word_embeddings": is_tied,
-            "rope_theta": 1e6,
-            "dtype": "bfloat16",
-        }
-    )
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": embed_dim,
+        "intermediate_size": mlp_dim,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_query_heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": is_tied,
+        "rope_theta": 1e6,
+        "dtype": "bfloat16",
+    }

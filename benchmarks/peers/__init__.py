@@ -1,0 +1,15 @@
+"""The same token-id workloads on Hugging Face, vLLM and meshserve, on one device, each in its own process.
+
+    meshserve bench peers                     # Qwen3-0.6B, 4 prompts of 32 ids, 100 new tokens: the table of the README
+    meshserve bench peers --python-vllm /opt/vllm/bin/python --workload nano-vllm --peers hf-batched vllm ours
+
+This module is light, because interpreters that have no jax import its neighbours.
+"""
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from .compare import main as run
+
+    return run(arguments)

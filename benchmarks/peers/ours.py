@@ -1,0 +1,30 @@
+"""meshserve's engine with random weights, all requests at once."""
+
+import atexit
+from pathlib import Path
+
+import jax
+
+from meshserve.benchmarks.offline_engine import OfflineEngine, config_for
+from meshserve.benchmarks.token_times import RunTimes
+from meshserve.benchmarks.workloads import Work
+from meshserve.runtime.config import ModelConfig
+
+from .job import Job, Run, serve_job
+
+
+def start(job: Job) -> tuple[str, Run]:
+    model = ModelConfig.from_file(Path(job.model_dir) / "config.json")
+    config = config_for(job.batches, {"model": job.model_dir, "dtype": job.dtype, **job.settings})
+    engine = OfflineEngine(config, model, weights=None)
+    engine.engine.start()
+    atexit.register(engine.engine.stop)
+
+    def run(batch: list[Work]) -> RunTimes:
+        return engine.run(batch, job.temperature)
+
+    return f"jax {jax.__version__}", run
+
+
+if __name__ == "__main__":
+    serve_job(start)

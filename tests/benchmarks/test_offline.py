@@ -1,0 +1,142 @@
+"""The offline benchmarks: workloads that others can draw, token times, and the peers' table, with tiny shapes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshserve.benchmarks import throughput
+from meshserve.benchmarks.offline_engine import parse_settings
+from meshserve.benchmarks.peers import compare
+from meshserve.benchmarks.token_times import TokenClock, percentile
+from meshserve.benchmarks.workloads import fixed, nano_vllm
+from meshserve.runtime.config import ConfigError, ModelConfig
+from meshserve.runtime.model_sizes import named_model, published_config
+from tests.checkpoints import TINY
+
+RAW = {
+    **{key: value for key, value in TINY.items() if key != "eos_token_id"},
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    return tmp_path
+
+
+def test_nano_vllms_workload_has_the_published_totals():
+    batch = nano_vllm(0, 256, 100, 1024, 10_000)
+    assert sum(len(work.prompt_token_ids) for work in batch) == 142_827
+    assert sum(work.max_tokens for work in batch) == 133_966
+    assert batch == nano_vllm(0, 256, 100, 1024, 10_000) != nano_vllm(1, 256, 100, 1024, 10_000)
+
+
+def test_fixed_lengths_with_fresh_prompts():
+    first, second = fixed(0, 3, 5, 7, 99), fixed(1, 3, 5, 7, 99)
+    assert [(len(work.prompt_token_ids), work.max_tokens) for work in first] == [(5, 7)] * 3
+    assert first != second and all(0 <= token <= 99 for work in first for token in work.prompt_token_ids)
+
+
+def test_token_times():
+    clock = TokenClock()
+    for request, now, num_tokens in ((0, 1.0, 1), (1, 2.0, 1), (0, 1.5, 2), (1, 5.0, 1), (1, 5.0, 0)):
+        clock.add(request, 0.5, now, num_tokens)
+    times = clock.times(10.0)
+    assert (times.num_tokens, times.tokens_per_second) == (5, 0.5)
+    assert times.first_seconds == [0.5, 1.5]
+    assert sorted(times.gap_seconds) == [0.0, 0.5, 3.0]
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0 and percentile([0.0, 1.0], 90) == 0.9
+
+
+def test_settings_are_options_of_the_server():
+    assert parse_settings(["tp=2", "memory_fraction=0.5", "prefix_cache=false", "attention=cuda"]) == {
+        "tp": 2, "memory_fraction": 0.5, "prefix_cache": False, "attention": "cuda",
+    }  # fmt: skip
+    for wrong in ("tpp=2", "tp=two"):
+        with pytest.raises(ConfigError, match=wrong.partition("=")[2] if "two" in wrong else "tpp"):
+            parse_settings([wrong])
+
+
+def test_published_sizes_are_what_config_json_says():
+    assert named_model("qwen3-8b") == ModelConfig.from_dict(published_config("qwen3-8b"))
+
+
+def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture):
+    arguments = [
+        f"--model={tiny}", "--random-weights", "--workload=fixed", "--requests=3", "--input-tokens=9",
+        "--output-tokens=6", "--cpu-devices=8", "--set=num_pages=32", "--set=page_size=16", "--set=cache_dir=",
+        "--set=max_step_tokens=8", f"--json={tiny / 'result.json'}",
+    ]  # fmt: skip
+    assert throughput.main(arguments) == 0
+    result = json.loads((tiny / "result.json").read_text())
+    assert (result["num_input_tokens"], result["num_output_tokens"]) == (27, 18)
+    assert result["output_tokens_per_second"] == pytest.approx(18 / result["seconds"])
+    assert 0 < result["prefill_seconds"] < result["seconds"]
+    assert "3 requests, 27 tokens in, 18 out" in capsys.readouterr().out
+
+
+def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
+    """Hugging Face, batched, in a process that sees nothing of ours but the benchmarks, and ours without the gRPC
+    packages that only the server needs."""
+    blocked = tiny / "blocked"
+    blocked.mkdir()
+    for name in ("grpc_health", "grpc_reflection"):
+        (blocked / f"{name}.py").write_text("raise ImportError('not here')")
+    wrapper = tiny / "python"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{blocked}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    (tiny / "without-vllm").write_text("#!/bin/sh\nexit 1\n")
+    (tiny / "without-vllm").chmod(0o755)
+    arguments = [
+        f"--model={tiny}", "--dtype=float32", "--runs=2", "--warmups=1", "--requests=3", "--input-tokens=5",
+        "--output-tokens=4", "--peers", "hf-batched", "vllm", "ours", f"--python-ours={wrapper}",
+        f"--python-vllm={tiny / 'without-vllm'}", "--set=cpu_devices=1", "--set=num_pages=16", "--set=cache_dir=",
+        "--set=max_step_tokens=8", f"--json={tiny / 'rows.json'}",
+    ]  # fmt: skip
+    status = compare.main(arguments)
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    rows = json.loads((tiny / "rows.json").read_text())
+    assert list(rows) == ["hf-batched", "ours"]
+    assert rows["ours"]["version"].startswith("jax") and "torch" in rows["hf-batched"]["version"]
+    for row in rows.values():
+        assert row["tokens_per_second_p10"] <= row["tokens_per_second"] <= row["tokens_per_second_p90"]
+        assert row["first_token_ms"] > 0 and row["gap_ms_p50"] >= 0 and row["peak_bytes"] > 2**26
+    lines = said.out.splitlines()
+    assert "3 requests, 15 tokens in, 12 out" in lines[0]
+    assert [line.startswith("| Hugging Face, batched") for line in lines[3:]] == [True, False]
+    assert lines[3].rstrip(" |").endswith("1.00")
+    assert "vLLM: not installed" in said.err
+
+
+def test_a_peer_that_fails_is_named_with_its_words(tiny: Path, capsys: pytest.CaptureFixture):
+    (tiny / "broken").write_text("#!/bin/sh\necho no torch here; exit 3\n")
+    (tiny / "broken").chmod(0o755)
+    assert compare.main([f"--model={tiny}", "--peers", "hf-single", f"--python-hf={tiny / 'broken'}"]) == 1
+    assert "exit status 3:\nno torch here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+def test_hugging_face_ends_each_row_at_its_length(tiny: Path, is_single: bool):
+    pytest.importorskip("torch")
+    from meshserve.benchmarks.peers.hugging_face import start
+    from meshserve.benchmarks.peers.job import Job
+    from meshserve.benchmarks.workloads import Work
+
+    batch = [Work([1, 2, 3], 5), Work([4], 2)]
+    job = Job(
+        model_dir=str(tiny), dtype="float32", temperature=0.0, is_single=is_single, num_warmups=0, batches=[batch],
+        settings={},
+    )  # fmt: skip
+    times = start(job)[1](batch)
+    assert (times.num_tokens, len(times.first_seconds), len(times.gap_seconds)) == (7, 2, 5)
+
+
+def test_the_light_modules_need_nothing_but_python():
+    code = "import sys, meshserve.benchmarks.peers.job; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"numpy", "jax", "grpc", "torch"} & set(done.stdout.split())
