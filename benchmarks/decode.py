@@ -26,6 +26,7 @@ import numpy as np
 
 from meshserve.runtime.batch import Bucket
 from meshserve.runtime.config import ModelConfig, ServeConfig
+from meshserve.runtime.control_batch import Logprobs, Sampled
 from meshserve.runtime.engine import Engine, Runner
 from meshserve.runtime.launch import MakeParams, build_engine
 from meshserve.runtime.model_sizes import named_model
@@ -96,6 +97,15 @@ class WatchedRunner:
         self.starved.append(self._last is None or self._last.is_ready())
         self._last = self._runner.run(bucket, packed)
         return self._last
+
+    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
+        self._runner.set_control_row(row, history, bias)
+
+    def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
+        return self._runner.sample(packed, masks)
+
+    def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
+        return self._runner.prompt_logprobs(targets)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

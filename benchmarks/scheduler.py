@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshserve.runtime.batch import BatchBuilder, declare_buckets
+from meshserve.runtime.control_batch import ControlBuilder
 from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.plan import StepPlan
@@ -103,7 +104,13 @@ def _make(num_running: int, num_queued: int) -> tuple[Scheduler, BatchBuilder]:
     pages = PageAllocator(num_running * limits.num_pages_for(max_output_tokens + 96))
     scheduler = Scheduler(limits, pages, frozenset({0}))
     buckets = declare_buckets(max_step_tokens=max_step_tokens, max_running=num_running, page_size=_PAGE_SIZE)
-    batches = BatchBuilder(buckets, max_running=num_running, page_size=_PAGE_SIZE, max_request_pages=4096 // _PAGE_SIZE)
+    batches = BatchBuilder(
+        buckets,
+        max_running=num_running,
+        page_size=_PAGE_SIZE,
+        max_request_pages=4096 // _PAGE_SIZE,
+        controls=ControlBuilder(max_running=num_running, vocab_size=151_936, eos_token_ids=frozenset()),
+    )
     draw = random.Random(0)
     for number in range(num_running + num_queued):
         is_queued = number >= num_running

@@ -13,22 +13,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .control_batch import ControlBatch, ControlBuilder
+from .fields import PARAM_FIELDS, consecutive
 from .plan import StepPlan
 from .request import Request
 
 ON_DEVICE = -1  # a token id the host need not know: the device takes it from its table of last tokens
 
 _TOKEN_FIELDS = ("token_ids", "positions", "token_request")
-_PARAM_FIELDS = ("temperature", "top_p", "top_k", "seed_low", "seed_high")
 _REQUEST_FIELDS = (
     "rows",
     "last_index",  # of the request's last token among the step's tokens
-    *_PARAM_FIELDS,
+    *PARAM_FIELDS,
     "sample_position",
 )
-_PARAMS_START = _REQUEST_FIELDS.index(_PARAM_FIELDS[0])
+_PARAMS_START = _REQUEST_FIELDS.index(PARAM_FIELDS[0])
 _PAGE_FIELDS = ("page_row", "page_index", "page")
 _MIN_MIXED_TOKENS = 64
+_STEP_FIELDS = ("mode",)  # a SamplingMode
 _WINDOW_FIELDS = ("num_steps",)  # of each request, where the bucket has more than one
 
 
@@ -49,13 +51,10 @@ class Bucket:
             ((name, self.num_tokens) for name in _TOKEN_FIELDS),
             ((name, self.num_requests) for name in _REQUEST_FIELDS),
             ((name, self.num_new_pages) for name in _PAGE_FIELDS),
+            ((name, 1) for name in _STEP_FIELDS),
             ((name, self.num_requests) for name in (_WINDOW_FIELDS if self.num_steps > 1 else ())),
         )
-        fields, start = {}, 0
-        for name, size in sizes:
-            fields[name] = slice(start, start + size)
-            start += size
-        return fields
+        return consecutive(sizes)
 
     @cached_property
     def size(self) -> int:
@@ -64,11 +63,12 @@ class Bucket:
 
 
 class Batch(NamedTuple):
-    """A dispatch as the device takes it. Both belong in this order: first the page rows, then the step."""
+    """A dispatch as the device takes it, in this order: page rows, the step, then its controls if it has any."""
 
     bucket: Bucket
     packed: np.ndarray  # [bucket.size] int32
     page_rows: list[np.ndarray]  # each [1 + max_request_pages] int32: a row, then its pages
+    controls: ControlBatch | None = None
 
 
 def declare_buckets(
@@ -108,13 +108,22 @@ class BatchBuilder:
     Sampling parameters are kept by row from a request's admission on, so a decode costs a few copies of whole arrays.
     """
 
-    def __init__(self, buckets: tuple[Bucket, ...], *, max_running: int, page_size: int, max_request_pages: int):
+    def __init__(
+        self,
+        buckets: tuple[Bucket, ...],
+        *,
+        max_running: int,
+        page_size: int,
+        max_request_pages: int,
+        controls: ControlBuilder,
+    ):
         self._buckets = buckets
+        self._controls = controls
         self._page_size = page_size
         self._max_request_pages = max_request_pages
         # Writes at this row fall outside the device's tables and are dropped.
         self._no_row = max_running
-        self._params = np.zeros((len(_PARAM_FIELDS), max_running), np.int32)
+        self._params = np.zeros((len(PARAM_FIELDS), max_running), np.int32)
 
     def bucket(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds the plan."""
@@ -127,9 +136,11 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         """The plan, packed. Call it before the scheduler moves on."""
-        page_rows = []
+        page_rows, control_rows = [], []
         for request, num_cached_pages, _ in plan.admitted:
             self._params[:, request.row] = _params(request)
+            if (control_row := self._controls.admit(request)) is not None:
+                control_rows.append(control_row)
             if num_cached_pages:
                 page_rows.append(self._page_row(request, num_cached_pages))
         bucket = self.bucket(plan)
@@ -139,9 +150,10 @@ class BatchBuilder:
         rows = self._fill_requests(plan, fields)
         first = bucket.fields[_REQUEST_FIELDS[0]].start
         by_request = packed[first : first + len(_REQUEST_FIELDS) * bucket.num_requests].reshape(-1, bucket.num_requests)
-        by_request[_PARAMS_START : _PARAMS_START + len(_PARAM_FIELDS), : len(rows)] = self._params[:, rows]
+        by_request[_PARAMS_START : _PARAMS_START + len(PARAM_FIELDS), : len(rows)] = self._params[:, rows]
         self._fill_pages(plan, fields)
-        return Batch(bucket, packed, page_rows)
+        fields["mode"][0] = self._controls.mode(rows)
+        return Batch(bucket, packed, page_rows, self._controls.build(plan, bucket.num_requests, fields, control_rows))
 
     def _page_row(self, request: Request, num_pages: int) -> np.ndarray:
         page_row = np.zeros(1 + self._max_request_pages, np.int32)
@@ -206,8 +218,8 @@ def _row(request: Request) -> int:
 
 
 def _params(request: Request) -> np.ndarray:
-    """A request's sampling parameters as int32, in the order of _PARAM_FIELDS."""
+    """A request's sampling parameters as int32, in the order of PARAM_FIELDS."""
     params = request.params
-    floats = np.array([params.temperature, params.top_p], np.float32).view(np.int32)
+    temperature, top_p, min_p = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
     seed = np.array([request.seed], np.uint64).view(np.int32)
-    return np.array([*floats, min(params.top_k, np.iinfo(np.int32).max), *seed], np.int32)
+    return np.array([temperature, top_p, min(params.top_k, np.iinfo(np.int32).max), min_p, *seed], np.int32)

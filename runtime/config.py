@@ -239,6 +239,7 @@ class ServeConfig:
     max_waiting: int = option(1024, "requests in the queue; more are refused")
     priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")
     prefix_cache: bool = option(True, "reuse the KV pages of requests that begin alike")
+    controls: bool = option(True, "serve penalties, bias, bans, log-probabilities; some memory and compile time")
     attention: str = option(
         "auto",
         "paged attention implementation; auto: tpu on a TPU, else reference",

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,13 +23,25 @@ import numpy as np
 from .batch import BatchBuilder, Bucket
 from .constrained import ConstrainedSamples
 from .contract import Deliver
+from .control_batch import ControlBatch, Logprobs, Sampled
 from .errors import EngineStoppedError, InvalidRequestError
 from .grammar import Grammar
+from .logprobs import StepLogprobs
 from .pages import PageAllocator
 from .plan import Progress, StepPlan
 from .prefix import extend_page_keys
 from .record import Record, StepRecord, StepRecorder
-from .request import DEFAULT_OPTIONS, MAX_SEED, FinishReason, Load, Output, Request, RequestOptions, SamplingParams
+from .request import (
+    DEFAULT_OPTIONS,
+    MAX_SEED,
+    FinishReason,
+    Load,
+    Output,
+    Request,
+    RequestOptions,
+    SamplingParams,
+    TokenLogprobs,
+)
 from .scheduler import Scheduler
 from .tokenizer import TextStream, Tokenizer
 
@@ -45,6 +57,15 @@ class Runner(Protocol):
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         """Returns the step's tokens, which may still be on their way: [B], or [bucket.num_steps, B]."""
 
+    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
+        """Tells `sample` about a request that just got its row; see `control_batch.ControlRow`."""
+
+    def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
+        """Samples the last `run` anew, under controls; may come as late as just before the next `run`."""
+
+    def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
+        """Of the tokens after those of the last `run`."""
+
 
 @dataclass(frozen=True)
 class _Flight:
@@ -52,6 +73,7 @@ class _Flight:
 
     plan: StepPlan
     sampled: jax.Array | np.ndarray
+    logprobs: StepLogprobs | None
     dispatched: float  # seconds
     record: StepRecord | None
 
@@ -319,12 +341,29 @@ class Engine:
                 self._end(request, message="its deadline passed, or could not be met any more")
             if plan is None:
                 return None
-            bucket, packed, page_rows = self._batches.build(plan)
+            batch = self._batches.build(plan)
             dispatched = self._clock()
-            record = self._recorder.planned(plan, bucket, dispatched - started) if self._recorder else None
-        for page_row in page_rows:
+            record = self._recorder.planned(plan, batch.bucket, dispatched - started) if self._recorder else None
+        for page_row in batch.page_rows:
             self.runner.set_page_row(page_row)
-        return _Flight(plan, self.runner.run(bucket, packed), dispatched, record)
+        tokens, logprobs = self.runner.run(batch.bucket, batch.packed), None
+        if batch.controls is not None:
+            tokens, logprobs = self._control(plan, batch.controls, tokens)
+        return _Flight(plan, tokens, logprobs, dispatched, record)
+
+    def _control(
+        self, plan: StepPlan, controls: ControlBatch, tokens: jax.Array | np.ndarray
+    ) -> tuple[jax.Array | np.ndarray, StepLogprobs]:
+        """What the step just dispatched has to do beside it. Returns its tokens, which may be others now."""
+        for row in controls.rows:
+            self.runner.set_control_row(*row)
+        sampled = prompt = None
+        if controls.packed is not None:
+            result = self.runner.sample(controls.packed, controls.masks)
+            tokens, sampled = result.tokens, result.logprobs
+        if controls.prompt_targets is not None:
+            prompt = self.runner.prompt_logprobs(controls.prompt_targets)
+        return tokens, StepLogprobs(plan, sampled, prompt, controls.prompt_targets)
 
     def _collect(self, flight: _Flight) -> None:
         """Waits for the tokens of a dispatch and books them."""
@@ -332,9 +371,10 @@ class Engine:
         sampled = np.asarray(flight.sampled).reshape(plan.num_steps, -1)[:, : plan.num_requests].tolist()
         with self._changed:
             now = self._clock()
+            self._stream_prompts(flight.logprobs)
             for step, tokens in enumerate(sampled):
                 for progress in self._scheduler.account(plan, tokens, now, step):
-                    self._stream(progress, now)
+                    self._stream(progress, now, flight.logprobs)
             if self._recorder is not None and flight.record is not None:
                 self._recorder.collected(flight.record, now - flight.dispatched)
 
@@ -347,10 +387,19 @@ class Engine:
                     if self._scheduler.finish(request, reason, self._clock()):
                         self._end(request, message=message)
 
-    def _stream(self, progress: Progress, now: float) -> None:
+    def _stream_prompts(self, logprobs: StepLogprobs | None) -> None:
+        """Log-probabilities of prompt tokens go out as they come."""
+        for request, found in logprobs.of_prompts() if logprobs is not None else ():
+            if not request.is_finished:
+                output = Output(request_id=request.request_id, index=request.index, prompt_logprobs=found)
+                self._outputs.append(output)
+
+    def _stream(self, progress: Progress, now: float, logprobs: StepLogprobs | None) -> None:
         """Turns a request's new token into an output; a stop string in its text, or its constraint, ends it."""
         request, token_id = progress
         token_ids = () if token_id is None else (token_id,)
+        logprob = logprobs.of_output(request) if logprobs is not None and token_ids else None
+        found = () if logprob is None else (logprob,)
         text, end = "", None
         stream = self._texts.get(request)
         if stream is not None:
@@ -362,12 +411,23 @@ class Engine:
         if reason is not None and not self._scheduler.finish(request, reason, now):
             request.finish_reason = reason  # it reached its length, or its end token, with this very token
         if request.is_finished:
-            self._end(request, token_ids=token_ids, text=text, message=message)
+            self._end(request, token_ids=token_ids, text=text, message=message, logprobs=found)
         else:
-            output = Output(request_id=request.request_id, index=request.index, token_ids=token_ids, text=text)
-            self._outputs.append(output)
+            self._outputs.append(
+                Output(
+                    request_id=request.request_id, index=request.index, token_ids=token_ids, text=text, logprobs=found
+                )
+            )
 
-    def _end(self, request: Request, *, token_ids: tuple[int, ...] = (), text: str = "", message: str = "") -> None:
+    def _end(
+        self,
+        request: Request,
+        *,
+        token_ids: tuple[int, ...] = (),
+        text: str = "",
+        message: str = "",
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
         """Queues a finished sample's last output: all text that was held back comes with it."""
         stream = self._texts.pop(request, None)
         self._constrained.close(request)
@@ -381,6 +441,7 @@ class Engine:
                 index=request.index,
                 token_ids=token_ids,
                 text=text + (stream.flush() if stream is not None else ""),
+                logprobs=logprobs,
                 finish_reason=request.finish_reason,
                 message=message,
                 num_prompt_tokens=len(request.prompt_token_ids),

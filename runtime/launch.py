@@ -20,17 +20,20 @@ from .batch import BatchBuilder, Bucket, declare_buckets
 from .compiles import use_cache
 from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig, context_tokens
 from .contract import Deliver, ModelInfo
+from .control_batch import ControlBuilder
+from .control_programs import Controls, ControlSizes
 from .engine import Engine
 from .grammar import Grammars
 from .kernel_choice import choose_kernels
 from .limits import SchedulerLimits
+from .model import Kernels
 from .model_files import DEMO_MODEL, ModelFiles, find_model
 from .orbax_weights import model_layout
 from .pages import PageAllocator
 from .record import Record
 from .reshard import Resharder
 from .scheduler import Scheduler
-from .step import CacheShape, StepRunner, cache_page_bytes, scratch_bytes, state_shapes
+from .step import CacheShape, StepRunner, cache_page_bytes, scratch_bytes, specs_of, state_shapes
 from .tokenizer import Tokenizer
 from .weights import device_weight_bytes, load_model
 
@@ -135,14 +138,18 @@ def build_engine(
     )
     runner, num_pages, mesh = build_runner(config, model, make_params, cluster)
     pages = PageAllocator(num_pages)
+    eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else frozenset()
     engine = Engine(
-        scheduler=Scheduler(limits, pages, tokenizer.eos_token_ids if tokenizer is not None else frozenset()),
+        scheduler=Scheduler(limits, pages, eos_token_ids),
         pages=pages,
         batches=BatchBuilder(
             _buckets(config),
             max_running=config.max_running,
             page_size=config.page_size,
             max_request_pages=limits.num_pages_for(limits.max_context),
+            controls=ControlBuilder(
+                max_running=config.max_running, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
+            ),
         ),
         runner=runner,
         tokenizer=tokenizer,
@@ -205,9 +212,12 @@ def make_runner(
     one_page = CacheShape(1, config.page_size, config.max_running, max_request_pages)
     one_page_shapes = state_shapes(model, layout, one_page, dtype)
     kernels = choose_kernels(config, mesh, params, one_page_shapes)
+    controls = _controls(config, model, mesh, structure, params, kernels) if config.controls else None
     num_pages = config.num_pages
     if not num_pages:
-        scratch = scratch_bytes(structure, params, one_page_shapes, kernels, buckets[-1], mesh)
+        scratch = (controls.device_bytes if controls is not None else 0) + scratch_bytes(
+            structure, params, one_page_shapes, kernels, buckets[-1], mesh
+        )
         kept = scratch + (config.reserve_mib << 20) + kept_bytes
         page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
         num_pages = num_pages_that_fit(measured or mesh, config.memory_fraction, page_bytes, kept)
@@ -225,9 +235,24 @@ def make_runner(
         buckets=buckets,
         mesh=mesh,
         num_threads=config.compile_threads,
+        controls=controls,
     )
     _log.info("%d programs ready after %.1f s; %s", len(buckets), runner.compile_seconds, shape)
     return runner, num_pages
+
+
+def _controls(
+    config: ServeConfig, model: ModelConfig, mesh: Mesh, structure: nnx.GraphDef, params: nnx.State, kernels: Kernels
+) -> Controls:
+    return Controls(
+        structure=structure,
+        params=params,
+        param_specs=specs_of(params),
+        buckets=_buckets(config),
+        sizes=ControlSizes(config.max_running, model_layout(model, mesh.size).vocab_size, model.vocab_size),
+        is_unrolled=kernels.is_unrolled,
+        mesh=mesh,
+    )
 
 
 def _buckets(config: ServeConfig) -> tuple[Bucket, ...]:

@@ -25,6 +25,7 @@ from meshserve.sharding.leading import Leader
 from meshserve.sharding.watch import Watch
 
 from .batch import Bucket
+from .control_batch import Logprobs, Sampled
 from .engine import Runner
 
 _DIGEST_BYTES = 16
@@ -43,6 +44,15 @@ class LeadingRunner:
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         return self._lead("run", bucket, packed)
+
+    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
+        self._lead("set_control_row", row, history, bias)
+
+    def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
+        return self._lead("sample", packed) if masks is None else self._lead("sample", packed, masks)
+
+    def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
+        return self._lead("prompt_logprobs", targets)
 
     def _lead(self, method: str, *arguments: Any) -> Any:
         sequence = self._leader.call(method, map(to_message, arguments))

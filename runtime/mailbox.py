@@ -98,6 +98,8 @@ def _join(outputs: Sequence[Output]) -> Output:
         num_prompt_tokens=last.num_prompt_tokens,
         num_output_tokens=last.num_output_tokens,
         num_cached_tokens=last.num_cached_tokens,
+        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+        prompt_logprobs=tuple(logprob for output in outputs for logprob in output.prompt_logprobs),
     )
 
 

@@ -5,8 +5,10 @@ Pure Python: the edge, the scheduler and the engine all speak in these types.
 
 import enum
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from .constraint import Constraint
 from .errors import InvalidRequestError
@@ -21,6 +23,10 @@ MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 100
 MAX_CACHE_SALT_CHARS = 256
 MAX_SAMPLES = 64
+MAX_LOGPROBS = 20  # alternatives of a token
+MAX_LISTED_TOKENS = 1_024  # of logit_bias, allowed_token_ids and bad_token_ids, each
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIAS = 100.0
 
 
 class FinishReason(enum.Enum):
@@ -33,9 +39,20 @@ class FinishReason(enum.Enum):
     ERROR = "error"  # the engine failed; the output carries the reason
 
 
+class SamplingMode(enum.IntEnum):
+    """How much of the sampler a request needs. A mode serves requests of every smaller one, too."""
+
+    GREEDY = 0
+    RANDOM = 1  # temperature
+    TOP_P = 2
+    FILTERED = 3  # min-p, top-k, top-p, in this order
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose the tokens of one request. Ranges are checked on construction.
+
+    In this order: bias and bans, penalties, temperature, min-p, top-k, top-p of what is left.
 
     Raises:
       InvalidRequestError: a value is out of range; the message names the field and the range.
@@ -45,6 +62,16 @@ class SamplingParams:
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps the whole vocabulary
     top_p: float = 1.0  # 1 keeps the whole vocabulary
+    min_p: float = 0.0  # at least so likely, as a share of the likeliest token's probability
+    frequency_penalty: float = 0.0  # taken from a token's logit for each time it stands in the output
+    presence_penalty: float = 0.0  # likewise, once
+    repetition_penalty: float = 1.0  # divides the logit of tokens in prompt or output; multiplies it where negative
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    allowed_token_ids: tuple[int, ...] = ()  # no others; empty allows all
+    bad_token_ids: tuple[int, ...] = ()  # never these
+    min_tokens: int = 0  # before these, no end token is sampled
+    logprobs: int | None = None  # of each output token, and so many alternatives
+    prompt_logprobs: int | None = None  # of each prompt token but the first, likewise
     seed: int | None = None  # None: the engine draws one
     ignore_eos: bool = False  # run to max_tokens; stop strings still end the request
     stop: tuple[str, ...] = ()
@@ -63,6 +90,7 @@ class SamplingParams:
         require(finite, "temperature", self.temperature, "0 (greedy) to 100")
         require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1 (off)")
+        self._check_adjustments(require)
         seed_ok = self.seed is None or 0 <= self.seed <= MAX_SEED
         require(seed_ok, "seed", self.seed, f"0 to {MAX_SEED}")
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"{MAX_STOP_STRINGS} or fewer")
@@ -70,6 +98,58 @@ class SamplingParams:
             require(0 < len(text) <= MAX_STOP_STRING_CHARS, "stop", text, f"1 to {MAX_STOP_STRING_CHARS} characters")
         num_stop_tokens = len(self.stop_token_ids)
         require(num_stop_tokens <= MAX_STOP_TOKENS, "stop_token_ids", num_stop_tokens, f"{MAX_STOP_TOKENS} or fewer")
+
+    def _check_adjustments(self, require: Callable[[bool, str, object, str], None]) -> None:
+        require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            require(abs(value) <= MAX_PENALTY, name, value, f"-{MAX_PENALTY} to {MAX_PENALTY}; 0 is off")
+        repetition = self.repetition_penalty
+        require(0.01 <= repetition <= 100.0, "repetition_penalty", repetition, "0.01 to 100; 1 is off")
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "0 to max_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"0 to {MAX_LOGPROBS}")
+        for name in ("logit_bias", "allowed_token_ids", "bad_token_ids"):
+            num_tokens = len(getattr(self, name))
+            require(num_tokens <= MAX_LISTED_TOKENS, name, f"{num_tokens} tokens", f"{MAX_LISTED_TOKENS} or fewer")
+        for token_id, bias in self.logit_bias.items():
+            ok = abs(bias) <= MAX_LOGIT_BIAS
+            require(ok, "logit_bias", f"{bias} for token {token_id}", f"-{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}")
+        is_open = not self.allowed_token_ids or bool(set(self.allowed_token_ids) - set(self.bad_token_ids))
+        require(is_open, "bad_token_ids", "all of allowed_token_ids", "to leave one of them")
+
+    @cached_property
+    def listed_token_ids(self) -> frozenset[int]:
+        """Every token that the parameters name."""
+        return frozenset((*self.logit_bias, *self.allowed_token_ids, *self.bad_token_ids))
+
+    @property
+    def mode(self) -> SamplingMode:
+        if self.temperature == 0.0:
+            return SamplingMode.GREEDY
+        if self.top_k or self.min_p:
+            return SamplingMode.FILTERED
+        return SamplingMode.TOP_P if self.top_p < 1.0 else SamplingMode.RANDOM
+
+    @cached_property
+    def is_controlled(self) -> bool:
+        """Whether the tokens are sampled by a program of its own after the step (`controls`)."""
+        return self.has_adjustments or self.logprobs is not None or self.constraint is not None
+
+    @cached_property
+    def has_adjustments(self) -> bool:
+        """Whether logits are changed before they are sampled from, token by token."""
+        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+        return penalties or self.min_tokens > 0 or bool(self.listed_token_ids)
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities at one position: of the model's own distribution, at temperature 1, before
+    bias, bans and penalties."""
+
+    logprob: float  # of the token that stands there
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens and theirs, the likeliest first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +207,7 @@ class Request:
     num_pending_tokens: int = 0
     num_prefill_tokens: int = 0  # known when it got its row; tokens after these were sampled in the row
     pages: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0  # of the prompt's tokens, computed or in flight
     num_page_positions: int = 0  # that its pages have room for
     num_published_pages: int = 0  # the first of `pages`, which others may share
     publish_at_tokens: int = 0  # when so many tokens are known and computed, the next page is full
@@ -140,6 +221,18 @@ class Request:
     def __post_init__(self) -> None:
         self.num_known_tokens = len(self.prompt_token_ids)
         self.is_constrained = self.params.constraint is not None
+
+    @property
+    def is_controlled(self) -> bool:
+        """Whether its tokens are sampled by `controls`, one step a dispatch."""
+        return self.params.is_controlled
+
+    @property
+    def num_prompt_logprobs_left(self) -> int:
+        """Tokens of the prompt whose log-probabilities are wanted and not yet computed; the first sample's are."""
+        if self.params.prompt_logprobs is None or self.index:
+            return 0
+        return len(self.prompt_token_ids) - 1 - self.num_prompt_logprobs
 
     @property
     def num_tokens(self) -> int:
@@ -171,6 +264,8 @@ class Output:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # since the request began
     num_cached_tokens: int = 0  # of the prompt, taken from the cache instead of computed
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `token_ids`, where they were asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; they begin with the second one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,8 +47,8 @@ class Running:
 
     def cached_pages(self, request: Request) -> list[int]:
         """Pages from which a waiting request can start: all full ones but that of its last known token, which must be
-        computed to sample what follows."""
-        if not self._limits.has_prefix_cache:
+        computed to sample what follows. None if log-probabilities of the prompt are wanted: it must be computed."""
+        if not self._limits.has_prefix_cache or request.num_prompt_logprobs_left:
             return []
         num_pages = (request.num_known_tokens - 1) // self._limits.page_size
         extend_page_keys(request, self._limits.page_size, num_pages)

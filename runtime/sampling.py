@@ -6,8 +6,12 @@ The logits are never gathered. Top-k and top-p find the one logit value that sep
 search over the bits of its float, four bits a round, with one small `psum` a round: exact for every k and p, no sort.
 Tokens whose logit equals the threshold are all kept. Sampling is the Gumbel-max trick; its noise comes from a counter
 (request seed, position, token id), so a token depends neither on the batch, nor the step, nor the number of shards.
+
+The host knows what the rows of a step want, and says so in one number (`SamplingMode`): the program has one flat
+switch. What needs a row's earlier tokens, masks or log-probabilities is a program of its own: `controls`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from meshserve.sharding.mesh import TENSOR_AXIS
+
+from .request import SamplingMode
 
 _DIGIT_BITS = 4
 _THREEFRY_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -28,53 +34,82 @@ class SamplingBatch(NamedTuple):
     temperature: jax.Array  # float32; 0 is greedy
     top_p: jax.Array  # float32
     top_k: jax.Array  # int32; 0 is off
+    min_p: jax.Array  # float32; 0 is off
     seed_low: jax.Array  # uint32
     seed_high: jax.Array  # uint32
     position: jax.Array  # int32: of the token to be sampled
 
 
-def sample(logits: jax.Array, params: SamplingBatch, *, vocab_size: int, is_unrolled: bool) -> jax.Array:
+_Filter = Callable[[jax.Array, SamplingBatch], jax.Array]  # scaled logits -> the same, dropped tokens at -inf
+
+
+def sample(
+    logits: jax.Array, params: SamplingBatch, mode: jax.Array, *, vocab_size: int, is_unrolled: bool
+) -> jax.Array:
     """One token a row. Call inside `shard_map`.
 
     Args:
       logits: [B, V / shards] float32, this shard's part of the padded vocabulary.
       params: per row.
+      mode: int32, a `SamplingMode` that is enough for every row; a row's token does not depend on it.
       vocab_size: of the model; padding beyond it is never chosen.
       is_unrolled: write out the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
 
     Returns:
       [B] int32 token ids, equal on every shard. Greedy rows take the largest logit, the lowest id among equals.
     """
-    token_ids = _local_token_ids(logits.shape[1])
-    logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
-    any_random = jnp.any(params.temperature > 0.0)
-    random_scores = partial(_random_scores, is_unrolled=is_unrolled)
-    scores = jax.lax.cond(any_random, random_scores, lambda logits, *_: logits, logits, params, token_ids)
-    return _argmax(scores, token_ids)
+    token_ids = local_token_ids(logits.shape[1])
+
+    def best_of(filtered: _Filter | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+        def best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
+            scores = logits if filtered is None else _random_scores(logits, params, token_ids, filtered)
+            index = jnp.argmax(scores, axis=1)
+            return jnp.take_along_axis(scores, index[:, None], axis=1)[:, 0], token_ids[index]
+
+        return best
+
+    top_p = partial(_keep_top_p, is_unrolled=is_unrolled)
+    filters: dict[SamplingMode, _Filter | None] = {
+        SamplingMode.GREEDY: None,
+        SamplingMode.RANDOM: lambda scaled, params: scaled,
+        SamplingMode.TOP_P: lambda scaled, params: top_p(scaled, params.top_p),
+        SamplingMode.FILTERED: partial(_keep_all_filters, is_unrolled=is_unrolled),
+    }
+    score, token_id = jax.lax.switch(mode, [best_of(filters[mode]) for mode in SamplingMode], logits)
+    return _best_of_shards(score, token_id)
 
 
-def _local_token_ids(num_local: int) -> jax.Array:
+def local_token_ids(num_local: int) -> jax.Array:
+    """The ids of this shard's part of the vocabulary."""
     return jax.lax.axis_index(TENSOR_AXIS) * num_local + jnp.arange(num_local, dtype=jnp.int32)
 
 
-def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, *, is_unrolled: bool) -> jax.Array:
+def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, keep: _Filter) -> jax.Array:
     """Scores whose largest is a sample: greedy rows keep their logits, dropped tokens get -inf."""
     is_random = params.temperature > 0.0
     scaled = logits / jnp.where(is_random, jnp.maximum(params.temperature, _MIN_TEMPERATURE), 1.0)[:, None]
-    top_k, top_p = params.top_k, params.top_p
-    keep_top_k = partial(_keep_top_k, is_unrolled=is_unrolled)
-    keep_top_p = partial(_keep_top_p, is_unrolled=is_unrolled)
-    kept = jax.lax.cond(jnp.any(is_random & (top_k > 0)), keep_top_k, lambda x, _: x, scaled, top_k)
-    kept = jax.lax.cond(jnp.any(is_random & (top_p < 1.0)), keep_top_p, lambda x, _: x, kept, top_p)
-    return jnp.where(is_random[:, None], kept + _gumbel(params, token_ids), logits)
+    return jnp.where(is_random[:, None], keep(scaled, params) + _gumbel(params, token_ids), logits)
+
+
+def _keep_all_filters(scaled: jax.Array, params: SamplingBatch, *, is_unrolled: bool) -> jax.Array:
+    """min-p, then top-k, then top-p of what is left."""
+    kept = _keep_min_p(scaled, params.min_p)
+    kept = _keep_top_k(kept, params.top_k, is_unrolled=is_unrolled)
+    return _keep_top_p(kept, params.top_p, is_unrolled=is_unrolled)
+
+
+def _keep_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Rows keep the tokens that are at least `min_p` times as likely as the likeliest."""
+    highest = jax.lax.pmax(logits.max(axis=1), TENSOR_AXIS)
+    return jnp.where(logits >= (highest + jnp.log(min_p))[:, None], logits, -jnp.inf)
 
 
 def _keep_top_k(logits: jax.Array, top_k: jax.Array, *, is_unrolled: bool) -> jax.Array:
     """Rows with top_k > 0 keep their k largest logits; fewer than k real tokens are all kept."""
     keys = _sortable(logits)
     weights = jnp.isfinite(logits).astype(jnp.float32)  # counts below 2^24 are exact
-    target = jnp.minimum(top_k.astype(jnp.float32), jax.lax.psum(weights.sum(axis=1), TENSOR_AXIS))
-    threshold = _threshold(keys, weights, target, is_unrolled=is_unrolled)
+    threshold = _threshold(keys, weights, top_k.astype(jnp.float32), is_unrolled=is_unrolled)
     return jnp.where((top_k <= 0)[:, None] | (keys >= threshold[:, None]), logits, -jnp.inf)
 
 
@@ -141,11 +176,9 @@ def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.
     return x
 
 
-def _argmax(scores: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """The token id of each row's largest score over all shards; the lowest id among equals."""
-    best = jnp.argmax(scores, axis=1)
-    score = jnp.take_along_axis(scores, best[:, None], axis=1)[:, 0]
-    packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), token_ids[best]], axis=1)
+def _best_of_shards(score: jax.Array, token_id: jax.Array) -> jax.Array:
+    """The token of each row's largest score [B] over all shards; the lowest id among equals."""
+    packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), token_id], axis=1)
     shards = jax.lax.all_gather(packed, TENSOR_AXIS)  # [shards, B, 2]: one small collective
     scores = jax.lax.bitcast_convert_type(shards[:, :, 0], jnp.float32)
     winner = jnp.argmax(scores, axis=0)  # the first among equals: shards stand in order of token id

@@ -180,7 +180,7 @@ class Scheduler:
         """Several decode steps in this dispatch, if nothing waits and pages allow it. (steps, steps of each decode)"""
         num_steps = self.limits.max_decode_steps
         is_alone = not self._waiting and len(draft.decodes) == len(self._running)
-        if num_steps == 1 or not is_alone:
+        if num_steps == 1 or not is_alone or any(request.is_controlled for request in draft.decodes):
             return 1, []
         lengths = [
             min(num_steps, request.max_total_tokens - 1 - start)
@@ -244,6 +244,8 @@ class Scheduler:
     def _is_coming(self, request: Request, num_cached_pages: int, draft: Draft) -> bool:
         """Whether another request computes the page it would begin with in this very step: the next step can share it,
         instead of computing it twice."""
+        if request.num_prompt_logprobs_left:
+            return False
         num_shareable_pages = (request.num_known_tokens - 1) // self.limits.page_size
         next_page_keys = request.page_keys[num_cached_pages : min(num_cached_pages + 1, num_shareable_pages)]
         return not draft.page_keys.isdisjoint(next_page_keys)

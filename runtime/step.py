@@ -1,6 +1,7 @@
 """The compiled program of a bucket, and the state it works on.
 
-Step 6 of 10. In: a packed vector (see `batch.py`). Out: one sampled token a request, still on the device.
+Step 6 of 10. In: a packed vector (see `batch.py`). Out: one sampled token a request, still on the device. Its logits
+and hidden states stay there, too, until the next step: `controls` samples again from them where a request wants more.
 
 Everything a step needs beyond that vector stays on the devices and is donated to each step: the KV cache, the table of
 each row's last token (a sampled token is the next step's input without the host ever seeing it in between), and the
@@ -27,6 +28,8 @@ from meshserve.sharding.targets import compiler_options
 from .batch import ON_DEVICE, Bucket
 from .compiles import compile_all
 from .config import ModelConfig
+from .control_batch import Logprobs, Sampled
+from .control_programs import Controls
 from .model import Kernels
 from .sampling import SamplingBatch, sample
 
@@ -57,6 +60,17 @@ class DeviceState(NamedTuple, Generic[Leaf]):
     page_table: Leaf  # [max_running, max_request_pages] int32
 
 
+class StepOutput(NamedTuple, Generic[Leaf]):
+    """What a step brings. Logits and hidden states are None where it was several decode steps.
+
+    They cost nothing: both exist in any case, and are free for the next step as soon as it is dispatched.
+    """
+
+    sampled: Leaf  # [B] int32, or [num_steps, B]
+    logits: Leaf | None = None  # [B, V] float32, sharded by vocabulary: after the last token of each request
+    hidden: Leaf | None = None  # [T, D], before the final norm
+
+
 def cache_page_bytes(config: ModelConfig, layout: ShardLayout, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of one page on one device, all layers together."""
     groups = layout.num_groups // layout.num_shards
@@ -82,8 +96,8 @@ def step(
     params: nnx.State,
     state: DeviceState[jax.Array],
     packed: jax.Array,
-) -> tuple[DeviceState[jax.Array], jax.Array]:
-    """One step, written per shard. Returns the next state and the sampled tokens [B] int32.
+) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
+    """One step, written per shard. Returns the next state and what the step brought.
 
     A chunk that does not end with its request's last token gets a token too, without meaning; the host ignores it.
     """
@@ -99,14 +113,16 @@ def step(
         temperature=jax.lax.bitcast_convert_type(fields["temperature"], jnp.float32),
         top_p=jax.lax.bitcast_convert_type(fields["top_p"], jnp.float32),
         top_k=fields["top_k"],
+        min_p=jax.lax.bitcast_convert_type(fields["min_p"], jnp.float32),
         seed_low=jax.lax.bitcast_convert_type(fields["seed_low"], jnp.uint32),
         seed_high=jax.lax.bitcast_convert_type(fields["seed_high"], jnp.uint32),
         position=fields["sample_position"],
     )
     logits = model.logits(x[fields["last_index"]])
-    sampled = sample(logits, sampling, vocab_size=model.config.vocab_size, is_unrolled=kernels.is_unrolled)
+    vocab_size, is_unrolled = model.config.vocab_size, kernels.is_unrolled
+    sampled = sample(logits, sampling, fields["mode"][0], vocab_size=vocab_size, is_unrolled=is_unrolled)
     last_tokens = state.last_tokens.at[rows].set(sampled, mode="drop")
-    return DeviceState(cache, last_tokens, page_table), sampled
+    return DeviceState(cache, last_tokens, page_table), StepOutput(sampled, logits, x)
 
 
 def window(
@@ -116,8 +132,8 @@ def window(
     params: nnx.State,
     state: DeviceState[jax.Array],
     packed: jax.Array,
-) -> tuple[DeviceState[jax.Array], jax.Array]:
-    """Several decode steps in one dispatch, written per shard. Returns the next state and the tokens [num_steps, B].
+) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
+    """Several decode steps in one dispatch, written per shard. Returns the next state and the tokens.
 
     Each is the `step` of the same shape: only positions move on, and requests whose own steps are over become padding.
     """
@@ -138,11 +154,12 @@ def window(
         vector = packed
         for name, values in moved.items():
             vector = vector.at[fields[name]].set(values)
-        state, tokens = step(structure, kernels, bucket, params, state, vector)
-        return state, sampled.at[index].set(tokens)
+        state, output = step(structure, kernels, bucket, params, state, vector)
+        return state, sampled.at[index].set(output.sampled)
 
     sampled = jnp.zeros((bucket.num_steps, bucket.num_requests), jnp.int32)
-    return jax.lax.fori_loop(0, bucket.num_steps, one_step, (state, sampled))
+    state, sampled = jax.lax.fori_loop(0, bucket.num_steps, one_step, (state, sampled))
+    return state, StepOutput(sampled)
 
 
 def set_page_row(page_table: jax.Array, page_row: jax.Array) -> jax.Array:
@@ -153,21 +170,29 @@ def set_page_row(page_table: jax.Array, page_row: jax.Array) -> jax.Array:
 def sharded_step(
     structure: nnx.GraphDef, abstract: nnx.State, kernels: Kernels, bucket: Bucket, mesh: Mesh
 ) -> jax.stages.Wrapped:
-    """The step of a bucket over the mesh: (params, state, packed) -> (state, sampled); the state is donated."""
-    param_specs = jax.tree.map(
-        lambda weight: weight.replace(partition_spec(weight.axes)),
-        abstract,
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
+    """The step of a bucket over the mesh: (params, state, packed) -> (state, output); the state is donated."""
+    param_specs = specs_of(abstract)
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
+    output_specs = StepOutput(PartitionSpec())
+    if bucket.num_steps == 1:
+        output_specs = StepOutput(PartitionSpec(), partition_spec((None, "vocab")), PartitionSpec())
     program = jax.shard_map(
         partial(step if bucket.num_steps == 1 else window, structure, kernels, bucket),
         mesh=mesh,
         in_specs=(param_specs, state_specs, PartitionSpec()),
-        out_specs=(state_specs, PartitionSpec()),
+        out_specs=(state_specs, output_specs),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
     return jax.jit(program, donate_argnums=1, compiler_options=compiler_options(mesh))
+
+
+def specs_of(params: nnx.State) -> nnx.State:
+    """Where each parameter lies on the mesh."""
+    return jax.tree.map(
+        lambda weight: weight.replace(partition_spec(weight.axes)),
+        params,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
 
 
 def scratch_bytes(
@@ -178,11 +203,13 @@ def scratch_bytes(
     bucket: Bucket,
     mesh: Mesh,
 ) -> int:
-    """What the program of a bucket needs on each device beside its arguments and results. Compiles it."""
+    """What the program of a bucket needs on each device beside its arguments. Compiles it."""
     shapes = placed_state(state_shapes, mesh)
     compiled = _lowered(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh).compile()
     analysis = compiled.memory_analysis()
-    return analysis.temp_size_in_bytes if analysis is not None else 0
+    if analysis is None:
+        return 0
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
 class StepRunner:
@@ -202,7 +229,10 @@ class StepRunner:
         buckets: Sequence[Bucket],
         mesh: Mesh,
         num_threads: int = 1,
+        controls: Controls | None = None,
     ):
+        self._controls = controls
+        self._output: StepOutput[jax.Array] | None = None  # of the last step
         self._shapes = shapes = placed_state(state_shapes, mesh)
         started = time.monotonic()
         lowered = (
@@ -217,6 +247,8 @@ class StepRunner:
     def start(self, params: nnx.State) -> None:
         """Takes the parameters and allocates the cache; from now on it can run."""
         self._params, self._state = params, _allocate(self._shapes)
+        if self._controls is not None:
+            self._controls.allocate()
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -226,12 +258,16 @@ class StepRunner:
     @property
     def device_bytes(self) -> int:
         """What parameters and state take on each device."""
-        return shard_bytes((self._params, self._state))
+        controls = self._controls.device_bytes if self._controls is not None else 0
+        return shard_bytes((self._params, self._state)) + controls
 
     def release(self) -> nnx.State:
         """Gives up the device state, whose memory is free at once, and returns the parameters. The runner is spent."""
         for array in self._state:
             array.delete()
+        self._output = None
+        if self._controls is not None:
+            self._controls.release()
         params, self._params = self._params, nnx.State({})
         return params
 
@@ -241,9 +277,38 @@ class StepRunner:
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
-        self._state, sampled = self._programs[bucket](self._params, self._state, packed)
-        sampled.copy_to_host_async()
+        self._output = None  # its memory is free for this step
+        self._state, self._output = self._programs[bucket](self._params, self._state, packed)
+        self._output.sampled.copy_to_host_async()
+        return self._output.sampled
+
+    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
+        """Dispatches what `sample` is to know of a request from now on; see `control_batch.ControlRow`."""
+        self._known_controls.set_row(row, history, bias)
+
+    def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[jax.Array]:
+        """Dispatches the sampling of the last `run` anew, under controls; see `controls`. Before the next `run`.
+
+        Its tokens, not those that `run` returned, are what the next step goes on with.
+
+        Args:
+          packed: see `control_batch.ControlShape`.
+          masks: [requests of the plan, ceil(V / 32)] uint32, which tokens each may take; None: all.
+        """
+        assert self._output is not None and self._output.logits is not None, "several decode steps have no logits"
+        last_tokens, sampled = self._known_controls.sample(packed, self._output.logits, self._state.last_tokens, masks)
+        self._state = self._state._replace(last_tokens=last_tokens)
         return sampled
+
+    def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[jax.Array]:
+        """Dispatches the log-probabilities of the tokens [T] that follow those of the last `run`. Before the next."""
+        assert self._output is not None and self._output.hidden is not None, "several decode steps hold no prompt"
+        return self._known_controls.prompt_logprobs(self._params, self._output.hidden, targets)
+
+    @property
+    def _known_controls(self) -> Controls:
+        assert self._controls is not None, "requests that want controls are refused where there are none"
+        return self._controls
 
 
 def placed_state(shapes: DeviceState[jax.ShapeDtypeStruct], mesh: Mesh) -> DeviceState[jax.ShapeDtypeStruct]:

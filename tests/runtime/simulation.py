@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from meshserve.runtime.batch import ON_DEVICE, Batch, BatchBuilder, declare_buckets
+from meshserve.runtime.control_batch import ControlBuilder
 from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.plan import Progress, StepPlan
@@ -102,7 +103,11 @@ class FakeDevice:
             max_decode_steps=limits.max_decode_steps,
         )
         self.batches = BatchBuilder(
-            buckets, max_running=limits.max_running, page_size=limits.page_size, max_request_pages=max_request_pages
+            buckets,
+            max_running=limits.max_running,
+            page_size=limits.page_size,
+            max_request_pages=max_request_pages,
+            controls=ControlBuilder(max_running=limits.max_running, vocab_size=1000, eos_token_ids=frozenset()),
         )
         self.page_size, self.max_context, self.no_row = limits.page_size, limits.max_context, limits.max_running
         self.cache = np.zeros((num_pages, limits.page_size), np.uint64)
@@ -121,7 +126,7 @@ class FakeDevice:
 
     def run(self, batch: Batch) -> list[list[int]]:
         """The token sampled for each request, padding included, in each step; nonsense where it does not sample."""
-        bucket, packed, page_rows = batch
+        bucket, packed, page_rows, _ = batch
         for row, *pages in page_rows:
             self.page_table[row] = pages
         fields = {name: packed[place] for name, place in bucket.fields.items()}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
+from meshserve.runtime.control_batch import ControlBuilder
 from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
@@ -31,7 +32,8 @@ class Loop:
         self.buckets = declare_buckets(
             max_step_tokens=limits.max_step_tokens, max_decode_steps=limits.max_decode_steps, **sizes
         )
-        self.builder = BatchBuilder(self.buckets, **sizes, max_request_pages=16)
+        controls = ControlBuilder(max_running=limits.max_running, vocab_size=1000, eos_token_ids=frozenset())
+        self.builder = BatchBuilder(self.buckets, **sizes, max_request_pages=16, controls=controls)
         self.page_rows: list[list[int]] = []  # of the last step
         self.plan: StepPlan | None = None
 
@@ -43,7 +45,7 @@ class Loop:
         """The next step: its bucket and fields."""
         self.plan = self.scheduler.plan(0.0)
         assert self.plan is not None
-        bucket, packed, page_rows = self.builder.build(self.plan)
+        bucket, packed, page_rows, self.controls = self.builder.build(self.plan)
         self.page_rows = [page_row.tolist() for page_row in page_rows]
         assert packed.dtype == np.int32 and packed.shape == (bucket.size,)
         return bucket, {name: packed[place] for name, place in bucket.fields.items()}
@@ -51,6 +53,10 @@ class Loop:
     def account(self, plan: StepPlan, *tokens: int) -> None:
         for step in range(plan.num_steps):
             self.scheduler.account(plan, tokens, 0.0, step)
+
+
+def no_controls(max_running: int = 64) -> ControlBuilder:
+    return ControlBuilder(max_running=max_running, vocab_size=1000, eos_token_ids=frozenset())
 
 
 def new_pages(fields: dict[str, np.ndarray], max_running: int = 3) -> list[tuple[int, int, int]]:
@@ -67,7 +73,7 @@ def test_the_fields_fill_the_vector_without_overlap():
         *(place.start for place in places[1:]),
         bucket.size,
     ]
-    assert bucket.size == 3 * 8 + 8 * 3 + 3 * 5
+    assert bucket.size == 3 * 8 + 9 * 3 + 3 * 5 + 1
 
 
 def test_prefill_and_decode_share_a_step():
@@ -210,7 +216,7 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
     buckets = declare_buckets(**limits, max_decode_steps=max_decode_steps, has_decode_kernels=True)
     mixed = [bucket for bucket in buckets if not bucket.is_decode]
     assert min(bucket.num_tokens for bucket in mixed) == min(64, max_step_tokens)
-    builder = BatchBuilder(buckets, max_running=max_running, page_size=32, max_request_pages=4)
+    builder = BatchBuilder(buckets, max_running=max_running, page_size=32, max_request_pages=4, controls=no_controls())
     chunk = Chunk(make_request(1), 0, 1, True)
     for num_tokens in range(1, max_step_tokens + 1):
         num_decodes = min(num_tokens, max_running) - 1
@@ -242,7 +248,13 @@ def test_decodes_alone_waste_no_room(num_decodes: int):
 def test_a_plan_beyond_every_bucket_is_our_own_fault():
     loop = Loop()
     loop.add(make_request(1, num_prompt_tokens=10))
-    small = BatchBuilder(loop.buckets[:2], max_running=3, page_size=4, max_request_pages=16)
+    small = BatchBuilder(
+        loop.buckets[:2],
+        max_running=3,
+        page_size=4,
+        max_request_pages=16,
+        controls=ControlBuilder(max_running=3, vocab_size=1000, eos_token_ids=frozenset()),
+    )
     with pytest.raises(AssertionError, match="no bucket holds 10 tokens of 1 requests"):
         small.build(loop.scheduler.plan(0.0))
 
@@ -260,7 +272,7 @@ def test_every_plan_fits_its_bucket(limits_and_pages: tuple[SchedulerLimits, int
     while loop.scheduler.has_work:
         plan = loop.scheduler.plan(0.0)
         if plan is not None:
-            bucket, packed, _ = loop.builder.build(plan)  # raises if a field is too short
+            bucket, packed, *_ = loop.builder.build(plan)  # raises if a field is too short
             fields = {name: packed[place] for name, place in bucket.fields.items()}
             assert bucket in loop.buckets and bucket.num_requests >= len(plan.chunks)
             assert (fields["positions"] >= 0).sum() == plan.num_batch_tokens

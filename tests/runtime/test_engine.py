@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
+from meshserve.runtime.control_batch import ControlBuilder
 from meshserve.runtime.engine import Engine
 from meshserve.runtime.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 from meshserve.runtime.limits import SchedulerLimits
@@ -100,7 +101,14 @@ class Serving:
         self.engine = Engine(
             scheduler=self.scheduler,
             pages=pages,
-            batches=BatchBuilder(buckets, **sizes, max_request_pages=16),
+            batches=BatchBuilder(
+                buckets,
+                **sizes,
+                max_request_pages=16,
+                controls=ControlBuilder(
+                    max_running=values["max_running"], vocab_size=VOCAB_SIZE, eos_token_ids=frozenset(eos.encode())
+                ),
+            ),
             runner=self.device,
             tokenizer=Letters() if has_text else None,
             deliver=self._deliver,

@@ -11,6 +11,7 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec
 
 from meshserve.runtime import sampling
+from meshserve.runtime.request import SamplingParams
 from meshserve.runtime.sampling import SamplingBatch
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
@@ -37,17 +38,28 @@ def over_shards(tp: int, function, num_row_arguments: int):
 @functools.cache
 def sampler(tp: int, is_unrolled: bool = False):
     function = functools.partial(sampling.sample, vocab_size=VOCAB_SIZE, is_unrolled=is_unrolled)
-    return over_shards(tp, function, 1)
+    return over_shards(tp, function, 2)
 
 
 def sample(logits: np.ndarray, params: SamplingBatch, tp: int, is_unrolled: bool = False) -> np.ndarray:
     """Tokens of logits [NUM_ROWS, VOCAB_SIZE]."""
     padding = (0, -(-VOCAB_SIZE // tp) * tp - VOCAB_SIZE)
     padded = np.pad(logits, ((0, 0), padding), constant_values=CHEATING_LOGIT)
-    return np.asarray(sampler(tp, is_unrolled)(padded.astype(np.float32), params))
+    return np.asarray(sampler(tp, is_unrolled)(padded.astype(np.float32), params, mode_of(params)))
 
 
-def make_params(temperature=1.0, top_p=1.0, top_k=0, seed=0, position=0) -> SamplingBatch:
+def mode_of(params: SamplingBatch) -> np.int32:
+    """As the host finds it: the largest of the rows'."""
+    rows = zip(params.temperature, params.top_p, params.top_k, params.min_p, strict=True)
+    settings = {tuple(map(float, row)) for row in rows}
+    modes = [
+        SamplingParams(temperature=min(t, 100.0), top_p=max(p, 1e-9), top_k=int(k), min_p=m).mode
+        for t, p, k, m in settings
+    ]
+    return np.int32(max(modes))
+
+
+def make_params(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, position=0) -> SamplingBatch:
     """Each argument is one value for all rows, or one a row."""
 
     def rows(value, dtype) -> np.ndarray:
@@ -58,6 +70,7 @@ def make_params(temperature=1.0, top_p=1.0, top_k=0, seed=0, position=0) -> Samp
         temperature=rows(temperature, np.float32),
         top_p=rows(top_p, np.float32),
         top_k=rows(top_k, np.int32),
+        min_p=rows(min_p, np.float32),
         seed_low=(seed & 0xFFFFFFFF).astype(np.uint32),
         seed_high=(seed >> 32).astype(np.uint32),
         position=rows(position, np.int32),

@@ -13,6 +13,7 @@ import pytest
 
 from meshserve.runtime.batch import BatchBuilder, declare_buckets
 from meshserve.runtime.config import ServeConfig
+from meshserve.runtime.control_batch import ControlBuilder
 from meshserve.runtime.engine import Engine, Runner
 from meshserve.runtime.launch import launch
 from meshserve.runtime.limits import SchedulerLimits
@@ -64,7 +65,12 @@ class Serving:
         self.engine = Engine(
             scheduler=self.scheduler,
             pages=self.pages,
-            batches=BatchBuilder(buckets, **sizes, max_request_pages=MAX_CONTEXT // PAGE_SIZE),
+            batches=BatchBuilder(
+                buckets,
+                **sizes,
+                max_request_pages=MAX_CONTEXT // PAGE_SIZE,
+                controls=ControlBuilder(max_running=MAX_RUNNING, vocab_size=2048, eos_token_ids=frozenset()),
+            ),
             runner=runner,
             tokenizer=None,
             deliver=self._deliver,

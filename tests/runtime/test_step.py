@@ -67,8 +67,10 @@ class Case:
 @pytest.mark.parametrize("name", SIZES)
 def test_full_sizes_have_the_shapes_they_must(name: str, tp: int):
     case = Case(named_model(name), tp)
-    state, sampled = jax.eval_shape(case.program(), *case.arguments())
-    assert (sampled.shape, sampled.dtype) == ((BUCKET.num_requests,), jnp.int32)
+    state, output = jax.eval_shape(case.program(), *case.arguments())
+    assert (output.sampled.shape, output.sampled.dtype) == ((BUCKET.num_requests,), jnp.int32)
+    assert (output.logits.shape, output.logits.dtype) == ((BUCKET.num_requests, case.layout.vocab_size), jnp.float32)
+    assert (output.hidden.shape, output.hidden.dtype) == ((BUCKET.num_tokens, case.config.embed_dim), BFLOAT16)
     assert state.cache.shape == (case.config.num_layers, 1000, 8, 2, 32, 128)
     assert state.cache.dtype == BFLOAT16
     assert state == case.state(), "a step's state is the next one's argument"

@@ -1,0 +1,61 @@
+"""Log-probabilities of a step, from the device's arrays to each request's own. Serves step 8 of 10. numpy only."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .control_batch import Logprobs
+from .plan import StepPlan
+from .request import Request, TokenLogprobs
+
+
+class StepLogprobs:
+    """Of one step. The first look at them waits for the device.
+
+    Args:
+      plan: of the step.
+      sampled: of the token of each request of the plan; None if nobody asked.
+      prompt: of the tokens after each of the step's, likewise.
+      targets: [T] which of those were wanted; the others are -1.
+    """
+
+    def __init__(
+        self, plan: StepPlan, sampled: Logprobs[Any] | None, prompt: Logprobs[Any] | None, targets: np.ndarray | None
+    ):
+        self._plan = plan
+        self._sampled, self._prompt, self._targets = sampled, prompt, targets
+        self._index = {chunk.request: index for index, chunk in enumerate(plan.chunks)} if sampled is not None else {}
+
+    @cached_property
+    def _host_sampled(self) -> Logprobs[np.ndarray] | None:
+        return _on_host(self._sampled)
+
+    def of_output(self, request: Request) -> TokenLogprobs | None:
+        """Of the token that the step sampled for the request; None unless it asked."""
+        if request.params.logprobs is None or self._host_sampled is None:
+            return None
+        return _at(self._host_sampled, self._index[request], request.params.logprobs)
+
+    def of_prompts(self) -> Iterator[tuple[Request, tuple[TokenLogprobs, ...]]]:
+        """Of the prompt tokens that the step brought, by request, in order."""
+        prompt = _on_host(self._prompt)
+        if prompt is None or self._targets is None:
+            return
+        place = len(self._plan.decodes)
+        for request, _, num_tokens, _ in self._plan.prefills:
+            wanted = np.flatnonzero(self._targets[place : place + num_tokens] >= 0) + place
+            num_top = request.params.prompt_logprobs
+            if len(wanted) and num_top is not None:
+                yield request, tuple(_at(prompt, index, num_top) for index in wanted.tolist())
+            place += num_tokens
+
+
+def _on_host(arrays: Logprobs[Any] | None) -> Logprobs[np.ndarray] | None:
+    return None if arrays is None else Logprobs(*map(np.asarray, arrays))
+
+
+def _at(arrays: Logprobs[np.ndarray], index: int, num_top: int) -> TokenLogprobs:
+    ids, values = arrays.top_ids[index, :num_top].tolist(), arrays.top[index, :num_top].tolist()
+    return TokenLogprobs(float(arrays.token[index]), tuple(zip(ids, values, strict=True)))
