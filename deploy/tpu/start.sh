@@ -13,9 +13,7 @@ shift
 # The TPU runtime names the hosts of a slice, this one among them, separated by commas.
 IFS=, read -ra hosts <<< "${TPU_WORKER_HOSTNAMES:-localhost}"
 if [[ ${#hosts[@]} -gt 1 ]]; then
-    echo "$0: the slice has ${#hosts[@]} hosts. meshserve serves from one process, which sees the chips of its own host" >&2
-    echo "only. Take a slice with all its chips on one host." >&2
-    exit 2
+    set -- --coordinator auto "$@"  # one process on each host: run this on all of them, with the same --cluster-token
 fi
 
 exec meshserve serve --config "$config" "$@"

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,9 @@ def test_pods_serve_with_flags_and_keys_that_there_are(overlay: Path, tmp_path: 
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     options = {"grpc": "port", "http": "http_port", "gateway": "gateway_port", "steps": "step_port"}
     for name, port in ports.items():
-        if name != "coordinator":  # jax's own, at the port that goes with LeaderWorkerSet
-            assert getattr(config, options[name]) == port, name
+        assert getattr(config, options[name]) == port, name
+    assert (config.coordinator == "auto") == (num_pods > 1)
+    assert config.fail_seconds < template["spec"]["terminationGracePeriodSeconds"]
     assert config.host == "0.0.0.0" and config.log_format == "json"
     assert template["spec"]["terminationGracePeriodSeconds"] > config.drain_seconds
     assert template["metadata"]["annotations"]["prometheus.io/port"] == str(config.http_port)
@@ -92,6 +95,27 @@ def test_probes_and_ports_lead_to_the_server(overlay: Path, tmp_path: Path):
     said = dict(flag.lstrip("-").partition("=")[::2] for other in others for flag in arguments(other))
     assert said.get("service-discovery-port") in (None, str(config.gateway_port))
     assert said.get("model-server-metrics-port") in (None, str(config.http_port))
+
+
+@needs_kubectl
+def test_the_secured_component_wants_tls_and_tokens(tmp_path: Path):
+    original = DEPLOY / "kubernetes" / "overlays" / "gpu-node"
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    base = Path(os.path.relpath(original, overlay.resolve()))
+    text = yaml.safe_load((original / "kustomization.yaml").read_text())
+    text["resources"] = [str(base / path) for path in text["resources"]]
+    text["components"] = [str(base / path) for path in text["components"]]
+    text["components"].insert(0, str(base / ".." / ".." / "components" / "secured"))
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(text))
+    config, template, _ = served(overlay, tmp_path)
+    [container] = containers(template, "meshserve")
+    assert not config.allow_insecure
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    for path in (config.tls_cert, config.tls_key, config.tokens):
+        assert str(Path(path).parent) in mounts
+    for probe in ("startupProbe", "readinessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/readyz", "port": "http"} and "grpc" not in container[probe]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -150,6 +174,29 @@ def test_commands_in_scripts_and_the_runbook_have_flags_that_there_are():
     assert commands
     for command in commands:
         assert flags_in(command) <= known, command
+
+
+SCRIPTS = {"slurm/serve.sbatch": ("SLURM_JOB_NUM_NODES", "2"), "tpu/start.sh": ("TPU_WORKER_HOSTNAMES", "a,b")}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("is_group", [False, True])
+def test_scripts_start_a_server_with_their_config(name: str, is_group: bool, tmp_path: Path):
+    """With stand-ins for srun and meshserve, which print what they were given."""
+    for program in ("srun", "meshserve"):
+        (tmp_path / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        (tmp_path / program).chmod(0o755)
+    variable, value = SCRIPTS[name]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **({variable: value} if is_group else {})}
+    config = DEPLOY / "tpu" / "v6e-4x4.toml"
+    command = [str(DEPLOY / name), str(config), "--model", "/models/Qwen3-32B"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+    flags = done.stdout.split()
+    served = cli.serve_config(cli._parser().parse_args(flags[flags.index("serve") :]))
+    assert (served.tp, served.model) == (16, "/models/Qwen3-32B")
+    assert served.coordinator == ("auto" if is_group else "")
+    usage = subprocess.run(command[:1], env=environment, capture_output=True, text=True, timeout=30)
+    assert usage.returncode == 2 and "usage:" in usage.stderr
 
 
 def metric_names() -> set[str]:
