@@ -7,7 +7,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
     ALLOW_MULTIPLE_LIBTPU_LOAD=1
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-deploy test-gateway test-gpu check check-tpu fuzz simulate bench-edge bench-gpu bench-loading \
+.PHONY: demo test test-deploy test-gateway test-gpu check check-tpu fuzz simulate structured bench-edge bench-gpu bench-loading \
     bench-scheduler protos clean
 
 demo: $(VENV)/.demo
@@ -44,6 +44,10 @@ test-deploy: $(VENV)/.test
 # The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
 simulate: $(VENV)/.test
 	$(BIN)/pytest -n 2 --timeout 3600 -rP --simulated 20000 tests/runtime/test_simulation.py
+
+# 1,000 outputs held to random JSON schemas and 1,000 held to random expressions, from the demo model at temperature 1.5.
+structured: $(VENV)/.test
+	$(BIN)/pytest -q --timeout 3600 --structured 1000 tests/runtime/test_structured.py
 
 # Host time a step: planning, batch building, accounting. On one core, without a device.
 bench-scheduler: $(VENV)/.demo

@@ -1,8 +1,12 @@
 """The samples that are held to a grammar, and how far each has come. Serves step 8 of 10.
 
 In: the engine's samples, and their tokens as they become known. Out: `Request.token_mask`, what each may sample next,
-ready before its next step is planned; and who has reached the end of its grammar.
+ready before its next step is sampled; and who has reached the end of its grammar.
 """
+
+from collections.abc import Sequence
+
+import numpy as np
 
 from .grammar import Matcher
 from .request import FinishReason, Request
@@ -12,6 +16,16 @@ _CONFLICT = "no token was left that the constraint and the other sampling parame
 # How a sample ends here, and a message where that is an ERROR.
 End = tuple[FinishReason, str]
 _COMPLETE: End = (FinishReason.STOP, "")
+
+
+def token_masks(requests: Sequence[Request]) -> np.ndarray | None:
+    """What each of a step's requests may sample, as far as the host knows: [n, W] uint32. None if all may take all."""
+    masks = [request.token_mask for request in requests]
+    known = next((mask for mask in masks if mask is not None), None)
+    if known is None:
+        return None
+    everything = np.full_like(known, np.iinfo(known.dtype).max)
+    return np.stack([everything if mask is None else mask for mask in masks])
 
 
 class ConstrainedSamples:
@@ -33,8 +47,9 @@ class ConstrainedSamples:
     def advance(self, request: Request, token_id: int | None) -> End | None:
         """Takes a sample's new token, or its end token as None. Returns how the sample ends if it ends with this."""
         matcher = self._matchers[request]
-        if token_id is None:
-            return None if matcher.may_end else (FinishReason.ERROR, _CONFLICT)
+        if token_id is None:  # a stop token may come anywhere, an end token where the mask allowed it
+            may_end = matcher.may_end or request.params.stop_token_ids
+            return None if may_end else (FinishReason.ERROR, _CONFLICT)
         if not matcher.advance([token_id]):
             return FinishReason.ERROR, _CONFLICT
         if matcher.is_complete:

@@ -82,7 +82,6 @@ class ControlBatch(NamedTuple):
 
     rows: Sequence[ControlRow]
     packed: np.ndarray | None  # int32, see `ControlShape`; None: the step samples for itself
-    masks: np.ndarray | None  # [requests, ceil(V / 32)] uint32, see `controls`; None: nobody is held to a grammar
     prompt_targets: np.ndarray | None  # [T] int32: the prompt token after each of the step's, -1 where not wanted
 
 
@@ -145,12 +144,11 @@ class ControlBuilder:
         """The controls of a plan whose step is packed in `step`; None if nobody wants any. Books the prompt tokens."""
         targets = self._prompt_targets(plan, step)
         real = step["rows"][: plan.num_requests]
-        packed, masks, shape = None, None, ControlShape(next_size(self._sizes, num_requests))
+        packed, shape = None, ControlShape(next_size(self._sizes, num_requests))
         if self._is_controlled[real].any():
             packed = np.zeros(shape.size, np.int32)
             self._fill(plan, {name: packed[place] for name, place in shape.fields.items()}, step)
-            masks = self._masks(plan)
-        return ControlBatch(rows, packed, masks, targets) if rows or packed is not None or targets is not None else None
+        return ControlBatch(rows, packed, targets) if rows or packed is not None or targets is not None else None
 
     def _fill(self, plan: StepPlan, fields: dict[str, np.ndarray], step: dict[str, np.ndarray]) -> None:
         fields["rows"][:] = self._no_row
@@ -166,17 +164,6 @@ class ControlBuilder:
         fields["mode"][0] = self._modes[rows].max()
         fields["has_logprobs"][0] = self._has_logprobs[rows].any()
 
-    def _masks(self, plan: StepPlan) -> np.ndarray | None:
-        """`Request.token_mask` of each request, as it is now."""
-        requests = [*plan.decodes, *(chunk.request for chunk in plan.prefills)]
-        if all(request.token_mask is None for request in requests):
-            return None
-        masks = np.full((len(requests), -(-self._vocab_size // WORD_BITS)), 2**WORD_BITS - 1, np.uint32)
-        for mask, request in zip(masks, requests, strict=True):
-            if request.token_mask is not None:
-                mask[: len(request.token_mask)] = request.token_mask
-        return masks
-
     def _history(self, request: Request) -> np.ndarray:
         """As it is now: with every output token that the host knows, which is all when a request gets its row."""
         params, prompt = request.params, request.prompt_token_ids
@@ -184,8 +171,8 @@ class ControlBuilder:
         output = [*prompt[num_fresh_tokens:], *request.output_token_ids]
         history = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
         history[list(set(prompt[:num_fresh_tokens]))] |= IN_PROMPT
-        if not params.ignore_eos:
-            history[list(self._eos_token_ids)] |= ENDS
+        ends = params.stop_token_ids if params.ignore_eos else {*self._eos_token_ids, *params.stop_token_ids}
+        history[list(ends)] |= ENDS
         history[list(params.stop_token_ids)] |= ENDS
         return history
 

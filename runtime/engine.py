@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from .batch import BatchBuilder, Bucket
-from .constrained import ConstrainedSamples
+from .constrained import ConstrainedSamples, token_masks
 from .contract import Deliver
 from .control_batch import ControlBatch, Logprobs, Sampled
 from .errors import EngineStoppedError, InvalidRequestError
@@ -73,9 +73,9 @@ class _Flight:
 
     plan: StepPlan
     sampled: jax.Array | np.ndarray
-    logprobs: StepLogprobs | None
     dispatched: float  # seconds
     record: StepRecord | None
+    logprobs: StepLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,12 @@ class Engine:
                 self._constrained.open(sample, matcher)
             if self._tokenizer is not None:
                 for sample in samples:
-                    text = TextStream(self._tokenizer, params.stop, include_stop=params.include_stop)
-                    self._texts[sample] = text
+                    text = self._texts[sample] = TextStream(
+                        self._tokenizer,
+                        params.stop,
+                        include_stop=params.include_stop,
+                        num_free_tokens=params.min_tokens,
+                    )
                     text.push(resumed)
             self._changed.notify()
 
@@ -325,15 +329,22 @@ class Engine:
             return not self._is_stopping
 
     def _step(self) -> None:
-        """Dispatches the next step, then collects the one before."""
-        flight = self._dispatch()
+        """Dispatches the next step, then collects the one before.
+
+        What constrained requests may sample follows from the tokens collected; so their steps are dispatched in two
+        parts, and masks are made while the device is in the first.
+        """
+        flight, controls = self._dispatch() or (None, None)
         if self._flight is not None:
             self._collect(self._flight)
+        self._renew_masks()
+        if flight is not None and controls is not None:
+            flight = self._control(flight, controls)
         self._flight = flight
         self._flush()
-        self._renew_masks()
 
-    def _dispatch(self) -> _Flight | None:
+    def _dispatch(self) -> tuple[_Flight, ControlBatch | None] | None:
+        """Plans and dispatches a step, but for the controls returned, which come later. None: nothing to do."""
         with self._changed:
             started = self._clock()
             plan = self._scheduler.plan(started)
@@ -346,24 +357,22 @@ class Engine:
             record = self._recorder.planned(plan, batch.bucket, dispatched - started) if self._recorder else None
         for page_row in batch.page_rows:
             self.runner.set_page_row(page_row)
-        tokens, logprobs = self.runner.run(batch.bucket, batch.packed), None
-        if batch.controls is not None:
-            tokens, logprobs = self._control(plan, batch.controls, tokens)
-        return _Flight(plan, tokens, logprobs, dispatched, record)
+        flight = _Flight(plan, self.runner.run(batch.bucket, batch.packed), dispatched, record)
+        if batch.controls is None or any(request.is_constrained for request in plan.requests):
+            return flight, batch.controls
+        return self._control(flight, batch.controls), None
 
-    def _control(
-        self, plan: StepPlan, controls: ControlBatch, tokens: jax.Array | np.ndarray
-    ) -> tuple[jax.Array | np.ndarray, StepLogprobs]:
-        """What the step just dispatched has to do beside it. Returns its tokens, which may be others now."""
+    def _control(self, flight: _Flight, controls: ControlBatch) -> _Flight:
+        """What the step just dispatched has to do beside it, and its tokens, which may be others now."""
         for row in controls.rows:
             self.runner.set_control_row(*row)
-        sampled = prompt = None
+        tokens, sampled, prompt = flight.sampled, None, None
         if controls.packed is not None:
-            result = self.runner.sample(controls.packed, controls.masks)
-            tokens, sampled = result.tokens, result.logprobs
+            tokens, sampled = self.runner.sample(controls.packed, token_masks(flight.plan.requests))
         if controls.prompt_targets is not None:
             prompt = self.runner.prompt_logprobs(controls.prompt_targets)
-        return tokens, StepLogprobs(plan, sampled, prompt, controls.prompt_targets)
+        logprobs = StepLogprobs(flight.plan, sampled, prompt, controls.prompt_targets)
+        return replace(flight, sampled=tokens, logprobs=logprobs)
 
     def _collect(self, flight: _Flight) -> None:
         """Waits for the tokens of a dispatch and books them."""
@@ -379,7 +388,7 @@ class Engine:
                 self._recorder.collected(flight.record, now - flight.dispatched)
 
     def _renew_masks(self) -> None:
-        """What constrained requests may sample next, while the device runs; without the lock, for it may take long."""
+        """What constrained requests may sample next. Without the lock, for it may take long."""
         ended = self._constrained.renew_masks()
         if ended:
             with self._changed:

@@ -21,6 +21,7 @@ from .errors import InvalidRequestError
 
 _MAX_CACHED_GRAMMARS = 32
 _MAX_LEXER_STATES = 20_000  # about 2 kB each, kept for as long as the grammar is
+_MAX_LEXER_FUEL = 100_000  # of one mask, half of the default: a hostile expression spends everybody's time
 _MAX_MESSAGE_CHARS = 500
 # Between the parts of a JSON text. Models indent, and given the chance some never stop.
 _JSON_OPTIONS: Any = {
@@ -100,7 +101,9 @@ class Grammars:
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Collection[int]):
         eos = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._vocabulary = llguidance.LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos or None)
-        self._limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=_MAX_LEXER_STATES, step_lexer_fuel=_MAX_LEXER_FUEL, verbose_errors=False
+        )
         self._executor = llguidance.LLExecutor()
         self.eos_mask = _mask_of(eos, -(-vocab_size // 32))  # [W] uint32, as those of `masks`
         self._cached: OrderedDict[Constraint, Grammar] = OrderedDict()
@@ -162,6 +165,19 @@ class Grammars:
         if start.is_error():
             raise _refusal(constraint, start.get_error())
         return start
+
+
+def compiled(constraint: Constraint | None, grammars: Grammars | None) -> Grammar | None:
+    """The grammar of a constraint, if there is one. `grammars` is None where none are taken.
+
+    Raises:
+      InvalidRequestError: as `Grammars.compile`, or none are taken.
+    """
+    if constraint is None:
+        return None
+    if grammars is None:
+        raise InvalidRequestError(constraint.field, "this server runs without --controls; leave it out.")
+    return grammars.compile(constraint)
 
 
 def _mask_of(token_ids: Sequence[int], num_words: int) -> np.ndarray:

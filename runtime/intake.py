@@ -15,7 +15,7 @@ from . import conversation
 from .constraint import Constraint
 from .contract import ModelInfo
 from .errors import InvalidRequestError
-from .grammar import Grammar, Grammars
+from .grammar import Grammar, Grammars, compiled
 from .request import SamplingParams
 from .tokenizer import Tokenizer
 
@@ -112,10 +112,8 @@ class Intake:
         """
         if constraint is None:
             return None
-        if self._grammars is None:
-            raise InvalidRequestError(constraint.field, "this server cannot hold outputs to anything; leave it out.")
         async with self._compiling:
-            return await asyncio.to_thread(self._grammars.compile, constraint)
+            return await asyncio.to_thread(compiled, constraint, self._grammars)
 
     def check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """What depends on the prompt and on the vocabulary.

@@ -51,7 +51,7 @@ class Launched:
     tokenizer: Tokenizer
     info: ModelInfo
     resharder: Resharder
-    grammars: Grammars
+    grammars: Grammars | None  # None: takes no constraints
 
     def info_at(self, tp: int) -> ModelInfo:
         """What is served once the degree has changed."""
@@ -77,7 +77,9 @@ def launch(
     files = find_model(config.model)
     model = ModelConfig.from_file(files.small / "config.json")
     tokenizer = Tokenizer(files.small)
-    grammars = Grammars(files.small / "tokenizer.json", model.vocab_size, tokenizer.eos_token_ids)
+    grammars = None
+    if config.controls:
+        grammars = Grammars(files.small / "tokenizer.json", model.vocab_size, tokenizer.eos_token_ids)
     if cluster is not None:
         progress("waiting for the other processes")
         cluster.begin(config, files)
@@ -287,4 +289,5 @@ def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, m
         device_kind=mesh.devices.flat[0].device_kind,
         server_version=importlib.metadata.version("meshserve"),
         supports_chat=tokenizer.has_chat_template,
+        supports_structured_output=config.controls,
     )

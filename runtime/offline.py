@@ -11,6 +11,7 @@ from . import answer, wire
 from .config import ServeConfig
 from .constraint import Constraint
 from .errors import EngineStoppedError, InvalidRequestError, MeshserveError
+from .grammar import compiled
 from .launch import Launched, launch
 from .request import Output, RequestOptions, SamplingParams
 
@@ -159,8 +160,7 @@ class Batch:
             with self._changed:
                 self._num_open += prompt.options.n
             try:
-                constraint = prompt.params.constraint
-                grammar = launched.grammars.compile(constraint) if constraint is not None else None
+                grammar = compiled(prompt.params.constraint, launched.grammars)
                 token_ids = self._token_ids(launched, prompt)
                 launched.engine.submit(str(index), token_ids, prompt.params, prompt.options, grammar)
             except (InvalidRequestError, EngineStoppedError) as error:

@@ -52,6 +52,11 @@ class StepPlan:
         return (*(Chunk(request, start, length, True) for request, start, length in decodes), *self.prefills)
 
     @property
+    def requests(self) -> list[Request]:
+        """In the order of the device's batch."""
+        return [*self.decodes, *(chunk.request for chunk in self.prefills)]
+
+    @property
     def num_requests(self) -> int:
         return len(self.decodes) + len(self.prefills)
 

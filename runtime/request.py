@@ -69,7 +69,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     allowed_token_ids: tuple[int, ...] = ()  # no others; empty allows all
     bad_token_ids: tuple[int, ...] = ()  # never these
-    min_tokens: int = 0  # before these, no end token is sampled
+    min_tokens: int = 0  # before these, no end or stop token is sampled, and no stop string is looked for
     logprobs: int | None = None  # of each output token, and so many alternatives
     prompt_logprobs: int | None = None  # of each prompt token but the first, likewise
     seed: int | None = None  # None: the engine draws one

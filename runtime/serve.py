@@ -109,7 +109,7 @@ class _Serving:
         launched.resharder.compiling = compiles.expected
         metrics.num_late_compiles = lambda: compiles.counts.num_late_compiles
         launched.engine.start()
-        return Backend(launched.engine, launched.tokenizer, launched.info)
+        return Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars)
 
     def change_tp(self, tp: int) -> None:
         """See `reload`.

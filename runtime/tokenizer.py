@@ -185,11 +185,13 @@ class TextStream:
     """The text of one request, as its tokens come.
 
     The output ends as soon as it contains one of the stop strings, and is cut before it, or after it with
-    `include_stop`; of several that are complete at the same character, the longest counts. How the tokens are cut into
-    calls changes nothing about the whole text.
+    `include_stop`; of several that are complete at the same character, the longest counts. Characters that the first
+    `num_free_tokens` complete belong to none. How the tokens are cut into calls changes nothing about the whole text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False):
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False, num_free_tokens: int = 0
+    ):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = stop
@@ -198,6 +200,7 @@ class TextStream:
         self._max_held_chars = max(map(len, stop), default=1) - 1
         self._held = ""  # always the longest end of the text so far that is one of the beginnings
         self._include_stop = include_stop
+        self._num_free_tokens = num_free_tokens if stop else 0
         self._is_stopped = False
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, bool]:
@@ -207,8 +210,17 @@ class TextStream:
           The text that is now certain, and whether a stop string has ended the request. Afterwards every call returns
           no text and True.
         """
+        if self._num_free_tokens:
+            return self._push_free(tuple(token_ids))
         token_bytes = self._tokenizer.token_bytes
         return self._advance(self._decoder.decode(b"".join([token_bytes(token_id) for token_id in token_ids])))
+
+    def _push_free(self, token_ids: tuple[int, ...]) -> tuple[str, bool]:
+        free, others = token_ids[: self._num_free_tokens], token_ids[self._num_free_tokens :]
+        self._num_free_tokens -= len(free)
+        text = self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, free)))
+        rest, is_stopped = self.push(others) if others else ("", False)
+        return text + rest, is_stopped
 
     def flush(self) -> str:
         """The rest, once no tokens are left to come: an unfinished character as U+FFFD, and text held for a stop string

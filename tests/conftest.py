@@ -14,6 +14,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=3000, help="mutated requests to send (make fuzz: 100,000)")
     parser.addoption("--simulated", type=int, default=400, help="requests of each case of test_simulation.py")
+    parser.addoption("--structured", type=int, default=40, help="schemas, and expressions, of test_structured.py")
     parser.addoption("--every-case", action="store_true", help="every case of the TPU kernels and of clusters")
 
 
@@ -27,3 +28,9 @@ def num_simulated(pytestconfig: pytest.Config) -> int:
 def every_case(pytestconfig: pytest.Config) -> bool:
     """Whether to take the cases that `make test` has no time for."""
     return pytestconfig.getoption("--every-case")
+
+
+@pytest.fixture
+def num_structured(pytestconfig: pytest.Config) -> int:
+    """Outputs held to a schema, and as many held to an expression: few in `make test`, 1,000 in `make structured`."""
+    return pytestconfig.getoption("--structured")

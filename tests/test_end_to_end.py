@@ -106,6 +106,26 @@ def test_a_seed_fixes_the_text_whatever_else_runs(server: tuple[str, subprocess.
     assert len(set(together)) == 3
 
 
+def test_an_output_keeps_to_its_constraint(server: tuple[str, subprocess.Popen]) -> None:
+    person = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+              "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
+    with Client(server[0]) as client:
+        assert client.model_info().supports_structured_output
+        sampling = {"temperature": 1.5, "max_tokens": 200}
+        done = client.complete("HAMLET:\n", constraint={"json_schema": person}, seed=1, **sampling)
+        value = json.loads(done.text)
+        assert set(value) == {"name", "age"} and isinstance(value["age"], int)
+        assert done.finish_reason is FinishReason.STOP
+        done = client.complete("HAMLET:\n", constraint={"regex": "[0-9]{3}-[A-Z]{2}"}, seed=1, **sampling)
+        assert re.fullmatch("[0-9]{3}-[A-Z]{2}", done.text)
+        done = client.complete("HAMLET:\n", constraint={"choice": ["aye", "nay"]}, **sampling)
+        assert done.text in ("aye", "nay")
+        with pytest.raises(CallError, match="uniqueItems") as caught:
+            client.complete("a", constraint={"json_schema": {"type": "array", "uniqueItems": True}})
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.field == "sampling.constraint.json_schema"
+
+
 def test_samples_share_their_prompt_and_draw_as_requests_of_their_own(server: tuple[str, subprocess.Popen]) -> None:
     prompt, sampling = [300 + index for index in range(50)], {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     with Client(server[0]) as client:

@@ -124,12 +124,26 @@ def test_stop_strings(client):
     assert cut.usage.completion_tokens < whole.usage.completion_tokens
 
 
+def test_structured_output(client):
+    def answer(response_format: dict) -> object:
+        done = client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=300, temperature=1.5, seed=5, response_format=response_format
+        )
+        assert done.choices[0].finish_reason == "stop"
+        return json.loads(done.choices[0].message.content)
+
+    schema = {"type": "object", "properties": {"king": {"type": "string", "maxLength": 12}, "acts": {"enum": [4, 5]}},
+              "required": ["king", "acts"], "additionalProperties": False}  # fmt: skip
+    value = answer({"type": "json_schema", "json_schema": {"name": "play", "schema": schema, "strict": True}})
+    assert set(value) == {"king", "acts"} and value["acts"] in (4, 5) and len(value["king"]) <= 12
+
+
 @pytest.mark.parametrize(
     "option",
     [
         {"logprobs": True},
         {"frequency_penalty": 0.5},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
     ],
     ids=lambda option: next(iter(option)),
 )

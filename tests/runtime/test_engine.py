@@ -3,22 +3,29 @@
 The next token is always the last one plus 1, modulo 128, and its text is its ASCII character: after "a" comes "bcdef".
 """
 
+import functools
+import itertools
 import random
+import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
-from meshserve.runtime.control_batch import ControlBuilder
+from meshserve.runtime.constraint import Constraint
+from meshserve.runtime.control_batch import ControlBuilder, ControlShape, Sampled
 from meshserve.runtime.engine import Engine
 from meshserve.runtime.errors import EngineStoppedError, InvalidRequestError, QueueFullError
+from meshserve.runtime.grammar import Grammars
 from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
-from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.request import DEFAULT_OPTIONS, FinishReason, Load, Output, SamplingParams
 from meshserve.runtime.scheduler import Scheduler
 
 VOCAB_SIZE = 128
@@ -58,10 +65,24 @@ class Device:
         on_device = self._last_tokens[fields["rows"][fields["token_request"]]]
         token_ids = np.where(fields["token_ids"] == ON_DEVICE, on_device, fields["token_ids"])
         sampled = (token_ids[fields["last_index"]] + 1) % VOCAB_SIZE
-        self._last_tokens[fields["rows"]] = sampled
+        self._last_tokens[fields["rows"]] = self._sampled = sampled
         low, high = (int(fields[name].view(np.uint32)[0]) for name in ("seed_low", "seed_high"))
         self.seeds.append(low + (high << 32))
         return Tokens(self, step, sampled)
+
+    def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled["Tokens"]:
+        """The tokens of the last step, or the lowest that the masks allow instead."""
+        step = sum(event.startswith("dispatch") for event in self.events) - 1
+        self.note(f"sample {step}")
+        shape = next(shape for size in range(1, 9) if (shape := ControlShape(size)).size == len(packed))
+        rows = packed[shape.fields["rows"]][: len(self._sampled)]
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little") if masks is not None else []
+        sampled = self._sampled.copy()
+        for index, allowed in enumerate(bits):
+            if not allowed[sampled[index]]:
+                sampled[index] = np.flatnonzero(allowed)[0]
+        self._last_tokens[rows] = sampled
+        return Sampled(Tokens(self, step, sampled), None)
 
     def note(self, event: str) -> None:
         with self._changed:
@@ -87,6 +108,23 @@ class Tokens:
         return self._sampled
 
 
+@functools.cache
+def letter_grammars(eos: str) -> Grammars:
+    """For the vocabulary of `Letters`."""
+    letters = tokenizers.Tokenizer(tokenizers.models.BPE({char: byte for char, byte in ascii_tokens()}, []))
+    letters.decoder = tokenizers.decoders.ByteLevel()
+    with tempfile.TemporaryDirectory() as directory:
+        letters.save(f"{directory}/tokenizer.json")
+        return Grammars(Path(directory, "tokenizer.json"), VOCAB_SIZE, tuple(eos.encode()))
+
+
+def ascii_tokens() -> Iterator[tuple[str, int]]:
+    """Each byte as byte-level BPE writes it: printable ones as they are, the others from U+0100 on."""
+    others = itertools.count(0x100)
+    for byte in range(VOCAB_SIZE):
+        yield chr(byte if 0x21 <= byte < 0x7F else next(others)), byte
+
+
 class Serving:
     """A running engine and everything it has delivered."""
 
@@ -96,6 +134,7 @@ class Serving:
         sizes = {name: values[name] for name in ("max_running", "page_size")}
         buckets = declare_buckets(max_step_tokens=values["max_step_tokens"], **sizes)
         pages = PageAllocator(num_pages)
+        self.grammars = letter_grammars(eos)
         self.device = Device(values["max_running"])
         self.scheduler = Scheduler(self.limits, pages, frozenset(eos.encode()))
         self.engine = Engine(
@@ -127,8 +166,11 @@ class Serving:
                 self._outputs[output.request_id].append(output)
             self._changed.notify_all()
 
-    def submit(self, request_id: str, prompt: str = "a", **params: object) -> None:
-        self.engine.submit(request_id, tuple(prompt.encode()), SamplingParams(**{"temperature": 0.0, **params}))
+    def submit(self, request_id: str, prompt: str = "a", regex: str | None = None, **params: object) -> None:
+        constraint = Constraint(kind="regex", text=regex) if regex is not None else None
+        grammar = self.grammars.compile(constraint) if constraint is not None else None
+        params = {"temperature": 0.0, "constraint": constraint, **params}
+        self.engine.submit(request_id, tuple(prompt.encode()), SamplingParams(**params), DEFAULT_OPTIONS, grammar)
 
     def outputs(self, request_id: str) -> list[Output]:
         """All outputs of a request, once it has ended: the last one, and no other, has a finish reason."""
@@ -248,6 +290,65 @@ def test_without_a_tokenizer_there_is_no_text(start: Start):
     serving = start(has_text=False)
     serving.submit("r", max_tokens=3, stop=("c",))
     assert serving.result("r") == ("bcd", "", FinishReason.LENGTH)
+
+
+# --- constraints
+
+
+def test_masks_are_made_while_the_device_is_in_the_layers(start: Start):
+    serving = start(eos="~")
+    serving.submit("r", regex="b[x-z]c?d{2,3}!", max_tokens=9)
+    assert serving.result("r") == ("bxcdd!", "bxcdd!", FinishReason.STOP)
+    assert serving.device.events[:8] == [
+        "dispatch 0", "sample 0", "dispatch 1", "collect 0", "sample 1", "dispatch 2", "collect 1", "sample 2",
+    ]  # fmt: skip
+
+
+def test_a_constraint_leaves_the_others_alone(start: Start):
+    serving = start(eos="~")
+    serving.device.is_ready.clear()
+    serving.submit("free", "A", max_tokens=6)
+    serving.submit("held", regex="(be|no)+", max_tokens=6)
+    serving.submit("stops", regex="(be|no)+", max_tokens=6, stop=("be",))
+    serving.device.is_ready.set()
+    assert serving.result("free") == ("BCDEFG", "BCDEFG", FinishReason.LENGTH)
+    assert serving.result("held") == ("bebebe", "bebebe", FinishReason.LENGTH)
+    assert serving.result("stops") == ("be", "", FinishReason.STOP)
+
+
+def test_an_end_token_may_come_where_the_grammar_may_end(start: Start):
+    serving = start(eos="d~")
+    serving.submit("r", regex="[b-z]*", max_tokens=9)
+    assert serving.result("r") == ("bc", "bc", FinishReason.STOP)
+
+
+def test_a_stop_token_cuts_an_output_short(start: Start):
+    serving = start(eos="~")
+    serving.submit("r", regex="[b-z]{9}", max_tokens=9, stop_token_ids=tuple(b"d"))
+    assert serving.result("r") == ("bc", "bc", FinishReason.STOP)
+
+
+def test_a_preempted_request_goes_on_in_its_grammar(start: Start):
+    serving = start(num_pages=8, max_running=3, eos="~", max_context=32)
+    names = [f"r{index}" for index in range(6)]
+    serving.device.is_ready.clear()
+    for name in names:
+        serving.submit(name, regex="(be|xy){20}", max_tokens=26)
+    serving.device.is_ready.set()
+    assert {serving.result(name)[0] for name in names} == {"be" * 13}
+    assert serving.scheduler.num_preemptions > 0
+
+
+def test_a_token_that_breaks_the_grammar_is_an_error(start: Start, monkeypatch: pytest.MonkeyPatch):
+    """As when bans and the grammar together leave nothing."""
+    serving = start(eos="~")
+    sample = serving.device.sample
+    monkeypatch.setattr(serving.device, "sample", lambda packed, masks=None: sample(packed))
+    serving.submit("r", regex="bx", max_tokens=9)
+    assert serving.result("r")[2] is FinishReason.ERROR
+    assert "both allow" in serving.outputs("r")[-1].message
+    serving.submit("ends", "}", regex="x", max_tokens=9)  # with an end token
+    assert serving.result("ends") == ("", "", FinishReason.ERROR)
 
 
 # --- how requests end

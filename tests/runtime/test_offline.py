@@ -154,7 +154,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServeConfig, FakeEng
 
     def launch(config: ServeConfig, deliver: Deliver) -> Any:
         found.append((config, FakeEngine(deliver)))
-        return SimpleNamespace(engine=found[-1][1], tokenizer=Letters(), info=SimpleNamespace(vocab_size=VOCAB_SIZE))
+        info = SimpleNamespace(vocab_size=VOCAB_SIZE)
+        return SimpleNamespace(engine=found[-1][1], tokenizer=Letters(), info=info, grammars=None)
 
     monkeypatch.setattr(offline, "launch", launch)
     return found

@@ -1,5 +1,7 @@
+import codecs
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -62,6 +64,16 @@ def cut_at_stop(text: str, stop: tuple[str, ...], include_stop: bool = False) ->
     return text, False
 
 
+def cut_at_late_stop(
+    tokenizer: Tokenizer, token_ids: list[int], stop: tuple[str, ...], num_free_tokens: int
+) -> tuple[str, bool]:
+    """The oracle, where the first tokens are free: stop strings are looked for behind the characters they complete."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    free = decoder.decode(b"".join(map(tokenizer.token_bytes, token_ids[:num_free_tokens])))
+    rest, is_stopped = cut_at_stop(tokenizer.decode(token_ids)[len(free) :], stop)
+    return free + rest, is_stopped
+
+
 def chunked(items: list[int], sizes: list[int]) -> list[list[int]]:
     chunks, start = [], 0
     for size in sizes:
@@ -71,9 +83,9 @@ def chunked(items: list[int], sizes: list[int]) -> list[list[int]]:
 
 
 def stream(
-    tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...], include_stop: bool = False
+    tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...], **options: Any
 ) -> tuple[list[str], bool]:
-    text_stream, pieces = TextStream(tokenizer, stop, include_stop=include_stop), []
+    text_stream, pieces = TextStream(tokenizer, stop, **options), []
     for chunk in chunks:
         text, is_stopped = text_stream.push(chunk)
         pieces.append(text)
@@ -98,7 +110,7 @@ def test_stream_of_text_equals_the_whole_cut_at_the_first_stop(data, tokenizer, 
         lambda at: whole[at[0] : at[0] + at[1]] or "x"
     )
     stop = tuple(data.draw(st.lists(found | st.sampled_from(["ab", "aba", "bab", "b", "\ufffd", "世界"]), max_size=4)))
-    pieces, is_stopped = stream(tokenizer, chunked(token_ids, sizes), stop, include_stop)
+    pieces, is_stopped = stream(tokenizer, chunked(token_ids, sizes), stop, include_stop=include_stop)
     assert ("".join(pieces), is_stopped) == cut_at_stop(whole, stop, include_stop)
 
 
@@ -114,6 +126,15 @@ def test_stream_of_any_tokens_equals_the_whole(data, tokenizer, sizes):
     assert "".join(pieces) == whole
     if not has_stop and "\ufffd" not in whole:
         assert all("\ufffd" not in piece for piece in pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), text=texts, sizes=sizes, num_free_tokens=st.integers(0, 12))
+def test_the_first_tokens_may_be_free_of_stops(data, tokenizer, text, sizes, num_free_tokens):
+    token_ids = list(tokenizer.encode(text))
+    stop = tuple(data.draw(st.lists(st.sampled_from(["ab", "aba", "b", "世", "\n", "hello"]), max_size=4)))
+    pieces, is_stopped = stream(tokenizer, chunked(token_ids, sizes), stop, num_free_tokens=num_free_tokens)
+    assert ("".join(pieces), is_stopped) == cut_at_late_stop(tokenizer, token_ids, stop, num_free_tokens)
 
 
 @pytest.mark.parametrize("text", ["你好", "👩‍👩‍👧‍👦 family", "naïve é", "  two spaces"])

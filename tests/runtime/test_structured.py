@@ -1,0 +1,182 @@
+"""Constraints in the real engine with the demo model: every output keeps to its own, whoever else is served.
+
+The cache is too small for all that run, so requests are preempted in the middle of a grammar.
+"""
+
+import dataclasses
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator, Sequence
+
+import jsonschema
+import pytest
+
+from meshserve.runtime.config import ServeConfig
+from meshserve.runtime.constraint import Constraint
+from meshserve.runtime.grammar import compiled
+from meshserve.runtime.launch import Launched, launch
+from meshserve.runtime.request import DEFAULT_OPTIONS, FinishReason, Output, SamplingParams
+
+from .schemas import random_document_schema, random_regex
+
+PROMPT = "Thou art a scholar; speak to it, Horatio.\n"
+WAIT_SECONDS = 600.0
+
+
+class Serving:
+    """An engine and what it has delivered."""
+
+    def __init__(self) -> None:
+        config = ServeConfig(
+            model="demo", cpu_devices=8, tp=2, dtype="float32", page_size=8, num_pages=90, max_running=8,
+            max_step_tokens=16, max_context=700, max_decode_steps=4, max_waiting=10_000, cache_dir="",
+        )  # fmt: skip
+        self.launched: Launched = launch(config, self._deliver)
+        self.texts: dict[str, str] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, Output] = {}
+        self._changed = threading.Condition()
+        self._num_submitted = 0
+        self.launched.engine.start()
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                name = output.request_id
+                self.texts[name] = self.texts.get(name, "") + output.text
+                self.tokens.setdefault(name, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.ends[name] = output
+            self._changed.notify_all()
+
+    def submit(self, params: SamplingParams, resumed: Sequence[int] = ()) -> str:
+        name = str(self._num_submitted)
+        self._num_submitted += 1
+        grammar = compiled(params.constraint, self.launched.grammars)
+        prompt = (*self.launched.tokenizer.encode(PROMPT), *resumed)
+        params = dataclasses.replace(params, num_resumed_tokens=len(resumed))
+        self.launched.engine.submit(name, prompt, params, DEFAULT_OPTIONS, grammar)
+        return name
+
+    def wait(self) -> None:
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: len(self.ends) == self._num_submitted, WAIT_SECONDS)
+            assert is_done, self.launched.engine.failure
+
+    def run(self, *all_params: SamplingParams) -> list[tuple[str, list[int], Output]]:
+        """Text, tokens and the last output of each, all served together."""
+        names = [self.submit(params) for params in all_params]
+        self.wait()
+        return [(self.texts[name], self.tokens[name], self.ends[name]) for name in names]
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    serving = Serving()
+    yield serving
+    serving.launched.engine.stop()
+
+
+def held_to(kind: str, text: str, **fields: object) -> SamplingParams:
+    constraint = Constraint(kind=kind, text=text)  # type: ignore[arg-type]
+    return SamplingParams(**{"temperature": 1.5, "max_tokens": 640, "constraint": constraint, **fields})
+
+
+def free(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=1.5, max_tokens=40, seed=seed, ignore_eos=True)
+
+
+def test_every_output_keeps_to_its_constraint(serving: Serving, num_structured: int):
+    rng, formats = random.Random(11), jsonschema.FormatChecker()
+    schemas = [random_document_schema(rng) for _ in range(num_structured)]
+    expressions = [random_regex(rng) + "!" for _ in range(num_structured)]
+    num_preemptions = serving.launched.engine._scheduler.num_preemptions
+    names = []
+    for seed, (schema, expression) in enumerate(zip(schemas, expressions, strict=True)):
+        names.append(serving.submit(held_to("json_schema", json.dumps(schema), seed=seed)))
+        names.append(serving.submit(held_to("regex", expression, seed=seed)))
+        if seed % 8 == 0:
+            serving.submit(free(seed))
+    serving.wait()
+    for name, schema in zip(names[0::2], schemas, strict=True):
+        assert serving.ends[name].finish_reason is FinishReason.STOP, (schema, serving.ends[name])
+        value = json.loads(serving.texts[name])
+        jsonschema.validate(value, schema, jsonschema.Draft202012Validator, format_checker=formats)
+    for name, expression in zip(names[1::2], expressions, strict=True):
+        assert serving.ends[name].finish_reason is FinishReason.STOP, (expression, serving.ends[name])
+        assert re.fullmatch(expression, serving.texts[name]), (expression, serving.texts[name])
+    assert serving.launched.engine._scheduler.num_preemptions > num_preemptions
+
+
+COMPANY = [
+    free(1),
+    held_to("json_schema", '{"type": "array", "items": {"type": "string", "maxLength": 9}, "maxItems": 4}', seed=2),
+    free(3),
+    held_to("regex", "([A-Z][a-z]{2,9} ){1,20}", seed=4),
+    held_to("grammar", 'start: word ("," word)*\nword: /[a-z]+/', seed=5, max_tokens=30),
+]
+
+
+def test_company_does_not_change_a_token(serving: Serving):
+    """Nor does it matter whether others are constrained, too, in the rows beside it and at the same time."""
+    alone = [serving.run(params)[0][:2] for params in COMPANY]
+    together = [(text, tokens) for text, tokens, _ in serving.run(*COMPANY)]
+    assert together == alone
+    assert len({len(tokens) for _, tokens in alone}) > 2
+
+
+def test_an_output_that_broke_off_goes_on_in_its_grammar(serving: Serving):
+    params = COMPANY[3]
+    [(text, tokens, _)] = serving.run(params)
+    for num_tokens in (1, len(tokens) // 2, len(tokens) - 1):
+        name = serving.submit(params, resumed=tokens[:num_tokens])
+        serving.wait()
+        assert tokens[:num_tokens] + serving.tokens[name] == tokens
+        assert text.endswith(serving.texts[name])
+
+
+def test_the_grammar_ends_the_output(serving: Serving):
+    choices = Constraint(kind="choice", choices=("To be", "Not to be"))
+    params = SamplingParams(constraint=choices, ignore_eos=True, max_tokens=100)
+    for text, tokens, end in serving.run(*(dataclasses.replace(params, seed=seed) for seed in range(8))):
+        assert text in choices.choices and end.finish_reason is FinishReason.STOP
+        assert end.num_output_tokens == len(tokens)  # no end token among them
+
+
+def test_with_ignore_eos_the_output_goes_on_while_it_may(serving: Serving):
+    [(text, _, end)] = serving.run(held_to("regex", "[a-z]{0,9}", ignore_eos=True, seed=1))
+    assert re.fullmatch("[a-z]{9}", text) and end.finish_reason is FinishReason.STOP
+    [(text, tokens, end)] = serving.run(held_to("regex", "[a-z]*", ignore_eos=True, seed=1, max_tokens=20))
+    assert re.fullmatch("[a-z]{20,}", text) and (len(tokens), end.finish_reason) == (20, FinishReason.LENGTH)
+
+
+def test_what_cuts_an_output_short_leaves_a_beginning(serving: Serving):
+    params = held_to("regex", "([0-9]{3};){50}", seed=6)
+    [(whole, _, _)] = serving.run(params)
+    short = [dataclasses.replace(params, max_tokens=5), dataclasses.replace(params, stop=(whole[7:9],))]
+    for (text, _, end), reason in zip(serving.run(*short), (FinishReason.LENGTH, FinishReason.STOP), strict=True):
+        assert end.finish_reason is reason and 0 < len(text) < len(whole) and whole.startswith(text)
+
+
+def test_no_token_left_is_an_error_and_not_a_wrong_output(serving: Serving):
+    digits = serving.launched.tokenizer.encode("0123456789")
+    [(text, _, end)] = serving.run(held_to("regex", "[a-z]+", allowed_token_ids=digits))
+    assert (text, end.finish_reason) == ("", FinishReason.ERROR)
+    assert "no token was left that the constraint and the other sampling parameters both allow" in end.message
+
+
+def test_min_tokens_holds_off_every_kind_of_stop(serving: Serving):
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    [(whole, tokens, _)] = serving.run(params)
+    stop = whole[3:7]
+    late = dataclasses.replace(params, min_tokens=12)
+    (early_text, *_), (text, got, _), (_, banned, end) = serving.run(
+        dataclasses.replace(params, stop=(stop,)),
+        dataclasses.replace(late, stop=(stop,)),
+        dataclasses.replace(late, stop_token_ids=tuple(set(tokens))),
+    )
+    assert early_text == whole[: whole.index(stop)]
+    assert got == tokens[: len(got)] and len(got) >= 12 and text.startswith(whole[: whole.index(stop) + 4])
+    assert len(banned) >= 12 and not set(banned[:12]) & set(tokens)
