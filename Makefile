@@ -85,7 +85,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 
 # The CUDA kernels against their reference, on a machine with a Hopper GPU. Without tests/conftest.py, which takes the CPU.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py tests/kernels/test_paged_attention_gpu.py
 
 # The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON as it is: it must have jax's CUDA build.
 bench-gpu:

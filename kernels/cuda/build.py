@@ -23,6 +23,7 @@ TARGETS = (
     "meshserve_decode_layers",
     "meshserve_decode_qkv",
     "meshserve_paged_attention",
+    "meshserve_prefill_attention",
     "meshserve_project_residual",
     "meshserve_decode_gate_up",
 )

@@ -1,8 +1,9 @@
 // XLA's calls. decode_layers runs a range of layers behind one call; the others are its parts, for a mesh, where a sum
-// over devices follows the o and the down projection. Every call only launches kernels on XLA's stream, the same ones
+// over devices follows the o and the down projection; prefill_attention is for steps with more than decodes. Every call only launches kernels on XLA's stream, the same ones
 // for the same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as
 // an attribute: a slice of them would be a copy.
 #include "launch.cuh"
+#include "prefill_launch.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace meshserve {
@@ -165,6 +166,31 @@ ffi::Error decode_gate_up(cudaStream_t stream, In x, In norm, In gate_up, Out ou
   return result(step);
 }
 
+ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In tiles, In page_table, In positions, Out out,
+                             Out next_item, int32_t layer, float scale) {
+  Shapes shapes;
+  add_cache(shapes, cache, page_table);
+  prefill::Call call = {};
+  call.q = data<bf16>(q);
+  call.pages = data<bf16>(cache) + layer * (cache.element_count() / shapes.layers);
+  call.tiles = data<int4>(tiles);
+  call.page_table = data<int>(page_table);
+  call.positions = data<int>(positions);
+  call.out = data<bf16>(out);
+  call.next_item = data<int>(next_item);
+  call.num_tokens = size(q, 0);
+  call.num_tiles = size(tiles, 0);
+  call.num_pages = shapes.pages;
+  call.max_pages = shapes.max_pages;
+  call.kv_heads = shapes.kv_heads;
+  call.group = size(q, 2);
+  call.page_size = shapes.page_size;
+  call.head_dim = shapes.head_dim;
+  call.scale = scale;
+  const std::string error = prefill::launch(call, stream);
+  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
+}
+
 using Stream = ffi::PlatformStream<cudaStream_t>;
 
 }  // namespace
@@ -228,6 +254,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_paged_attention, paged_attention,
                                   .Attr<int32_t>("layer")
                                   .Attr<float>("scale")
                                   .Attr<Ints>("tuning"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prefill_attention, prefill_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<In>()  // q
+                                  .Arg<In>()  // cache
+                                  .Arg<In>()  // tiles
+                                  .Arg<In>()  // page_table
+                                  .Arg<In>()  // positions
+                                  .Ret<In>()  // attended
+                                  .Ret<In>()  // next_item
+                                  .Attr<int32_t>("layer")
+                                  .Attr<float>("scale"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_project_residual, project_residual,

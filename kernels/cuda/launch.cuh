@@ -8,6 +8,7 @@
 #include "attention.cuh"
 #include "prepare.cuh"
 #include "projection.cuh"
+#include "tensor_map.cuh"
 
 namespace meshserve {
 
@@ -59,19 +60,6 @@ struct Tuning {
   int qkv_splits = 0, o_splits = 0, gate_up_splits = 0, down_splits = 0, attention_splits = 0;
   int blocks_per_stage = 0, ring_kilobytes = 0;
 };
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                                         &result);
-    return error == cudaSuccess ? reinterpret_cast<EncodeTiled>(found) : nullptr;
-  }();
-  return function;
-}
 
 class Step {
  public:

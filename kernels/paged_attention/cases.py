@@ -78,6 +78,45 @@ CASES = (
 )  # fmt: skip
 
 
+def _matrix_case(name: str, requests: tuple[tuple[int, int], ...], **shape: int) -> Case:
+    return Case(name=name, requests=requests, **{"head_dim": 128, "page_size": 64, **shape}, dtype="bfloat16")
+
+
+# For kernels that take tiles of about 128 query rows and blocks of about 128 keys: too large for an interpreter.
+_BORDERS = (
+    (1, 63),
+    (1, 64),
+    (1, 65),
+    (1, 127),
+    (1, 128),
+    (1, 129),
+    (63, 63),
+    (65, 65),
+    (129, 129),
+    (2, 129),
+    (130, 257),
+)
+_CHUNKS = ((100, 700), (1, 33), (65, 65), (300, 300))
+MATRIX_CASES = (
+    _matrix_case("one-tile", ((32, 32),), group=4),
+    _matrix_case("block-borders-group-1", _BORDERS, group=1),
+    _matrix_case("block-borders-group-4", _BORDERS, group=4),
+    _matrix_case("group-3-page-16", _CHUNKS, group=3, kv_heads=3, page_size=16),
+    _matrix_case("group-5-page-48", _CHUNKS, group=5, page_size=48),
+    _matrix_case("group-6-page-96", _CHUNKS, group=6, page_size=96),
+    _matrix_case("group-7-page-32", _CHUNKS, group=7, kv_heads=1, page_size=32),
+    _matrix_case("group-2-page-128", _CHUNKS, page_size=128),
+    _matrix_case("group-8-page-256", _CHUNKS, group=8, page_size=256),
+    _matrix_case("head-64-page-128", _CHUNKS, group=4, head_dim=64, page_size=128),
+    _matrix_case("head-64-group-8-page-16", _CHUNKS, group=8, head_dim=64, page_size=16),
+    _matrix_case(
+        "empty-and-padding", ((0, 0), (1, 9), (70, 200)), group=4, num_padding_tokens=50, num_padding_requests=3
+    ),
+    _matrix_case("padding-alone", (), num_padding_tokens=7, num_padding_requests=2),
+    _matrix_case("more-tiles-than-blocks", ((900, 900), (1, 1500)) * 3, kv_heads=4, group=8, num_layers=1),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """Arguments of `write_kv` and of a `PagedAttention`, as the contract names them."""

@@ -1,19 +1,25 @@
-"""Paged attention on an NVIDIA Hopper GPU, in bfloat16: every token is its own row of the decode kernel in ../cuda.
+"""Paged attention on an NVIDIA Hopper GPU, in bfloat16: the kernel of ../cuda/prefill.cuh.
 
-Made for decode steps. A prefill chunk comes out right, but reads its pages once a token.
+Prefill chunks and decodes in one call; memory beside the result is one table of tiles. A tile's keys are walked by one
+block of threads, so a lone decode of a long context keeps few multiprocessors busy: steps of decodes alone are for the
+kernels of ../decode_layers.
 """
 
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels.cuda import build
+
+from .tiles import plan_tiles
 
 if TYPE_CHECKING:
     from . import PagedBatch
 
 unavailable_reason = build.unavailable_reason
+_TILE_ROWS = 128  # of the kernel: tokens times query heads a kv head
 
 
 def paged_attention(
@@ -27,12 +33,14 @@ def paged_attention(
     if isinstance(layer, jax.Array):
         raise TypeError("layer is an array; the CUDA kernels need a Python number (unroll the layers)")
     build.load()
-    return jax.ffi.ffi_call("meshserve_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))(
+    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
+    attended, _ = jax.ffi.ffi_call("meshserve_prefill_attention", (jax.ShapeDtypeStruct(q.shape, q.dtype), counter))(
         q,
         cache,
-        batch.page_table[batch.token_request],
+        plan_tiles(batch, tile_tokens=_TILE_ROWS // q.shape[2]),
+        batch.page_table,
         batch.positions,
         layer=np.int32(layer),
         scale=np.float32(scale),
-        tuning=np.zeros(7, np.int32),
     )
+    return attended

@@ -1,0 +1,178 @@
+"""Times prefill through the real engine: the time from submitting prompts to the first token of the last of them.
+
+    meshserve bench prefill --model qwen3-8b --random-weights --prompts 1x1024 1x4096 8x4096 --attention cuda
+
+A workload NxT is N prompts of T random tokens, submitted together to an idle engine; each asks for one token of output.
+After as many warm-up runs as are measured, the table gives the median, P10 and P90. For one prompt the time is its time
+to first token. TFLOP/s counts the linear layers' work alone (two operations a parameter of the layers and token), so
+what attention, norms and padding cost lowers it.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from meshserve.runtime.config import ModelConfig, ServeConfig
+from meshserve.runtime.engine import Engine
+from meshserve.runtime.launch import build_engine
+from meshserve.runtime.model_sizes import named_model
+from meshserve.runtime.random_weights import random_model
+from meshserve.runtime.request import SamplingParams
+from meshserve.runtime.weights import load_model
+
+from .decode import Timeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One row of the table. Times in milliseconds."""
+
+    model: str
+    prompts: int
+    tokens: int  # of each prompt
+    ms: float
+    ms_p10: float
+    ms_p90: float
+    tokens_per_second: float
+    linear_tflops: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    model = (
+        named_model(options.model)
+        if options.random_weights
+        else ModelConfig.from_file(Path(options.model) / "config.json")
+    )
+    make_params = random_model if options.random_weights else lambda *target: load_model(Path(options.model), *target)
+    timeline = Timeline()
+    engine, _ = build_engine(_serve_config(options), model, make_params, None, timeline.deliver)
+    engine.start()
+    results = []
+    for num_prompts, num_tokens in options.prompts:
+        results.append(_measure(options, model, engine, timeline, num_prompts, num_tokens))
+        print(_row(results[-1]), flush=True)
+    if options.profile:
+        with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
+            _run(model, engine, timeline, *options.prompts[-1], seed=-1)
+        print(kernel_table(options.profile))
+    engine.stop()
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return 0
+
+
+def _workload(text: str) -> tuple[int, int]:
+    num_prompts, _, num_tokens = text.partition("x")
+    return int(num_prompts), int(num_tokens)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshserve bench prefill", description="Time prefill through the engine.")
+    parser.add_argument("--model", required=True, help="a model directory, or with --random-weights a published size")
+    parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
+    parser.add_argument("--prompts", type=_workload, nargs="+", default=[(1, 1024), (8, 4096)], metavar="NxT")
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--max-step-tokens", type=int, default=4096)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cpu-devices", type=int, default=0)
+    parser.add_argument("--profile", type=Path, help="trace one more run of the last workload; prints its kernels")
+    parser.add_argument("--json", type=Path, help="write the results here, too")
+    return parser
+
+
+def _serve_config(options: argparse.Namespace) -> ServeConfig:
+    """Just enough pages for the largest workload."""
+    most_prompts = max(num_prompts for num_prompts, _ in options.prompts)
+    max_context = max(num_tokens for _, num_tokens in options.prompts) + 2
+    return ServeConfig(
+        model=options.model,
+        cpu_devices=options.cpu_devices,
+        dtype=options.dtype,
+        page_size=options.page_size,
+        num_pages=most_prompts * -(-max_context // options.page_size),
+        max_context=max_context,
+        max_running=most_prompts,
+        max_step_tokens=options.max_step_tokens,
+        attention=options.attention,
+        prefix_cache=False,
+    )
+
+
+def _run(
+    model: ModelConfig, engine: Engine, timeline: Timeline, num_prompts: int, num_tokens: int, *, seed: int
+) -> float:
+    """Milliseconds until every prompt has its first token."""
+    draw = random.Random(seed)
+    most = min(model.vocab_size, 10_000)
+    prompts = [tuple(draw.randrange(most) for _ in range(num_tokens)) for _ in range(num_prompts)]
+    timeline.reset()
+    started = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.submit(f"{seed}-{index}", prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    timeline.wait(engine, num_prompts)
+    return 1000 * (timeline.steps[-1][0] - started)
+
+
+def _measure(
+    options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline, prompts: int, tokens: int
+) -> Result:
+    figures = [_run(model, engine, timeline, prompts, tokens, seed=seed) for seed in range(2 * options.runs)]
+    ms, p10, p90 = (float(np.percentile(figures[options.runs :], rank)) for rank in (50, 10, 90))
+    num_computed = prompts * tokens
+    return Result(
+        model=options.model,
+        prompts=prompts,
+        tokens=tokens,
+        ms=ms,
+        ms_p10=p10,
+        ms_p90=p90,
+        tokens_per_second=num_computed / ms * 1e3,
+        linear_tflops=num_computed * linear_flops(model) / ms / 1e9,
+    )
+
+
+def linear_flops(model: ModelConfig) -> int:
+    """Of one token: two for each parameter of the layers' projections."""
+    attention = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
+    return 2 * model.num_layers * model.embed_dim * (attention + 3 * model.mlp_dim)
+
+
+def kernel_table(folder: Path, num_rows: int = 30) -> str:
+    """The kernels of a profile by their whole time: milliseconds, calls, name."""
+    total: collections.Counter[str] = collections.Counter()
+    calls: collections.Counter[str] = collections.Counter()
+    profile = jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                total[event.name] += event.duration_ns
+                calls[event.name] += 1
+    rows = [f"{ns / 1e6:9.3f} ms {calls[name]:6d}  {name[:100]}" for name, ns in total.most_common(num_rows)]
+    return "\n".join([f"{sum(total.values()) / 1e6:9.3f} ms in kernels", *rows])
+
+
+def _row(result: Result) -> str:
+    return (
+        f"{result.model} {result.prompts:3d} x {result.tokens:6d} tokens: {result.ms:8.2f} ms "
+        f"(P10 {result.ms_p10:.2f}, P90 {result.ms_p90:.2f}), {result.tokens_per_second:8.0f} tokens/s, "
+        f"{result.linear_tflops:6.1f} TFLOP/s of linear work"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

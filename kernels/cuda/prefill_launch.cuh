@@ -1,0 +1,99 @@
+// The host's side of prefill.cuh: its tensor maps and its launch.
+#pragma once
+#include <math.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "prefill.cuh"
+#include "tensor_map.cuh"
+
+namespace meshserve {
+namespace prefill {
+
+struct Call {
+  const bf16 *q, *pages;  // [T, K, G, H]; one layer's [P, K, 2, S, H]
+  const int4* tiles;
+  const int *page_table, *positions;
+  bf16* out;
+  int* next_item;
+  int num_tokens, num_tiles, num_pages, max_pages, kv_heads, group, page_size, head_dim;
+  float scale;
+};
+
+// Empty, or what went wrong.
+inline std::string status_of(const char* what, cudaError_t status) {
+  return status == cudaSuccess ? "" : std::string(what) + " failed: " + cudaGetErrorString(status);
+}
+
+inline std::string encode(CUtensorMap* map, const bf16* data, int rank, const cuuint64_t* sizes,
+                          const cuuint64_t* strides, const cuuint32_t* box) {
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  CUresult result = CUDA_ERROR_NOT_FOUND;
+  if (EncodeTiled function = encode_tiled()) {
+    result = function(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<bf16*>(data), sizes, strides, box, steps,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  }
+  return result == CUDA_SUCCESS ? "" : "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result);
+}
+
+// Tiles are what plan_tiles in ../paged_attention makes: of at most kTileRows / group tokens.
+template <int H>
+std::string launch_with(const Call& call, cudaStream_t stream) {
+  Args args = {};
+  args.tiles = call.tiles;
+  args.page_table = call.page_table;
+  args.positions = call.positions;
+  args.out = call.out;
+  args.next_item = call.next_item;
+  args.num_tokens = call.num_tokens;
+  args.num_tiles = call.num_tiles;
+  args.max_pages = call.max_pages;
+  args.page_size = call.page_size;
+  args.kv_heads = call.kv_heads;
+  args.group = call.group;
+  args.tile_tokens = kTileRows / call.group;
+  args.box_tokens = std::gcd(call.page_size, kBlockKeys);
+  args.scale_log2 = call.scale * static_cast<float>(M_LOG2E);
+
+  // Queries as [T, K, G, H / 64, 64]: a box is the rows of a tile, token by token and head by head.
+  const cuuint64_t h = H, heads = call.kv_heads, group = call.group;
+  const cuuint64_t q_sizes[5] = {64, h / 64, group, heads, static_cast<cuuint64_t>(call.num_tokens)};
+  const cuuint64_t q_strides[4] = {128, h * 2, group * h * 2, heads * group * h * 2};
+  const cuuint32_t q_box[5] = {64, 1, static_cast<cuuint32_t>(call.group), 1,
+                               static_cast<cuuint32_t>(args.tile_tokens)};
+  // Pages as rows of one token each, cut into halves of 128 bytes: [H / 64, rows, 64].
+  const cuuint64_t rows = static_cast<cuuint64_t>(call.num_pages) * heads * 2 * call.page_size;
+  const cuuint64_t page_sizes[3] = {64, rows, h / 64};
+  const cuuint64_t page_strides[2] = {h * 2, 128};
+  const cuuint32_t page_box[3] = {64, static_cast<cuuint32_t>(args.box_tokens), 1};
+  CUtensorMap queries, pages;
+  std::string error = encode(&queries, call.q, 5, q_sizes, q_strides, q_box);
+  if (error.empty()) error = encode(&pages, call.pages, 3, page_sizes, page_strides, page_box);
+  if (!error.empty()) return error;
+
+  int device = 0, num_multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  const auto kernel = attention_kernel<H>;
+  constexpr int kSharedBytes = sizeof(Memory<H>);
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  }
+  if (status == cudaSuccess) status = cudaMemsetAsync(call.next_item, 0, sizeof(int), stream);
+  if (status != cudaSuccess) return status_of("preparing prefill attention", status);
+  const int num_blocks = std::min(num_multiprocessors, call.num_tiles * call.kv_heads);
+  kernel<<<num_blocks, kThreads, kSharedBytes, stream>>>(queries, pages, args);
+  return status_of("launching prefill attention", cudaGetLastError());
+}
+
+inline std::string launch(const Call& call, cudaStream_t stream) {
+  return call.head_dim == 128 ? launch_with<128>(call, stream) : launch_with<64>(call, stream);
+}
+
+}  // namespace prefill
+}  // namespace meshserve

@@ -1,0 +1,110 @@
+"""The CUDA kernel of mixed steps against float64, on a Hopper GPU, in a cache full of NaN."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshserve.kernels.cuda import build
+from meshserve.kernels.paged_attention import PagedBatch, cases, gpu, write_kv
+
+REASON = build.unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+BOUND = 5e-3  # of ||out - expected|| / ||expected||; bfloat16 rounding of weights and result alone gives 2e-3 to 3e-3
+CASES = (
+    *(case for case in cases.CASES if case.dtype == "bfloat16" and case.num_kv_tokens <= 40_000),
+    *cases.MATRIX_CASES,
+)
+
+
+@partial(jax.jit, static_argnames=("layer", "scale"))
+def write_and_attend(q, k, v, cache, batch, *, layer, scale):
+    cache = write_kv(cache, k, v, batch, layer=layer)
+    return cache, gpu.paged_attention(q, cache, batch, layer=layer, scale=scale)
+
+
+def run(inputs: cases.Inputs) -> tuple[np.ndarray, np.ndarray]:
+    arrays = (inputs.q, inputs.k, inputs.v, inputs.cache)
+    cache, attended = write_and_attend(*arrays, inputs.batch, layer=inputs.layer, scale=inputs.scale)
+    return np.asarray(cache), np.asarray(attended)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention_is_the_float64_computation(case):
+    """No NaN of the cache, which holds nothing else beside the requests' own keys and values, comes through."""
+    inputs = cases.make_inputs(case, seed=1)
+    _, attended = run(inputs)
+    expected = cases.expected_attention(inputs)
+    attended = attended.astype(np.float64)
+    is_padding = np.asarray(inputs.batch.positions) < 0
+    np.testing.assert_array_equal(attended[is_padding], 0.0)
+    assert np.isfinite(attended).all()
+    error = np.linalg.norm((attended - expected)[~is_padding], axis=-1)
+    size = np.linalg.norm(expected[~is_padding], axis=-1)
+    assert (error <= 4 * BOUND * size).all()
+    assert np.linalg.norm(error) <= BOUND * np.linalg.norm(size)
+
+
+@pytest.mark.parametrize("name", ["more-tiles-than-blocks", "block-borders-group-4", "head-64-page-128"])
+def test_the_same_bits_again(name):
+    """Nothing races, and what lies elsewhere in the cache changes nothing."""
+    inputs = cases.make_inputs(next(case for case in CASES if case.name == name), seed=2)
+    _, expected = run(inputs)
+    for garbage in (np.nan, np.inf, 0.0, -3e38):
+        cache = np.where(np.isnan(inputs.cache.astype(np.float32)), np.float32(garbage), inputs.cache)
+        _, attended = run(dataclasses.replace(inputs, cache=cache.astype(inputs.cache.dtype)))
+        np.testing.assert_array_equal(attended, expected)
+
+
+def test_a_token_does_not_depend_on_the_rest_of_its_step():
+    """Whole, in chunks, beside others: the same bits, as long as a tile begins at the same token."""
+    case = cases.Case(
+        name="", requests=((384, 384), (1, 500)), kv_heads=2, group=4, head_dim=128, page_size=64, dtype="bfloat16"
+    )
+    inputs = cases.make_inputs(case, seed=3)
+    cache, whole = run(inputs)
+    for first, last in ((0, 128), (128, 384), (352, 384), (384, 385)):
+        batch = PagedBatch(
+            inputs.batch.positions[first:last], inputs.batch.token_request[first:last], inputs.batch.page_table
+        )
+        part = gpu.paged_attention(
+            jnp.asarray(inputs.q[first:last]), jnp.asarray(cache), batch, layer=inputs.layer, scale=inputs.scale
+        )
+        np.testing.assert_array_equal(np.asarray(part), whole[first:last])
+
+
+def test_padding_between_decodes():
+    case = cases.Case(
+        name="", requests=((1, 70),) * 6, kv_heads=2, group=2, head_dim=128, page_size=32, dtype="bfloat16"
+    )
+    inputs = cases.make_inputs(case, seed=4)
+    cache, whole = run(inputs)
+    is_padding = np.array([0, 1, 0, 0, 1, 1], bool)
+    batch = inputs.batch._replace(positions=jnp.where(is_padding, -1, inputs.batch.positions))
+    arguments = (jnp.asarray(inputs.q), jnp.asarray(cache), batch)
+    out = np.asarray(gpu.paged_attention(*arguments, layer=inputs.layer, scale=inputs.scale))
+    np.testing.assert_array_equal(out[~is_padding], whole[~is_padding])
+    assert not out[is_padding].any()
+
+
+def test_a_donated_cache_is_written_in_place():
+    inputs = cases.make_inputs(cases.MATRIX_CASES[0], seed=5)
+
+    @partial(jax.jit, donate_argnums=3)
+    def step(q, k, v, cache):
+        attended = jnp.zeros_like(q)
+        for layer in range(cache.shape[0]):
+            cache = write_kv(cache, k, v, inputs.batch, layer=layer)
+            attended += gpu.paged_attention(q, cache, inputs.batch, layer=layer, scale=inputs.scale)
+        return cache, attended
+
+    arrays = [jnp.asarray(array) for array in (inputs.q, inputs.k, inputs.v, inputs.cache)]
+    text = step.lower(*arrays).compile().as_text()
+    shape = "bf16[" + ",".join(map(str, inputs.cache.shape)) + "]"
+    assert not [line for line in text.splitlines() if " copy(" in line and shape in line.split("copy(")[0]]
+    before = arrays[-1].unsafe_buffer_pointer()
+    cache, _ = step(*arrays)
+    assert cache.unsafe_buffer_pointer() == before

@@ -1,0 +1,38 @@
+"""`meshserve bench prefill` and the benchmark of its attention, on small shapes."""
+
+import dataclasses
+import json
+
+import pytest
+
+from meshserve.benchmarks import prefill, prefill_kernels
+from meshserve.runtime.model_sizes import named_model
+
+
+def test_linear_work_of_a_token():
+    assert prefill.linear_flops(named_model("qwen3-8b")) == pytest.approx(13.9e9, rel=1e-3)
+
+
+def test_each_workload_is_prefilled_whole(tmp_path, capsys, monkeypatch):
+    tiny = dataclasses.replace(named_model("qwen3-0.6b"), num_layers=1, embed_dim=64, mlp_dim=128, vocab_size=512)
+    monkeypatch.setattr(prefill, "named_model", lambda name: tiny)
+    target = tmp_path / "prefill.json"
+    arguments = "--model tiny --random-weights --prompts 1x5 2x9 --runs 1 --max-step-tokens 4 --page-size 16"
+    assert prefill.main([*arguments.split(), "--json", str(target)]) == 0
+    rows = json.loads(target.read_text())
+    assert [(row["prompts"], row["tokens"]) for row in rows] == [(1, 5), (2, 9)]
+    assert all(
+        row["tokens_per_second"] == pytest.approx(row["prompts"] * row["tokens"] / row["ms"] * 1e3) for row in rows
+    )
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_attention_of_a_step_and_its_work(capsys):
+    arguments = "--steps 8x2 4x1/20 --attention reference --kv-heads 1 --group 2 --head-dim 16 --page-size 16"
+    assert prefill_kernels.main([*arguments.split(), "--calls", "1", "--rounds", "1", "--seconds", "0.01"]) == 0
+    assert [line.split(":")[0].split() for line in capsys.readouterr().out.splitlines()] == [
+        "reference 8 new of 8 x 2".split(),
+        "reference 4 new of 20 x 1".split(),
+    ]
+    step = prefill_kernels.Step(num_new=2, num_requests=3, context=5, kv_heads=1, group=2, head_dim=16, page_size=16)
+    assert step.flops == 3 * 2 * 16 * 4 * (4 + 5)  # the first new token sees 4 keys, the second 5
