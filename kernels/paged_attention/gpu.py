@@ -29,9 +29,12 @@ def paged_attention(
 
     Raises:
       TypeError: the layer is no Python number: it is compiled in.
+      ValueError: a shape or type is none of these.
+      KernelBuildError: not a Hopper GPU, or the kernels cannot be compiled.
     """
     if isinstance(layer, jax.Array):
         raise TypeError("layer is an array; the CUDA kernels need a Python number (unroll the layers)")
+    _check(q, cache)
     build.load()
     counter = jax.ShapeDtypeStruct((1,), jnp.int32)
     attended, _ = jax.ffi.ffi_call("meshserve_prefill_attention", (jax.ShapeDtypeStruct(q.shape, q.dtype), counter))(
@@ -44,3 +47,17 @@ def paged_attention(
         scale=np.float32(scale),
     )
     return attended
+
+
+def _check(q: jax.Array, cache: jax.Array) -> None:
+    """The kernel does not look: it would compute nonsense."""
+    group, head_dim, page_size = q.shape[2], q.shape[3], cache.shape[4]
+    checks = (
+        (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are built"),
+        (1 <= group <= 8, f"{group} query heads a kv head; 1 to 8 are supported"),
+        (page_size % 16 == 0, f"pages have {page_size} tokens; a multiple of 16 is needed"),
+        (q.dtype == cache.dtype == jnp.bfloat16, f"q is {q.dtype}, the cache {cache.dtype}; bfloat16 is needed"),
+    )
+    for holds, reason in checks:
+        if not holds:
+            raise ValueError(f"attention 'cuda': {reason}. Take 'reference'.")

@@ -1,11 +1,12 @@
-"""How the GPU kernel's work is cut, against the plain way to do it. Runs anywhere."""
+"""How the GPU kernel's work is cut, against the plain way to do it, and what it refuses. Runs anywhere."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshserve.kernels.paged_attention import PagedBatch, cases
+from meshserve.kernels.cuda.build import KernelBuildError
+from meshserve.kernels.paged_attention import PagedBatch, cases, gpu
 from meshserve.kernels.paged_attention.tiles import plan_tiles
 
 
@@ -80,3 +81,36 @@ def test_a_program_of_many_layers_plans_once():
         return sum("scatter" in line.split("metadata")[0] for line in text.splitlines())
 
     assert num_scatters(program) == num_scatters(one_layer) > 0
+
+
+def attend(*, group=4, head_dim=128, page_size=64, dtype="bfloat16", layer=0):
+    q = jnp.zeros((1, 2, group, head_dim), dtype)
+    cache = jnp.zeros((1, 1, 2, 2, page_size, head_dim), dtype)
+    return gpu.paged_attention(q, cache, batch_of([(1, 1)]), layer=layer, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"head_dim": 32}, "head_dim is 32; 64 and 128"),
+        ({"group": 9}, "9 query heads a kv head; 1 to 8"),
+        ({"page_size": 24}, "24 tokens; a multiple of 16"),
+        ({"dtype": "float32"}, "q is float32, the cache float32; bfloat16"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_was_not_made_for_is_refused(shape, message):
+    with pytest.raises(ValueError, match=f"attention 'cuda': .*{message}.*Take 'reference'"):
+        attend(**shape)
+
+
+def test_a_layer_must_be_compiled_in():
+    with pytest.raises(TypeError, match="unroll the layers"):
+        attend(layer=jnp.int32(0))
+
+
+def test_a_shape_it_takes_fails_only_for_want_of_a_gpu():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(KernelBuildError, match="need an NVIDIA Hopper GPU"):
+        attend()
