@@ -124,6 +124,8 @@ class ControlBuilder:
         row, params = request.row, request.params
         self._is_controlled[row] = request.is_controlled
         self._modes[row] = params.mode
+        # These are read of every row of a step with any controlled one, so no earlier holder's may be left.
+        self._flags[row], self._first_end[row], self._has_logprobs[row] = 0, 0, False
         if not request.is_controlled:
             return None
         self._adjustments[:, row] = [getattr(params, name) for name in _ADJUSTMENT_FIELDS]

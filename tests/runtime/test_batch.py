@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
-from meshserve.runtime.control_batch import ControlBuilder
+from meshserve.runtime.control_batch import SAMPLES, ControlBuilder, ControlShape
 from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.plan import Chunk, StepPlan
-from meshserve.runtime.request import Request, SamplingParams
+from meshserve.runtime.request import FinishReason, Request, SamplingParams
 from meshserve.runtime.scheduler import Scheduler
 
 from .simulation import make_request, tight_limits
@@ -286,3 +286,20 @@ def test_every_plan_fits_its_bucket(limits_and_pages: tuple[SchedulerLimits, int
         if in_flight and (plan is None or len(in_flight) > 1):
             done = in_flight.pop(0)
             loop.account(done, *[9] * len(done.chunks))
+
+
+def test_a_row_forgets_what_its_last_holder_wanted():
+    """A step with one controlled request samples all of them under controls."""
+    loop = Loop()
+    holder, newcomer, other = (make_request(seed, max_tokens=9) for seed in (1, 2, 3))
+    holder.params = dataclasses.replace(holder.params, bad_token_ids=(1,), min_tokens=5, logprobs=1)
+    other.params = dataclasses.replace(other.params, logprobs=1)
+    loop.add(holder)
+    loop.step()
+    loop.scheduler.finish(holder, FinishReason.CANCELLED, 0.0)
+    loop.add(newcomer, other)
+    loop.step()
+    assert [request.row for request in loop.plan.requests] == [0, 1]
+    packed = loop.controls.packed
+    shape = next(shape for size in range(1, 4) if (shape := ControlShape(size)).size == len(packed))
+    assert packed[shape.fields["flags"]].tolist()[:2] == [SAMPLES, SAMPLES]
