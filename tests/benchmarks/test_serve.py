@@ -1,0 +1,119 @@
+"""The load generator: what it draws, what it counts, and that it counts right against a server."""
+
+import json
+import math
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+
+from meshserve.benchmarks import serve
+from meshserve.benchmarks.serving_report import Call, figures, open_requests, text, tokens_by_second
+from meshserve.benchmarks.traffic import Lengths, Traffic
+from tests.runtime.loopback import running
+
+
+def test_lengths_follow_their_distribution():
+    source = random.Random(0)
+    assert {Lengths.parse("fixed:7").draw(source) for _ in range(9)} == {7}
+    assert {Lengths.parse("uniform:3:5").draw(source) for _ in range(99)} == {3, 4, 5}
+    drawn = [Lengths.parse("lognormal:100:1:400").draw(source) for _ in range(4000)]
+    assert statistics.median(drawn) == pytest.approx(100, rel=0.1) and max(drawn) == 400 and min(drawn) >= 1
+
+
+@pytest.mark.parametrize("wrong", ["7", "fixed:7:8", "uniform:5:3", "fixed:0", "normal:1:2", "lognormal:100:x:2"])
+def test_wrong_lengths_are_refused(wrong: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        serve.main(["--input-tokens", wrong])
+    assert "argument --input-tokens" in capsys.readouterr().err
+
+
+def test_prompts_share_their_beginnings():
+    traffic = Traffic(
+        num_requests=40, input_lengths=Lengths.parse("uniform:1:9"), output_lengths=Lengths.parse("fixed:4"),
+        num_prefix_tokens=16, num_prefixes=3, vocab_size=64,
+    )  # fmt: skip
+    works = traffic.requests()
+    assert len({tuple(work.prompt_token_ids[:16]) for work in works}) == 3
+    assert all(17 <= len(work.prompt_token_ids) <= 25 and work.max_tokens == 4 for work in works)
+    assert all(0 <= token < 64 for work in works for token in work.prompt_token_ids)
+    assert works == traffic.requests()
+
+
+def test_arrivals_are_a_poisson_process():
+    traffic = Traffic(
+        num_requests=8000, input_lengths=Lengths.parse("fixed:1"), output_lengths=Lengths.parse("fixed:1")
+    )
+    times = traffic.arrivals(20.0)
+    gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
+    assert statistics.fmean(gaps) == pytest.approx(0.05, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(0.05, rel=0.05)  # as its mean: exponential
+    assert times == sorted(times) and set(traffic.arrivals(math.inf)) == {0.0}
+
+
+CALLS = [
+    Call(num_input_tokens=10, sent=0.0, due=0.0, messages=[(0.1, 1), (0.3, 1), (0.4, 2)], ended=0.4),
+    Call(num_input_tokens=20, sent=1.0, due=0.5, messages=[(2.0, 1)], ended=2.0),
+    Call(num_input_tokens=99, sent=1.5, due=1.5, ended=1.75, error="UNAVAILABLE"),
+]
+
+
+def test_figures_by_hand():
+    found = figures("a load", CALLS, {"ttft": 100.0, "tpot": 150.0})
+    assert (found.completed, found.failed, found.errors) == (2, 1, {"UNAVAILABLE": 1})
+    assert (found.duration, found.total_input_tokens, found.total_output_tokens) == (2.0, 30, 5)
+    assert (found.request_throughput, found.output_throughput, found.total_token_throughput) == (1.0, 2.5, 17.5)
+    assert found.request_goodput == 0.5
+    assert (found.max_output_tokens_per_s, found.max_concurrent_requests) == (4, 2)
+    assert found.max_lateness_ms == pytest.approx(500)
+    assert (found.ttft.mean, found.ttft.median) == (pytest.approx(550), pytest.approx(550))
+    assert found.ttft.p99 == pytest.approx(991)
+    assert found.tpot.mean == pytest.approx(100)  # 0.3 s over three tokens; a single token has none
+    assert (found.itl.mean, found.itl.p99) == (pytest.approx(150), pytest.approx(199))
+    assert found.e2el.median == pytest.approx(700)
+    assert tokens_by_second(CALLS) == [4, 0, 1]
+    assert open_requests(CALLS)[-1] == (2.0, 0)
+
+
+def test_the_text_is_that_of_vllms_benchmark():
+    lines = text(figures("a load", CALLS)).splitlines()
+    assert lines[0] == "============ Serving Benchmark Result ============"
+    assert f"{'Successful requests:':<40} 2" in lines
+    assert f"{'Output token throughput (tok/s):':<40} 2.50" in lines
+    assert "---------------Time to First Token----------------" in lines
+    assert f"{'P99 TTFT (ms):':<40} 991.00" in lines and f"{'Mean TPOT (ms):':<40} 100.00" in lines
+    assert not any("goodput" in line for line in lines)
+    assert all("nan" in line for line in text(figures("none", CALLS[2:])).splitlines() if "TTFT" in line)
+
+
+def test_loads_on_a_server(tmp_path: Path, capsys: pytest.CaptureFixture):
+    pytest.importorskip("matplotlib")
+    with running() as server:
+        arguments = [
+            f"--target={server.target}", "--rate", "200", "inf", "--concurrency", "3", "--requests=20",
+            "--input-tokens=uniform:1:9", "--output-tokens=uniform:2:12", "--prefix-tokens=8", "--goodput",
+            "e2el:60000", f"--json={tmp_path / 'figures.json'}", f"--plot={tmp_path / 'load.png'}",
+        ]  # fmt: skip
+        assert serve.main(arguments) == 0
+        assert server.engine.num_submits == 3 * 21  # a warm-up each
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert [load["completed"] for load in found] == [20] * 3 and not any(load["failed"] for load in found)
+    for load in found:
+        assert 20 * 9 <= load["total_input_tokens"] <= 20 * 17 and 20 * 2 <= load["total_output_tokens"] <= 20 * 12
+        assert (
+            load["request_goodput"] == pytest.approx(load["request_throughput"]) == pytest.approx(20 / load["duration"])
+        )
+        assert 0 < load["ttft"]["median"] <= load["ttft"]["p99"] < load["e2el"]["p99"]
+    assert found[1]["max_concurrent_requests"] > 3 >= found[2]["max_concurrent_requests"]
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("Serving Benchmark Result") == 3
+
+
+def test_refused_requests_count_as_failed(tmp_path: Path):
+    with running() as server:
+        path = tmp_path / "figures.json"
+        arguments = ["--input-tokens=fixed:100", "--requests=3", "--concurrency=1", f"--json={path}"]
+        assert serve.main([f"--target={server.target}", *arguments]) == 1
+    [load] = json.loads(path.read_text())
+    assert (load["completed"], load["errors"], load["output_throughput"]) == (0, {"INVALID_ARGUMENT": 3}, 0)
