@@ -13,7 +13,7 @@ from meshserve.protos import inference_pb2 as pb
 
 from . import wire
 from .errors import MeshserveError
-from .request import FinishReason
+from .request import FinishReason, TokenLogprobs
 
 
 class ConstraintField(TypedDict, total=False):
@@ -33,6 +33,16 @@ class SamplingFields(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_token_ids: Sequence[int]
+    min_tokens: int
+    logprobs: int
+    prompt_logprobs: int
     seed: int
     ignore_eos: bool
     stop: Sequence[str]
@@ -87,6 +97,8 @@ class Chunk:
     token_ids: tuple[int, ...]
     finish: Finish | None
     index: int = 0  # of the sample
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `token_ids`, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; they begin with the second one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +109,8 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     usage: Usage
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `token_ids`, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt but its first token
 
 
 class CallError(MeshserveError):
@@ -189,7 +203,14 @@ def chunk(response: pb.GenerateResponse | pb.ChatResponse) -> Chunk:
         )
         if finish.reason is FinishReason.ERROR:
             raise CallError(grpc.StatusCode.INTERNAL, response.finish.message)
-    return Chunk(text=response.text, token_ids=tuple(response.token_ids), finish=finish, index=response.index)
+    return Chunk(
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        finish=finish,
+        index=response.index,
+        logprobs=wire.token_logprobs(response.logprobs),
+        prompt_logprobs=wire.token_logprobs(response.prompt_logprobs),
+    )
 
 
 def completion(chunks: Sequence[Chunk]) -> Completion:
@@ -201,6 +222,8 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         finish_reason=finish.reason,
         usage=finish.usage,
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        prompt_logprobs=tuple(logprob for chunk in chunks for logprob in chunk.prompt_logprobs),
     )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from .request import FinishReason, Load, Output, RequestOptions, SamplingParams
+from .errors import InvalidRequestError
+from .request import LOGPROB_FIELDS, PENALTY_FIELDS, FinishReason, Load, Output, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from .grammar import Grammar
@@ -79,3 +80,21 @@ class ModelInfo:
     supports_resume: bool = True
     supports_logprobs: bool = False
     supports_structured_output: bool = False
+    supports_penalties: bool = False
+
+    def check(self, params: SamplingParams) -> None:
+        """
+        Raises:
+          InvalidRequestError: a parameter names a token that does not exist, or asks for what this server does not do.
+        """
+        supported = {**dict.fromkeys(PENALTY_FIELDS, self.supports_penalties)}
+        supported |= dict.fromkeys(LOGPROB_FIELDS, self.supports_logprobs)
+        for name in params.set_fields(supported):
+            if not supported[name]:
+                message = "this server was started without it (controls); leave it out."
+                raise InvalidRequestError(f"sampling.{name}", message)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_ids"):
+            for token_id in getattr(params, name):
+                if not 0 <= token_id < self.vocab_size:
+                    message = f"{token_id} is no token; ids are 0 to {self.vocab_size - 1}."
+                    raise InvalidRequestError(f"sampling.{name}", message)

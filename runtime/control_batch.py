@@ -175,7 +175,6 @@ class ControlBuilder:
         history[list(set(prompt[:num_fresh_tokens]))] |= IN_PROMPT
         ends = params.stop_token_ids if params.ignore_eos else {*self._eos_token_ids, *params.stop_token_ids}
         history[list(ends)] |= ENDS
-        history[list(params.stop_token_ids)] |= ENDS
         return history
 
     def _bias(self, request: Request) -> np.ndarray:

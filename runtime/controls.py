@@ -156,6 +156,7 @@ def _top(logits: jax.Array, token_ids: jax.Array, num_top: int) -> tuple[jax.Arr
     Exact without sorting the vocabulary: the `num_top` largest lie in the `num_top` chunks with the largest maxima.
     """
     num_rows, num_local = logits.shape
+    logits = jnp.where(logits == 0.0, 0.0, logits)  # top_k puts -0.0 below 0.0
     num_chunks = -(-num_local // _CHUNK_TOKENS)
     padding = (0, num_chunks * _CHUNK_TOKENS - num_local)
     chunks = jnp.pad(logits, ((0, 0), padding), constant_values=-jnp.inf).reshape(num_rows, num_chunks, _CHUNK_TOKENS)

@@ -407,7 +407,7 @@ class Engine:
         """Turns a request's new token into an output; a stop string in its text, or its constraint, ends it."""
         request, token_id = progress
         token_ids = () if token_id is None else (token_id,)
-        logprob = logprobs.of_output(request) if logprobs is not None and token_ids else None
+        logprob = logprobs.of_output(request, token_id) if logprobs is not None and token_id is not None else None
         found = () if logprob is None else (logprob,)
         text, end = "", None
         stream = self._texts.get(request)

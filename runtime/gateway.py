@@ -21,7 +21,8 @@ import grpc
 from .access import LOCAL
 from .constraint import CONSTRAINT_KINDS, Constraint
 from .errors import ConfigError, EngineStoppedError, InvalidRequestError
-from .request import MAX_SEED, Output, RequestOptions, SamplingParams
+from .mailbox import join
+from .request import MAX_SEED, Output, RequestOptions, SamplingParams, TokenLogprobs
 from .server import Asked, Backend, Edge, checked_request_id
 from .status import abort
 
@@ -31,12 +32,6 @@ _TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 _FINISH_WORDS = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error"}
-# Fields of SamplingParams that change nothing at the values on the right; other values are refused.
-_NEUTRAL = {
-    "min_p": (0.0,), "frequency_penalty": (0.0,), "presence_penalty": (0.0,), "repetition_penalty": (0.0, 1.0),
-    "min_tokens": (0,),
-}  # fmt: skip
-_UNSUPPORTED = ("logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 
 def add_gateway(edge: Edge, server: grpc.aio.Server) -> None:
@@ -61,19 +56,21 @@ def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
     Raises:
       InvalidRequestError: a value is out of range, or asks for what this server cannot do.
     """
-    for name, neutral in _NEUTRAL.items():
-        if getattr(message, name) not in neutral:
-            raise InvalidRequestError(name, f"got {getattr(message, name)}; this server has no such option.")
-    for name in _UNSUPPORTED:
-        if message.HasField(name):
-            raise InvalidRequestError(name, "this server has no such option; leave it out.")
-    if message.logit_bias:
-        raise InvalidRequestError("logit_bias", "this server has no such option; leave it out.")
+    if message.HasField("truncate_prompt_tokens"):
+        raise InvalidRequestError("truncate_prompt_tokens", "this server has no such option; leave it out.")
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else max(1, max_output_tokens),
         temperature=message.temperature if message.HasField("temperature") else 1.0,
         top_k=message.top_k,
         top_p=message.top_p or 1.0,
+        min_p=message.min_p,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        logit_bias=dict(message.logit_bias),
+        min_tokens=message.min_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         seed=message.seed % (MAX_SEED + 1) if message.HasField("seed") else None,
         ignore_eos=message.ignore_eos,
         stop=tuple(message.stop),
@@ -197,7 +194,7 @@ class _Generation:
                 token_ids = intake.checked("text", await intake.encode(request.text))
             params = sampling_params(request.sampling_params, backend.info.max_context_tokens - len(token_ids))
             options = RequestOptions(n=request.sampling_params.n or 1, timeout_seconds=context.time_remaining())
-            writer = _Writer(self.pb, request.stream, context)
+            writer = _Writer(self.pb, request.stream, token_ids[0], context)
             asked = Asked(request_id, token_ids, params, options)
             await self.edge.stream("VllmEngine.Generate", asked, writer.write, context, tenant=LOCAL)
         except Exception as error:
@@ -207,22 +204,28 @@ class _Generation:
 class _Writer:
     """Writes the outputs of one call, the samples of it mixed as they come."""
 
-    def __init__(self, pb: Any, is_streaming: bool, context: Any):
+    def __init__(self, pb: Any, is_streaming: bool, first_token_id: int, context: Any):
         self._pb = pb
+        self._first_token_id = first_token_id  # of the prompt, which has no log-probability
         self._is_streaming = is_streaming
         self._context = context
-        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)  # by sample, where they go out all at once
+        self._held: defaultdict[int, Output] = defaultdict(_nothing)  # by sample: what has not gone out
 
     async def write(self, output: Output) -> None:
         pb, index, num_new = self._pb, output.index, len(output.token_ids)
-        if not self._is_streaming:
-            self._token_ids[index] += output.token_ids
-        elif num_new:
-            chunk = pb.GenerateStreamChunk(token_ids=output.token_ids, completion_tokens=num_new, index=index)
+        held = join((self._held[index], output))
+        if self._is_streaming and num_new:
+            # Its first message has all of the prompt's log-probabilities, however many steps brought them.
+            chunk = pb.GenerateStreamChunk(
+                token_ids=held.token_ids, completion_tokens=num_new, index=index, **self._logprobs(held)
+            )
             await self._context.write(pb.GenerateResponse(chunk=chunk))
+            held = _nothing()
+        self._held[index] = held
         if output.finish_reason is not None:
             complete = pb.GenerateComplete(
-                output_ids=self._token_ids[index],
+                output_ids=held.token_ids,
+                **self._logprobs(held),
                 finish_reason=_FINISH_WORDS[output.finish_reason.value],
                 index=index,
                 prompt_tokens=output.num_prompt_tokens,
@@ -230,6 +233,31 @@ class _Writer:
                 cached_tokens=output.num_cached_tokens,
             )
             await self._context.write(pb.GenerateResponse(complete=complete))
+
+    def _logprobs(self, output: Output) -> dict[str, Any]:
+        pb, found = self._pb, {}
+        if output.logprobs:
+            found["output_logprobs"] = pb.OutputLogProbs(
+                token_logprobs=[position.logprob for position in output.logprobs],
+                token_ids=[position.token_id for position in output.logprobs],
+                top_logprobs=list(map(self._top, output.logprobs)),
+            )
+        if positions := output.prompt_logprobs:
+            values = (pb.InputTokenLogProb(value=position.logprob) for position in positions)
+            found["input_logprobs"] = pb.InputLogProbs(
+                token_logprobs=[pb.InputTokenLogProb(), *values],
+                token_ids=[self._first_token_id, *(position.token_id for position in positions)],
+                top_logprobs=[pb.TopLogProbs(), *map(self._top, positions)],
+            )
+        return found
+
+    def _top(self, position: TokenLogprobs) -> Any:
+        ids, values = zip(*position.top, strict=True) if position.top else ((), ())
+        return self._pb.TopLogProbs(values=values, token_ids=ids)
+
+
+def _nothing() -> Output:
+    return Output(request_id="")
 
 
 def _tokenizer_zip(directory: Path) -> bytes:

@@ -126,7 +126,7 @@ class Intake:
                 "sampling.num_resumed_tokens",
                 f"got {params.num_resumed_tokens}; allowed is less than the prompt's {num_prompt_tokens} tokens.",
             )
-        self._check_vocabulary("sampling.stop_token_ids", params.stop_token_ids)
+        self._info.check(params)
 
     def _check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
         vocab_size = self._info.vocab_size

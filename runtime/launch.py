@@ -290,4 +290,6 @@ def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, m
         server_version=importlib.metadata.version("meshserve"),
         supports_chat=tokenizer.has_chat_template,
         supports_structured_output=config.controls,
+        supports_logprobs=config.controls,
+        supports_penalties=config.controls,
     )

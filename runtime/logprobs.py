@@ -32,11 +32,11 @@ class StepLogprobs:
     def _host_sampled(self) -> Logprobs[np.ndarray] | None:
         return _on_host(self._sampled)
 
-    def of_output(self, request: Request) -> TokenLogprobs | None:
+    def of_output(self, request: Request, token_id: int) -> TokenLogprobs | None:
         """Of the token that the step sampled for the request; None unless it asked."""
         if request.params.logprobs is None or self._host_sampled is None:
             return None
-        return _at(self._host_sampled, self._index[request], request.params.logprobs)
+        return _at(self._host_sampled, self._index[request], token_id, request.params.logprobs)
 
     def of_prompts(self) -> Iterator[tuple[Request, tuple[TokenLogprobs, ...]]]:
         """Of the prompt tokens that the step brought, by request, in order."""
@@ -45,10 +45,10 @@ class StepLogprobs:
             return
         place = len(self._plan.decodes)
         for request, _, num_tokens, _ in self._plan.prefills:
-            wanted = np.flatnonzero(self._targets[place : place + num_tokens] >= 0) + place
-            num_top = request.params.prompt_logprobs
-            if len(wanted) and num_top is not None:
-                yield request, tuple(_at(prompt, index, num_top) for index in wanted.tolist())
+            targets, num_top = self._targets[place : place + num_tokens].tolist(), request.params.prompt_logprobs
+            wanted = [(index, token_id) for index, token_id in enumerate(targets, start=place) if token_id >= 0]
+            if wanted and num_top is not None:
+                yield request, tuple(_at(prompt, index, token_id, num_top) for index, token_id in wanted)
             place += num_tokens
 
 
@@ -56,6 +56,6 @@ def _on_host(arrays: Logprobs[Any] | None) -> Logprobs[np.ndarray] | None:
     return None if arrays is None else Logprobs(*map(np.asarray, arrays))
 
 
-def _at(arrays: Logprobs[np.ndarray], index: int, num_top: int) -> TokenLogprobs:
+def _at(arrays: Logprobs[np.ndarray], index: int, token_id: int, num_top: int) -> TokenLogprobs:
     ids, values = arrays.top_ids[index, :num_top].tolist(), arrays.top[index, :num_top].tolist()
-    return TokenLogprobs(float(arrays.token[index]), tuple(zip(ids, values, strict=True)))
+    return TokenLogprobs(token_id, float(arrays.token[index]), tuple(zip(ids, values, strict=True)))

@@ -79,14 +79,15 @@ class Mailbox:
         outputs = [output for output in self._outputs if output.index == index]
         self._outputs = [output for output in self._outputs if output.index != index]
         self.num_undelivered_tokens = sum(len(output.token_ids) for output in self._outputs)
-        return outputs[0] if len(outputs) == 1 else _join(outputs)
+        return outputs[0] if len(outputs) == 1 else join(outputs)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-def _join(outputs: Sequence[Output]) -> Output:
+def join(outputs: Sequence[Output]) -> Output:
+    """Outputs of one sample, in order, as one."""
     last = outputs[-1]
     return Output(
         request_id=last.request_id,

@@ -13,7 +13,7 @@ from .constraint import Constraint
 from .errors import EngineStoppedError, InvalidRequestError, MeshserveError
 from .grammar import compiled
 from .launch import Launched, launch
-from .request import Output, RequestOptions, SamplingParams
+from .request import Output, RequestOptions, SamplingParams, TokenLogprobs
 
 _SAMPLING_FIELDS = tuple(
     field.name for field in dataclasses.fields(SamplingParams) if field.name != "num_resumed_tokens"
@@ -29,10 +29,14 @@ class Completion:
     text: str = ""
     finish_reason: str | None = None
     error: str = ""
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
     def add(self, output: Output) -> None:
         self.token_ids += output.token_ids
         self.text += output.text
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
         self.error = output.message
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
@@ -45,6 +49,9 @@ class Completion:
             "text": self.text,
             "finish_reason": self.finish_reason,
         }
+        for name in ("logprobs", "prompt_logprobs"):
+            if found := getattr(self, name):
+                line[name] = [position._asdict() for position in found]
         if self.error:
             line["error"] = self.error
         return json.dumps(line, ensure_ascii=False)
@@ -110,7 +117,10 @@ def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:
     types: dict[str, tuple[type, ...]] = {
         "max_tokens": (int,), "temperature": (int, float), "top_k": (int,), "top_p": (int, float),
         "seed": (int, type(None)), "ignore_eos": (bool,), "stop": (str, list), "include_stop": (bool,),
-        "stop_token_ids": (list,), "constraint": (dict,),
+        "stop_token_ids": (list,), "constraint": (dict,), "min_p": (int, float), "frequency_penalty": (int, float),
+        "presence_penalty": (int, float), "repetition_penalty": (int, float), "logit_bias": (dict,),
+        "allowed_token_ids": (list,), "bad_token_ids": (list,), "min_tokens": (int,), "logprobs": (int, type(None)),
+        "prompt_logprobs": (int, type(None)),
     }  # fmt: skip
     fields = {name: raw[name] for name in _SAMPLING_FIELDS if name in raw}
     for name, value in fields.items():
@@ -120,12 +130,16 @@ def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:
     stop = [stop] if isinstance(stop, str) else stop
     if not all(isinstance(text, str) for text in stop):
         raise ValueError("stop must be a string or a list of strings.")
-    stop_token_ids = fields.get("stop_token_ids", [])
-    if not all(type(token_id) is int for token_id in stop_token_ids):
-        raise ValueError("stop_token_ids must be a list of integers.")
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+        token_ids = fields.setdefault(name, [])
+        if not all(type(token_id) is int for token_id in token_ids):
+            raise ValueError(f"{name} must be a list of integers.")
+        fields[name] = tuple(token_ids)
+    if "logit_bias" in fields:  # the keys of a JSON object are strings
+        fields["logit_bias"] = {int(token_id): float(bias) for token_id, bias in fields["logit_bias"].items()}
     if "constraint" in fields:
         fields["constraint"] = _constraint(fields["constraint"])
-    return SamplingParams(**{**fields, "stop": tuple(stop), "stop_token_ids": tuple(stop_token_ids)})
+    return SamplingParams(**{**fields, "stop": tuple(stop)})
 
 
 def _constraint(raw: Any) -> Constraint:
@@ -160,6 +174,7 @@ class Batch:
             with self._changed:
                 self._num_open += prompt.options.n
             try:
+                launched.info.check(prompt.params)
                 grammar = compiled(prompt.params.constraint, launched.grammars)
                 token_ids = self._token_ids(launched, prompt)
                 launched.engine.submit(str(index), token_ids, prompt.params, prompt.options, grammar)

@@ -5,7 +5,7 @@ Pure Python: the edge, the scheduler and the engine all speak in these types.
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,6 +39,14 @@ class FinishReason(enum.Enum):
     ERROR = "error"  # the engine failed; the output carries the reason
 
 
+# Fields of SamplingParams that need the control programs (`controls`), which a server may do without.
+PENALTY_FIELDS = (
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_token_ids",
+    "min_tokens",
+)  # fmt: skip
+LOGPROB_FIELDS = ("logprobs", "prompt_logprobs")
+
+
 class SamplingMode(enum.IntEnum):
     """How much of the sampler a request needs. A mode serves requests of every smaller one, too."""
 
@@ -69,7 +77,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     allowed_token_ids: tuple[int, ...] = ()  # no others; empty allows all
     bad_token_ids: tuple[int, ...] = ()  # never these
-    min_tokens: int = 0  # before these, no end or stop token is sampled, and no stop string is looked for
+    min_tokens: int = 0  # before these, resumed ones included, no end or stop token is sampled, nor a stop string seen
     logprobs: int | None = None  # of each output token, and so many alternatives
     prompt_logprobs: int | None = None  # of each prompt token but the first, likewise
     seed: int | None = None  # None: the engine draws one
@@ -106,7 +114,8 @@ class SamplingParams:
             require(abs(value) <= MAX_PENALTY, name, value, f"-{MAX_PENALTY} to {MAX_PENALTY}; 0 is off")
         repetition = self.repetition_penalty
         require(0.01 <= repetition <= 100.0, "repetition_penalty", repetition, "0.01 to 100; 1 is off")
-        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "0 to max_tokens")
+        longest = self.max_tokens + self.num_resumed_tokens
+        require(0 <= self.min_tokens <= longest, "min_tokens", self.min_tokens, f"0 to max_tokens ({longest})")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"0 to {MAX_LOGPROBS}")
@@ -119,10 +128,10 @@ class SamplingParams:
         is_open = not self.allowed_token_ids or bool(set(self.allowed_token_ids) - set(self.bad_token_ids))
         require(is_open, "bad_token_ids", "all of allowed_token_ids", "to leave one of them")
 
-    @cached_property
-    def listed_token_ids(self) -> frozenset[int]:
-        """Every token that the parameters name."""
-        return frozenset((*self.logit_bias, *self.allowed_token_ids, *self.bad_token_ids))
+    def set_fields(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that do not have their default."""
+        default = SamplingParams()
+        return [name for name in names if getattr(self, name) != getattr(default, name)]
 
     @property
     def mode(self) -> SamplingMode:
@@ -140,15 +149,15 @@ class SamplingParams:
     @cached_property
     def has_adjustments(self) -> bool:
         """Whether logits are changed before they are sampled from, token by token."""
-        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
-        return penalties or self.min_tokens > 0 or bool(self.listed_token_ids)
+        return bool(self.set_fields(PENALTY_FIELDS))
 
 
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities at one position: of the model's own distribution, at temperature 1, before
     bias, bans and penalties."""
 
-    logprob: float  # of the token that stands there
+    token_id: int  # that stands there
+    logprob: float
     top: tuple[tuple[int, float], ...]  # the likeliest tokens and theirs, the likeliest first
 
 

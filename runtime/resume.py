@@ -8,6 +8,7 @@ when the stream broke is simply drawn again.
 """
 
 import asyncio
+import dataclasses
 import random
 import secrets
 import time
@@ -82,6 +83,8 @@ class _Run:
         if not self._sampling.HasField("max_tokens"):
             self._sampling.max_tokens = SamplingParams.max_tokens
         self._received: list[int] = []
+        self._num_prompt_logprobs = 0  # that have come, and how many of them this attempt sends again
+        self._num_repeated_logprobs = 0
         self._num_requests = 0
 
     def next_request(self) -> pb.GenerateRequest:
@@ -90,6 +93,9 @@ class _Run:
         request = pb.GenerateRequest(token_ids=token_ids, **self._options)
         request.sampling.CopyFrom(self._sampling)
         request.sampling.max_tokens = self._sampling.max_tokens - len(self._received)
+        if self._received:
+            request.sampling.ClearField("prompt_logprobs")  # they have all come
+        self._num_repeated_logprobs = self._num_prompt_logprobs
         request.sampling.num_resumed_tokens = self._sampling.num_resumed_tokens + len(self._received)
         if self._request_id is not None:
             # The old name may still be taken, by a server that has not noticed that its caller is gone.
@@ -102,9 +108,11 @@ class _Run:
         """The chunk, counted from the beginning of the first attempt."""
         new = chunk(response)
         self._received += new.token_ids
-        if new.finish is None:
-            return new
-        return Chunk(text=new.text, token_ids=new.token_ids, finish=self._finish(new.finish.reason))
+        prompt_logprobs = new.prompt_logprobs[self._num_repeated_logprobs :]
+        self._num_repeated_logprobs -= len(new.prompt_logprobs) - len(prompt_logprobs)
+        self._num_prompt_logprobs += len(prompt_logprobs)
+        finish = None if new.finish is None else self._finish(new.finish.reason)
+        return dataclasses.replace(new, prompt_logprobs=prompt_logprobs, finish=finish)
 
     def overdue_end(self) -> Chunk | None:
         """The end, if every token has come and only the word that this is the end has not."""

@@ -4,7 +4,7 @@ The dataclasses use the field names of the messages, so most of this copies by n
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,7 @@ from meshserve.protos import inference_pb2 as pb
 from .constraint import CONSTRAINT_KINDS, Constraint
 from .contract import ModelInfo
 from .errors import InvalidRequestError
-from .request import FinishReason, Load, Output, RequestOptions, SamplingParams
+from .request import FinishReason, Load, Output, RequestOptions, SamplingParams, TokenLogprobs
 
 _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
     {
@@ -35,9 +35,11 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
       InvalidRequestError: a value is out of range.
     """
     sent: dict[str, Any] = {field.name: value for field, value in message.ListFields()}  # a zero that was sent is here
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):
         if name in sent:
             sent[name] = tuple(sent[name])
+    if "logit_bias" in sent:
+        sent["logit_bias"] = dict(sent["logit_bias"])
     if "constraint" in sent:
         sent["constraint"] = constraint(sent["constraint"])
     return SamplingParams(**sent)
@@ -82,12 +84,31 @@ def conversation(request: pb.ChatRequest) -> pb.Conversation:
 def answer(kind: type[AnswerMessage], output: Output) -> AnswerMessage:
     """A message of an answer's stream."""
     response = kind(text=output.text, token_ids=output.token_ids, index=output.index)
+    response.logprobs.extend(map(_token_logprobs, output.logprobs))
+    response.prompt_logprobs.extend(map(_token_logprobs, output.prompt_logprobs))
     if output.finish_reason is not None:
         names = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
         usage = pb.Usage(**{name: getattr(output, name) for name in names})
         reason = _FINISH_REASONS[output.finish_reason]
         response.finish.CopyFrom(pb.Finish(reason=reason, message=output.message, usage=usage))
     return response
+
+
+def _token_logprobs(found: TokenLogprobs) -> pb.TokenLogprobs:
+    ids, values = zip(*found.top, strict=True) if found.top else ((), ())
+    return pb.TokenLogprobs(token_id=found.token_id, logprob=found.logprob, top_token_ids=ids, top_logprobs=values)
+
+
+def token_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """Of the positions of a message."""
+    return tuple(
+        TokenLogprobs(
+            message.token_id,
+            message.logprob,
+            tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)),
+        )
+        for message in messages
+    )
 
 
 def finish_reason(value: int) -> FinishReason:
