@@ -94,7 +94,7 @@ class ModelInfo:
                 message = "this server was started without it (controls); leave it out."
                 raise InvalidRequestError(f"sampling.{name}", message)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_ids"):
-            for token_id in getattr(params, name):
+            for index, token_id in enumerate(getattr(params, name)):
                 if not 0 <= token_id < self.vocab_size:
-                    message = f"{token_id} is no token; ids are 0 to {self.vocab_size - 1}."
+                    message = f"token {index} is {token_id}; allowed is 0 to {self.vocab_size - 1}."
                     raise InvalidRequestError(f"sampling.{name}", message)

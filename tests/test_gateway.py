@@ -138,11 +138,45 @@ def test_structured_output(client):
     assert set(value) == {"king", "acts"} and value["acts"] in (4, 5) and len(value["king"]) <= 12
 
 
+def test_log_probabilities(client):
+    chat = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    )
+    positions = chat.choices[0].logprobs.content
+    assert len(positions) == chat.usage.completion_tokens
+    for position in positions:
+        assert len(position.top_logprobs) == 3
+        assert position.logprob == max(top.logprob for top in position.top_logprobs) <= 0, "greedy takes the likeliest"
+    stream = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3, stream=True
+    )
+    streamed = [
+        position.logprob
+        for chunk in stream
+        for choice in chunk.choices
+        if choice.logprobs
+        for position in choice.logprobs.content
+    ]
+    assert streamed == pytest.approx([position.logprob for position in positions], abs=1e-4)
+
+
+def test_penalties_and_bias(client):
+    def text(**options: object) -> str:
+        done = client.completions.create(model="demo", prompt="HAMLET:\n", max_tokens=24, temperature=0, **options)
+        return done.choices[0].text
+
+    plain = text()
+    assert text(frequency_penalty=2.0, presence_penalty=2.0) != plain == text()
+    assert text(extra_body={"repetition_penalty": 2.0}) != plain
+    assert text(logit_bias={"16": 100}) == "." * 24
+
+
 @pytest.mark.parametrize(
     "option",
     [
-        {"logprobs": True},
-        {"frequency_penalty": 0.5},
+        {"logprobs": True, "top_logprobs": 21},
+        {"frequency_penalty": 2.5},
+        {"logit_bias": {"2048": 1}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
     ],
     ids=lambda option: next(iter(option)),

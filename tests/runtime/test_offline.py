@@ -1,5 +1,6 @@
 """`meshserve generate`: what a file of prompts may hold, and what is written for each of its lines."""
 
+import dataclasses
 import json
 import threading
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from meshserve.runtime.contract import Deliver
 from meshserve.runtime.errors import EngineStoppedError, InvalidRequestError, MeshserveError
 from meshserve.runtime.offline import Prompt, generate_file, read_prompts
 from meshserve.runtime.request import FinishReason, Output, RequestOptions, SamplingParams
+
+from .loopback import INFO
 
 VOCAB_SIZE = 100
 
@@ -154,7 +157,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServeConfig, FakeEng
 
     def launch(config: ServeConfig, deliver: Deliver) -> Any:
         found.append((config, FakeEngine(deliver)))
-        info = SimpleNamespace(vocab_size=VOCAB_SIZE)
+        info = dataclasses.replace(INFO, vocab_size=VOCAB_SIZE)
         return SimpleNamespace(engine=found[-1][1], tokenizer=Letters(), info=info, grammars=None)
 
     monkeypatch.setattr(offline, "launch", launch)
