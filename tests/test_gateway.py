@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 
 from meshserve.deploy import demo
+from meshserve.runtime.errors import InvalidRequestError
+from meshserve.runtime.gateway import sampling_params
+from meshserve.runtime.request import SamplingParams
 
 openai = pytest.importorskip("openai", reason="needs the extra gateway-test")
 pytest.importorskip("smg_grpc_proto", reason="needs the extra gateway")
@@ -168,7 +171,21 @@ def test_penalties_and_bias(client):
     plain = text()
     assert text(frequency_penalty=2.0, presence_penalty=2.0) != plain == text()
     assert text(extra_body={"repetition_penalty": 2.0}) != plain
-    assert text(logit_bias={"16": 100}) == "." * 24
+
+
+def test_every_field_of_the_gateways_protocol_is_passed_on():
+    """smg 1.13 itself leaves out logit_bias; other gateways may not."""
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+
+    fields = {"min_p": 0.25, "frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5,
+              "min_tokens": 3, "logprobs": 0, "prompt_logprobs": 5, "logit_bias": {7: -1.5}}  # fmt: skip
+    params = sampling_params(pb.SamplingParams(**fields), max_output_tokens=10)
+    assert {name: getattr(params, name) for name in fields} == fields
+    bare = sampling_params(pb.SamplingParams(), max_output_tokens=10)
+    assert bare == SamplingParams(max_tokens=10)
+    for name, value in {"truncate_prompt_tokens": 4, "logprobs": -1, "structural_tag": "{}"}.items():
+        with pytest.raises(InvalidRequestError):
+            sampling_params(pb.SamplingParams(**{name: value}), max_output_tokens=10)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +193,6 @@ def test_penalties_and_bias(client):
     [
         {"logprobs": True, "top_logprobs": 21},
         {"frequency_penalty": 2.5},
-        {"logit_bias": {"2048": 1}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
     ],
     ids=lambda option: next(iter(option)),
