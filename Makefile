@@ -7,11 +7,15 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
     ALLOW_MULTIPLE_LIBTPU_LOAD=1
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-deploy test-gateway test-gpu check check-tpu fuzz simulate structured bench-edge bench-gpu bench-loading \
-    bench-scheduler protos clean
+.PHONY: demo demo-cluster test test-cluster test-deploy test-gateway test-gpu check check-tpu fuzz simulate structured \
+    bench-cluster bench-edge bench-gpu bench-loading bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
+
+# The same server as two processes in lockstep, each with two of the four devices: what a slice of two hosts does.
+demo-cluster: $(VENV)/.demo
+	$(BIN)/meshserve demo --processes 2
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
@@ -30,6 +34,16 @@ fuzz: $(VENV)/.test
 bench-edge: $(VENV)/.test
 	$(BIN)/python benchmarks/edge_streams.py
 	$(BIN)/python benchmarks/edge_restart.py
+
+# Faults of two processes in lockstep, each several times; as root with iproute2 also a cut network. Half an hour.
+test-cluster: $(VENV)/.test
+	$(BIN)/pytest -q --timeout 900 --every-case tests/test_cluster.py
+	$(BIN)/python -m meshserve.benchmarks.cluster_faults
+
+# Ten minutes of mixed load on two processes and ten on four: the tokens of one process? And what the step stream costs.
+bench-cluster: $(VENV)/.test
+	$(BIN)/python -m meshserve.benchmarks.cluster_soak --processes 2
+	$(BIN)/python -m meshserve.benchmarks.cluster_soak --processes 4
 
 # Off-the-shelf clients through the gateway `smg`. With aiperf on the PATH that, too.
 test-gateway: $(VENV)/.test

@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="serve the embedded model on a CPU mesh and stream from it")
     demo.add_argument("--tp", type=int, default=4, help="tensor-parallel degree (%(default)s)")
+    demo.add_argument("--processes", type=int, default=1, help="share the devices among so many (%(default)s)")
     demo.set_defaults(run=_demo)
     return parser
 
@@ -195,7 +196,7 @@ def _token(namespace: argparse.Namespace) -> int:
 def _demo(namespace: argparse.Namespace) -> int:
     from .demo import run_demo
 
-    return run_demo(tp=namespace.tp)
+    return run_demo(tp=namespace.tp, num_processes=namespace.processes)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,22 @@
-"""`meshserve demo`: a real server on a mesh of virtual CPU devices, and a real client that streams from it."""
+"""`meshserve demo`: a real server on a mesh of virtual CPU devices, and a real client that streams from it.
+
+With several processes it is a cluster: each has its share of the devices, as each host of a slice has.
+"""
 
 import asyncio
 import contextlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from .client import AsyncClient
+from .client import AsyncClient, CallError
 from .errors import MeshserveError
+from .local_cluster import local_cluster
 
 _PROMPTS = (
     "HAMLET:\nTo be, or not to be",
@@ -21,6 +27,7 @@ _PROMPTS = (
 _MAX_TOKENS = 96
 _READY_SECONDS = 180.0
 _LISTENS = re.compile(r"listens on (\S+)")
+_FLAGS = ("--model=demo", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=64")
 
 
 @dataclass
@@ -34,16 +41,21 @@ class _Run:
     total_seconds: float = 0.0
 
 
-def run_demo(*, tp: int) -> int:
+def run_demo(*, tp: int, num_processes: int = 1) -> int:
     """Starts the server, streams a few requests at once, prints what came and how fast.
 
     Raises:
-      MeshserveError: the server did not start.
+      MeshserveError: the server did not start, or the degree does not fit the processes.
     """
-    num_devices = max(tp, 4)
-    print(f"Starting a server: the embedded Shakespeare model on a mesh of {tp} virtual CPU devices ...", flush=True)
+    if tp % num_processes:
+        raise MeshserveError(f"tp is {tp}; of {num_processes} processes each has as many devices: choose a multiple.")
+    where = f" of {num_processes} processes" if num_processes > 1 else ""
+    print(
+        f"Starting a server{where}: the embedded Shakespeare model on a mesh of {tp} virtual CPU devices ...",
+        flush=True,
+    )
     started = time.monotonic()
-    with _server(tp, num_devices) as target:
+    with _server(tp, max(tp, 4)) if num_processes == 1 else _cluster(tp, num_processes) as target:
         print(f"Ready on {target} after {time.monotonic() - started:.0f} s. Streaming {len(_PROMPTS)} requests:\n")
         asyncio.run(_stream_all(target))
     return 0
@@ -53,8 +65,8 @@ def run_demo(*, tp: int) -> int:
 def _server(tp: int, num_devices: int) -> Iterator[str]:
     """A server process on a free port; yields its address once it listens."""
     command = [
-        sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", f"--tp={tp}",
-        f"--cpu-devices={num_devices}", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=64",
+        sys.executable, "-m", "meshserve.runtime.cli", "serve", "--port=0", f"--tp={tp}",
+        f"--cpu-devices={num_devices}", *_FLAGS,
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -68,6 +80,20 @@ def _server(tp: int, num_devices: int) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+@contextlib.contextmanager
+def _cluster(tp: int, num_processes: int) -> Iterator[str]:
+    """The same of several processes, whose logs are shown if they do not get ready."""
+    flags = [f"--tp={tp}", f"--cpu-devices={tp // num_processes}", *_FLAGS]
+    with tempfile.TemporaryDirectory() as folder, local_cluster(num_processes, flags, Path(folder)) as cluster:
+        try:
+            yield cluster.target
+        except CallError as error:
+            logs = "\n".join(cluster.log(index).read_text() for index in range(num_processes))
+            raise MeshserveError(f"the cluster failed: {error}\n{logs}") from None
+        statuses = cluster.stop()
+        print(f"Asked to stop, the processes ended with status {', '.join(map(str, statuses))}.")
 
 
 async def _stream_all(target: str) -> None:

@@ -9,9 +9,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from .errors import MeshserveError
 
+_NONE: Mapping[int, Sequence[str]] = MappingProxyType({})
 _SAYS_ADDRESS = re.compile(r"(?:listens on|health at) (\S+)")
 
 
@@ -21,9 +24,9 @@ class LocalCluster:
     Args:
       flags: of `meshserve serve`, the same for all.
       folder: gets a log for each process, named by its number.
+      own_flags: of a process alone, by its number; they beat the others.
       prefixes: what to put before a process's command, by its number.
       host: of process 0, for the others.
-      follower_flags: of all but process 0, after the others.
 
     Raises:
       MeshserveError: a process ended before it listened; the message has its log.
@@ -35,22 +38,21 @@ class LocalCluster:
         flags: Sequence[str],
         folder: Path,
         *,
-        prefixes: Mapping[int, Sequence[str]] | None = None,
+        own_flags: Mapping[int, Sequence[str]] = _NONE,
+        prefixes: Mapping[int, Sequence[str]] = _NONE,
         host: str = "127.0.0.1",
-        follower_flags: Sequence[str] = (),
     ):
         self._folder = folder
-        self.step_port = free_port()
         common = [
-            f"--coordinator={host}:{free_port()}", f"--num-processes={num_processes}", f"--step-port={self.step_port}",
+            f"--coordinator={host}:{free_port()}", f"--num-processes={num_processes}", f"--step-port={free_port()}",
             "--port=0",
         ]  # fmt: skip
         self.processes: list[subprocess.Popen[str]] = []
         try:
             for index in range(num_processes):
                 command = [
-                    *(prefixes or {}).get(index, ()), sys.executable, "-m", "meshserve.runtime.cli", "serve", *flags,
-                    *common, f"--process-id={index}", *(follower_flags if index else ()),
+                    *prefixes.get(index, ()), sys.executable, "-m", "meshserve.runtime.cli", "serve", *flags,
+                    *common, f"--process-id={index}", *own_flags.get(index, ()),
                 ]  # fmt: skip
                 with self.log(index).open("w") as log:
                     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
@@ -105,9 +107,9 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def local_cluster(num_processes: int, flags: Sequence[str], folder: Path) -> Iterator[LocalCluster]:
+def local_cluster(num_processes: int, flags: Sequence[str], folder: Path, **options: Any) -> Iterator[LocalCluster]:
     """A `LocalCluster` that is gone afterwards."""
-    cluster = LocalCluster(num_processes, flags, folder)
+    cluster = LocalCluster(num_processes, flags, folder, **options)
     try:
         yield cluster
     finally:

@@ -4,14 +4,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import grpc
 import pytest
 
+from meshserve.benchmarks.step_proxy import Spoil, StepProxy
 from meshserve.protos import steps_pb2 as pb
-from meshserve.protos import steps_pb2_grpc as pb_grpc
 from meshserve.sharding.cluster import ClusterError
 from meshserve.sharding.following import Follower
 from meshserve.sharding.leading import Leader
@@ -20,31 +18,6 @@ from meshserve.sharding.watch import FAILED, Limits, Watch
 
 WAIT_SECONDS = 20.0
 PATIENT = Limits(600.0)  # where nothing is meant to be overdue
-Spoil = Callable[[pb.JoinResponse], list[pb.JoinResponse]]
-
-
-class Proxy(pb_grpc.StepServiceServicer):
-    """Forwards a follower's call, and what comes back through `spoil`."""
-
-    def __init__(self, target: str):
-        self.spoil: Spoil = lambda response: [response]
-        self._channel = grpc.insecure_channel(target)
-        self._server = grpc.server(ThreadPoolExecutor(8))
-        pb_grpc.add_StepServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-        self._server.start()
-
-    def Join(self, requests, context):
-        stream = pb_grpc.StepServiceStub(self._channel).Join(requests, metadata=context.invocation_metadata()[:0])
-        try:
-            for response in stream:
-                yield from self.spoil(response)
-        except grpc.RpcError as error:
-            context.abort(error.code(), error.details())
-
-    def close(self) -> None:
-        self._channel.close()
-        self._server.stop(None)
 
 
 @dataclass
@@ -54,7 +27,7 @@ class Ends:
     leader: Leader
     followers: list[Follower]
     watches: list[Watch]
-    proxy: Proxy
+    proxy: StepProxy
     failures: list[list[str]] = field(default_factory=list)
 
     def failed(self, index: int) -> str:
@@ -73,7 +46,7 @@ def cluster(num_processes: int = 2, limits: Limits = PATIENT) -> Iterator[Ends]:
     for watch, said in zip(watches, failures, strict=True):
         watch.listen(said.append)
     leader = Leader("127.0.0.1:0", num_processes, watches[0], Security())
-    proxy = Proxy(f"127.0.0.1:{leader.port}")
+    proxy = StepProxy(f"127.0.0.1:{leader.port}")
     followers = [
         Follower(f"127.0.0.1:{proxy.port}", index, watches[index], Security()) for index in range(1, num_processes)
     ]
