@@ -53,6 +53,7 @@ def hosts(number: int) -> Iterator[Hosts]:
             _ip("netns", "add", name)
             undo.callback(_ip, "netns", "delete", name)
             _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
+            undo.callback(_ip, "link", "delete", outside)
             _ip("link", "set", outside, "master", _BRIDGE, "up")
             for command in (
                 ("address", "add", f"{made.address(index)}/24", "dev", "eth0"),

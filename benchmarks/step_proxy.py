@@ -14,8 +14,10 @@ SpoilRequest = Callable[[pb.JoinRequest], Iterable[pb.JoinRequest]]
 
 
 class StepProxy(pb_grpc.StepServiceServicer):
-    """Listens at `port`. `spoil` makes of each message to the follower what is passed on; `spoil_request` of each from it.
-    Both may block."""
+    """Listens at `port`.
+
+    `spoil` makes of each message to the follower what is passed on; `spoil_request` of each from it. Both may block.
+    """
 
     def __init__(self, target: str):
         self.spoil: Spoil = lambda response: [response]
