@@ -224,7 +224,8 @@ class Rounds:
         """Two processes that are ready, with a proxy between them or on hosts of their own where the fault wants it."""
         with contextlib.ExitStack() as undo:
             options: dict[str, object] = {}
-            scene_hosts, proxy, flags = None, None, self._flags
+            scene_hosts, proxy = None, None
+            flags: tuple[str, ...] = self._flags
             if fault.wants_hosts:
                 scene_hosts = undo.enter_context(hosts(2))
                 options["host"] = scene_hosts.address(0)

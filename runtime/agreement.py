@@ -17,9 +17,9 @@ from .model_files import ModelFiles
 # Options in which processes may differ: where they listen and how they are looked after. Everything else must be equal;
 # the model is compared by its contents, wherever it lies.
 _OWN_OPTIONS = frozenset(
-    "model coordinator num_processes process_id step_port host port http_port gateway_port drain_seconds allow_insecure tls_cert "
-    "tls_key tls_client_ca tokens log_format trace profile_dir served_name max_waiting cache_dir cluster_token "
-    "cluster_ca".split()
+    "model coordinator num_processes process_id step_port host port http_port gateway_port drain_seconds "
+    "allow_insecure tls_cert tls_key tls_client_ca tokens log_format trace profile_dir served_name max_waiting "
+    "cache_dir compile_threads cluster_token cluster_ca".split()
 )
 _PACKAGES = ("meshserve", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 _SAMPLE_BYTES = 64 * 1024

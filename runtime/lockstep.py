@@ -55,7 +55,7 @@ class LeadingRunner:
         return self._lead("prompt_logprobs", targets)
 
     def _lead(self, method: str, *arguments: Any) -> Any:
-        sequence = self._leader.call(method, map(to_message, arguments))
+        sequence = self._leader.call(method, [to_message(argument) for argument in arguments])
         result = getattr(self._runner, method)(*arguments)
         self._returns.put(sequence, result)
         return result

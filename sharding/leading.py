@@ -10,7 +10,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -134,7 +134,7 @@ class Leader(pb_grpc.StepServiceServicer):
             raise ClusterError(refusal)
         return least
 
-    def call(self, method: str, arguments: Iterable[pb.Argument]) -> int:
+    def call(self, method: str, arguments: Sequence[pb.Argument]) -> int:
         """Tells every follower to do this next. Returns its number; `acknowledge` it when this process has done it."""
         began = self._clock()
         with self._changed:

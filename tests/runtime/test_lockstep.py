@@ -1,0 +1,135 @@
+"""Whatever one process's runner is told, another's is told as well, and both returns are compared."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from meshserve.protos import steps_pb2 as pb
+from meshserve.runtime.batch import Bucket
+from meshserve.runtime.control_batch import Sampled
+from meshserve.runtime.engine import Runner
+from meshserve.runtime.lockstep import LeadingRunner, from_message, replay, result_digest, to_message
+from meshserve.sharding.following import Follower
+from meshserve.sharding.leading import Leader
+from meshserve.sharding.steps import Security
+from meshserve.sharding.watch import Limits, Watch
+
+BUCKET = Bucket(4, 2, 1, is_decode=True)
+WAIT_SECONDS = 20.0
+
+
+class FakeRunner:
+    """Remembers what it was told. Its tokens are `offset` beside what they should be."""
+
+    def __init__(self, offset: int = 0):
+        self.told: list[tuple] = []
+        self._offset = offset
+
+    def set_page_row(self, page_row):
+        self.told.append(("set_page_row", page_row.tolist()))
+
+    def run(self, bucket, packed):
+        self.told.append(("run", bucket, packed.tolist(), packed.dtype))
+        return packed[:2] + self._offset
+
+    def set_control_row(self, row, history, bias):
+        self.told.append(("set_control_row", row, history.tolist(), bias.tolist(), bias.dtype))
+
+    def sample(self, packed, masks=None):
+        self.told.append(("sample", packed.tolist(), None if masks is None else (masks.tolist(), masks.shape)))
+        return Sampled(packed[:1], (packed[1:].astype(np.float32),))
+
+    def prompt_logprobs(self, targets):
+        raise FloatingPointError("a device that fails")
+
+
+class Pair:
+    """A leading runner and a follower that replays."""
+
+    def __init__(self, offset: int = 0):
+        self.watches = [Watch(Limits(600.0), exit=lambda status: None) for _ in range(2)]
+        self.leader = Leader("127.0.0.1:0", 2, self.watches[0], Security())
+        self.follower = Follower(f"127.0.0.1:{self.leader.port}", 1, self.watches[1], Security())
+        self.leader.wait_for_followers(WAIT_SECONDS)
+        self.ours, self.theirs = FakeRunner(), FakeRunner(offset)
+        self.runner = LeadingRunner(self.ours, self.leader, self.watches[0])
+        self.thread = threading.Thread(target=replay, args=(self.theirs, self.follower, self.watches[1]), daemon=True)
+        self.thread.start()
+
+    def wait(self, num_acknowledged: int) -> None:
+        end = time.monotonic() + WAIT_SECONDS
+        while self.leader.stats.num_acknowledged < num_acknowledged and not self.watches[0].failure:
+            assert time.monotonic() < end
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        stopping = threading.Thread(target=self.leader.stop)
+        stopping.start()
+        self.thread.join(WAIT_SECONDS)
+        self.follower.close()
+        stopping.join(WAIT_SECONDS)
+
+
+def test_every_method_of_a_runner_is_replayed():
+    methods = {name for name in vars(Runner) if not name.startswith("_")}
+    assert methods == {name for name in vars(LeadingRunner) if not name.startswith("_")}
+
+
+def test_the_follower_is_told_what_the_leader_is_told():
+    pair = Pair()
+    pair.runner.set_page_row(np.arange(3, dtype=np.int32))
+    tokens = pair.runner.run(BUCKET, np.arange(5, dtype=np.int32))
+    pair.runner.set_control_row(1, np.zeros(2, np.int32), np.ones(2, np.float32))
+    pair.runner.sample(np.arange(4, dtype=np.int32))
+    pair.runner.sample(np.arange(4, dtype=np.int32), np.full((2, 3), 2**32 - 1, np.uint32))
+    pair.wait(5)
+    assert tokens.tolist() == [0, 1]
+    assert len(pair.ours.told) == 5 and pair.ours.told == pair.theirs.told
+    pair.close()
+    assert [watch.failure for watch in pair.watches] == [None, None]
+
+
+def test_a_follower_whose_device_computes_something_else_is_noticed():
+    pair = Pair(offset=1)
+    pair.runner.run(BUCKET, np.arange(5, dtype=np.int32))
+    pair.wait(2)
+    assert "call 0 (run) made different tokens" in str(pair.watches[0].failure)
+    pair.close()
+
+
+def test_a_call_that_fails_on_the_follower_ends_both():
+    pair = Pair()
+    pair.leader.call("prompt_logprobs", [to_message(np.zeros(1, np.int32))])
+    pair.wait(1)
+    assert "process 1" in str(pair.watches[0].failure) and "a device that fails" in str(pair.watches[0].failure)
+    pair.close()
+
+
+def test_only_methods_of_a_runner_can_be_called():
+    pair = Pair()
+    pair.leader.call("__init__", [])
+    pair.wait(1)
+    assert "'__init__', which this release does not know" in str(pair.watches[0].failure)
+    pair.close()
+
+
+@pytest.mark.parametrize("argument", [BUCKET, Bucket(8, 4, 2, 3), 7, -1])
+def test_arguments_survive_the_way(argument):
+    message = pb.Argument.FromString(to_message(argument).SerializeToString())
+    assert from_message(message) == argument
+
+
+def test_what_cannot_be_replayed_is_refused_before_it_is_done():
+    pair = Pair()
+    with pytest.raises(TypeError, match="runners take arrays"):
+        pair.runner.set_page_row([1, 2])
+    assert not pair.ours.told
+    pair.close()
+
+
+def test_the_digest_sees_every_leaf():
+    ids = np.arange(3)
+    assert result_digest(None) == b""
+    assert result_digest((ids, ids)) != result_digest((ids, ids + 1)) != result_digest((ids + 1, ids))
