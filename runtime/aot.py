@@ -22,7 +22,7 @@ from .batch import Bucket
 from .config import ModelConfig
 from .kernel_choice import tpu_kernels
 from .model import Kernels, abstract_model
-from .step import CacheShape, placed_state, sharded_step, state_shapes
+from .step import CacheShape, placed_state, sharded_step, state_shapes, weights_of
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -87,7 +87,7 @@ class DryServer:
         packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(self.mesh, ()))
         program = sharded_step(structure, abstract, kernels, bucket, self.mesh)
         try:
-            return program.lower(params, state, packed).compile()
+            return program.lower(weights_of(params), state, packed).compile()
         except jax.errors.JaxRuntimeError as error:
             if _OUT_OF_MEMORY in str(error):
                 raise OutOfMemoryError(str(error)) from None

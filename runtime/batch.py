@@ -16,9 +16,10 @@ import numpy as np
 from .control_batch import ControlBatch, ControlBuilder
 from .fields import PARAM_FIELDS, consecutive
 from .plan import StepPlan
-from .request import Request
+from .request import Request, SamplingMode
 
 ON_DEVICE = -1  # a token id the host need not know: the device takes it from its table of last tokens
+ANY_MODE = -1
 
 _TOKEN_FIELDS = ("token_ids", "positions", "token_request")
 _REQUEST_FIELDS = (
@@ -43,6 +44,7 @@ class Bucket:
     num_new_pages: int
     num_steps: int = 1  # decode steps in one dispatch
     is_decode: bool = False  # holds no prefill chunk: every token is the only one of its request
+    mode: int = ANY_MODE  # the `SamplingMode` of its sampler; ANY_MODE: each step's vector says which
 
     @cached_property
     def fields(self) -> dict[str, slice]:
@@ -83,8 +85,9 @@ def declare_buckets(
 
     Up to max_running tokens a bucket holds as many requests as tokens, so decodes alone waste no room; each of these
     shapes also exists with `max_decode_steps` steps, if that is more than one, and for decodes alone, if there are
-    kernels for them. Steps with prefill then have no shapes below 64 tokens: where such kernels are, a step of 64 takes
-    as long as one of 8, and each shape takes a compile.
+    kernels for them. These have a program for each sampling mode: a choice on the device would cost as much as a layer.
+    Steps with prefill then have no shapes below 64 tokens: where such kernels are, a step of 64 takes as long as one of
+    8, and each shape takes a compile.
     """
     sizes = [2**power for power in range(max_step_tokens.bit_length()) if 2**power < max_step_tokens]
     sizes = sorted({*sizes, max_running, max_step_tokens})
@@ -94,7 +97,8 @@ def declare_buckets(
         # A request's chunk of n tokens begins at most ceil(n / page_size) pages, a window at most one.
         num_new_pages = num_requests + num_tokens // page_size
         if has_decode_kernels and num_tokens <= max_running:  # before the general one, so that it is found first
-            buckets.append(Bucket(num_tokens, num_requests, num_new_pages, is_decode=True))
+            sizes_of_decodes = (num_tokens, num_requests, num_new_pages)
+            buckets += [Bucket(*sizes_of_decodes, is_decode=True, mode=mode) for mode in SamplingMode]
         if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):
             buckets.append(Bucket(num_tokens, num_requests, num_new_pages))
         if max_decode_steps > 1 and num_tokens <= max_running:
@@ -125,12 +129,13 @@ class BatchBuilder:
         self._no_row = max_running
         self._params = np.zeros((len(PARAM_FIELDS), max_running), np.int32)
 
-    def bucket(self, plan: StepPlan) -> Bucket:
-        """The smallest bucket that holds the plan."""
+    def bucket(self, plan: StepPlan, mode: int) -> Bucket:
+        """The smallest bucket that holds the plan and samples in this mode."""
         num_tokens, num_requests = plan.num_batch_tokens, plan.num_requests
         for bucket in self._buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_requests >= num_requests
-            if fits and bucket.num_steps == plan.num_steps and not (bucket.is_decode and plan.prefills):
+            fits = fits and bucket.num_steps == plan.num_steps and bucket.mode in (ANY_MODE, mode)
+            if fits and not (bucket.is_decode and plan.prefills):
                 return bucket
         raise AssertionError(f"no bucket holds {num_tokens} tokens of {num_requests} requests: {self._buckets}")
 
@@ -143,16 +148,18 @@ class BatchBuilder:
                 control_rows.append(control_row)
             if num_cached_pages:
                 page_rows.append(self._page_row(request, num_cached_pages))
-        bucket = self.bucket(plan)
+        rows = np.array([_row(request) for request in (*plan.decodes, *(chunk.request for chunk in plan.prefills))])
+        mode = self._controls.mode(rows)
+        bucket = self.bucket(plan, mode)
         packed = np.zeros(bucket.size, np.int32)
         fields = {name: packed[place] for name, place in bucket.fields.items()}
         self._fill_tokens(plan, fields)
-        rows = self._fill_requests(plan, fields)
+        self._fill_requests(plan, rows, fields)
         first = bucket.fields[_REQUEST_FIELDS[0]].start
         by_request = packed[first : first + len(_REQUEST_FIELDS) * bucket.num_requests].reshape(-1, bucket.num_requests)
         by_request[_PARAMS_START : _PARAMS_START + len(PARAM_FIELDS), : len(rows)] = self._params[:, rows]
         self._fill_pages(plan, fields)
-        fields["mode"][0] = self._controls.mode(rows)
+        fields["mode"][0] = mode
         return Batch(bucket, packed, page_rows, self._controls.build(plan, bucket.num_requests, fields, control_rows))
 
     def _page_row(self, request: Request, num_pages: int) -> np.ndarray:
@@ -174,22 +181,19 @@ class BatchBuilder:
             count += num_tokens
         fields["positions"][count:] = -1
 
-    def _fill_requests(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> np.ndarray:
-        """All but the sampling parameters. Returns the requests' rows."""
+    def _fill_requests(self, plan: StepPlan, rows: np.ndarray, fields: dict[str, np.ndarray]) -> None:
+        """All but the sampling parameters."""
         num_decodes, num_requests = len(plan.decodes), plan.num_requests
-        rows = fields["rows"]
-        rows[:num_decodes] = [request.row for request in plan.decodes]
+        fields["rows"][:num_requests] = rows
+        fields["rows"][num_requests:] = self._no_row
         fields["last_index"][:num_decodes] = np.arange(num_decodes)
         fields["sample_position"][:num_decodes] = fields["positions"][:num_decodes] + 1
         if plan.prefills:
             prefills = slice(num_decodes, num_requests)
-            rows[prefills] = [chunk.request.row for chunk in plan.prefills]
             fields["last_index"][prefills] = np.cumsum([chunk.num_tokens for chunk in plan.prefills]) + num_decodes - 1
             fields["sample_position"][prefills] = [chunk.start + chunk.num_tokens for chunk in plan.prefills]
         if plan.num_steps > 1:
             fields["num_steps"][:num_decodes] = plan.decode_lengths
-        rows[num_requests:] = self._no_row
-        return rows[:num_requests]
 
     def _fill_pages(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
         new_pages = list(self._new_pages(plan, fields["positions"][: len(plan.decodes)]))

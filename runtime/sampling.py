@@ -8,7 +8,8 @@ Tokens whose logit equals the threshold are all kept. Sampling is the Gumbel-max
 (request seed, position, token id), so a token depends neither on the batch, nor the step, nor the number of shards.
 
 The host knows what the rows of a step want, and says so in one number (`SamplingMode`): the program has one flat
-switch. What needs a row's earlier tokens, masks or log-probabilities is a program of its own: `controls`.
+switch, or is made for one mode. What needs a row's earlier tokens, masks or log-probabilities is a program of its own:
+`controls`.
 """
 
 from collections.abc import Callable
@@ -44,14 +45,15 @@ _Filter = Callable[[jax.Array, SamplingBatch], jax.Array]  # scaled logits -> th
 
 
 def sample(
-    logits: jax.Array, params: SamplingBatch, mode: jax.Array, *, vocab_size: int, is_unrolled: bool
+    logits: jax.Array, params: SamplingBatch, mode: jax.Array | SamplingMode, *, vocab_size: int, is_unrolled: bool
 ) -> jax.Array:
     """One token a row. Call inside `shard_map`.
 
     Args:
       logits: [B, V / shards] float32, this shard's part of the padded vocabulary.
       params: per row.
-      mode: int32, a `SamplingMode` that is enough for every row; a row's token does not depend on it.
+      mode: a `SamplingMode` that is enough for every row; a row's token does not depend on it. An int32 array: the
+        program has them all and chooses on the device.
       vocab_size: of the model; padding beyond it is never chosen.
       is_unrolled: write out the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
 
@@ -62,10 +64,11 @@ def sample(
 
     def best_of(filtered: _Filter | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
         def best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
+            if logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
+                logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
             scores = logits if filtered is None else _random_scores(logits, params, token_ids, filtered)
             index = jnp.argmax(scores, axis=1)
-            return jnp.take_along_axis(scores, index[:, None], axis=1)[:, 0], token_ids[index]
+            return jnp.take_along_axis(scores, index[:, None], axis=1)[:, 0], token_ids[0] + index.astype(jnp.int32)
 
         return best
 
@@ -76,7 +79,10 @@ def sample(
         SamplingMode.TOP_P: lambda scaled, params: top_p(scaled, params.top_p),
         SamplingMode.FILTERED: partial(_keep_all_filters, is_unrolled=is_unrolled),
     }
-    score, token_id = jax.lax.switch(mode, [best_of(filters[mode]) for mode in SamplingMode], logits)
+    if isinstance(mode, SamplingMode):
+        score, token_id = best_of(filters[mode])(logits)
+    else:
+        score, token_id = jax.lax.switch(mode, [best_of(filters[mode]) for mode in SamplingMode], logits)
     return _best_of_shards(score, token_id)
 
 
@@ -178,6 +184,8 @@ def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.
 
 def _best_of_shards(score: jax.Array, token_id: jax.Array) -> jax.Array:
     """The token of each row's largest score [B] over all shards; the lowest id among equals."""
+    if jax.lax.axis_size(TENSOR_AXIS) == 1:
+        return token_id
     packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), token_id], axis=1)
     shards = jax.lax.all_gather(packed, TENSOR_AXIS)  # [shards, B, 2]: one small collective
     scores = jax.lax.bitcast_convert_type(shards[:, :, 0], jnp.float32)

@@ -10,7 +10,6 @@ table of each row's pages. A row is the place of a running request in those tabl
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -25,12 +24,13 @@ from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 from meshserve.sharding.targets import compiler_options
 
-from .batch import ON_DEVICE, Bucket
+from .batch import ANY_MODE, ON_DEVICE, Bucket
 from .compiles import compile_all
 from .config import ModelConfig
 from .control_batch import Logprobs, Sampled
 from .control_programs import Controls
 from .model import Kernels
+from .request import SamplingMode
 from .sampling import SamplingBatch, sample
 
 # [L, P, K, 2, S, H]: a page holds each KV head's keys, then its values, so one copy fetches a head's page.
@@ -118,9 +118,10 @@ def step(
         seed_high=jax.lax.bitcast_convert_type(fields["seed_high"], jnp.uint32),
         position=fields["sample_position"],
     )
-    logits = model.logits(x[fields["last_index"]])
+    logits = model.logits(x if bucket.is_decode else x[fields["last_index"]])
+    mode = fields["mode"][0] if bucket.mode == ANY_MODE else SamplingMode(bucket.mode)
     vocab_size, is_unrolled = model.config.vocab_size, kernels.is_unrolled
-    sampled = sample(logits, sampling, fields["mode"][0], vocab_size=vocab_size, is_unrolled=is_unrolled)
+    sampled = sample(logits, sampling, mode, vocab_size=vocab_size, is_unrolled=is_unrolled)
     last_tokens = state.last_tokens.at[rows].set(sampled, mode="drop")
     return DeviceState(cache, last_tokens, page_table), StepOutput(sampled, logits, x)
 
@@ -170,29 +171,49 @@ def set_page_row(page_table: jax.Array, page_row: jax.Array) -> jax.Array:
 def sharded_step(
     structure: nnx.GraphDef, abstract: nnx.State, kernels: Kernels, bucket: Bucket, mesh: Mesh
 ) -> jax.stages.Wrapped:
-    """The step of a bucket over the mesh: (params, state, packed) -> (state, output); the state is donated."""
-    param_specs = specs_of(abstract)
+    """The step of a bucket over the mesh: (weights, state, packed) -> (state, output); the state is donated.
+
+    The weights are `weights_of` the parameters: flattening their tree at each call would cost the host 50 us.
+    """
+    tree = jax.tree.structure(abstract)
+    weight_specs = tuple(weight.get_value() for weight in _variables(specs_of(abstract)))
+    function = step if bucket.num_steps == 1 else window
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
     output_specs = StepOutput(PartitionSpec())
     if bucket.num_steps == 1:
         output_specs = StepOutput(PartitionSpec(), partition_spec((None, "vocab")), PartitionSpec())
+
+    def shard_step(
+        weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], packed: jax.Array
+    ) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
+        return function(structure, kernels, bucket, jax.tree.unflatten(tree, weights), state, packed)
+
     program = jax.shard_map(
-        partial(step if bucket.num_steps == 1 else window, structure, kernels, bucket),
+        shard_step,
         mesh=mesh,
-        in_specs=(param_specs, state_specs, PartitionSpec()),
+        in_specs=(weight_specs, state_specs, PartitionSpec()),
         out_specs=(state_specs, output_specs),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
     return jax.jit(program, donate_argnums=1, compiler_options=compiler_options(mesh))
 
 
+def weights_of(params: nnx.State) -> tuple[Leaf, ...]:
+    """The parameters as `sharded_step` takes them: arrays, or shapes, in one order."""
+    return tuple(jax.tree.leaves(params))
+
+
 def specs_of(params: nnx.State) -> nnx.State:
     """Where each parameter lies on the mesh."""
-    return jax.tree.map(
-        lambda weight: weight.replace(partition_spec(weight.axes)),
-        params,
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
+    return jax.tree.map(lambda weight: weight.replace(partition_spec(weight.axes)), params, is_leaf=_is_variable)
+
+
+def _variables(params: nnx.State) -> list[nnx.Variable]:
+    return jax.tree.leaves(params, is_leaf=_is_variable)
+
+
+def _is_variable(leaf: object) -> bool:
+    return isinstance(leaf, nnx.Variable)
 
 
 def scratch_bytes(
@@ -247,13 +268,14 @@ class StepRunner:
     def start(self, params: nnx.State) -> None:
         """Takes the parameters and allocates the cache; from now on it can run."""
         self._params, self._state = params, _allocate(self._shapes)
+        self._weights: tuple[jax.Array, ...] = weights_of(params)
         if self._controls is not None:
             self._controls.allocate()
 
     @property
     def dtype(self) -> jnp.dtype:
         """Of the parameters."""
-        return jax.tree.leaves(self._params)[0].dtype
+        return self._weights[0].dtype
 
     @property
     def device_bytes(self) -> int:
@@ -269,6 +291,7 @@ class StepRunner:
         if self._controls is not None:
             self._controls.release()
         params, self._params = self._params, nnx.State({})
+        self._weights = ()
         return params
 
     def set_page_row(self, page_row: np.ndarray) -> None:
@@ -278,7 +301,7 @@ class StepRunner:
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
         self._output = None  # its memory is free for this step
-        self._state, self._output = self._programs[bucket](self._params, self._state, packed)
+        self._state, self._output = self._programs[bucket](self._weights, self._state, packed)
         self._output.sampled.copy_to_host_async()
         return self._output.sampled
 
@@ -325,7 +348,7 @@ def _lowered(
     program: jax.stages.Wrapped, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct], bucket: Bucket, mesh: Mesh
 ) -> jax.stages.Lowered:
     packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(mesh, ()))
-    return program.lower(params, state, packed)
+    return program.lower(weights_of(params), state, packed)
 
 
 def _compile_set_page_row(page_table: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stages.Compiled:

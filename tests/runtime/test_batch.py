@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
+from meshserve.runtime.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket, declare_buckets
 from meshserve.runtime.control_batch import SAMPLES, ControlBuilder, ControlShape
 from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.plan import Chunk, StepPlan
-from meshserve.runtime.request import FinishReason, Request, SamplingParams
+from meshserve.runtime.request import FinishReason, Request, SamplingMode, SamplingParams
 from meshserve.runtime.scheduler import Scheduler
 
 from .simulation import make_request, tight_limits
@@ -221,13 +221,15 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
     for num_tokens in range(1, max_step_tokens + 1):
         num_decodes = min(num_tokens, max_running) - 1
         prefill = chunk._replace(num_tokens=num_tokens - num_decodes)
-        bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [prefill], 1))
+        bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [prefill], 1), SamplingMode.GREEDY)
         assert not bucket.is_decode and bucket.num_tokens >= num_tokens and bucket.num_requests >= num_decodes + 1
         assert bucket.num_tokens < max(2 * num_tokens, 65), "padded beyond need"
     for num_decodes in range(1, max_running + 1):
         for num_steps in {1, max_decode_steps}:
-            bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [], num_steps))
-            assert bucket.is_decode and bucket.num_steps == num_steps and bucket.num_tokens < 2 * num_decodes
+            for mode in SamplingMode:
+                bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [], num_steps), mode)
+                assert bucket.is_decode and bucket.num_steps == num_steps and bucket.num_tokens < 2 * num_decodes
+                assert bucket.mode == (mode if num_steps == 1 else ANY_MODE)
 
 
 def step_plan(decodes: list[Request], prefills: list[Chunk], num_steps: int) -> StepPlan:

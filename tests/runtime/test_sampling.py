@@ -11,7 +11,7 @@ from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec
 
 from meshserve.runtime import sampling
-from meshserve.runtime.request import SamplingParams
+from meshserve.runtime.request import SamplingMode, SamplingParams
 from meshserve.runtime.sampling import SamplingBatch
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
@@ -101,6 +101,24 @@ def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: flo
     scaled = np.where(top_p_set(scaled, top_p), scaled, -np.inf)
     weights = np.exp(scaled - scaled.max())
     return weights / weights.sum()
+
+
+# --- modes
+
+
+@pytest.mark.parametrize("mode", SamplingMode)
+def test_a_sampler_of_one_mode_gives_the_tokens_of_the_switch(mode: SamplingMode):
+    params = {
+        SamplingMode.GREEDY: make_params(temperature=0.0),
+        SamplingMode.RANDOM: make_params(seed=np.arange(NUM_ROWS)),
+        SamplingMode.TOP_P: make_params(seed=np.arange(NUM_ROWS), top_p=0.7),
+        SamplingMode.FILTERED: make_params(seed=np.arange(NUM_ROWS), top_p=0.9, top_k=7, min_p=0.05),
+    }[mode]
+    assert mode_of(params) == mode
+    logits = np.random.default_rng(8).normal(size=(NUM_ROWS, VOCAB_SIZE)).astype(np.float32)
+    function = functools.partial(sampling.sample, mode=mode, vocab_size=VOCAB_SIZE, is_unrolled=False)
+    alone = over_shards(1, function, 1)(logits, params)
+    np.testing.assert_array_equal(alone, sample(logits, params, 1))
 
 
 # --- greedy

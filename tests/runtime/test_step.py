@@ -17,7 +17,15 @@ from meshserve.runtime.batch import Bucket
 from meshserve.runtime.config import ModelConfig
 from meshserve.runtime.model import Kernels, abstract_model
 from meshserve.runtime.model_sizes import named_model
-from meshserve.runtime.step import CacheShape, DeviceState, cache_page_bytes, sharded_step, state_shapes
+from meshserve.runtime.request import SamplingMode
+from meshserve.runtime.step import (
+    CacheShape,
+    DeviceState,
+    cache_page_bytes,
+    sharded_step,
+    state_shapes,
+    weights_of,
+)
 from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.mesh import make_mesh, named_sharding
 
@@ -60,7 +68,8 @@ class Case:
         return sharded_step(*self.params(), kernels, bucket, self.mesh)
 
     def arguments(self, shape: CacheShape = SHAPE, bucket: Bucket = BUCKET) -> tuple[object, ...]:
-        return self.params()[1], self.state(shape), jax.ShapeDtypeStruct((bucket.size,), jnp.int32)
+        packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32)
+        return weights_of(self.params()[1]), self.state(shape), packed
 
 
 @pytest.mark.parametrize("tp", DEGREES)
@@ -124,10 +133,22 @@ def test_two_sums_a_layer_and_one_for_the_embedding_cross_the_mesh(tp: int, is_u
     for name, times in executed(jaxpr.jaxpr):
         counts[name] = counts.get(name, 0) + times
     assert counts["psum"] == 2 * 5 + 1
-    assert counts["all_gather"] == 1, "of one candidate a shard and row, to choose the token"
+    assert counts.get("all_gather", 0) == (tp > 1), "of one candidate a shard and row, to choose the token"
     assert "scan" not in counts if is_unrolled else counts["scan"] == 1
     moved = {"psum_scatter", "reduce_scatter", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast"}
     assert not moved & counts.keys()
+
+
+@pytest.mark.parametrize("mode", SamplingMode)
+def test_a_step_of_one_sampling_mode_chooses_nothing_on_the_device(mode: SamplingMode):
+    """A conditional costs a GPU as much as a layer."""
+    case, bucket = Case(TINY, 1), dataclasses.replace(BUCKET, mode=mode)
+    counts = dict(
+        executed(jax.make_jaxpr(case.program(bucket, is_unrolled=True))(*case.arguments(bucket=bucket)).jaxpr)
+    )
+    assert "cond" not in counts
+    switched = case.program(is_unrolled=True)
+    assert "cond" in dict(executed(jax.make_jaxpr(switched)(*case.arguments()).jaxpr))
 
 
 def test_the_state_is_donated():
