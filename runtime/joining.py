@@ -14,7 +14,7 @@ from .guard import Guard
 from .lifecycle import is_loopback
 from .tls import TlsFiles, mutual_credentials
 
-_GUARD_SHARE = 0.8  # of fail_seconds: after everything else had its chance
+_GUARD_SHARE = 0.6  # of fail_seconds: after the others have noticed the silence, at half of it
 
 
 def new_watch(config: ServeConfig) -> Watch:

@@ -48,12 +48,14 @@ class LocalCluster:
             "--port=0",
         ]  # fmt: skip
         self.processes: list[subprocess.Popen[str]] = []
+        self.commands: list[list[str]] = []
         try:
             for index in range(num_processes):
                 command = [
                     *prefixes.get(index, ()), sys.executable, "-m", "meshserve.runtime.cli", "serve", *flags,
                     *common, f"--process-id={index}", *own_flags.get(index, ()),
                 ]  # fmt: skip
+                self.commands.append(command)
                 with self.log(index).open("w") as log:
                     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
                 self.processes.append(process)

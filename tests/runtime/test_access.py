@@ -4,7 +4,6 @@ import datetime
 import hashlib
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from meshserve.runtime.mailbox import Mailroom
 from meshserve.runtime.permissions import METHOD_PERMISSIONS, SERVICE_NAME, new_access
 from meshserve.runtime.server import Edge
 from meshserve.runtime.tls import TlsFiles
+from tests.certificates import certificate
 
 from .loopback import Running, running
 
@@ -274,22 +274,6 @@ def test_expiry_follows_the_clock(tmp_path):
     access.now = lambda: now + datetime.timedelta(hours=1)
     with pytest.raises(UnauthenticatedError, match="expired"):
         access.tenant(metadata)
-
-
-def certificate(folder: Path, name: str, authority: str | None = None) -> TlsFiles:
-    """A certificate for 127.0.0.1, signed by itself or by an authority made before."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed")
-    key, cert = folder / f"{name}.key", folder / f"{name}.pem"
-    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "1", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-    if authority is not None:
-        command += ["-CA", str(folder / f"{authority}.pem"), "-CAkey", str(folder / f"{authority}.key")]
-        command += ["-addext", "basicConstraints=critical,CA:FALSE"]
-    command += ["-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True)
-    return TlsFiles(certificate=cert, key=key)
 
 
 def trust(files: TlsFiles, caller: TlsFiles | None = None) -> grpc.ChannelCredentials:

@@ -214,12 +214,30 @@ def test_silence_and_steps_under_way_are_overdue_after_half_the_limit():
         assert ends.leader._look(later) is None and ends.followers[0]._look(later) is None
 
 
-def test_beats_keep_an_idle_cluster_alive():
-    with cluster(limits=Limits(1.0)) as ends:
-        for watch in ends.watches:
-            watch.start()
-        time.sleep(1.5)
-        assert ends.failures == [[], []]
+def test_beats_are_signs_of_life():
+    with cluster() as ends:
+        [follower] = ends.followers
+        before = ends.leader._peers[1].heard, follower._heard
+        assert ends.leader._look(0.0) is None and follower._look(0.0) is None
+        wait_until(lambda: ends.leader._peers[1].heard > before[0] and follower._heard > before[1])
+
+
+def test_the_watch_looks_again_and_again():
+    watch, times, is_enough = Watch(Limits(0.1), exit=lambda status: None), [], threading.Event()
+
+    def look(now: float) -> str | None:
+        times.append(now)
+        if len(times) == 5:
+            is_enough.set()
+            return "overdue"
+        return None
+
+    watch.look(look)
+    watch.start()
+    assert is_enough.wait(WAIT_SECONDS)
+    wait_until(lambda: watch.failure == "overdue")
+    watch.stop()
+    assert times == sorted(times)
 
 
 def test_the_watch_ends_the_process_after_the_first_failure_only():
