@@ -98,8 +98,11 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 # The CUDA kernels against their reference, on a machine with a Hopper GPU. Without tests/conftest.py, which takes the CPU.
+# Some tests need two or four GPUs, one starts a process beside it: hence no preallocation.
+test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py tests/kernels/test_paged_attention_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py \
+	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_peers_on_one_gpu.py tests/kernels/test_peers_gpu.py
 
 # The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON as it is: it must have jax's CUDA build.
 bench-gpu:

@@ -16,7 +16,7 @@ from .errors import EngineStoppedError, MeshserveError
 from .logs import configure_logs
 
 _EXIT_USAGE = 2
-_BENCHMARKS = ("decode", "kernels", "loading", "peers", "prefill", "serve", "soak", "throughput")
+_BENCHMARKS = ("decode", "kernels", "loading", "peers", "prefill", "scaling", "serve", "soak", "throughput")
 _SERVER_ONLY = frozenset(
     "host port drain_seconds allow_insecure served_name max_waiting tls_cert tls_key tls_client_ca tokens http_port "
     "gateway_port log_format trace profile_dir coordinator num_processes process_id step_port fail_seconds "

@@ -248,6 +248,13 @@ class ServeConfig:
     decode_layers: str = option(
         "auto", "fused kernels for the layers of small decode steps; auto: off", ("auto", "off", "reference", "cuda")
     )
+    all_reduce: str = option(
+        "auto",
+        "how the shards of a GPU mesh add up; peers: by stores into each other's memory, inside the fused layers; "
+        "auto: xla",
+        ("auto", "xla", "peers"),
+    )
+    dispatch_threads: bool = option(False, "on GPUs, XLA dispatches to each from a thread of its own")
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(50051, "port to bind; 0 takes a free one")
     drain_seconds: float = option(30.0, "after SIGTERM, the time running requests have to finish")

@@ -1,7 +1,8 @@
 """The layers of a small step through the fused decode kernels, where the device has them.
 
 A step of few tokens is a stream of weights: what counts is how few kernels it is cut into. On one device the whole
-stack is one call; on a mesh each layer is cut at the two sums over the shards.
+stack is one call, and so it is on each device of a mesh whose devices are peers; elsewhere each layer is cut at the two
+sums over the shards.
 """
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from meshserve.kernels.decode_layers import DecodeBatch, DecodeKernels, LayerSettings, LayerWeights
 from meshserve.kernels.paged_attention import PagedBatch
+from meshserve.kernels.peers import Peers
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from .config import ModelConfig
@@ -16,6 +18,8 @@ from .rope import inverse_frequencies
 
 # Beyond this many tokens the kernels read the weights more than once; a plain matrix product is better then.
 MAX_TOKENS = 128
+# The most that peers add up; see `kernels.peers`.
+MAX_PEER_BYTES = 2 << 20
 
 
 def run_layers(
@@ -25,6 +29,7 @@ def run_layers(
     cache: jax.Array,
     batch: PagedBatch,
     kernels: DecodeKernels,
+    peers: Peers | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """All layers of a step whose tokens are all decodes: no two of them are of one request.
 
@@ -32,10 +37,13 @@ def run_layers(
     """
     tokens = DecodeBatch(batch.positions, batch.page_table[batch.token_request])
     settings = LayerSettings(
-        epsilon=config.rms_norm_eps, softmax_scale=config.head_dim**-0.5, rotary_scale=config.rope.attention_factor
+        epsilon=config.rms_norm_eps,
+        softmax_scale=config.head_dim**-0.5,
+        rotary_scale=config.rope.attention_factor,
+        peers=peers if x.nbytes <= MAX_PEER_BYTES else None,
     )
     frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
-    if jax.lax.axis_size(TENSOR_AXIS) == 1:
+    if jax.lax.axis_size(TENSOR_AXIS) == 1 or settings.peers is not None:
         return kernels.decode_layers(x, weights, cache, tokens, frequencies, settings=settings)
     for layer in range(config.num_layers):
         q, cache = kernels.qkv(x, weights, cache, tokens, frequencies, settings=settings, layer=layer)

@@ -8,7 +8,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.kernels import decode_layers, paged_attention
-from meshserve.sharding.mesh import named_sharding
+from meshserve.kernels.cuda.build import KernelBuildError
+from meshserve.kernels.peers import Peers
+from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.sharding.mesh import TENSOR_AXIS, named_sharding
 from meshserve.sharding.targets import chip_of
 
 from .config import ServeConfig
@@ -42,13 +45,30 @@ def choose_kernels(
             raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {reason}.")
     if is_gpu and reason is None and "cuda" not in (attention, decode):
         _log.warning("XLA's kernels serve; try the faster CUDA ones with --attention cuda --decode-layers cuda")
-    _log.info("attention: %s; decode layers: %s", attention, decode)
+    peers = _open_peers(mesh) if config.all_reduce == "peers" else None
+    _log.info("attention: %s; decode layers: %s; sums: %s", attention, decode, "xla" if peers is None else "peers")
     return Kernels(
         attend=paged_attention.implementation(attention),
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
         decode=None if decode == "off" else decode_layers.implementation(decode),
         is_unrolled=is_gpu,
+        peers=peers,
+        peer_operations=peers_gpu if peers is not None else None,
     )
+
+
+def _open_peers(mesh: Mesh) -> Peers | None:
+    """The mesh's devices as peers; one device alone needs none.
+
+    Raises:
+      ValueError: they cannot be.
+    """
+    if mesh.size == 1:
+        return None
+    try:
+        return peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
+    except (peers_gpu.PeersError, KernelBuildError) as error:
+        raise ValueError(f"--all-reduce peers cannot serve here: {error}. Take xla.") from None
 
 
 def tpu_kernels(mesh: Mesh, state: DeviceState[jax.ShapeDtypeStruct]) -> Kernels:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import check_weights_fit, num_pages_that_fit
-from meshserve.sharding.mesh import make_mesh, use_cpu_devices
+from meshserve.sharding.mesh import make_mesh, use_cpu_devices, use_dispatch_threads
 
 from .agreement import Cluster
 from .batch import BatchBuilder, Bucket, declare_buckets
@@ -171,6 +171,8 @@ def build_runner(
     """
     if config.cpu_devices:
         use_cpu_devices(config.cpu_devices)
+    elif config.dispatch_threads:
+        use_dispatch_threads()
     if config.cache_dir:
         use_cache(Path(config.cache_dir).expanduser())
     mesh = make_mesh(config.tp)

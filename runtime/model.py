@@ -3,13 +3,14 @@
 Step 6 of 10. In: the token ids of one step. Out: the hidden state of each token, and logits of a vocabulary shard.
 
 Called inside `shard_map`, every module sees its shard's block of each parameter and says itself what crosses the mesh:
-one `psum` after the attention output, one after the MLP, one for the embedding. Outside, the same modules are built
-abstractly (`abstract_model`) and declare each parameter once: its global shape, its logical axes.
+one `all_reduce` after the attention output, one after the MLP, one for the embedding. Outside, the same modules are
+built abstractly (`abstract_model`) and declare each parameter once: its global shape, its logical axes.
 
 T tokens, D embed, K groups of heads (KV heads, repeats counted), G query heads a group, H head dim, F mlp, V vocab.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,12 +19,15 @@ from flax import nnx
 
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
 from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, WriteKV, write_kv
+from meshserve.kernels.peers import PeerOperations, Peers
+from meshserve.sharding.collectives import PeerSum, all_reduce
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from . import decode
 from .config import ModelConfig
 from .rope import rotate, rotation
+from .sampling import Exchange, all_gather
 
 
 class Weight(nnx.Param):
@@ -38,6 +42,22 @@ class Kernels:
     write: WriteKV = write_kv
     decode: DecodeKernels | None = None  # fused layers for steps of few tokens
     is_unrolled: bool = False  # layer after layer in one program rather than a loop
+    peers: Peers | None = None  # of the mesh, where its devices reach each other's memory
+    peer_operations: PeerOperations | None = None  # given with `peers`
+
+    @property
+    def peer_sum(self) -> PeerSum | None:
+        """The sum over the mesh by its peers."""
+        if self.peers is None or self.peer_operations is None:
+            return None
+        return partial(self.peer_operations.peer_sum, peers=self.peers)
+
+    @property
+    def exchange(self) -> Exchange:
+        """How the shards tell each other their best tokens."""
+        if self.peers is None or self.peer_operations is None:
+            return all_gather
+        return partial(self.peer_operations.peer_exchange, peers=self.peers)
 
 
 class StepContext(NamedTuple):
@@ -48,6 +68,7 @@ class StepContext(NamedTuple):
     sin: jax.Array
     attend: PagedAttention
     write: WriteKV = write_kv
+    peer_sum: PeerSum | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +118,7 @@ class Attention(nnx.Module):
         k = rotate(rms_norm(k, self.k_norm[...], self.eps), context.cos, context.sin)
         cache = context.write(cache, k, v, context.batch, layer=layer)
         attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
-        return jax.lax.psum(project(attended.reshape(num_tokens, -1), self.out[...]), TENSOR_AXIS), cache
+        return all_reduce(project(attended.reshape(num_tokens, -1), self.out[...]), context.peer_sum), cache
 
 
 class MLP(nnx.Module):
@@ -107,10 +128,10 @@ class MLP(nnx.Module):
         self.gate_up = declare((2, layout.mlp_dim, config.embed_dim), (None, "mlp", None))
         self.down = declare((config.embed_dim, layout.mlp_dim), (None, "mlp"))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
         """x [T, D] -> [T, D] summed over the mesh."""
         gate, up = jnp.split(project(x, self.gate_up[...].reshape(-1, x.shape[1])), 2, axis=-1)
-        return jax.lax.psum(project(jax.nn.silu(gate) * up, self.down[...]), TENSOR_AXIS)
+        return all_reduce(project(jax.nn.silu(gate) * up, self.down[...]), peer_sum)
 
 
 class DecoderLayer(nnx.Module):
@@ -128,7 +149,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         attended, cache = self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, layer, context)
         x = x + attended
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps)), cache
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.peer_sum), cache
 
 
 class Qwen3(nnx.Module):
@@ -144,13 +165,13 @@ class Qwen3(nnx.Module):
             self.head = declare(table, ("vocab", None))
         self.config = config
 
-    def embed(self, token_ids: jax.Array) -> jax.Array:
+    def embed(self, token_ids: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
         """Ids [T] -> [T, D]. Each shard looks up the ids of its own vocabulary; the others give zeros."""
         num_rows = self.embedding.shape[0]
         local = token_ids - jax.lax.axis_index(TENSOR_AXIS) * num_rows
         is_here = (local >= 0) & (local < num_rows)
         rows = self.embedding[...][jnp.clip(local, 0, num_rows - 1)]
-        return jax.lax.psum(jnp.where(is_here[:, None], rows, 0), TENSOR_AXIS)
+        return all_reduce(jnp.where(is_here[:, None], rows, 0), peer_sum)
 
     def __call__(
         self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, kernels: Kernels, *, is_decode: bool = False
@@ -169,13 +190,12 @@ class Qwen3(nnx.Module):
         Returns:
           The hidden state of each token before the final norm [T, D], and the cache.
         """
-        x = self.embed(token_ids)
+        x = self.embed(token_ids, kernels.peer_sum)
         if kernels.decode is not None and is_decode and x.shape[0] <= decode.MAX_TOKENS:
-            return decode.run_layers(
-                self.config, layer_weights(nnx.state(self.layers)), x, cache, batch, kernels.decode
-            )
+            weights = layer_weights(nnx.state(self.layers))
+            return decode.run_layers(self.config, weights, x, cache, batch, kernels.decode, kernels.peers)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
-        context = StepContext(batch, cos, sin, kernels.attend, kernels.write)
+        context = StepContext(batch, cos, sin, kernels.attend, kernels.write, kernels.peer_sum)
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return self.layer(index, *carry, context)

@@ -29,6 +29,15 @@ _THREEFRY_PARITY = 0x1BD11BDA
 _MIN_TEMPERATURE = 1e-30  # greedy in all but name; logits divided by less overflow
 
 
+# A small array [...] of each shard -> [shards, ...], equal on all of them.
+Exchange = Callable[[jax.Array], jax.Array]
+
+
+def all_gather(x: jax.Array) -> jax.Array:
+    """The exchange of any backend."""
+    return jax.lax.all_gather(x, TENSOR_AXIS)
+
+
 class SamplingBatch(NamedTuple):
     """One set of parameters a row, each [B]. See `request.SamplingParams` for their meaning."""
 
@@ -45,7 +54,13 @@ _Filter = Callable[[jax.Array, SamplingBatch], jax.Array]  # scaled logits -> th
 
 
 def sample(
-    logits: jax.Array, params: SamplingBatch, mode: jax.Array | SamplingMode, *, vocab_size: int, is_unrolled: bool
+    logits: jax.Array,
+    params: SamplingBatch,
+    mode: jax.Array | SamplingMode,
+    *,
+    vocab_size: int,
+    is_unrolled: bool,
+    exchange: Exchange = all_gather,
 ) -> jax.Array:
     """One token a row. Call inside `shard_map`.
 
@@ -56,6 +71,7 @@ def sample(
         program has them all and chooses on the device.
       vocab_size: of the model; padding beyond it is never chosen.
       is_unrolled: write out the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
+      exchange: tells the shards each other's best token.
 
     Returns:
       [B] int32 token ids, equal on every shard. Greedy rows take the largest logit, the lowest id among equals.
@@ -83,7 +99,7 @@ def sample(
         score, token_id = best_of(filters[mode])(logits)
     else:
         score, token_id = jax.lax.switch(mode, [best_of(filters[mode]) for mode in SamplingMode], logits)
-    return _best_of_shards(score, token_id)
+    return _best_of_shards(score, token_id, exchange)
 
 
 def local_token_ids(num_local: int) -> jax.Array:
@@ -182,12 +198,12 @@ def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.
     return x
 
 
-def _best_of_shards(score: jax.Array, token_id: jax.Array) -> jax.Array:
+def _best_of_shards(score: jax.Array, token_id: jax.Array, exchange: Exchange) -> jax.Array:
     """The token of each row's largest score [B] over all shards; the lowest id among equals."""
     if jax.lax.axis_size(TENSOR_AXIS) == 1:
         return token_id
     packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), token_id], axis=1)
-    shards = jax.lax.all_gather(packed, TENSOR_AXIS)  # [shards, B, 2]: one small collective
+    shards = exchange(packed)  # [shards, B, 2]: one small collective
     scores = jax.lax.bitcast_convert_type(shards[:, :, 0], jnp.float32)
     winner = jnp.argmax(scores, axis=0)  # the first among equals: shards stand in order of token id
     return jnp.take_along_axis(shards[:, :, 1], winner[None, :], axis=0)[0]

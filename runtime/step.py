@@ -119,9 +119,14 @@ def step(
         position=fields["sample_position"],
     )
     logits = model.logits(x if bucket.is_decode else x[fields["last_index"]])
-    mode = fields["mode"][0] if bucket.mode == ANY_MODE else SamplingMode(bucket.mode)
-    vocab_size, is_unrolled = model.config.vocab_size, kernels.is_unrolled
-    sampled = sample(logits, sampling, mode, vocab_size=vocab_size, is_unrolled=is_unrolled)
+    sampled = sample(
+        logits,
+        sampling,
+        fields["mode"][0] if bucket.mode == ANY_MODE else SamplingMode(bucket.mode),
+        vocab_size=model.config.vocab_size,
+        is_unrolled=kernels.is_unrolled,
+        exchange=kernels.exchange,
+    )
     last_tokens = state.last_tokens.at[rows].set(sampled, mode="drop")
     return DeviceState(cache, last_tokens, page_table), StepOutput(sampled, logits, x)
 

@@ -26,6 +26,8 @@ TARGETS = (
     "meshserve_prefill_attention",
     "meshserve_project_residual",
     "meshserve_decode_gate_up",
+    "meshserve_peer_sum",
+    "meshserve_peer_exchange",
 )
 
 

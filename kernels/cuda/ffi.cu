@@ -1,8 +1,10 @@
-// XLA's calls. decode_layers runs a range of layers behind one call; the others are its parts, for a mesh, where a sum
-// over devices follows the o and the down projection; prefill_attention is for steps with more than decodes. Every call only launches kernels on XLA's stream, the same ones
-// for the same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as
-// an attribute: a slice of them would be a copy.
+// XLA's calls. decode_layers runs a range of layers behind one call, on one GPU or on each GPU of a mesh whose peers are
+// open; the others are its parts, for meshes where XLA must add up after the o and the down projection.
+// prefill_attention is for steps with more than decodes; peer_sum and peer_exchange tell peers something small. Every
+// call only launches kernels on XLA's stream, the same ones for the same shapes, so it can be captured in a command
+// buffer. Weights come stacked over layers, with the layer as an attribute: a slice of them would be a copy.
 #include "launch.cuh"
+#include "peers_host.cuh"
 #include "prefill_launch.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -49,16 +51,31 @@ ffi::Error too_small(size_t needed) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, "the scratch buffer needs " + std::to_string(needed) + " bytes");
 }
 
+// The peers of the device that the call runs on.
+ffi::Error find_peers(Ints ordinals, Channel channel, size_t num_bytes, Peers* peers) {
+  std::string error = PeerMeshes::all().peers(ordinals.begin(), static_cast<int>(ordinals.size()), channel, peers);
+  if (error.empty() && num_bytes > kSlotBytes) {
+    error = std::to_string(num_bytes) + " bytes go to peers; " + std::to_string(kSlotBytes) + " are the most";
+  }
+  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kFailedPrecondition, error);
+}
+
 ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_norm, In k_norm, In o, In post_norm,
                          In gate_up, In down, In cache, In page_table, In positions, In inverse_frequencies, Out x_out,
                          Out cache_out, Out scratch, int32_t first_layer, int32_t num_layers, float epsilon,
-                         float scale, float rotary_scale, Ints tuning) {
+                         float scale, float rotary_scale, Ints ordinals, Ints tuning) {
   Shapes shapes;
   add_cache(shapes, cache, page_table);
   shapes.batch = size(x, 0);
   shapes.embed = size(x, 1);
   shapes.group = size(qkv, 2) / shapes.head_dim - 2;
   shapes.mlp = size(gate_up, 2);
+  const bool is_mesh = ordinals.size() > 1;
+  Peers peers = {};
+  if (is_mesh) {
+    ffi::Error error = find_peers(ordinals, Channel::kLayers, x.size_bytes(), &peers);
+    if (error.failure()) return error;
+  }
   Step step(shapes, tuning_of(tuning), stream);
   step.weights = {data<bf16>(input_norm), data<bf16>(qkv),       data<bf16>(q_norm),  data<bf16>(k_norm),
                   data<bf16>(o),          data<bf16>(post_norm), data<bf16>(gate_up), data<bf16>(down)};
@@ -70,21 +87,7 @@ ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_
   size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
   if (needed > scratch->element_count()) return too_small(needed);
 
-  const Scratch& s = step.scratch;
-  const bf16* residual = data<bf16>(x);
-  bf16* stream_out = data<bf16>(x_out);
-  auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes.embed; };
-  step.prepare(residual, gain(step.weights.input_norm, first_layer), true);
-  for (int layer = first_layer; layer < first_layer + num_layers; ++layer) {
-    bool is_last = layer + 1 == first_layer + num_layers;
-    step.qkv(layer, s.q);
-    step.attention(layer, s.q, s.attended);
-    step.output(layer, s.attended, residual, stream_out, gain(step.weights.post_norm, layer));
-    residual = stream_out;
-    step.gate_up(layer, s.activated);
-    step.down(layer, s.activated, residual, stream_out,
-              is_last ? nullptr : gain(step.weights.input_norm, layer + 1));
-  }
+  step.layers(data<bf16>(x), data<bf16>(x_out), first_layer, num_layers, is_mesh ? &peers : nullptr);
   return result(step);
 }
 
@@ -191,6 +194,27 @@ ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In tiles, In p
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
 }
 
+template <bool kIsSum>
+ffi::Error single(cudaStream_t stream, In x, Out out, Ints ordinals) {
+  SingleArgs args = {};
+  ffi::Error error = find_peers(ordinals, Channel::kSingle, x.size_bytes(), &args.peers);
+  if (error.failure()) return error;
+  if (x.size_bytes() % 8 != 0) return ffi::Error(ffi::ErrorCode::kInvalidArgument, "a multiple of 8 bytes is needed");
+  args.in = data<uint2>(x);
+  args.out = data<uint2>(out);
+  args.num_pairs = static_cast<int>(x.size_bytes() / 8);
+  const int blocks = std::min((args.num_pairs + kPeerThreads - 1) / kPeerThreads, kMaxPeerBlocks);
+  single_kernel<kIsSum><<<blocks, kPeerThreads, 0, stream>>>(args);
+  cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInternal, cudaGetErrorString(status));
+}
+
+ffi::Error peer_sum(cudaStream_t stream, In x, Out out, Ints ordinals) { return single<true>(stream, x, out, ordinals); }
+ffi::Error peer_exchange(cudaStream_t stream, In x, Out out, Ints ordinals) {
+  return single<false>(stream, x, out, ordinals);
+}
+
 using Stream = ffi::PlatformStream<cudaStream_t>;
 
 }  // namespace
@@ -219,6 +243,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_layers, decode_layers,
                                   .Attr<float>("epsilon")
                                   .Attr<float>("scale")
                                   .Attr<float>("rotary_scale")
+                                  .Attr<Ints>("ordinals")  // CUDA devices of the mesh by rank; one: no mesh
                                   .Attr<Ints>("tuning"),
                               {ffi::Traits::kCmdBufferCompatible});
 
@@ -295,6 +320,27 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_gate_up, decode_gate_up,
                                   .Attr<float>("epsilon")
                                   .Attr<Ints>("tuning"),
                               {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_peer_sum, peer_sum,
+                              ffi::Ffi::Bind().Ctx<Stream>().Arg<In>().Ret<In>().Attr<Ints>("ordinals"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_peer_exchange, peer_exchange,
+                              ffi::Ffi::Bind().Ctx<Stream>().Arg<In>().Ret<In>().Attr<Ints>("ordinals"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// Opens the peers of a mesh: its CUDA devices by rank. Writes what went wrong to `error`; returns whether all went well.
+extern "C" int meshserve_open_peers(const int* ordinals, int num, double patience_seconds, char* error, int size) {
+  std::string text = num < 2 || num > kMaxPeers ? std::to_string(num) + " devices; 2 to 8 can be peers"
+                                                : PeerMeshes::all().open(ordinals, num, patience_seconds, load_kernels);
+  snprintf(error, size, "%s", text.c_str());
+  return text.empty();
+}
+
+// 1 + the rank that `rank` waited for in vain, or 0.
+extern "C" int meshserve_stalled_peer(const int* ordinals, int num, int rank) {
+  return PeerMeshes::all().stalled(ordinals, num, rank);
+}
 
 // Bytes of scratch that calls with these shapes need.
 extern "C" size_t meshserve_scratch_bytes(int batch, int embed, int q_columns, int head_dim, int mlp) {

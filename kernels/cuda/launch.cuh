@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "attention.cuh"
 #include "prepare.cuh"
@@ -61,6 +63,35 @@ struct Tuning {
   int blocks_per_stage = 0, ring_kilobytes = 0;
 };
 
+// Loads what a mesh's calls launch onto the current device. CUDA would do so at a kernel's first launch, and may wait for
+// the device then: one that waits for a peer, whose kernels come after, would wait for ever.
+inline cudaError_t load_kernels() {
+  std::vector<const void*> kernels;
+  auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
+  auto add_projections = [&](auto width) {
+    add(projection_kernel<width(), Epilogue::kQkv>);
+    add(projection_kernel<width(), Epilogue::kGateUp>);
+    add(projection_kernel<width(), Epilogue::kShare>);
+  };
+  add_projections(std::integral_constant<int, 8>());
+  add_projections(std::integral_constant<int, 16>());
+  add_projections(std::integral_constant<int, 32>());
+  add_projections(std::integral_constant<int, 64>());
+  add_projections(std::integral_constant<int, 128>());
+  add(attention_kernel<64>);
+  add(attention_kernel<128>);
+  add(prepare_kernel);
+  add(gather_kernel);
+  add(single_kernel<true>);
+  add(single_kernel<false>);
+  for (const void* kernel : kernels) {
+    cudaFuncAttributes attributes;
+    cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 class Step {
  public:
   Step(const Shapes& shapes, const Tuning& tuning, cudaStream_t stream)
@@ -74,6 +105,34 @@ class Step {
 
   // Empty, or what went wrong first.
   const std::string& error() const { return error_; }
+
+  // All of `num_layers`, from `first` on. On a mesh every GPU's peers add up, in two rounds a layer: every call begins
+  // with round 0.
+  void layers(const bf16* x, bf16* out, int first, int num_layers, const Peers* peers) {
+    const Scratch& s = scratch;
+    auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes_.embed; };
+    prepare(x, gain(weights.input_norm, first), true);
+    for (int layer = first; layer < first + num_layers; ++layer) {
+      qkv(layer, s.q);
+      attention(layer, s.q, s.attended);
+      const bf16* next_gain = gain(weights.post_norm, layer);
+      if (peers != nullptr) {
+        share_output(layer, s.attended, *peers, 0);
+        gather(*peers, 0, x, out, next_gain);
+      } else {
+        output(layer, s.attended, x, out, next_gain);
+      }
+      x = out;
+      gate_up(layer, s.activated);
+      next_gain = layer + 1 == first + num_layers ? nullptr : gain(weights.input_norm, layer + 1);
+      if (peers != nullptr) {
+        share_down(layer, s.activated, *peers, 1);
+        gather(*peers, 1, x, out, next_gain);
+      } else {
+        down(layer, s.activated, x, out, next_gain);
+      }
+    }
+  }
 
   // x * gain and the sums of squares of x; the rotary angles too where the scratch has room for them.
   void prepare(const bf16* x, const bf16* gain, bool with_angles) {
@@ -168,6 +227,34 @@ class Step {
                                  shapes_.embed / kTileRows, tuning_.down_splits);
   }
 
+  // On a mesh: this GPU's share of attended o^T or activated down^T goes to every GPU, then `gather` adds up.
+  void share_output(int layer, const bf16* attended, const Peers& peers, int round) {
+    project<Epilogue::kShare>("o", share_args(layer, peers, round), weights.o, shapes_.embed, shapes_.q_columns(),
+                              attended, shapes_.embed / kTileRows, tuning_.o_splits);
+  }
+
+  void share_down(int layer, const bf16* activated, const Peers& peers, int round) {
+    project<Epilogue::kShare>("down", share_args(layer, peers, round), weights.down, shapes_.embed, shapes_.mlp,
+                              activated, shapes_.embed / kTileRows, tuning_.down_splits);
+  }
+
+  // out = residual + the shares of all GPUs; where `next_gain` is given, what the next norm needs too.
+  void gather(const Peers& peers, int round, const bf16* residual, bf16* out, const bf16* next_gain) {
+    GatherArgs args = {};
+    args.peers = peers;
+    args.round = round;
+    args.residual = residual;
+    args.out = out;
+    args.next_gain = next_gain;
+    args.scaled_out = scratch.scaled;
+    args.sums_out = scratch.sums;
+    args.batch = shapes_.batch;
+    args.columns = shapes_.embed;
+    const int num_warps = shapes_.batch * (shapes_.embed / kTileRows);
+    const int blocks = std::min((num_warps + kPeerThreads / 32 - 1) / (kPeerThreads / 32), kMaxPeerBlocks);
+    launch("gather", gather_kernel, dim3(blocks), kPeerThreads, 0, 1, args);
+  }
+
  private:
   size_t layer_elements() const {
     return static_cast<size_t>(shapes_.pages) * shapes_.kv_heads * 2 * shapes_.page_size * shapes_.head_dim;
@@ -187,6 +274,16 @@ class Step {
     args.sums_in = scratch.sums;
     args.norm_tiles = shapes_.embed / kTileRows;
     args.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
+    return args;
+  }
+
+  ShareArgs share_args(int layer, const Peers& peers, int round) const {
+    ShareArgs args = {};
+    static_cast<ProjectionArgs&>(args) = base();
+    args.row_base = layer * shapes_.embed;
+    args.out_columns = shapes_.embed;
+    args.peers = peers;
+    args.round = round;
     return args;
   }
 
@@ -217,7 +314,7 @@ class Step {
   }
 
   template <Epilogue E>
-  void project(const char* name, ProjectionArgs args, const bf16* matrix, int rows, int columns, const bf16* input,
+  void project(const char* name, ArgsOf<E> args, const bf16* matrix, int rows, int columns, const bf16* input,
                int tiles, int splits) {
     switch (args.batch <= 8 ? 8 : args.batch <= 16 ? 16 : args.batch <= 32 ? 32 : args.batch <= 64 ? 64 : 128) {
       case 8: return project_tiled<8, E>(name, args, matrix, rows, columns, input, tiles, splits);
@@ -248,7 +345,7 @@ class Step {
   }
 
   template <int N, Epilogue E>
-  void project_tiled(const char* name, ProjectionArgs& args, const bf16* matrix, int rows, int columns,
+  void project_tiled(const char* name, ArgsOf<E>& args, const bf16* matrix, int rows, int columns,
                      const bf16* input, int tiles, int splits) {
     args.k_blocks = columns / kBlockK;
     args.tiles = tiles;

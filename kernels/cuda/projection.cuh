@@ -14,7 +14,9 @@
 // that the kernels after this one have already queued, the copy engine would bring them late. With many tokens a block
 // owns two tiles: reading the activations for each would take as much L2 bandwidth as the weights.
 #pragma once
-#include "ptx.cuh"
+#include <type_traits>
+
+#include "peers.cuh"
 #include "wgmma.cuh"
 
 namespace meshserve {
@@ -42,7 +44,7 @@ constexpr int kTiles = N == 128 ? 2 : 1;
 template <int N>
 constexpr int kOtherBytes = 16 * kMaxStages + 16 + N * 16 + (kIsNarrow<N> ? N * kSumStride * 4 : 0);
 
-enum class Epilogue : int { kQkv, kResidual, kGateUp };
+enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare };
 
 struct ProjectionArgs {
   int batch;
@@ -76,6 +78,15 @@ struct ProjectionArgs {
   const int* positions;
   int max_pages, page_size, kv_heads, group, head_dim;
 };
+
+// kShare: the result, rounded to bf16, goes to the inboxes of the mesh's GPUs.
+struct ShareArgs : ProjectionArgs {
+  Peers peers;
+  int round;
+};
+
+template <Epilogue E>
+using ArgsOf = std::conditional_t<E == Epilogue::kShare, ShareArgs, ProjectionArgs>;
 
 // What a lane holds of each token: 4 rows of the tile. For kQkv, the head and the elements that these are.
 struct LaneRows {
@@ -208,6 +219,11 @@ __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int 
   if (lane == 0) args.sums_out[token * (args.out_columns / kTileRows) + tile] = squares;
 }
 
+__device__ __forceinline__ void finish_share(const ShareArgs& args, int tile, int token, int lane, float4 sum) {
+  size_t at = static_cast<size_t>(token) * args.out_columns + tile * kTileRows + 4 * lane;
+  send(args.peers, args.round, at * sizeof(bf16), make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)));
+}
+
 // The lower half of the tile's rows is gate, the upper the same rows of up: 16 lanes each.
 __device__ __forceinline__ void finish_gate_up(const ProjectionArgs& args, int tile, int token, int lane, float4 sum) {
   float4 up = shuffle_xor(sum, 16);
@@ -252,7 +268,7 @@ __device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token
 template <int N, Epilogue E>
 __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
     projection_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
-                      const __grid_constant__ ProjectionArgs args) {
+                      const __grid_constant__ ArgsOf<E> args) {
   constexpr int kInputBytes = N * kBlockK * 2;              // of a block
   constexpr int kChains = kIsNarrow<N> ? 2 : 1;             // of products: short ones hide each other's latency
   constexpr int kTogether = N < 64 ? 1 : N == 64 ? 2 : 8;   // tokens of a warp whose loads are in flight together
@@ -349,7 +365,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
       for (int i = lane; i < N; i += 32) cache_offsets[i] = cache_offset(args, first_token + i);
     }
     wait_for_previous_kernel();
-    if (E != Epilogue::kResidual) load_inverse_rms<N>(args, first_token, lane, inverse_rms);
+    if (E == Epilogue::kQkv || E == Epilogue::kGateUp) load_inverse_rms<N>(args, first_token, lane, inverse_rms);
     if (is_cluster) cluster_wait();
     if (is_cluster && !kIsNarrow<N>) {
       cluster_sync();
@@ -494,6 +510,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
             finish_residual(args, tile, token, lane, sum, rows, operands[u]);
           } else if constexpr (E == Epilogue::kGateUp) {
             finish_gate_up(args, tile, token, lane, sum);
+          } else if constexpr (E == Epilogue::kShare) {
+            finish_share(args, tile, token, lane, sum);
           } else {
             finish_qkv(args, token, sum, rows, operands[u], cache_offsets[n]);
           }

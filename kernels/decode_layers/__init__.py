@@ -4,8 +4,9 @@ Qwen3's layer: RMSNorm, projection to query, key and value, RMSNorm of every que
 split), key and value written to the token's page, attention over the request's positions so far, projection and
 residual, RMSNorm, silu(gate) * up, down projection and residual. Norm statistics, softmax and sums are float32.
 
-`decode_layers` is the whole of it. On a mesh, sums over devices follow the `output` and the `down` projection, so its
-five parts are here too: `qkv`, `attention`, `output`, `gate_up`, `down`, each for one layer.
+`decode_layers` is the whole of it. On a mesh, sums over devices follow the `output` and the `down` projection: peers
+add up within the call. For devices that are no peers its five parts are here too, each for one layer: `qkv`,
+`attention`, `output`, `gate_up`, `down`.
 
 Dimensions: L layers, D embed, K kv heads of this block, G query heads a kv head, H head dim, F mlp of this block,
 P pages, S page size (tokens a page), B requests.
@@ -15,6 +16,8 @@ import dataclasses
 from typing import NamedTuple, Protocol
 
 import jax
+
+from meshserve.kernels.peers import Peers
 
 from . import gpu, reference
 
@@ -44,6 +47,7 @@ class LayerSettings:
     epsilon: float  # added to the mean square in each RMSNorm
     softmax_scale: float  # multiplies the attention scores
     rotary_scale: float = 1.0  # multiplies cosine and sine (YaRN's attention factor)
+    peers: Peers | None = None  # of the mesh on which `decode_layers` adds up, at most 2 MiB of x; None: a device alone
 
 
 class DecodeKernels(Protocol):

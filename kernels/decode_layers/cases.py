@@ -50,6 +50,10 @@ CASES = (
 )
 
 
+# On a mesh: the dimension of each array that is cut; what is not named is on every device.
+CUT_DIMENSIONS = {"qkv": 1, "o": 2, "gate_up": 2, "down": 2, "cache": 2}
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     x: jax.Array

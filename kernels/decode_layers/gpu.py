@@ -1,7 +1,7 @@
 """A decode step's layers on an NVIDIA Hopper GPU, in bfloat16: see ../cuda.
 
-Five kernels a layer behind one XLA call. Each lets the next one start early, which fetches its weights while it waits,
-so that the memory is busy between kernels too (programmatic dependent launch).
+Five kernels a layer behind one XLA call, seven on a mesh. Each lets the next one start early, which fetches its weights
+while it waits, so that the memory is busy between kernels too (programmatic dependent launch).
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels.cuda import build
+from meshserve.kernels.peers import gpu as peers_gpu
 
 if TYPE_CHECKING:
     from . import DecodeBatch, LayerSettings, LayerWeights
@@ -85,6 +86,8 @@ def decode_layers(
     layers = range(weights.qkv.shape[0]) if layers is None else layers
     if layers.step != 1 or len(layers) == 0:
         raise ValueError(f"layers is {layers}; consecutive layers, at least one, are needed")
+    if settings.peers is not None and x.nbytes > peers_gpu.MAX_BYTES:
+        raise ValueError(f"x has {x.nbytes} bytes; peers add up at most {peers_gpu.MAX_BYTES}")
     scratch = _scratch(x, weights.o.shape[2], cache.shape[5], weights.down.shape[2])
     x, cache, _ = jax.ffi.ffi_call(
         "meshserve_decode_layers", (_like(x), _like(cache), scratch), input_output_aliases={9: 1}
@@ -100,6 +103,7 @@ def decode_layers(
         epsilon=np.float32(settings.epsilon),
         scale=np.float32(settings.softmax_scale),
         rotary_scale=np.float32(settings.rotary_scale),
+        ordinals=peers_gpu.attribute(settings.peers),
         tuning=launch.attribute(),
     )
     return x, cache

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from meshserve.kernels.peers import reference as peers_reference
+
 if TYPE_CHECKING:
     from . import DecodeBatch, LayerSettings, LayerWeights
 
@@ -104,9 +106,12 @@ def decode_layers(
     layers: range | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `DecodeKernels`."""
+
+    def add(residual: jax.Array, share: jax.Array) -> jax.Array:
+        return residual + (share if settings.peers is None else peers_reference.peer_sum(share, settings.peers))
+
     for layer in layers if layers is not None else range(weights.qkv.shape[0]):
         q, cache = qkv(x, weights, cache, batch, inverse_frequencies, settings=settings, layer=layer)
-        attended = attention(q, cache, batch, settings=settings, layer=layer)
-        x = output(attended, weights, x, layer=layer)
-        x = down(gate_up(x, weights, settings=settings, layer=layer), weights, x, layer=layer)
+        x = add(x, output(attention(q, cache, batch, settings=settings, layer=layer), weights, None, layer=layer))
+        x = add(x, down(gate_up(x, weights, settings=settings, layer=layer), weights, None, layer=layer))
     return x, cache

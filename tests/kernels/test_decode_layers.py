@@ -9,6 +9,8 @@ import pytest
 
 from meshserve.kernels import decode_layers
 from meshserve.kernels.decode_layers import cases, reference
+from meshserve.kernels.peers import Peers
+from tests.kernels.mesh_layers import AXIS, layers_over, mesh_of, placed
 
 SMALL = [case for case in cases.CASES if case.embed <= 256 and sum(case.lengths) <= 160]
 
@@ -81,6 +83,23 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
         x, cache = reference.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
     np.testing.assert_array_equal(x, whole[0])
     np.testing.assert_array_equal(cache, whole[1])
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_layers_over_peers_are_the_layers_on_one_device(num_devices):
+    case = dataclasses.replace(cases.CASES[2], kv_heads=4, mlp=512)
+    inputs = cases.make_inputs(case, seed=3, dtype=jnp.float32)
+    whole, whole_cache = reference.decode_layers(
+        inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies, settings=inputs.settings
+    )
+    mesh = mesh_of(jax.devices()[:num_devices])
+    peers = Peers(axis=AXIS, ordinals=tuple(range(num_devices)))
+    rows, cache = layers_over(mesh, reference, inputs, peers)(*placed(inputs, mesh))
+    rows = np.asarray(rows).reshape(num_devices, *whole.shape)
+    for row in rows:
+        np.testing.assert_array_equal(row, rows[0])
+    np.testing.assert_allclose(rows[0], whole, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(np.asarray(cache), np.asarray(whole_cache), rtol=1e-3, atol=1e-3)
 
 
 def test_cuda_says_why_it_cannot_run_here():

@@ -1,0 +1,360 @@
+"""How decoding scales over the GPUs of one host: a step at several tensor-parallel degrees, and the sums alone.
+
+    meshserve bench scaling --model qwen3-8b qwen3-32b --tp 1 2 4 --batch 1 32 --context 1024 --plot scaling.png
+    meshserve bench scaling --sums --tp 2 4
+
+A step is the served program of a decode bucket with random weights, sampling included, dispatched as the engine does it
+but without a scheduler: the host's own time a dispatch stands beside it. Figures are medians over rounds of steps that
+the devices run without waiting for the host.
+
+Efficiency is the time at the smallest degree over the time at this one, per device. The share of the collectives is
+what one device saves that runs its shard alone, as a smaller model without sums (--alone).
+
+The sums are chains of calls in one program, each followed by an elementwise product, whose time is taken off.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from meshserve.kernels.peers import Peers
+from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.runtime.batch import ON_DEVICE, Bucket
+from meshserve.runtime.config import ModelConfig, ServeConfig
+from meshserve.runtime.kernel_choice import choose_kernels
+from meshserve.runtime.model import Kernels, abstract_model
+from meshserve.runtime.model_sizes import named_model
+from meshserve.runtime.orbax_weights import model_layout
+from meshserve.runtime.request import SamplingMode
+from meshserve.runtime.step import CacheShape, DeviceState, StepRunner, state_shapes
+from meshserve.sharding.mesh import (
+    TENSOR_AXIS,
+    make_mesh,
+    named_sharding,
+    partition_spec,
+    use_cpu_devices,
+    use_dispatch_threads,
+)
+
+_DTYPE = jnp.dtype("bfloat16")
+_DISPATCHES = 8  # timed on their own: few enough that the host never waits for room in the queue
+_CHAIN = 40  # sums in a program: as many as let 1e-20 grow by a factor of 8 each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """One row of the table. Times in milliseconds."""
+
+    model: str
+    tp: int
+    batch: int
+    context: int
+    step_ms: float
+    p10_ms: float
+    p90_ms: float
+    dispatch_ms: float  # the host's time for one
+    alone_ms: float | None  # of one shard on a device of its own
+    compile_seconds: float
+    efficiency: float | None = None
+
+    def text(self) -> str:
+        alone = "" if self.alone_ms is None else f", collectives {1 - self.alone_ms / self.step_ms:4.0%}"
+        efficiency = "" if self.efficiency is None else f", efficiency {self.efficiency:4.0%}"
+        return (
+            f"{self.model:10} tp {self.tp} batch {self.batch:4} context {self.context:6}: "
+            f"{self.step_ms:7.3f} ms a step (P10 {self.p10_ms:.3f}, P90 {self.p90_ms:.3f}), "
+            f"host {self.dispatch_ms:.3f} ms a dispatch{alone}{efficiency}"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.cpu_devices:
+        use_cpu_devices(options.cpu_devices)
+    elif not options.one_dispatcher:
+        use_dispatch_threads()
+    rows: list[dict[str, Any]] = []
+    if options.sums:
+        rows = measure_sums(options)
+    else:
+        steps = _with_efficiency(measure_steps(options))
+        rows = [dataclasses.asdict(step) for step in steps]
+        print(*(step.text() for step in steps), sep="\n")
+        if options.plot:
+            plot(steps, options.plot)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshserve bench scaling", description="Decoding over the GPUs of one host.")
+    parser.add_argument("--model", nargs="+", default=["qwen3-8b"], help="published sizes (%(default)s)")
+    parser.add_argument("--tp", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each request (%(default)s)")
+    parser.add_argument("--layers", type=int, default=0, help="of each model; 0: all (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20, help="of a round (%(default)s)")
+    parser.add_argument("--alone", action="store_true", help="time one shard alone, too")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--decode-layers", default="auto", help="cuda, reference, off or auto (%(default)s)")
+    parser.add_argument("--attention", default="auto", help="cuda, reference or auto (%(default)s)")
+    parser.add_argument("--sums", action="store_true", help="time the sums over the mesh, not steps")
+    parser.add_argument("--kilobytes", nargs="+", type=float, default=[4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--all-reduce", default="auto", help="peers, xla or auto (%(default)s)")
+    parser.add_argument("--one-dispatcher", action="store_true", help="one thread dispatches to all GPUs")
+    parser.add_argument("--cpu-devices", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="draw the steps here (needs matplotlib)")
+    parser.add_argument("--json", type=Path, help="write the rows here, too")
+    return parser
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def measure_steps(options: argparse.Namespace) -> list[Step]:
+    """Every model at every degree that divides its heads, with every batch."""
+    steps = []
+    for name in options.model:
+        model = named_model(name)
+        if options.layers:
+            model = dataclasses.replace(model, num_layers=options.layers)
+        for tp in options.tp:
+            alone_ms: list[float] = []
+            if options.alone and tp > 1:
+                alone_ms = [figures[0] for figures in _time_model(options, shard_of(model, tp), 1)]
+            for index, figures in enumerate(_time_model(options, model, tp)):
+                median, p10, p90, dispatch, seconds = figures
+                steps.append(
+                    Step(
+                        model=name, tp=tp, batch=options.batch[index], context=options.context, step_ms=median,
+                        p10_ms=p10, p90_ms=p90, dispatch_ms=dispatch, compile_seconds=seconds,
+                        alone_ms=alone_ms[index] if alone_ms else None,
+                    )
+                )  # fmt: skip
+                print(steps[-1].text(), flush=True)
+    return steps
+
+
+def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
+    """A model that is what one of `tp` shards holds of this one."""
+    layout = model_layout(model, tp)
+    groups = layout.num_groups // tp
+    return dataclasses.replace(
+        model,
+        num_kv_heads=groups,
+        num_query_heads=groups * layout.group_size,
+        mlp_dim=layout.mlp_dim // tp,
+        vocab_size=layout.vocab_size // tp,
+    )
+
+
+def _time_model(
+    options: argparse.Namespace, model: ModelConfig, tp: int
+) -> Iterator[tuple[float, float, float, float, float]]:
+    """Of each batch: median, P10 and P90 of a step, the host's time a dispatch, all in ms, and seconds of compiling."""
+    mesh = make_mesh(tp)
+    structure, params = random_params(model, mesh)
+    for batch in options.batch:
+        config = ServeConfig(
+            model="random", tp=tp, page_size=options.page_size, max_running=batch, attention=options.attention,
+            decode_layers=options.decode_layers, all_reduce=options.all_reduce,
+        )  # fmt: skip
+        kernels = choose_kernels(config, mesh, params, _state_shapes(options, model, tp, batch))
+        runner, packed = make_runner(options, model, mesh, kernels, batch=batch, made=(structure, params))
+        run = partial(runner.run, bucket_of(batch), packed)
+        times, dispatch_ms = _time_steps(run, options.rounds, options.steps)
+        median, p10, p90 = (float(np.percentile(times, q)) for q in (50, 10, 90))
+        yield median, p10, p90, dispatch_ms, runner.compile_seconds
+        runner.release()
+
+
+def bucket_of(batch: int) -> Bucket:
+    """Decodes alone, greedy ones."""
+    return Bucket(batch, batch, batch, is_decode=True, mode=SamplingMode.GREEDY)
+
+
+def _state_shapes(
+    options: argparse.Namespace, model: ModelConfig, tp: int, batch: int
+) -> DeviceState[jax.ShapeDtypeStruct]:
+    num_pages = -(-options.context // options.page_size)
+    shape = CacheShape(batch * num_pages, options.page_size, batch, num_pages)
+    return state_shapes(model, model_layout(model, tp), shape, _DTYPE)
+
+
+def make_runner(
+    options: argparse.Namespace,
+    model: ModelConfig,
+    mesh: Mesh,
+    kernels: Kernels,
+    *,
+    batch: int,
+    made: tuple[nnx.GraphDef, nnx.State] | None = None,
+) -> tuple[StepRunner, np.ndarray]:
+    """The program of a batch's decode, started on random parameters with a page table, and the vector it takes."""
+    structure, params = made or random_params(model, mesh)
+    bucket = bucket_of(batch)
+    shapes = _state_shapes(options, model, mesh.size, batch)
+    runner = StepRunner(
+        structure=structure, params=params, state_shapes=shapes, kernels=kernels, buckets=[bucket], mesh=mesh
+    )
+    runner.start(params)
+    num_pages = shapes.page_table.shape[1]
+    for row in range(batch):
+        runner.set_page_row(np.array([row, *range(row * num_pages, (row + 1) * num_pages)], np.int32))
+    return runner, decode_batch(bucket, options.context)
+
+
+def decode_batch(bucket: Bucket, context: int) -> np.ndarray:
+    """The packed vector of a step in which each row decodes its token number `context`, greedily, on pages it has."""
+    packed = np.zeros(bucket.size, np.int32)
+    fields = {name: packed[place] for name, place in bucket.fields.items()}
+    fields["token_ids"][:] = ON_DEVICE
+    fields["positions"][:] = context - 1
+    for name in ("token_request", "rows", "last_index"):
+        fields[name][:] = np.arange(bucket.num_requests)
+    fields["top_p"][:] = np.float32(1.0).view(np.int32)
+    fields["sample_position"][:] = context
+    fields["page_row"][:] = bucket.num_requests  # no row: nothing new
+    return packed
+
+
+def random_params(model: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+    """Norms are ones; the rest has random signs and mantissas at about the spread of trained weights. Each device makes
+    its own block, in seconds where `random_weights` takes minutes."""
+    structure, abstract = abstract_model(model, model_layout(model, mesh.size), _DTYPE)
+    flat = []
+    for seed, (path, weight) in enumerate(nnx.to_flat_state(abstract)):
+        block = named_sharding(mesh, weight.axes).shard_shape(weight.shape)
+        make = partial(_ones if "norm" in path[-1] else _random_block, block, seed)
+        spec = partition_spec(weight.axes)
+        array = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))()
+        flat.append((path, weight.replace(array)))
+    return structure, nnx.from_flat_state(flat)
+
+
+def _ones(shape: tuple[int, ...], _: int) -> jax.Array:
+    return jnp.ones(shape, _DTYPE)
+
+
+def _random_block(shape: tuple[int, ...], seed: int) -> jax.Array:
+    rank = jax.lax.axis_index(TENSOR_AXIS).astype(jnp.uint32)
+    key = jnp.stack([jnp.uint32(seed), rank, jnp.uint32(1), jnp.uint32(2)])
+    _, bits = jax.lax.rng_bit_generator(key, shape, jnp.uint16)
+    return jax.lax.bitcast_convert_type((bits & 0x807F) | 0x3C80, _DTYPE)
+
+
+def _time_steps(run: Callable[[], jax.Array], rounds: int, steps: int) -> tuple[list[float], float]:
+    """Milliseconds a step of each round, after as many rounds untimed; and the host's median time a dispatch."""
+    times, dispatches = [], []
+    for number in range(2 * rounds):
+        started = time.perf_counter()
+        for _ in range(steps):
+            sampled = run()
+        jax.block_until_ready(sampled)
+        if number >= rounds:
+            times.append(1000 * (time.perf_counter() - started) / steps)
+        started = time.perf_counter()
+        for _ in range(_DISPATCHES):
+            sampled = run()
+        dispatches.append(1000 * (time.perf_counter() - started) / _DISPATCHES)
+        jax.block_until_ready(sampled)
+    return times, statistics.median(dispatches)
+
+
+def _with_efficiency(steps: Sequence[Step]) -> list[Step]:
+    """Relative to the smallest degree of the same model and batch."""
+    smallest: dict[tuple[str, int], Step] = {}
+    for step in sorted(steps, key=lambda step: step.tp):
+        smallest.setdefault((step.model, step.batch), step)
+    return [
+        dataclasses.replace(step, efficiency=base.tp * base.step_ms / (step.tp * step.step_ms))
+        for step in steps
+        for base in (smallest[step.model, step.batch],)
+    ]
+
+
+def plot(steps: Sequence[Step], path: Path) -> None:
+    """Milliseconds a step over the degree, a line for each model and batch; ideal scaling is dotted."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
+    for key in dict.fromkeys((step.model, step.batch) for step in steps):
+        line = [step for step in steps if (step.model, step.batch) == key]
+        degrees = [step.tp for step in line]
+        (drawn,) = axes.plot(degrees, [step.step_ms for step in line], "o-", label=f"{key[0]}, batch {key[1]}")
+        ideal = [line[0].step_ms * line[0].tp / degree for degree in degrees]
+        axes.plot(degrees, ideal, ":", color=drawn.get_color())
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="ms a step", xticks=sorted({step.tp for step in steps}))
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def measure_sums(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Microseconds of a sum over the mesh, by degree, size and implementation."""
+    rows = []
+    for tp in options.tp:
+        mesh = make_mesh(tp)
+        for kilobytes in options.kilobytes:
+            num_elements = int(kilobytes * 1024) // 2
+            implementations = _sums(mesh)
+            per_call = {name: _time_chain(options, mesh, num_elements, add) for name, add in implementations.items()}
+            base = per_call.pop("nothing")
+            row = {"tp": tp, "kilobytes": kilobytes, **{name: 1000 * (ms - base) for name, ms in per_call.items()}}
+            rows.append(row)
+            figures = ", ".join(f"{name} {row[name]:6.1f} us" for name in per_call)
+            print(f"tp {tp} {kilobytes:7.0f} KB: {figures} (product alone {1000 * base:.1f} us)", flush=True)
+    return rows
+
+
+def _sums(mesh: Mesh) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    sums: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "nothing": lambda x: x,
+        "psum": lambda x: jax.lax.psum(x, TENSOR_AXIS),
+    }
+    if mesh.devices.flat[0].platform == "gpu":
+        peers: Peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
+        sums["peers"] = partial(peers_gpu.peer_sum, peers=peers)
+    return sums
+
+
+def _time_chain(
+    options: argparse.Namespace, mesh: Mesh, num_elements: int, add: Callable[[jax.Array], jax.Array]
+) -> float:
+    """Milliseconds of one of a chain of sums, each with a product that keeps XLA from taking them together."""
+
+    def chain(x: jax.Array, factor: jax.Array) -> jax.Array:
+        for _ in range(_CHAIN):
+            x = jax.lax.optimization_barrier(add(x)) * factor
+        return x
+
+    spec = PartitionSpec(TENSOR_AXIS)
+    program = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(1e-20 * draw.standard_normal(mesh.size * num_elements), jnp.bfloat16)
+    factor = jnp.asarray(draw.uniform(0.9, 1.1, mesh.size * num_elements), jnp.bfloat16)
+    x, factor = (jax.device_put(array, jax.sharding.NamedSharding(mesh, spec)) for array in (x, factor))
+    times, _ = _time_steps(partial(program, x, factor), options.rounds, options.steps)
+    return statistics.median(times) / _CHAIN
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

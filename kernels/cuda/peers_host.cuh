@@ -1,0 +1,149 @@
+// The host's side of peers.cuh: opens the inboxes of a mesh once, before anything is compiled or run, and tells each
+// GPU's calls where they are. One process drives all GPUs of a mesh.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "peers.cuh"
+
+namespace meshserve {
+
+class PeerMesh {
+ public:
+  PeerMesh(const int* ordinals, int num, double patience_seconds)
+      : ordinals_(ordinals, ordinals + num), patience_nanoseconds_(static_cast<unsigned long long>(patience_seconds * 1e9)) {}
+
+  ~PeerMesh() {
+    for (uint8_t* memory : memory_) cudaFree(memory);
+    if (stalled_ != nullptr) cudaFreeHost(stalled_);
+  }
+  PeerMesh(const PeerMesh&) = delete;
+
+  bool is(const int* ordinals, int num) const {
+    return num == size() && std::equal(ordinals_.begin(), ordinals_.end(), ordinals);
+  }
+
+  // Empty, or what went wrong. Leaves the calling thread on the device it was on. `load_kernels` runs on each device.
+  std::string open(cudaError_t (*load_kernels)()) {
+    int before = 0;
+    check(cudaGetDevice(&before), "cudaGetDevice");
+    check(cudaHostAlloc(&stalled_, kMaxPeers * sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable), "host memory");
+    if (error_.empty()) std::fill(stalled_, stalled_ + kMaxPeers, 0);
+    for (int ordinal : ordinals_) {
+      open_one(ordinal);
+      if (error_.empty()) check(load_kernels(), "the kernels");
+    }
+    check(cudaSetDevice(before), "cudaSetDevice");
+    return error_;
+  }
+
+  // As the device of the calling thread sees the channel; false if it is none of the mesh's.
+  bool peers(Channel channel, Peers* out) const {
+    int ordinal = -1;
+    if (cudaGetDevice(&ordinal) != cudaSuccess) return false;
+    const int rank = std::find(ordinals_.begin(), ordinals_.end(), ordinal) - ordinals_.begin(), num = size();
+    if (rank == num) return false;
+    *out = {};
+    for (int i = 0; i < num; ++i) {
+      out->inboxes[i] = memory_[(rank + i) % num] + static_cast<int>(channel) * inbox_bytes();
+    }
+    out->num = num;
+    out->rank = rank;
+    out->counter = reinterpret_cast<RoundCounter*>(memory_[rank] + kChannels * inbox_bytes());
+    out->stalled = stalled_;
+    out->patience_nanoseconds = patience_nanoseconds_;
+    return true;
+  }
+
+  const int* stalled() const { return stalled_; }
+  int size() const { return static_cast<int>(ordinals_.size()); }
+
+ private:
+  size_t inbox_bytes() const { return 2 * size() * kSlotBytes; }
+
+  void open_one(int ordinal) {
+    check(cudaSetDevice(ordinal), "cudaSetDevice");
+    for (int other : ordinals_) {
+      if (other == ordinal || !error_.empty()) continue;
+      int can = 0;
+      check(cudaDeviceCanAccessPeer(&can, ordinal, other), "cudaDeviceCanAccessPeer");
+      if (error_.empty() && !can) {
+        error_ = "GPU " + std::to_string(ordinal) + " cannot reach the memory of GPU " + std::to_string(other);
+        return;
+      }
+      cudaError_t status = cudaDeviceEnablePeerAccess(other, 0);
+      if (status == cudaErrorPeerAccessAlreadyEnabled) {
+        cudaGetLastError();  // or the next launch would report it
+      } else {
+        check(status, "cudaDeviceEnablePeerAccess");
+      }
+    }
+    if (!error_.empty()) return;
+    uint8_t* memory = nullptr;
+    check(cudaMalloc(&memory, kChannels * inbox_bytes() + sizeof(RoundCounter)), "the inbox");
+    if (!error_.empty()) return;
+    memory_.push_back(memory);
+    check(cudaMemset(memory, 0xFF, kChannels * inbox_bytes()), "cudaMemset");
+    check(cudaMemset(memory + kChannels * inbox_bytes(), 0, sizeof(RoundCounter)), "cudaMemset");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+
+  void check(cudaError_t status, const char* what) {
+    if (status != cudaSuccess && error_.empty()) error_ = std::string(what) + ": " + cudaGetErrorString(status);
+  }
+
+  std::vector<int> ordinals_;      // of the CUDA devices, by rank
+  std::vector<uint8_t*> memory_;   // by rank: the inbox of every channel, then the counter
+  int* stalled_ = nullptr;
+  unsigned long long patience_nanoseconds_;
+  std::string error_;
+};
+
+// Every mesh that was opened; they stay until the process ends, as programs hold their addresses.
+class PeerMeshes {
+ public:
+  static PeerMeshes& all() {
+    static PeerMeshes* meshes = new PeerMeshes;  // never destroyed: CUDA may be gone by then
+    return *meshes;
+  }
+
+  std::string open(const int* ordinals, int num, double patience_seconds, cudaError_t (*load_kernels)()) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (find(ordinals, num) != nullptr) return "";
+    auto mesh = std::make_unique<PeerMesh>(ordinals, num, patience_seconds);
+    std::string error = mesh->open(load_kernels);
+    if (error.empty()) meshes_.push_back(std::move(mesh));
+    return error;
+  }
+
+  // Empty, or why there are none.
+  std::string peers(const int* ordinals, int num, Channel channel, Peers* out) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const PeerMesh* mesh = find(ordinals, num);
+    if (mesh == nullptr) return "the mesh's peers were not opened in this process";
+    return mesh->peers(channel, out) ? "" : "the call runs on a device that is not in its mesh";
+  }
+
+  // 1 + the rank that `rank` waited for in vain, or 0.
+  int stalled(const int* ordinals, int num, int rank) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const PeerMesh* mesh = find(ordinals, num);
+    return mesh == nullptr ? 0 : *const_cast<const volatile int*>(mesh->stalled() + rank);
+  }
+
+ private:
+  const PeerMesh* find(const int* ordinals, int num) const {
+    for (const auto& mesh : meshes_) {
+      if (mesh->is(ordinals, num)) return mesh.get();
+    }
+    return nullptr;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<PeerMesh>> meshes_;
+};
+
+}  // namespace meshserve

@@ -1,0 +1,32 @@
+"""Small sums and exchanges over the devices of a mesh, for when the wire takes less time than a library's collective.
+
+Every device calls them in the same order, inside a program over the mesh, one after another: two that do not depend on
+each other must not run at the same time.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peers:
+    """Devices of one host that reach each other's memory (`gpu.open_peers`)."""
+
+    axis: str  # of the mesh, along which they lie by rank
+    ordinals: tuple[int, ...]  # of each rank's CUDA device
+
+
+class PeerOperations(Protocol):
+    """An implementation. Call inside `shard_map`."""
+
+    def peer_sum(self, x: jax.Array, peers: Peers) -> jax.Array:
+        """The sum over the ranks of bfloat16 x, at most 2 MiB and a multiple of 8 bytes; added up in float32 in the
+        order of the ranks, so that all ranks get the same bits."""
+        ...
+
+    def peer_exchange(self, x: jax.Array, peers: Peers) -> jax.Array:
+        """What every rank has for x, 32-bit elements, at most 2 MiB and a multiple of 8 bytes: [ranks, *x.shape]. An
+        element of all ones arrives as 0x7FFF7FFF."""
+        ...

@@ -1,0 +1,76 @@
+"""The operations on Hopper GPUs of one host, by plain stores over NVLink, not by multicast: see ../cuda/peers.cuh."""
+
+import ctypes
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from meshserve.kernels.cuda import build
+
+from . import Peers
+
+MAX_BYTES = 2 << 20
+PATIENCE_SECONDS = 30.0  # a rank waits this long for another before it stops the program; the first step is slow
+_MAX_ERROR_BYTES = 1000
+
+
+class PeersError(RuntimeError):
+    """The devices cannot reach each other's memory; the message says why."""
+
+
+def open_peers(axis: str, devices: Sequence[jax.Device], *, patience_seconds: float = PATIENCE_SECONDS) -> Peers:
+    """Gives the devices, by rank along the mesh axis, memory that the others write to: 16 MiB a rank on each. Call it
+    before a program that uses it runs; a second time it changes nothing.
+
+    Raises:
+      PeersError: they are of several processes, or have no peer access.
+      KernelBuildError: the CUDA kernels cannot be built here.
+    """
+    library = build.load()
+    if any(device.process_index != jax.process_index() for device in devices):
+        raise PeersError("the devices belong to several processes; peers must be of one")
+    ordinals = tuple(int(device.local_hardware_id) for device in devices)
+    error = ctypes.create_string_buffer(_MAX_ERROR_BYTES)
+    patience = ctypes.c_double(patience_seconds)
+    if not library.meshserve_open_peers(_array(ordinals), len(ordinals), patience, error, _MAX_ERROR_BYTES):
+        raise PeersError(f"GPUs {ordinals} cannot be peers: {error.value.decode()}")
+    return Peers(axis=axis, ordinals=ordinals)
+
+
+def stalled(peers: Peers) -> str | None:
+    """Which rank waited in vain for which, if one did; the program that it ran has failed then."""
+    ordinals, library = peers.ordinals, build.load()
+    found = [library.meshserve_stalled_peer(_array(ordinals), len(ordinals), rank) for rank in range(len(ordinals))]
+    waits = [f"rank {rank} for rank {awaited - 1}" for rank, awaited in enumerate(found) if awaited]
+    return f"waited in vain: {', '.join(waits)}" if waits else None
+
+
+def attribute(peers: Peers | None) -> np.ndarray:
+    """As the calls take it; None is one device alone."""
+    return np.array([0] if peers is None else peers.ordinals, np.int32)
+
+
+def peer_sum(x: jax.Array, peers: Peers) -> jax.Array:
+    """See `PeerOperations`."""
+    return _call("meshserve_peer_sum", x, x.shape, peers)
+
+
+def peer_exchange(x: jax.Array, peers: Peers) -> jax.Array:
+    """See `PeerOperations`."""
+    return _call("meshserve_peer_exchange", x, (len(peers.ordinals), *x.shape), peers)
+
+
+def _call(name: str, x: jax.Array, shape: tuple[int, ...], peers: Peers) -> jax.Array:
+    element_bytes = {"meshserve_peer_sum": 2, "meshserve_peer_exchange": 4}[name]
+    if x.nbytes % 8 or x.nbytes > MAX_BYTES or x.dtype.itemsize != element_bytes:
+        raise ValueError(
+            f"{name} got {x.dtype}{list(x.shape)}; it takes elements of {element_bytes} bytes, a multiple of 8 bytes "
+            f"and at most {MAX_BYTES} of them."
+        )
+    build.load()
+    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, x.dtype))(x, ordinals=attribute(peers))
+
+
+def _array(values: Sequence[int]) -> ctypes.Array:
+    return (ctypes.c_int * len(values))(*values)

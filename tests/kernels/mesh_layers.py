@@ -1,0 +1,56 @@
+"""A decode step's layers over a mesh, each device with its block, for tests on CPUs and on GPUs."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights, cases
+from meshserve.kernels.peers import Peers
+
+AXIS = "shards"
+
+
+def mesh_of(devices: list[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def spec(name: str) -> PartitionSpec:
+    """Of an argument of the layers."""
+    dimension = cases.CUT_DIMENSIONS.get(name)
+    return PartitionSpec() if dimension is None else PartitionSpec(*[None] * dimension, AXIS)
+
+
+def placed(inputs: cases.Inputs, mesh: Mesh) -> tuple[object, ...]:
+    """x, weights, cache, batch and frequencies on the mesh."""
+
+    def place(name: str, array: jax.Array) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, spec(name)))
+
+    weights = LayerWeights(*(place(name, array) for name, array in inputs.weights._asdict().items()))
+    rest = (inputs.batch, inputs.inverse_frequencies)
+    return (
+        place("x", inputs.x),
+        weights,
+        place("cache", inputs.cache),
+        *jax.tree.map(lambda array: place("", array), rest),
+    )
+
+
+def layers_over(
+    mesh: Mesh, kernels: DecodeKernels, inputs: cases.Inputs, peers: Peers
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The program: every device's x, one above the other, and the cache."""
+    weights = LayerWeights(*(spec(name) for name in LayerWeights._fields))
+    return jax.jit(
+        jax.shard_map(
+            partial(kernels.decode_layers, settings=dataclasses.replace(inputs.settings, peers=peers)),
+            mesh=mesh,
+            in_specs=(PartitionSpec(), weights, spec("cache"), PartitionSpec(), PartitionSpec()),
+            out_specs=(PartitionSpec(AXIS), spec("cache")),
+            check_vma=False,
+        )
+    )

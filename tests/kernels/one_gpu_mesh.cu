@@ -1,0 +1,102 @@
+// A mesh whose ranks are streams of one GPU, for testing what peers do where there is one GPU. The shapes must be small:
+// all blocks of all ranks run at once, or a rank that waits would keep the one it waits for from starting.
+#include <vector>
+
+#include "launch.cuh"
+
+using namespace meshserve;
+
+namespace {
+
+// Inboxes of `num` ranks for one channel, empty; and a stream each.
+struct Mesh {
+  explicit Mesh(int num) : streams(num), peers(num) {
+    const size_t bytes = 2 * num * kSlotBytes;
+    cudaMalloc(&memory, num * (bytes + 256));
+    cudaMemset(memory, 0xFF, num * bytes);
+    cudaMemset(memory + num * bytes, 0, num * 256);
+    cudaHostAlloc(&stalled, kMaxPeers * sizeof(int), cudaHostAllocMapped);
+    for (int rank = 0; rank < num; ++rank) {
+      cudaStreamCreateWithFlags(&streams[rank], cudaStreamNonBlocking);
+      Peers& p = peers[rank];
+      p = {};
+      for (int i = 0; i < num; ++i) p.inboxes[i] = memory + (rank + i) % num * bytes;
+      p.num = num;
+      p.rank = rank;
+      p.counter = reinterpret_cast<RoundCounter*>(memory + num * bytes + rank * 256);
+      p.stalled = stalled;
+      p.patience_nanoseconds = 3000000000ull;
+    }
+    cudaDeviceSynchronize();
+  }
+  ~Mesh() {
+    for (cudaStream_t stream : streams) cudaStreamDestroy(stream);
+    cudaFree(memory);
+    cudaFreeHost(stalled);
+  }
+  std::vector<cudaStream_t> streams;
+  std::vector<Peers> peers;
+  uint8_t* memory = nullptr;
+  int* stalled = nullptr;
+};
+
+}  // namespace
+
+// Arrays of each rank: weights[rank * 8 + i] in the order of Weights, the cache, and the x to be replaced.
+struct Ranks {
+  int num;
+  const void* const* weights;
+  void* const* caches;
+  void* const* xs;
+  const int *page_table, *positions;
+  const float* inverse_frequencies;
+};
+
+// Runs all layers `repeats` times on the same x; every time's result is left in x_out[rank]. 0, or CUDA's error.
+extern "C" int run_layers(const Ranks* ranks, const Shapes* shapes, float epsilon, float scale, float rotary_scale,
+                          void* const* x_out, int repeats, char* error, int size) {
+  Mesh mesh(ranks->num);
+  const size_t scratch_bytes = Scratch::bytes(*shapes);
+  std::vector<uint8_t*> scratch(ranks->num);
+  for (uint8_t*& buffer : scratch) cudaMalloc(&buffer, scratch_bytes);
+  for (int repeat = 0; repeat < repeats; ++repeat) {
+    for (int rank = 0; rank < ranks->num; ++rank) {
+      Step step(*shapes, Tuning{}, mesh.streams[rank]);
+      auto weight = [&](int i) { return static_cast<const bf16*>(ranks->weights[rank * 8 + i]); };
+      step.weights = {weight(0), weight(1), weight(2), weight(3), weight(4), weight(5), weight(6), weight(7)};
+      step.cache = {static_cast<bf16*>(ranks->caches[rank]), ranks->page_table, ranks->positions};
+      step.inverse_frequencies = ranks->inverse_frequencies;
+      step.epsilon = epsilon;
+      step.scale = scale;
+      step.rotary_scale = rotary_scale;
+      step.scratch.carve(*shapes, scratch[rank]);
+      step.layers(static_cast<const bf16*>(ranks->xs[rank]), static_cast<bf16*>(x_out[rank]), 0, shapes->layers,
+                  &mesh.peers[rank]);
+      if (!step.error().empty()) return snprintf(error, size, "%s", step.error().c_str()), 1;
+    }
+  }
+  const cudaError_t status = cudaDeviceSynchronize();
+  for (uint8_t* buffer : scratch) cudaFree(buffer);
+  return snprintf(error, size, "%s", cudaGetErrorString(status)), status;
+}
+
+// Adds up (or exchanges) `repeats` times: input [num, repeats, pairs], output [num, repeats, pairs or num * pairs].
+extern "C" int run_singles(int num, int pairs, int repeats, int is_sum, const uint2* in, uint2* out, char* error,
+                           int size) {
+  Mesh mesh(num);
+  const int blocks = std::min((pairs + kPeerThreads - 1) / kPeerThreads, kMaxPeerBlocks / num);
+  const size_t out_pairs = is_sum ? pairs : num * pairs;
+  for (int repeat = 0; repeat < repeats; ++repeat) {
+    for (int rank = 0; rank < num; ++rank) {
+      const size_t call = static_cast<size_t>(rank) * repeats + repeat;
+      SingleArgs args = {mesh.peers[rank], in + call * pairs, out + call * out_pairs, pairs};
+      if (is_sum) {
+        single_kernel<true><<<blocks, kPeerThreads, 0, mesh.streams[rank]>>>(args);
+      } else {
+        single_kernel<false><<<blocks, kPeerThreads, 0, mesh.streams[rank]>>>(args);
+      }
+    }
+  }
+  const cudaError_t status = cudaDeviceSynchronize();
+  return snprintf(error, size, "%s", cudaGetErrorString(status)), status;
+}

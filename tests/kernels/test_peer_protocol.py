@@ -1,0 +1,83 @@
+"""The protocol of kernels/cuda/peers.cuh as a model, in every order in which its steps can happen.
+
+A rank that begins a round sends a word to every inbox; a word arrives at any later time. It takes one from each slot of
+its own, in any order, and then begins the next round. No word may fall on one that has not been taken, and nobody may
+take another round's.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+EMPTY = -1
+
+
+class BrokenError(AssertionError):
+    """The protocol lost or mistook a word."""
+
+
+class Protocol:
+    """A state: each rank's round and the ranks it took from, the slots, and the words under way."""
+
+    def __init__(self, num_ranks: int, num_rounds: int, num_buffers: int):
+        self.num_ranks, self.num_rounds, self.num_buffers = num_ranks, num_rounds, num_buffers
+
+    def slot(self, to: int, number: int, by: int) -> int:
+        return (to * self.num_buffers + number % self.num_buffers) * self.num_ranks + by
+
+    def words(self, by: int, number: int) -> frozenset[tuple[int, int, int]]:
+        return frozenset((by, to, number) for to in range(self.num_ranks) if number < self.num_rounds)
+
+    def start(self) -> tuple:
+        words = frozenset().union(*(self.words(by, 0) for by in range(self.num_ranks)))
+        return ((0, 0),) * self.num_ranks, (EMPTY,) * (self.num_ranks**2 * self.num_buffers), words
+
+    def arrivals(self, ranks: tuple, slots: tuple, flying: frozenset) -> Iterator[tuple]:
+        for by, to, number in flying:
+            place = self.slot(to, number, by)
+            if slots[place] != EMPTY:
+                raise BrokenError(f"a word of round {number} fell on one of round {slots[place]}")
+            yield ranks, replaced(slots, place, number), flying - {(by, to, number)}
+
+    def takings(self, ranks: tuple, slots: tuple, flying: frozenset) -> Iterator[tuple]:
+        everyone = (1 << self.num_ranks) - 1
+        for rank, other in itertools.product(range(self.num_ranks), repeat=2):
+            number, taken = ranks[rank]
+            place = self.slot(rank, number, other)
+            if taken >> other & 1 or slots[place] == EMPTY:
+                continue
+            if slots[place] != number:
+                raise BrokenError(f"rank {rank} took a word of round {slots[place]} in round {number}")
+            is_done = taken | 1 << other == everyone
+            after = (number + 1, 0) if is_done else (number, taken | 1 << other)
+            sent = self.words(rank, number + 1) if is_done else frozenset()
+            yield replaced(ranks, rank, after), replaced(slots, place, EMPTY), flying | sent
+
+
+def explore(num_ranks: int, num_rounds: int, num_buffers: int) -> int:
+    """Visits every state; returns how many there are."""
+    protocol = Protocol(num_ranks, num_rounds, num_buffers)
+    seen, open_states = {protocol.start()}, [protocol.start()]
+    while open_states:
+        state = open_states.pop()
+        nexts = {*protocol.arrivals(*state), *protocol.takings(*state)}
+        if not nexts and any(number < num_rounds for number, _ in state[0]):
+            raise BrokenError("nobody can go on")
+        open_states += nexts - seen
+        seen |= nexts
+    return len(seen)
+
+
+def replaced(values: tuple, index: int, value: object) -> tuple:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+@pytest.mark.parametrize(("num_ranks", "num_rounds"), [(2, 6), (3, 3)])
+def test_two_slots_a_rank_suffice(num_ranks: int, num_rounds: int) -> None:
+    assert explore(num_ranks, num_rounds, 2) > 100
+
+
+def test_one_slot_a_rank_does_not() -> None:
+    with pytest.raises(BrokenError, match=r"round"):
+        explore(2, 3, 1)

@@ -1,0 +1,183 @@
+"""Sums and layers over meshes of 2 and 4 Hopper GPUs that are peers, against the same on one device.
+
+One test starts a process of its own, so memory must be left: run with XLA_PYTHON_CLIENT_PREALLOCATE=false.
+"""
+
+import dataclasses
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from meshserve.kernels.cuda import build
+from meshserve.kernels.decode_layers import cases, gpu
+from meshserve.kernels.decode_layers import reference as layers_reference
+from meshserve.kernels.peers import Peers, reference
+from meshserve.kernels.peers import gpu as peers_gpu
+from tests.kernels.mesh_layers import AXIS, layers_over, mesh_of, placed
+
+REASON = build.unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+PATIENCE_SECONDS = 8.0
+BOUND = 1e-2  # of ||out - reference|| / ||reference||, as on one device
+KILOBYTES = (4, 8, 10, 64, 320, 512, 1024, 2048)
+
+
+@pytest.fixture(params=[4, 2], ids=["on-4", "on-2"], scope="module")
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    if len(jax.devices()) < request.param:
+        pytest.skip(f"this machine has {len(jax.devices())} GPUs")
+    return mesh_of(jax.devices()[: request.param])
+
+
+@pytest.fixture(scope="module")
+def peers(mesh: Mesh) -> Peers:
+    return peers_gpu.open_peers(AXIS, list(mesh.devices.flat), patience_seconds=PATIENCE_SECONDS)
+
+
+def over(mesh: Mesh, function, num_results: int = 1):
+    """Runs on every device with its rank; results one above the other."""
+    out = PartitionSpec(AXIS)
+    specs = out if num_results == 1 else (out,) * num_results
+    ranks = jnp.arange(mesh.size, dtype=jnp.int32)
+    program = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=out, out_specs=specs, check_vma=False))
+    return program(ranks)
+
+
+def draw(rank: jax.Array, number: jax.Array | int, num_elements: int) -> jax.Array:
+    """bfloat16 of either sign and many sizes, another array for each rank and number."""
+    words = jnp.arange(num_elements, dtype=jnp.uint32) * jnp.uint32(2654435761)
+    words = words ^ (jnp.uint32(number) * jnp.uint32(40503) + rank.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+    words = (words ^ (words >> 15)) * jnp.uint32(0x85EBCA6B)
+    words = words ^ (words >> 13)
+    bits = (words & 0x81FF) | 0x3E00  # 2^-3 to 2^0.. in size
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("kilobytes", KILOBYTES)
+def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, peers: Peers, kilobytes: int) -> None:
+    num_elements = kilobytes * 512
+
+    def both(rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = draw(rank[0], kilobytes, num_elements)
+        return x[None], peers_gpu.peer_sum(x, peers)[None]
+
+    shares, sums = (np.asarray(a, np.float64) for a in over(mesh, both, 2))
+    exact = shares.sum(axis=0)
+    assert np.abs(sums - exact).max() <= np.abs(exact).max() * 2**-8
+    assert np.linalg.norm(sums[0] - exact) <= 2**-8 * np.linalg.norm(exact)
+    for row in sums[1:]:
+        np.testing.assert_array_equal(row, sums[0])
+
+
+@pytest.mark.parametrize("kilobytes", [8, 64, 512])
+def test_thousands_of_sums_are_all_right(mesh: Mesh, peers: Peers, kilobytes: int) -> None:
+    """Every element of each compared on the device with the gathered shares added up there, bit for bit."""
+    num_sums, num_elements = 3000, kilobytes * 512
+
+    def count_wrong(rank: jax.Array) -> jax.Array:
+        def add(number: jax.Array, wrong: jax.Array) -> jax.Array:
+            x = draw(rank[0], number, num_elements)
+            shares = [draw(jnp.int32(other), number, num_elements).astype(jnp.float32) for other in range(mesh.size)]
+            expected = sum(shares[1:], start=shares[0]).astype(jnp.bfloat16)
+            got = peers_gpu.peer_sum(x, peers)
+            return wrong + (jax.lax.bitcast_convert_type(got, jnp.uint16) != bits_of(expected)).sum()
+
+        return jax.lax.fori_loop(0, num_sums, add, jnp.int32(0))[None]
+
+    assert not np.asarray(over(mesh, count_wrong)).any()
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint16)
+
+
+def test_what_looks_like_an_empty_slot_arrives_too(mesh: Mesh, peers: Peers) -> None:
+    def add(rank: jax.Array) -> jax.Array:
+        bits = jnp.where(jnp.arange(256) % 3 == 0, 0xFFFF, 0x3F80).astype(jnp.uint16)
+        return peers_gpu.peer_sum(jax.lax.bitcast_convert_type(bits, jnp.bfloat16), peers)[None]
+
+    out = np.asarray(over(mesh, add), np.float32)
+    assert np.isnan(out[:, ::3]).all()
+    assert (out[:, 1::3] == mesh.size).all()
+
+
+def test_an_exchange_is_an_all_gather(mesh: Mesh, peers: Peers) -> None:
+    def both(rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = (jnp.arange(34, dtype=jnp.int32).reshape(17, 2) + 1) * (1 - 2 * rank[0]) - 1 - (rank[0] == 0)
+        return peers_gpu.peer_exchange(x, peers)[None], reference.peer_exchange(x, peers)[None]
+
+    got, expected = (np.asarray(a) for a in over(mesh, both, 2))
+    np.testing.assert_array_equal(got[:, expected[0] != -1], expected[:, expected[0] != -1])
+
+
+CASES = [
+    *(case for case in cases.CASES if case.name == "qwen3-0.6b-layer"),
+    *(
+        dataclasses.replace(case, kv_heads=4, mlp=512)
+        for case in cases.CASES
+        if case.name in ("page-borders", "padding-rows", "batch-16", "batch-30", "batch-64", "batch-128")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layers_over_a_mesh_are_the_layers_on_one_device(mesh: Mesh, peers: Peers, case: cases.Case) -> None:
+    inputs = cases.make_inputs(case, seed=3, dtype=jnp.bfloat16)
+    arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    real = np.asarray(inputs.batch.positions) >= 0
+    program = layers_over(mesh, gpu, inputs, peers)
+    on_mesh = placed(inputs, mesh)
+    rows, cache = program(*on_mesh)
+    rows = np.asarray(rows, np.float32).reshape(mesh.size, *inputs.x.shape)
+    for row in rows[1:]:
+        np.testing.assert_array_equal(row, rows[0])
+    for _ in range(20):  # again and again the same bits
+        again, _ = program(*on_mesh)
+        np.testing.assert_array_equal(np.asarray(again, np.float32).reshape(rows.shape), rows)
+
+    exact = jax.device_put(arguments, jax.devices("cpu")[0])
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, exact)
+    expected, expected_cache = jax.jit(partial(layers_reference.decode_layers, settings=inputs.settings))(*exact)
+    out, expected, before = (np.asarray(a, np.float64)[real] for a in (rows[0], expected, inputs.x))
+    assert relative_error(out, expected) < BOUND
+    assert relative_error(out - before, expected - before) < 2 * BOUND
+    written = np.isnan(np.asarray(inputs.cache, np.float32)) & ~np.isnan(np.asarray(expected_cache))
+    got_cache, want_cache = (np.asarray(a, np.float32)[written] for a in (cache, expected_cache))
+    assert relative_error(got_cache, want_cache) < BOUND
+
+
+def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+
+
+LOST = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from meshserve.kernels.peers import gpu
+mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+peers = gpu.open_peers("x", jax.devices()[:2], patience_seconds=1.0)
+add = lambda x: gpu.peer_sum(x, peers)
+absent = lambda x: jax.lax.cond(jax.lax.axis_index("x") == 1, lambda x: x, add, x)
+run = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("x"), check_vma=False))
+print(np.asarray(run(add)(jnp.ones(256, jnp.bfloat16)), np.float32)[0], flush=True)
+try:
+    jax.block_until_ready(run(absent)(jnp.ones(256, jnp.bfloat16)))
+except jax.errors.JaxRuntimeError as error:
+    print("failed:", str(error).splitlines()[0][:200], flush=True)
+print(gpu.stalled(peers), flush=True)
+"""
+
+
+def test_a_lost_device_is_an_error_and_not_a_hang() -> None:
+    if len(jax.devices()) < 2:
+        pytest.skip("this machine has one GPU")
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("2.0"), done.stderr[-3000:]
+    assert "failed:" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert "rank 0 for rank 1" in done.stdout
