@@ -11,13 +11,19 @@ _CPU_CACHE_BYTES = 1 << 30  # virtual CPU devices share the host's memory: a mod
 
 
 def free_bytes(mesh: Mesh, fraction: float, kept_bytes: int = 0) -> int:
-    """What is left of `fraction` of the fullest device's memory, given what is allocated now and what is to be kept."""
+    """What is left of `fraction` of the fullest device's memory, given what is allocated now and what is to be kept.
+
+    Without bound where a device does not tell, as behind a proxy.
+    """
     if mesh.devices.flat[0].platform == "cpu":
         return _CPU_CACHE_BYTES // mesh.size
     left = []
     for device in mesh.local_devices:
         stats = device.memory_stats()
-        left.append(int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - kept_bytes)
+        is_told = stats is not None and "bytes_limit" in stats
+        left.append(
+            int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - kept_bytes if is_told else _MANY_BYTES
+        )
     return min(left)
 
 
@@ -25,9 +31,14 @@ def num_pages_that_fit(mesh: Mesh, fraction: float, page_bytes: int, kept_bytes:
     """Pages of `page_bytes` (of one device's shard) that fit into the free memory if `kept_bytes` of it are kept free.
 
     Raises:
-      MemoryError: not even one.
+      MemoryError: not even one, or the devices do not tell.
     """
     available = free_bytes(mesh, fraction, kept_bytes)
+    if available == _MANY_BYTES:
+        raise MemoryError(
+            "the devices do not tell how much memory they have. Say how many pages the KV cache takes: --num-pages; "
+            "`meshserve plan` knows how many fit on a slice."
+        )
     if available < page_bytes:
         raise MemoryError(
             f"{available / 2**30:.2f} GiB are left on each device for the KV cache after the weights, less than one "

@@ -136,6 +136,52 @@ def test_hugging_face_ends_each_row_at_its_length(tiny: Path, is_single: bool):
     assert (times.num_tokens, len(times.first_seconds), len(times.gap_seconds)) == (7, 2, 5)
 
 
+VLLM = """
+class SamplingParams:
+    def __init__(self, **fields): self.__dict__ |= fields
+
+class Output:
+    def __init__(self, request_id, token_ids):
+        self.request_id, self.token_ids, self.outputs = request_id, token_ids, [self]
+
+class Engine:
+    open = {}
+    def add_request(self, request_id, prompt, params): self.open[request_id] = [params.max_tokens, []]
+    def has_unfinished_requests(self): return bool(self.open)
+    def step(self):
+        for left in self.open.values(): left[0] -= 1; left[1] = [*left[1], 7]
+        told = [Output(name, left[1]) for name, left in self.open.items()]
+        self.open = {name: left for name, left in self.open.items() if left[0]}
+        return told
+
+class LLM:
+    def __init__(self, **options): self.options, self.llm_engine = options, Engine(); LLM.last = self
+
+__version__ = "0"
+"""
+
+
+def test_vllms_outputs_are_counted_once(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    """Against a stand-in that, like vLLM, tells all tokens so far at each step."""
+    (tiny / "vllm.py").write_text(VLLM)
+    monkeypatch.syspath_prepend(tiny)
+    from meshserve.benchmarks.peers import vllm_engine
+    from meshserve.benchmarks.peers.job import Job
+
+    batch = fixed(0, 2, 3, 4, 99)
+    job = Job(
+        model_dir=str(tiny), dtype="bfloat16", temperature=0.6, is_single=False, num_warmups=0, batches=[batch],
+        settings={"enforce_eager": True},
+    )  # fmt: skip
+    version, run = vllm_engine.start(job)
+    for _ in range(2):  # request ids go on
+        times = run(batch)
+        assert (times.num_tokens, len(times.first_seconds), len(times.gap_seconds)) == (8, 2, 6)
+    options = vllm_engine.vllm.LLM.last.options
+    assert version == "vllm 0" and options["enforce_eager"] and options["max_model_len"] == 7
+    assert options["load_format"] == "dummy" and not options["enable_prefix_caching"]
+
+
 def test_the_light_modules_need_nothing_but_python():
     code = "import sys, meshserve.benchmarks.peers.job; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -50,6 +50,15 @@ def test_the_message_says_what_is_short_and_by_how_much() -> None:
     )
 
 
+@pytest.mark.parametrize("stats", [None, {}])
+def test_devices_that_do_not_tell_want_a_number_of_pages(stats: dict | None) -> None:
+    device = SimpleNamespace(platform="proxy", memory_stats=lambda: stats)
+    mesh = SimpleNamespace(devices=np.array([device]), local_devices=[device], size=1)
+    memory.check_weights_fit(mesh, 0.9, 10**15)
+    with pytest.raises(MemoryError, match="--num-pages"):
+        memory.num_pages_that_fit(mesh, 0.9, 2**20)
+
+
 def test_virtual_devices_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "host_free_bytes", lambda: 8 * GIB)
     memory.check_weights_fit(make_mesh(8), 0.9, GIB)
