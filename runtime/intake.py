@@ -7,6 +7,7 @@ So are constraints compiled, few at a time: a large one keeps a core busy for ha
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from meshserve.protos import inference_pb2 as pb
@@ -31,7 +32,7 @@ class Intake:
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, grammars: Grammars | None = None):
         self._tokenizer = tokenizer
         self._grammars = grammars
-        self._compiling = asyncio.Semaphore(_MAX_COMPILING)
+        self._compilers = ThreadPoolExecutor(_MAX_COMPILING, "compile")  # its own: callers may go, compiling goes on
         self._info = info
         # No token is longer than this, so a longer text cannot fit: it need not be tokenised to be refused.
         self._max_chars = info.max_context_tokens * tokenizer.max_token_chars
@@ -112,8 +113,8 @@ class Intake:
         """
         if constraint is None:
             return None
-        async with self._compiling:
-            return await asyncio.to_thread(compiled, constraint, self._grammars)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compilers, compiled, constraint, self._grammars)
 
     def check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """What depends on the prompt and on the vocabulary.

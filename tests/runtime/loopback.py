@@ -4,6 +4,7 @@ Token i of a request is (last prompt token + 1 + i) modulo the vocabulary, and i
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from meshserve.deploy import demo
 from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.errors import InvalidRequestError, QueueFullError
-from meshserve.runtime.grammar import Grammar
+from meshserve.runtime.grammar import Grammar, Grammars
 from meshserve.runtime.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.mailbox import Mailroom
 from meshserve.runtime.permissions import new_access
@@ -83,6 +85,7 @@ class FakeEngine:
     jobs: dict[str, Job] = field(default_factory=dict)
     num_samples: dict[str, int] = field(default_factory=dict)
     salts: list[str] = field(default_factory=list)
+    grammars: list[Grammar | None] = field(default_factory=list)
     pending: list[Output] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_running: bool = True
@@ -107,6 +110,7 @@ class FakeEngine:
             self.jobs[request_id] = Job(request_id, prompt_token_ids, params)
             self.num_submits += 1
             self.salts.append(options.cache_salt)
+            self.grammars.append(grammar)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         with self.lock:
@@ -156,9 +160,15 @@ class FakeEngine:
             self.jobs.clear()
 
 
+@functools.cache
+def demo_grammars() -> Grammars:
+    """Of another vocabulary than the engine's, which does not care."""
+    return Grammars(Path(demo.__file__).with_name("model") / "tokenizer.json", 2048, (0, 2))
+
+
 def edge_of(engine: FakeEngine, room: Mailroom, tokens: Path | None = None) -> Edge:
     edge = Edge(room, access=new_access(tokens))
-    edge.attach(Backend(engine, Letters(), INFO))  # type: ignore[arg-type]
+    edge.attach(Backend(engine, Letters(), INFO, demo_grammars()))  # type: ignore[arg-type]
     return edge
 
 

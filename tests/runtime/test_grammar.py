@@ -13,7 +13,7 @@ import pytest
 from meshserve.deploy import demo
 from meshserve.runtime.constraint import MAX_CONSTRAINT_CHARS, Constraint
 from meshserve.runtime.errors import InvalidRequestError
-from meshserve.runtime.grammar import Grammars, Matcher
+from meshserve.runtime.grammar import Grammars, Matcher, compiled
 from meshserve.runtime.tokenizer import Tokenizer
 
 from .schemas import random_document_schema, random_regex
@@ -185,6 +185,12 @@ def test_sizes():
         of("choice", ["a", ""])
     with pytest.raises(InvalidRequestError, match="^sampling.constraint.grammar: got an empty text"):
         of("grammar", "")
+
+
+def test_a_server_may_take_no_constraints():
+    assert compiled(None, None) is None
+    with pytest.raises(InvalidRequestError, match="^sampling.constraint.regex: this server runs without --controls"):
+        compiled(of("regex", "a"), None)
 
 
 def follow(grammars: Grammars, matcher: Matcher, token_ids: Sequence[int]) -> list[bytes]:

@@ -117,7 +117,9 @@ def test_chats_that_are_refused(server, client, messages, field_name, words):
 @pytest.mark.parametrize(
     ("constraint", "field_name", "words"),
     [
-        ({"regex": "a"}, "sampling.constraint.regex", "runs without --controls"),
+        ({"regex": "(a"}, "sampling.constraint.regex", "unclosed group"),
+        ({"json_schema": {"not": {}}}, "sampling.constraint.json_schema", r'Unimplemented keys: \["not"\]'),
+        ({"grammar": "a" * 65_537}, "sampling.constraint.grammar", "got 65537 characters; allowed is 65536"),
         ({"json_object": False}, "sampling.constraint.json_object", "got false; allowed is true"),
         ({"regex": ""}, "sampling.constraint.regex", "got an empty text"),
         ({"choice": []}, "sampling.constraint.choice", "got 0 choices"),
@@ -127,6 +129,15 @@ def test_constraints_that_are_refused(client, constraint, field_name, words):
     with pytest.raises(CallError, match=words) as caught:
         list(client.generate("a", constraint=constraint))
     assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field_name)
+
+
+def test_a_constraint_reaches_the_engine_compiled(server, client):
+    client.complete("a", max_tokens=1, constraint={"choice": ["x", "y"]})
+    client.complete("a", max_tokens=1, constraint={"choice": ["x", "y"]})
+    first, second = server.engine.grammars[-2:]
+    assert first is second and first.matcher().advance([0]) is False
+    client.complete("a", max_tokens=1)
+    assert server.engine.grammars[-1] is None
 
 
 def test_a_constraint_that_says_nothing_is_refused(server):
