@@ -12,8 +12,9 @@ _STRINGS = (
 )  # fmt: skip
 _NUMBERS = (
     {"type": "integer", "minimum": -5, "maximum": 120}, {"type": "integer", "exclusiveMinimum": 0, "maximum": 9},
-    {"type": "integer", "minimum": 0, "maximum": 1000, "multipleOf": 7}, {"type": "number", "minimum": 0, "maximum": 1},
-    {"type": "number", "exclusiveMinimum": -3.5, "exclusiveMaximum": 20},
+    {"type": "integer", "minimum": 0, "maximum": 1000, "multipleOf": 7},
+    {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.125},  # else its digits would have no end
+    {"type": "number", "exclusiveMinimum": -3.5, "exclusiveMaximum": 20, "multipleOf": 0.5},
 )  # fmt: skip
 
 
