@@ -19,10 +19,12 @@ import jax
 
 from meshserve.kernels.paged_attention import tpu, tpu_write
 from meshserve.runtime.aot import DryServer, OutOfMemoryError
+from meshserve.runtime.capacity import Planner
+from meshserve.runtime.capacity_compiled import REPORT_HEAD, compile_plan, report_row
+from meshserve.runtime.capacity_report import plan_json, plan_table
 from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.model import Kernels
 from meshserve.runtime.model_sizes import named_model
-from meshserve.runtime.slice_plan import REPORT_HEAD, Planner, compile_plan, plan_json, plan_table, report_row
 from meshserve.runtime.step import CacheShape
 from meshserve.sharding.targets import target
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .config import ServeConfig
 from .control_batch import ControlBatch, ControlBuilder
 from .fields import PARAM_FIELDS, consecutive
 from .plan import StepPlan
@@ -104,6 +105,17 @@ def declare_buckets(
         if max_decode_steps > 1 and num_tokens <= max_running:
             buckets.append(Bucket(num_tokens, num_requests, num_new_pages, max_decode_steps, has_decode_kernels))
     return tuple(buckets)
+
+
+def server_buckets(config: ServeConfig) -> tuple[Bucket, ...]:
+    """The shapes of a server."""
+    return declare_buckets(
+        max_step_tokens=config.max_step_tokens,
+        max_running=config.max_running,
+        page_size=config.page_size,
+        max_decode_steps=config.max_decode_steps,
+        has_decode_kernels=config.decode_layers not in ("auto", "off"),
+    )
 
 
 class BatchBuilder:

@@ -16,8 +16,10 @@ from .errors import EngineStoppedError, MeshserveError
 from .logs import configure_logs
 
 _EXIT_USAGE = 2
-_BENCHMARKS = ("decode", "kernels", "loading", "peers", "prefill", "scaling", "serve", "soak", "throughput")
-_SERVER_ONLY = frozenset(
+_BENCHMARKS = (
+    "decode", "kernels", "loading", "peers", "prefill", "scaling", "serve", "soak", "start", "throughput"
+)  # fmt: skip
+SERVER_ONLY = frozenset(
     "host port drain_seconds allow_insecure served_name max_waiting tls_cert tls_key tls_client_ca tokens http_port "
     "gateway_port log_format trace profile_dir coordinator num_processes process_id step_port fail_seconds "
     "cluster_token cluster_ca".split()
@@ -45,11 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     serve = commands.add_parser("serve", help="serve a model over gRPC")
-    _add_options(serve, frozenset())
+    add_options(serve, frozenset())
     serve.set_defaults(run=_serve)
 
     generate = commands.add_parser("generate", help="complete a file of prompts, without a server")
-    _add_options(generate, _SERVER_ONLY)
+    add_options(generate, SERVER_ONLY)
     generate.add_argument(
         "--input", type=Path, required=True, help="JSONL: prompt or prompt_token_ids, sampling fields"
     )
@@ -75,10 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--verify", action="store_true", help="read a checkpoint and compare all its digests")
     convert.set_defaults(run=_convert)
 
-    plan = commands.add_parser("plan", help="what a model needs on each device of a slice")
-    _add_options(plan, _SERVER_ONLY | {"cpu_devices", "cache_dir", "attention", "decode_layers"})
-    plan.add_argument("--target", required=True, help="the slice, for example v6e:2x4; tp is its size by default")
-    plan.add_argument("--compile", action="store_true", help="compile every program for it (needs the extra [tpu])")
+    plan = commands.add_parser("plan", help="what a model needs on each device of a machine, and how fast it could be")
+    add_options(plan, SERVER_ONLY | {"cpu_devices", "cache_dir", "compile_threads"})
+    plan.add_argument("--target", required=True, help="for example h100:8, v6e:2x4 or cpu:4; tp is its size by default")
+    plan.add_argument("--length", type=int, default=1024, help="tokens of the requests to count (%(default)s)")
+    plan.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="decodes to reckon with (%(default)s)")
+    plan.add_argument(
+        "--jax-fraction", type=float, default=0.0, help="of a GPU's memory, what jax is told to take; 0: its default"
+    )
+    plan.add_argument("--compile", action="store_true", help="compile every program for TPUs (needs the extra [tpu])")
     plan.add_argument("--json", action="store_true", help="print one line of JSON")
     plan.set_defaults(run=_plan)
 
@@ -99,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser, left_out: frozenset[str]) -> None:
+def add_options(parser: argparse.ArgumentParser, left_out: frozenset[str]) -> None:
     """One flag for each option of ServeConfig, and --config."""
     parser.add_argument("--config", type=Path, help="TOML file with the same options as keys; flags beat it")
     for field in dataclasses.fields(ServeConfig):
@@ -169,11 +176,20 @@ def _convert(namespace: argparse.Namespace) -> int:
 
 
 def _plan(namespace: argparse.Namespace) -> int:
-    from .slice_plan import run_plan
+    from .capacity_report import Asked, run_plan
 
     config = serve_config(namespace)
-    degree = getattr(namespace, "tp", 0) or (config.tp if config.tp > 1 else 0)
-    return run_plan(config, namespace.target, degree, is_compiled=namespace.compile, is_json=namespace.json)
+    asked = Asked(
+        config=config,
+        target=namespace.target,
+        tensor_parallelism=getattr(namespace, "tp", 0) or (config.tp if config.tp > 1 else 0),
+        length=namespace.length,
+        batches=tuple(namespace.batch),
+        jax_fraction=namespace.jax_fraction,
+        is_compiled=namespace.compile,
+        is_json=namespace.json,
+    )
+    return run_plan(asked)
 
 
 def _bench(namespace: argparse.Namespace) -> int:

@@ -345,6 +345,13 @@ class ServeConfig:
             raise ConfigError("cluster_ca needs tls_cert and tls_key: what this process shows the others.")
 
 
+def serving_dtype(config: ServeConfig, model: ModelConfig) -> str:
+    """Of weights, activations and cache. A float16 checkpoint is served in bfloat16, which has float32's range."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if model.dtype == "float32" else "bfloat16"
+
+
 def context_tokens(config: ServeConfig, model: ModelConfig) -> int:
     """The most tokens of prompt and output together that a request may have.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from meshserve.sharding.memory import check_weights_fit, num_pages_that_fit
 from meshserve.sharding.mesh import make_mesh, use_cpu_devices, use_dispatch_threads
 
 from .agreement import Cluster
-from .batch import BatchBuilder, Bucket, declare_buckets
+from .batch import BatchBuilder, server_buckets
 from .compiles import use_cache
-from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig, context_tokens
+from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig, context_tokens, serving_dtype
 from .contract import Deliver, ModelInfo
 from .control_batch import ControlBuilder
 from .control_programs import Controls, ControlSizes
 from .engine import Engine
+from .figures import FIGURES_IN_LOG
 from .grammar import Grammars
 from .kernel_choice import choose_kernels
 from .limits import SchedulerLimits
@@ -145,7 +147,7 @@ def build_engine(
         scheduler=Scheduler(limits, pages, eos_token_ids),
         pages=pages,
         batches=BatchBuilder(
-            _buckets(config),
+            server_buckets(config),
             max_running=config.max_running,
             page_size=config.page_size,
             max_request_pages=limits.num_pages_for(limits.max_context),
@@ -176,12 +178,13 @@ def build_runner(
     if config.cache_dir:
         use_cache(Path(config.cache_dir).expanduser())
     mesh = make_mesh(config.tp)
-    layout, dtype = model_layout(model, config.tp), _dtype(config, model)
+    layout, dtype = model_layout(model, config.tp), jnp.dtype(serving_dtype(config, model))
     page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
     check_weights_fit(mesh, config.memory_fraction, device_weight_bytes(model, mesh, dtype), page_bytes=page_bytes)
     structure, params = make_params(model, layout, mesh, dtype)
     runner, num_pages = make_runner(config, model, mesh, structure, params, cluster=cluster)
     runner.start(params)
+    _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))
     if cluster is not None:
         cluster.ready()
     return runner, num_pages, mesh
@@ -210,7 +213,8 @@ def make_runner(
       ValueError, MemoryError: the devices do not allow it.
       ClusterError: the other processes do not.
     """
-    layout, dtype, buckets = model_layout(model, mesh.size), _dtype(config, model), _buckets(config)
+    layout, dtype = model_layout(model, mesh.size), jnp.dtype(serving_dtype(config, model))
+    buckets = server_buckets(config)
     # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
     max_request_pages = -(-context_tokens(config, model) // config.page_size)
     one_page = CacheShape(1, config.page_size, config.max_running, max_request_pages)
@@ -252,28 +256,11 @@ def _controls(
         structure=structure,
         params=params,
         param_specs=specs_of(params),
-        buckets=_buckets(config),
+        buckets=server_buckets(config),
         sizes=ControlSizes(config.max_running, model_layout(model, mesh.size).vocab_size, model.vocab_size),
         is_unrolled=kernels.is_unrolled,
         mesh=mesh,
     )
-
-
-def _buckets(config: ServeConfig) -> tuple[Bucket, ...]:
-    return declare_buckets(
-        max_step_tokens=config.max_step_tokens,
-        max_running=config.max_running,
-        page_size=config.page_size,
-        max_decode_steps=config.max_decode_steps,
-        has_decode_kernels=config.decode_layers not in ("auto", "off"),
-    )
-
-
-def _dtype(config: ServeConfig, model: ModelConfig) -> jnp.dtype:
-    """Of weights, activations and cache. A float16 checkpoint is served in bfloat16, which has float32's range."""
-    if config.dtype != "auto":
-        return jnp.dtype(config.dtype)
-    return jnp.dtype("float32" if model.dtype == "float32" else "bfloat16")
 
 
 def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, mesh: Mesh) -> ModelInfo:
@@ -284,7 +271,7 @@ def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, m
         max_context_tokens=context_tokens(config, model),
         eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
         tp_degree=config.tp,
-        dtype=_dtype(config, model).name,
+        dtype=serving_dtype(config, model),
         page_size_tokens=config.page_size,
         num_parameters=model.num_params,
         num_devices=mesh.size,

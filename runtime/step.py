@@ -29,6 +29,7 @@ from .compiles import compile_all
 from .config import ModelConfig
 from .control_batch import Logprobs, Sampled
 from .control_programs import Controls
+from .figures import DeviceFigures
 from .model import Kernels
 from .request import SamplingMode
 from .sampling import SamplingBatch, sample
@@ -231,7 +232,11 @@ def scratch_bytes(
 ) -> int:
     """What the program of a bucket needs on each device beside its arguments. Compiles it."""
     shapes = placed_state(state_shapes, mesh)
-    compiled = _lowered(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh).compile()
+    program = sharded_step(structure, params, kernels, bucket, mesh)
+    return _added_bytes(_lowered(program, params, shapes, bucket, mesh).compile())
+
+
+def _added_bytes(compiled: jax.stages.Compiled) -> int:
     analysis = compiled.memory_analysis()
     if analysis is None:
         return 0
@@ -257,7 +262,7 @@ class StepRunner:
         num_threads: int = 1,
         controls: Controls | None = None,
     ):
-        self._controls = controls
+        self._controls, self._mesh = controls, mesh
         self._output: StepOutput[jax.Array] | None = None  # of the last step
         self._shapes = shapes = placed_state(state_shapes, mesh)
         started = time.monotonic()
@@ -287,6 +292,20 @@ class StepRunner:
         """What parameters and state take on each device."""
         controls = self._controls.device_bytes if self._controls is not None else 0
         return shard_bytes((self._params, self._state)) + controls
+
+    @property
+    def figures(self) -> DeviceFigures:
+        """What it holds, as measured: of arrays and compiled programs."""
+        device, cache = self._mesh.local_devices[0], self._shapes.cache
+        return DeviceFigures(
+            limit_bytes=device.memory_stats()["bytes_limit"] if device.platform != "cpu" else 0,
+            weight_bytes=shard_bytes(self._params),
+            scratch_bytes=max(map(_added_bytes, self._programs.values())),
+            control_bytes=self._controls.device_bytes if self._controls is not None else 0,
+            page_bytes=shard_bytes(cache) // cache.shape[1],
+            num_pages=cache.shape[1],
+            num_programs=len(self._programs),
+        )
 
     def release(self) -> nnx.State:
         """Gives up the device state, whose memory is free at once, and returns the parameters. The runner is spent."""

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 _MANY_BYTES = 1 << 62
-_CPU_CACHE_BYTES = 1 << 30  # virtual CPU devices share the host's memory: a modest cache for all of them together
+CPU_CACHE_BYTES = 1 << 30  # virtual CPU devices share the host's memory: a modest cache for all of them together
 
 
 def free_bytes(mesh: Mesh, fraction: float, kept_bytes: int = 0) -> int:
@@ -16,7 +16,7 @@ def free_bytes(mesh: Mesh, fraction: float, kept_bytes: int = 0) -> int:
     Without bound where a device does not tell, as behind a proxy.
     """
     if mesh.devices.flat[0].platform == "cpu":
-        return _CPU_CACHE_BYTES // mesh.size
+        return CPU_CACHE_BYTES // mesh.size
     left = []
     for device in mesh.local_devices:
         stats = device.memory_stats()

@@ -1,4 +1,4 @@
-"""What the compiler and the mesh must know about each TPU chip, and slices by name for compiling without devices."""
+"""What planner, compiler and mesh must know of each kind of device, and machines by name, to plan for without them."""
 
 import dataclasses
 import math
@@ -16,14 +16,22 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A kind of TPU, as one jax device. `hbm_bytes` is what the compiler grants a program."""
+    """A kind of accelerator, as one jax device. Speeds are those of the data sheet; 0 where there is none."""
 
     kind: str  # jax's device_kind
+    platform: str = "tpu"  # jax's
     devices_per_chip: int = 1
-    hbm_bytes: int
-    hbm_bytes_per_second: float  # by the data sheet
+    hbm_bytes: int  # on a TPU what the compiler grants a program; on a GPU all there is
+    jax_fraction: float = 1.0  # of it, what jax takes for itself unless told otherwise
+    hbm_bytes_per_second: float
+    flops_per_second: float = 0.0  # bfloat16, dense
+    link_bytes_per_second: float = 0.0  # in each direction, all links of the device together
     is_unrolled: bool  # layers; see docs/decisions
     compiler_options: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return next((name for name, chip in CHIPS.items() if chip is self), self.kind)
 
 
 CHIPS = {
@@ -31,6 +39,8 @@ CHIPS = {
         kind="TPU v5 lite",
         hbm_bytes=int(15.75 * GIB),
         hbm_bytes_per_second=819e9,
+        flops_per_second=197e12,
+        link_bytes_per_second=100e9,
         is_unrolled=False,
         compiler_options={
             "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
@@ -41,6 +51,8 @@ CHIPS = {
         kind="TPU v6 lite",
         hbm_bytes=int(31.24 * GIB),
         hbm_bytes_per_second=1640e9,
+        flops_per_second=918e12,
+        link_bytes_per_second=224e9,
         is_unrolled=False,
         compiler_options={"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"},
     ),
@@ -48,6 +60,8 @@ CHIPS = {
         kind="TPU v5",
         hbm_bytes=int(95.73 * GIB),
         hbm_bytes_per_second=2765e9,
+        flops_per_second=459e12,
+        link_bytes_per_second=300e9,
         is_unrolled=False,
         compiler_options={},
     ),
@@ -56,17 +70,44 @@ CHIPS = {
         devices_per_chip=2,
         hbm_bytes=int(94.75 * GIB),
         hbm_bytes_per_second=3690e9,
+        flops_per_second=1153e12,
+        link_bytes_per_second=300e9,
         is_unrolled=True,  # a loop over stacked weights copies them all into another tiling, every step
         compiler_options={},
     ),
+    "h100": Chip(
+        kind="NVIDIA H100 80GB HBM3",
+        platform="gpu",
+        hbm_bytes=int(79.2 * GIB),
+        jax_fraction=0.75,
+        hbm_bytes_per_second=3350e9,
+        flops_per_second=989e12,
+        link_bytes_per_second=450e9,
+        is_unrolled=True,
+        compiler_options={},
+    ),
+    "h200": Chip(
+        kind="NVIDIA H200",
+        platform="gpu",
+        hbm_bytes=int(139.8 * GIB),
+        jax_fraction=0.75,
+        hbm_bytes_per_second=4800e9,
+        flops_per_second=989e12,
+        link_bytes_per_second=450e9,
+        is_unrolled=True,
+        compiler_options={},
+    ),
+    "cpu": Chip(
+        kind="cpu", platform="cpu", hbm_bytes=0, hbm_bytes_per_second=0.0, is_unrolled=False, compiler_options={}
+    ),
 }
 
-_SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){1,2})")
+_SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){0,2})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """A slice by name, for example "v6e:2x4"."""
+    """A machine by name: a slice of TPUs, "v6e:2x4", or GPUs or virtual CPU devices of a host, "h100:8" or "cpu:4"."""
 
     name: str
     chip: Chip
@@ -84,24 +125,25 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """The target of that name: a chip of `CHIPS` and the slice's shape.
+    """The target of that name: a chip of `CHIPS` and the slice's shape, or the number of devices.
 
     Raises:
       ValueError: the name is not of this form, or the chip unknown.
     """
     match = _SLICE.fullmatch(name)
-    if match is None or match["chip"] not in CHIPS:
+    chip = CHIPS.get(match["chip"]) if match is not None else None
+    if match is None or chip is None or (chip.platform == "tpu") != ("x" in match["shape"]):
         raise ValueError(
-            f"target is {name!r}; it takes CHIP:SHAPE with a chip of {', '.join(CHIPS)}, for example v6e:2x4."
+            f"target is {name!r}; it takes CHIP:SHAPE with a chip of {', '.join(CHIPS)}, for example v6e:2x4, h100:8 "
+            "or cpu:4."
         )
-    chip = CHIPS[match["chip"]]
     num_chips = math.prod(int(extent) for extent in match["shape"].split("x"))
     return Target(name=name, chip=chip, num_devices=num_chips * chip.devices_per_chip)
 
 
 def chip_of(device: jax.Device) -> Chip | None:
-    """The chip of a device; None for anything but a TPU listed here."""
-    return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
+    """The chip of an accelerator; None for a CPU and for what is not listed here."""
+    return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind != "cpu"), None)
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str]:

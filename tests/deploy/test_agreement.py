@@ -13,14 +13,14 @@ import yaml
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime import cli
+from meshserve.runtime.capacity import Planner
 from meshserve.runtime.config import ServeConfig, read_toml
 from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.metrics import Metrics
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.record import StepRecord
 from meshserve.runtime.request import Load
-from meshserve.runtime.slice_plan import Planner
-from meshserve.sharding.targets import GIB, Chip, Target
+from meshserve.sharding.targets import GIB, target
 from tests.deploy.manifests import DEPLOY, OVERLAYS, arguments, containers, rendered, tool, workloads
 
 RUNBOOK = (DEPLOY.parent / "docs" / "runbook.md").read_text()
@@ -129,14 +129,10 @@ def test_configs_can_be_served(path: Path):
 
 def plan(config: ServeConfig) -> tuple[float, int]:
     """GiB of weights and tokens of cache of each device with 80 GB. Raises if the degree or the size does not do."""
-    chip = Chip(
-        kind="NVIDIA H100 80GB HBM3", hbm_bytes=int(79.6 * 0.92 * GIB), hbm_bytes_per_second=3.35e12,
-        is_unrolled=False, compiler_options={},
-    )  # fmt: skip
     name = Path(config.model).name.lower()
     planner = Planner(
         name=name, config=config, model=named_model(name), num_devices=config.tp,
-        target=Target(name="gpu", chip=chip, num_devices=config.tp),
+        target=target(f"h100:{config.tp}"), jax_fraction=0.92,
     )  # fmt: skip
     found = planner.plan()
     return found.weight_bytes / GIB, found.served_tokens

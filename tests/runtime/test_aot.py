@@ -7,7 +7,7 @@ import pytest
 
 from meshserve.benchmarks import check_tpu
 from meshserve.runtime.aot import DryServer
-from meshserve.runtime.slice_plan import program_faults
+from meshserve.runtime.capacity_compiled import program_faults
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'meshserve[tpu]' (Linux)"

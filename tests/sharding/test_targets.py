@@ -1,4 +1,4 @@
-"""TPU slices by name."""
+"""Machines by name."""
 
 import pytest
 
@@ -7,7 +7,8 @@ from meshserve.sharding.targets import CHIPS, chip_of, compiler_options, target
 
 
 @pytest.mark.parametrize(
-    ("name", "num_devices"), [("v5e:2x4", 8), ("v6e:4x4", 16), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8)]
+    ("name", "num_devices"),
+    [("v5e:2x4", 8), ("v6e:4x4", 16), ("v5p:2x2x2", 8), ("tpu7x:2x2x1", 8), ("h100:8", 8), ("h200:4", 4), ("cpu:3", 3)],
 )
 def test_a_slice_counts_its_devices(name, num_devices):
     goal = target(name)
@@ -15,9 +16,9 @@ def test_a_slice_counts_its_devices(name, num_devices):
     assert goal.chip is CHIPS[name.partition(":")[0]]
 
 
-@pytest.mark.parametrize("name", ["v6e-8", "v7x:2x2x1", "v6e:2", "v6e:2x4 "])
+@pytest.mark.parametrize("name", ["v6e-8", "v7x:2x2x1", "v6e:2", "v6e:2x4 ", "h100:2x4", "h100", "cpu:2x2"])
 def test_a_name_of_another_form_is_refused(name):
-    with pytest.raises(ValueError, match="it takes CHIP:SHAPE with a chip of v5e, v6e, v5p, tpu7x"):
+    with pytest.raises(ValueError, match="it takes CHIP:SHAPE with a chip of v5e, v6e, v5p, tpu7x, h100, h200, cpu"):
         target(name)
 
 
