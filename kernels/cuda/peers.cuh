@@ -40,26 +40,6 @@ struct Peers {
   }
 };
 
-// Stores and loads that other GPUs see, in no order; each word of them is whole.
-__device__ __forceinline__ void store_for_peers(void* to, uint2 v) {
-  asm volatile("st.relaxed.sys.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
-}
-__device__ __forceinline__ uint2 load_from_peers(const void* from) {
-  uint2 v;
-  asm volatile("ld.relaxed.sys.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint2 load_past_l1(const bf16* from) {
-  uint2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ unsigned long long nanoseconds() {
-  unsigned long long now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
-
 __device__ __forceinline__ bool is_empty(uint2 v) { return v.x == kEmpty || v.y == kEmpty; }
 __device__ __forceinline__ uint2 not_empty(uint2 v) {
   return make_uint2(v.x == kEmpty ? kInsteadOfEmpty : v.x, v.y == kEmpty ? kInsteadOfEmpty : v.y);

@@ -140,6 +140,28 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
                : "memory");
 }
 
+// ---- other GPUs ---------------------------------------------------------------------------------------------------
+// Stores and loads that other GPUs see, in no order; each word of them is whole.
+__device__ __forceinline__ void store_for_peers(void* to, uint2 v) {
+  asm volatile("st.relaxed.sys.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ uint2 load_from_peers(const void* from) {
+  uint2 v;
+  asm volatile("ld.relaxed.sys.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 load_past_l1(const bf16* from) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+
 // ---- matrix fragments of one warp --------------------------------------------------------------------------------
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

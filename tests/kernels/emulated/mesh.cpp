@@ -1,0 +1,110 @@
+// The kernels of kernels/cuda/peers.cuh on a host: each rank is a thread that starts its kernels one after another, and
+// each of their CUDA threads is one, too.
+#include "peers.cuh"
+
+#include <algorithm>
+#include <functional>
+#include <thread>
+#include <vector>
+
+using namespace meshserve;
+
+namespace {
+
+class Mesh {
+ public:
+  explicit Mesh(int num) : num_(num), counters_(num) {
+    for (int rank = 0; rank < num; ++rank) inboxes_.emplace_back(2 * num * kSlotBytes, 0xFF);
+  }
+
+  Peers peers(int rank) {
+    Peers p = {};
+    for (int i = 0; i < num_; ++i) p.inboxes[i] = inboxes_[(rank + i) % num_].data();
+    p.num = num_;
+    p.rank = rank;
+    p.counter = &counters_[rank];
+    p.stalled = stalled_;
+    p.patience_nanoseconds = 30000000000ull;
+    return p;
+  }
+
+  // Runs `body` for every rank at once.
+  void run(const std::function<void(int, const Peers&)>& body) {
+    std::vector<std::jthread> ranks;
+    for (int rank = 0; rank < num_; ++rank) ranks.emplace_back([&, rank] { body(rank, peers(rank)); });
+  }
+
+  // Whether every slot has been emptied.
+  bool is_empty() const {
+    return std::all_of(inboxes_.begin(), inboxes_.end(), [](const auto& inbox) {
+      return std::all_of(inbox.begin(), inbox.end(), [](uint8_t byte) { return byte == 0xFF; });
+    });
+  }
+
+ private:
+  int num_;
+  std::vector<std::vector<uint8_t>> inboxes_;
+  std::vector<RoundCounter> counters_;
+  int stalled_[kMaxPeers] = {};
+};
+
+template <class Args>
+void launch(void (*kernel)(Args), int blocks, const Args& args) {
+  std::vector<std::unique_ptr<Block>> state;
+  std::vector<std::jthread> threads;
+  for (int b = 0; b < blocks; ++b) {
+    state.push_back(std::make_unique<Block>(kPeerThreads));
+    for (unsigned t = 0; t < kPeerThreads; ++t) {
+      threads.emplace_back([=, block_state = state.back().get(), &args] {
+        threadIdx = {t};
+        blockIdx = {static_cast<unsigned>(b)};
+        gridDim = {static_cast<unsigned>(blocks)};
+        block = block_state;
+        kernel(args);
+      });
+    }
+  }
+}
+
+}  // namespace
+
+// in [num, repeats, pairs], out [num, repeats, pairs or num * pairs]. Returns whether all slots are empty in the end.
+extern "C" int run_singles(int num, int pairs, int repeats, int blocks, int is_sum, const uint2* in, uint2* out) {
+  Mesh mesh(num);
+  const size_t out_pairs = is_sum ? pairs : num * pairs;
+  mesh.run([&](int rank, const Peers& peers) {
+    for (int repeat = 0; repeat < repeats; ++repeat) {
+      const size_t call = static_cast<size_t>(rank) * repeats + repeat;
+      SingleArgs args = {peers, in + call * pairs, out + call * out_pairs, pairs};
+      launch(is_sum ? single_kernel<true> : single_kernel<false>, blocks, args);
+    }
+  });
+  return mesh.is_empty();
+}
+
+// Adds shares [num, rounds, batch, columns] to x [num, batch, columns], round after round; a thread plays the projection
+// that sends them while the gathering kernel runs. Leaves of the last round: scaled and the sums of squares.
+extern "C" int run_gathers(int num, int rounds, int batch, int columns, int blocks, const uint2* shares, bf16* x,
+                           const bf16* gain, bf16* scaled, float* sums) {
+  Mesh mesh(num);
+  const size_t elements = static_cast<size_t>(batch) * columns;
+  mesh.run([&](int rank, const Peers& peers) {
+    for (int round = 0; round < rounds; ++round) {
+      const uint2* share = shares + (static_cast<size_t>(rank) * rounds + round) * elements / 4;
+      std::jthread projection([&] {
+        for (size_t i = 0; i < elements / 4; ++i) send(peers, round % 2, 8 * i, share[i]);
+      });
+      GatherArgs args = {};
+      args.peers = peers;
+      args.round = round % 2;
+      args.residual = args.out = x + rank * elements;
+      args.next_gain = gain;
+      args.scaled_out = scaled + rank * elements;
+      args.sums_out = sums + rank * (elements / 128);
+      args.batch = batch;
+      args.columns = columns;
+      launch(gather_kernel, blocks, args);
+    }
+  });
+  return mesh.is_empty();
+}

@@ -1,0 +1,116 @@
+// What peers.cuh needs of CUDA and of kernels/cuda/ptx.cuh, on a host: a CUDA thread is a thread of the system.
+#pragma once
+#include <sched.h>
+
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(threads)
+#define __grid_constant__
+
+namespace meshserve {
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// The threads of a block meet here.
+struct Block {
+  explicit Block(int threads) : all(threads) {}
+  std::barrier<> all;
+  struct Warp {
+    std::barrier<> meet{32};
+    float values[32] = {};
+  } warps[4];
+};
+
+struct Index {
+  unsigned x;
+};
+inline thread_local Index threadIdx, blockIdx, gridDim;
+inline thread_local Block* block;
+
+inline void __syncthreads() { block->all.arrive_and_wait(); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence_system() { __threadfence(); }
+inline void __trap() {
+  std::fprintf(stderr, "trap\n");
+  std::abort();
+}
+inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return std::atomic_ref<uint32_t>(*to).fetch_add(value); }
+
+inline void let_next_kernel_start() {}
+inline void wait_for_previous_kernel() {}
+template <class Parameters>
+void touch_parameters(const Parameters&) {}
+
+inline float sum_over_lanes(float value, int lanes) {
+  const int lane = threadIdx.x % 32;
+  Block::Warp& warp = block->warps[threadIdx.x / 32];
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    warp.values[lane] = value;
+    warp.meet.arrive_and_wait();
+    value += warp.values[lane ^ offset];
+    warp.meet.arrive_and_wait();
+  }
+  return value;
+}
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline uint32_t round_to_bf16(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16(float low, float high) { return round_to_bf16(low) | round_to_bf16(high) << 16; }
+inline float from_bf16(uint32_t bits) {
+  bits <<= 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline float4 unpack_bf16(uint2 v) {
+  return {from_bf16(v.x & 0xFFFF), from_bf16(v.x >> 16), from_bf16(v.y & 0xFFFF), from_bf16(v.y >> 16)};
+}
+
+inline void store_for_peers(void* to, uint2 v) {
+  uint32_t* words = static_cast<uint32_t*>(to);
+  std::atomic_ref<uint32_t>(words[1]).store(v.y, std::memory_order_relaxed);
+  std::atomic_ref<uint32_t>(words[0]).store(v.x, std::memory_order_relaxed);
+}
+inline uint2 load_from_peers(const void* from) {
+  uint32_t* words = static_cast<uint32_t*>(const_cast<void*>(from));
+  const uint2 v = {std::atomic_ref<uint32_t>(words[0]).load(std::memory_order_relaxed),
+                   std::atomic_ref<uint32_t>(words[1]).load(std::memory_order_relaxed)};
+  if (v.x == 0xFFFFFFFFu || v.y == 0xFFFFFFFFu) sched_yield();  // nothing yet: let others run
+  return v;
+}
+inline uint2 load_past_l1(const bf16* from) { return *reinterpret_cast<const uint2*>(from); }
+inline unsigned long long nanoseconds() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+}  // namespace meshserve

@@ -1,0 +1,87 @@
+"""The source of the kernels of kernels/cuda/peers.cuh, compiled for the host: every CUDA thread is a thread.
+
+It shows that words go where they belong, in every order that threads happen to take; not what a GPU makes of it.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from meshserve.kernels.cuda import build
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on PATH")
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels' source beside a ptx.cuh for the host."""
+    folder = tmp_path_factory.mktemp("emulated")
+    for source in (*(Path(__file__).parent / "emulated").iterdir(), build.SOURCES / "peers.cuh"):
+        shutil.copy(source, folder)
+    flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
+    subprocess.run([COMPILER, *flags, folder / "mesh.cpp", "-o", folder / "mesh.so"], check=True)
+    return ctypes.CDLL(str(folder / "mesh.so"))
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def added(shares: np.ndarray) -> np.ndarray:
+    """Over the first axis, in float32, one after another."""
+    total = shares[0].astype(np.float32)
+    for share in shares[1:]:
+        total = total + share.astype(np.float32)
+    return total
+
+
+@pytest.mark.parametrize(("num", "pairs", "blocks"), [(2, 300, 2), (3, 128, 1), (4, 131, 1)])
+def test_sums_are_added_in_the_order_of_the_ranks(library: ctypes.CDLL, num: int, pairs: int, blocks: int) -> None:
+    repeats = 4
+    shares = np.random.default_rng(num).standard_normal((num, repeats, 4 * pairs)).astype(BFLOAT16)
+    out = np.full((num, repeats, 4 * pairs), np.nan, BFLOAT16)
+    assert library.run_singles(num, pairs, repeats, blocks, 1, pointer(shares), pointer(out)) == 1
+    for row in out:
+        np.testing.assert_array_equal(row.view(np.uint16), added(shares).astype(BFLOAT16).view(np.uint16))
+
+
+def test_what_looks_like_an_empty_slot_arrives(library: ctypes.CDLL) -> None:
+    num, pairs, repeats = 3, 40, 3
+    words = np.random.default_rng(5).integers(0, 2**32, (num, repeats, 2 * pairs), np.uint32)
+    words[:, :, ::7] = 0xFFFFFFFF
+    out = np.zeros((num, repeats, num, 2 * pairs), np.uint32)
+    assert library.run_singles(num, pairs, repeats, 1, 0, pointer(words), pointer(out)) == 1
+    expected = np.where(words == 0xFFFFFFFF, 0x7FFF7FFF, words).swapaxes(0, 1)
+    for row in out:
+        np.testing.assert_array_equal(row, expected)
+
+
+@pytest.mark.parametrize(("num", "batch", "columns", "blocks"), [(2, 1, 256, 1), (4, 3, 128, 1), (2, 5, 384, 2)])
+def test_a_gather_leaves_what_the_next_projection_reads(
+    library: ctypes.CDLL, num: int, batch: int, columns: int, blocks: int
+) -> None:
+    rounds, draw = 5, np.random.default_rng(batch)
+    shares = draw.standard_normal((num, rounds, batch, columns)).astype(BFLOAT16)
+    start = draw.standard_normal((batch, columns)).astype(BFLOAT16)
+    gain = draw.standard_normal(columns).astype(BFLOAT16)
+    x, scaled = np.stack([start] * num), np.full((num, batch, columns), np.nan, BFLOAT16)
+    sums = np.full((num, batch, columns // 128), np.nan, np.float32)
+    arrays = [pointer(array) for array in (shares, x, gain, scaled, sums)]
+    assert library.run_gathers(num, rounds, batch, columns, blocks, *arrays) == 1
+    expected = start
+    for round_shares in shares.swapaxes(0, 1):
+        expected = (expected.astype(np.float32) + added(round_shares)).astype(BFLOAT16)
+    wide = expected.astype(np.float32)
+    for rank in range(num):
+        np.testing.assert_array_equal(x[rank].view(np.uint16), expected.view(np.uint16))
+        scaled_up = (wide * gain.astype(np.float32)).astype(BFLOAT16)
+        np.testing.assert_array_equal(scaled[rank].view(np.uint16), scaled_up.view(np.uint16))
+        squares = (wide.reshape(batch, -1, 128) ** 2).sum(axis=2)
+        np.testing.assert_allclose(sums[rank], squares, rtol=1e-5)
