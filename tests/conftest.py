@@ -14,7 +14,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=3000, help="mutated requests to send (make fuzz: 100,000)")
     parser.addoption("--simulated", type=int, default=400, help="requests of each case of test_simulation.py")
-    parser.addoption("--structured", type=int, default=40, help="schemas, and expressions, of test_structured.py")
+    parser.addoption("--structured", type=int, default=24, help="schemas, and expressions, of test_structured.py")
     parser.addoption("--draws", type=int, default=8192, help="of each case of sampling (make sample: 100,000)")
     parser.addoption("--every-case", action="store_true", help="every case of the TPU kernels and of clusters")
 

@@ -14,7 +14,7 @@ from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.constraint import Constraint
 from meshserve.runtime.grammar import compiled
 from meshserve.runtime.launch import Launched, launch
-from meshserve.runtime.request import DEFAULT_OPTIONS, FinishReason, Output, SamplingParams
+from meshserve.runtime.request import FinishReason, Output, RequestOptions, SamplingParams
 
 from .schemas import random_document_schema, random_regex
 
@@ -42,20 +42,20 @@ class Serving:
     def _deliver(self, outputs: Sequence[Output]) -> None:
         with self._changed:
             for output in outputs:
-                name = output.request_id
+                name = f"{output.request_id}.{output.index}" if output.index else output.request_id
                 self.texts[name] = self.texts.get(name, "") + output.text
                 self.tokens.setdefault(name, []).extend(output.token_ids)
                 if output.finish_reason is not None:
                     self.ends[name] = output
             self._changed.notify_all()
 
-    def submit(self, params: SamplingParams, resumed: Sequence[int] = ()) -> str:
+    def submit(self, params: SamplingParams, resumed: Sequence[int] = (), n: int = 1) -> str:
         name = str(self._num_submitted)
-        self._num_submitted += 1
+        self._num_submitted += n
         grammar = compiled(params.constraint, self.launched.grammars)
         prompt = (*self.launched.tokenizer.encode(PROMPT), *resumed)
         params = dataclasses.replace(params, num_resumed_tokens=len(resumed))
-        self.launched.engine.submit(name, prompt, params, DEFAULT_OPTIONS, grammar)
+        self.launched.engine.submit(name, prompt, params, RequestOptions(n=n), grammar)
         return name
 
     def wait(self, num_ended: int | None = None) -> None:
@@ -135,6 +135,15 @@ def test_company_does_not_change_a_token(serving: Serving):
     serving.wait()
     assert [(serving.texts[name], serving.tokens[name]) for name in names] == alone
     assert len({len(tokens) for _, tokens in alone}) > 2
+
+
+def test_each_sample_follows_the_grammar_by_itself(serving: Serving):
+    params = held_to("regex", "([A-Z][a-z]{2,9} ){1,4}", seed=7)
+    name = serving.submit(params, n=3)
+    serving.wait()
+    texts = [serving.texts[name], serving.texts[f"{name}.1"], serving.texts[f"{name}.2"]]
+    alone = serving.run(*(dataclasses.replace(params, seed=7 + index) for index in range(3)))
+    assert texts == [text for text, *_ in alone] and len(set(texts)) > 1
 
 
 def test_an_output_that_broke_off_goes_on_in_its_grammar(serving: Serving):
