@@ -5,11 +5,14 @@ ready before its next step is sampled; and who has reached the end of its gramma
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .grammar import Matcher
 from .request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from .grammar import Matcher
 
 _CONFLICT = "no token was left that the constraint and the other sampling parameters both allow"
 
@@ -35,7 +38,7 @@ class ConstrainedSamples:
         self._matchers: dict[Request, Matcher] = {}
         self._stale: list[tuple[Request, Matcher]] = []  # their masks are of a token that is not the next any more
 
-    def open(self, request: Request, matcher: Matcher) -> None:
+    def open(self, request: Request, matcher: "Matcher") -> None:
         """A new sample."""
         self._matchers[request] = matcher
         self._set_mask(request, matcher)
@@ -79,7 +82,7 @@ class ConstrainedSamples:
         return ended
 
     @staticmethod
-    def _set_mask(request: Request, matcher: Matcher) -> None:
+    def _set_mask(request: Request, matcher: "Matcher") -> None:
         """With `ignore_eos` the output goes on for as long as its grammar lets it."""
         request.token_mask = matcher.mask
         if request.params.ignore_eos and (going_on := matcher.mask & ~matcher.grammar.grammars.eos_mask).any():

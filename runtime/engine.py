@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -25,7 +25,6 @@ from .constrained import ConstrainedSamples, token_masks
 from .contract import Deliver
 from .control_batch import ControlBatch, Logprobs, Sampled
 from .errors import EngineStoppedError, InvalidRequestError
-from .grammar import Grammar
 from .logprobs import StepLogprobs
 from .pages import PageAllocator
 from .plan import Progress, StepPlan
@@ -44,6 +43,9 @@ from .request import (
 )
 from .scheduler import Scheduler
 from .tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from .grammar import Grammar  # llguidance may be missing where there are no constraints
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +168,7 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
-        grammar: Grammar | None = None,
+        grammar: "Grammar | None" = None,
     ) -> None:
         """Accepts a request; its outputs come through `deliver`. `grammar` is `params.constraint`, compiled.
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,7 +26,6 @@ from .control_batch import ControlBuilder
 from .control_programs import Controls, ControlSizes
 from .engine import Engine
 from .figures import FIGURES_IN_LOG
-from .grammar import Grammars
 from .kernel_choice import choose_kernels
 from .limits import SchedulerLimits
 from .model import Kernels
@@ -38,6 +38,9 @@ from .scheduler import Scheduler
 from .step import CacheShape, StepRunner, cache_page_bytes, scratch_bytes, specs_of, state_shapes
 from .tokenizer import Tokenizer
 from .weights import device_weight_bytes, load_model
+
+if TYPE_CHECKING:
+    from .grammar import Grammars
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Launched:
     tokenizer: Tokenizer
     info: ModelInfo
     resharder: Resharder
-    grammars: Grammars | None  # None: takes no constraints
+    grammars: "Grammars | None"  # None: takes no constraints
 
     def info_at(self, tp: int) -> ModelInfo:
         """What is served once the degree has changed."""
@@ -81,6 +84,8 @@ def launch(
     tokenizer = Tokenizer(files.small)
     grammars = None
     if config.controls:
+        from .grammar import Grammars  # here, because benchmarks of the engine run where llguidance is not installed
+
         grammars = Grammars(files.small / "tokenizer.json", model.vocab_size, tokenizer.eos_token_ids)
     if cluster is not None:
         progress("waiting for the other processes")

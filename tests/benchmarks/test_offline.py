@@ -69,7 +69,7 @@ def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture
     arguments = [
         f"--model={tiny}", "--random-weights", "--workload=fixed", "--requests=3", "--input-tokens=9",
         "--output-tokens=6", "--cpu-devices=8", "--set=num_pages=32", "--set=page_size=16", "--set=cache_dir=",
-        "--set=max_step_tokens=8", f"--json={tiny / 'result.json'}",
+        "--set=max_step_tokens=8", "--set=controls=false", f"--json={tiny / 'result.json'}",
     ]  # fmt: skip
     assert throughput.main(arguments) == 0
     result = json.loads((tiny / "result.json").read_text())
@@ -80,11 +80,11 @@ def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture
 
 
 def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
-    """Hugging Face, batched, in a process that sees nothing of ours but the benchmarks, and ours without the gRPC
-    packages that only the server needs."""
+    """Hugging Face, batched, in a process that sees nothing of ours but the benchmarks, and ours without the packages
+    that only the server needs."""
     blocked = tiny / "blocked"
     blocked.mkdir()
-    for name in ("grpc_health", "grpc_reflection"):
+    for name in ("grpc_health", "grpc_reflection", "llguidance"):
         (blocked / f"{name}.py").write_text("raise ImportError('not here')")
     wrapper = tiny / "python"
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{blocked}:$PYTHONPATH" exec {sys.executable} "$@"\n')
@@ -95,7 +95,7 @@ def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
         f"--model={tiny}", "--dtype=float32", "--runs=2", "--warmups=1", "--requests=3", "--input-tokens=5",
         "--output-tokens=4", "--peers", "hf-batched", "vllm", "ours", f"--python-ours={wrapper}",
         f"--python-vllm={tiny / 'without-vllm'}", "--set=cpu_devices=1", "--set=num_pages=16", "--set=cache_dir=",
-        "--set=max_step_tokens=8", f"--json={tiny / 'rows.json'}",
+        "--set=max_step_tokens=8", "--set=controls=false", f"--json={tiny / 'rows.json'}",
     ]  # fmt: skip
     status = compare.main(arguments)
     said = capsys.readouterr()
