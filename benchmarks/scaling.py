@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.sums:
         rows = measure_sums(options)
     else:
-        steps = _with_efficiency(measure_steps(options))
+        steps = with_efficiency(measure_steps(options))
         rows = [dataclasses.asdict(step) for step in steps]
         print(*(step.text() for step in steps), sep="\n")
         if options.plot:
@@ -275,7 +275,7 @@ def _time_steps(run: Callable[[], jax.Array], rounds: int, steps: int) -> tuple[
     return times, statistics.median(dispatches)
 
 
-def _with_efficiency(steps: Sequence[Step]) -> list[Step]:
+def with_efficiency(steps: Sequence[Step]) -> list[Step]:
     """Relative to the smallest degree of the same model and batch."""
     smallest: dict[tuple[str, int], Step] = {}
     for step in sorted(steps, key=lambda step: step.tp):
@@ -288,8 +288,15 @@ def _with_efficiency(steps: Sequence[Step]) -> list[Step]:
 
 
 def plot(steps: Sequence[Step], path: Path) -> None:
-    """Milliseconds a step over the degree, a line for each model and batch; ideal scaling is dotted."""
-    from matplotlib.figure import Figure
+    """Milliseconds a step over the degree, a line for each model and batch; ideal scaling is dotted.
+
+    Raises:
+      SystemExit: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SystemExit(f"plots need matplotlib ({error}): install meshserve[plots].") from None
 
     axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
     for key in dict.fromkeys((step.model, step.batch) for step in steps):

@@ -1,0 +1,55 @@
+"""The benchmark of scaling: what a shard is, what is compared with what, what it writes."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from meshserve.benchmarks import scaling
+from meshserve.runtime.model_sizes import named_model
+from meshserve.runtime.orbax_weights import model_layout
+
+STEP = scaling.Step(
+    model="m", tp=1, batch=1, context=8, step_ms=8.0, p10_ms=8.0, p90_ms=8.0, dispatch_ms=0.1, alone_ms=None,
+    compile_seconds=1.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-32b"])
+def test_a_shard_alone_has_the_shapes_that_it_has_on_the_mesh(name: str, tp: int) -> None:
+    whole = model_layout(named_model(name), tp)
+    shard = scaling.shard_of(named_model(name), tp)
+    alone = model_layout(shard, 1)
+    assert alone.num_groups == whole.num_groups // tp
+    assert (alone.group_size, alone.repeats) == (whole.group_size, 1)
+    assert (alone.mlp_dim, alone.vocab_size) == (whole.mlp_dim // tp, whole.vocab_size // tp)
+
+
+def test_efficiency_is_relative_to_the_smallest_degree_of_the_same_case() -> None:
+    steps = [
+        dataclasses.replace(STEP, tp=4, step_ms=2.5),
+        STEP,
+        dataclasses.replace(STEP, tp=2, step_ms=4.0),
+        dataclasses.replace(STEP, tp=2, batch=32, step_ms=9.0),
+    ]
+    efficiencies = [step.efficiency for step in scaling.with_efficiency(steps)]
+    assert efficiencies == [pytest.approx(0.8), 1.0, 1.0, 1.0]
+    assert "collectives" not in STEP.text()
+    assert "collectives  25%" in dataclasses.replace(STEP, alone_ms=6.0).text()
+
+
+def test_sums_are_timed_by_size_and_written(tmp_path: Path) -> None:
+    file = tmp_path / "sums.json"
+    options = ["--sums", "--tp", "2", "--kilobytes", "4", "8", "--rounds", "1", "--steps", "1", f"--json={file}"]
+    assert scaling.main(options) == 0
+    rows = json.loads(file.read_text())
+    assert [(row["tp"], row["kilobytes"]) for row in rows] == [(2, 4.0), (2, 8.0)]
+    assert all(set(row) == {"tp", "kilobytes", "psum"} for row in rows)
+
+
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    scaling.plot([STEP, dataclasses.replace(STEP, tp=2, step_ms=5.0)], tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
