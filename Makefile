@@ -8,7 +8,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
 export PYTHONSAFEPATH := 1
 
 .PHONY: demo demo-cluster test test-cluster test-deploy test-gateway test-gpu check check-tpu fuzz simulate structured \
-    bench-cluster bench-edge bench-gpu bench-loading bench-scheduler protos clean
+    sample bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -111,6 +111,15 @@ bench-gpu:
 	    --context 82 512 --max-step-tokens 128 --attention cuda --decode-layers cuda
 	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-8b --random-weights --batch 1 32 128 \
 	    --context 1024 --attention cuda --decode-layers cuda
+
+# What sampling costs on the device, path by path. Uses PYTHON as it is, with a GPU if jax sees one.
+bench-sampling:
+	$(PYTHON) -m pip install --quiet --no-deps --editable .
+	$(PYTHON) -m meshserve.runtime.cli bench sampling
+
+# 100,000 draws of each case of the samplers, TP 1, 4 and 8.
+sample: $(VENV)/.test
+	$(BIN)/pytest -q --timeout 3600 --draws 100000 tests/runtime/test_sampling.py tests/runtime/test_controls.py
 
 clean:
 	rm -rf $(VENV) build dist

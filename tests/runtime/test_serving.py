@@ -8,6 +8,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,14 @@ from .trace import Arrival, Traffic, make_trace
 
 NUM_PAGES, PAGE_SIZE, MAX_RUNNING, MAX_STEP_TOKENS, MAX_CONTEXT = 256, 8, 8, 16, 256
 WAIT_SECONDS = 120.0
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.95},
+    {"temperature": 0.8, "top_k": 30, "min_p": 0.02},
+    {"temperature": 0.0, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    {"temperature": 1.1, "presence_penalty": 0.5, "logit_bias": {400: 3.0}, "min_tokens": 1, "logprobs": 3,
+     "prompt_logprobs": 1},
+)  # fmt: skip
 TRAFFIC = Traffic(
     num_requests=32,
     max_context=MAX_CONTEXT,
@@ -109,12 +118,11 @@ class Serving:
 
 
 def params_of(arrival: Arrival, number: int) -> SamplingParams:
-    """Half of them greedy, half drawn."""
-    temperature, top_p = random.Random(number).choice(((0.0, 1.0), (0.9, 0.95)))
+    """Some greedy, some drawn, some under controls."""
+    fields: dict[str, Any] = random.Random(number).choice(SAMPLING)
     return SamplingParams(
-        max_tokens=min(arrival.max_tokens, 80), temperature=temperature, top_p=top_p, seed=1000 * number,
-        ignore_eos=arrival.ignore_eos,
-    )  # fmt: skip
+        max_tokens=min(arrival.max_tokens, 80), seed=1000 * number, ignore_eos=arrival.ignore_eos, **fields
+    )
 
 
 @pytest.fixture(scope="module")
