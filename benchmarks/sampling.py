@@ -122,9 +122,10 @@ def _measured(mesh: Mesh, batch: int, options: argparse.Namespace) -> Iterator[t
         run = _step_program(mesh, logits, options.vocab, mode, fields)
         yield path, time(run, jnp.zeros(batch, jnp.int32), num_copies)[0]
     state = _control_state(mesh, batch, vocab_size)
+    control = _control_program(mesh, logits[0], options.vocab)
     for path, (mode, has_logprobs) in CONTROL_PATHS.items():
-        control = _control_program(mesh, logits[0], options.vocab, mode, has_logprobs)
-        figures, state = time(control, state, 1)
+        packed = jax.device_put(_packed(ControlShape(batch), mode, has_logprobs), named_sharding(mesh, ()))
+        figures, state = time(partial(control, packed), state, 1)
         yield path, figures
 
 
@@ -174,22 +175,19 @@ def _control_state(mesh: Mesh, batch: int, vocab_size: int) -> tuple[ControlStat
     return jax.jit(zeros, out_shardings=(ControlState(vocab, vocab), every))()
 
 
-def _control_program(
-    mesh: Mesh, logits: jax.Array, vocab_size: int, mode: SamplingMode, has_logprobs: bool
-) -> Callable[[Any], Any]:
-    """(control state, last tokens) -> the same after a step."""
+def _control_program(mesh: Mesh, logits: jax.Array, vocab_size: int) -> Callable[[jax.Array, Any], Any]:
+    """Control vector, (control state, last tokens) -> the latter after a step."""
     shape = ControlShape(logits.shape[0])
     state = ControlState(_VOCAB, _VOCAB)
     program = partial(sample_controlled, shape=shape, vocab_size=vocab_size, is_unrolled=_is_unrolled(mesh))
     specs, results = (state, _ANY, _VOCAB, _ANY, _ANY), (state, _ANY, _ANY)
     sharded = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
     compiled = jax.jit(sharded, donate_argnums=(0, 1), compiler_options=compiler_options(mesh))
-    packed = jax.device_put(_packed(shape, mode, has_logprobs), named_sharding(mesh, ()))
     masks = jax.device_put(
         np.full((shape.num_requests, -(-vocab_size // 32)), 2**32 - 1, np.uint32), named_sharding(mesh, ())
     )
 
-    def run(carry: tuple[ControlState[jax.Array], jax.Array]) -> tuple[ControlState[jax.Array], jax.Array]:
+    def run(packed: jax.Array, carry: Any) -> tuple[ControlState[jax.Array], jax.Array]:
         state, last_tokens, _ = compiled(*carry, logits, packed, masks)
         return state, last_tokens
 
