@@ -114,6 +114,12 @@ def corrupt_digest(scene: Scene, victim: int) -> None:
     scene.proxy.spoil_request = spoil
 
 
+def delay_digest(scene: Scene, victim: int) -> None:
+    """Acknowledgements do not come; to process 0 it looks as if the follower's device hung."""
+    assert scene.proxy is not None
+    scene.proxy.spoil_request = lambda request: [] if request.HasField("acknowledgement") else [request]
+
+
 FAULTS = (
     Fault("kill -9", kill),
     Fault("SIGSTOP", stop),
@@ -122,6 +128,7 @@ FAULTS = (
     Fault("reordered calls", spoiling(reordered), (1,), wants_proxy=True),
     Fault("corrupted plan", spoiling(corrupted), (1,), wants_proxy=True),
     Fault("corrupted digest", corrupt_digest, (0,), wants_proxy=True),
+    Fault("delayed digest", delay_digest, (0,), wants_proxy=True),
 )
 
 
@@ -183,7 +190,7 @@ class Rounds:
 
     def round(self, case: Case, fault: Fault, victim: int, *, is_loaded: bool) -> None:
         with tempfile.TemporaryDirectory() as folder, self._scene(fault, Path(folder)) as scene:
-            self._check_text(scene.cluster.target, case)
+            self._check_text(scene.cluster, case)
             streams = [Stream(scene.cluster.target, index) for index in range(NUM_STREAMS if is_loaded else 0)]
             while not all(stream.num_tokens or stream.ended for stream in streams):
                 time.sleep(0.02)
@@ -241,9 +248,9 @@ class Rounds:
             undo.callback(cluster.kill)
             yield Scene(cluster, proxy, scene_hosts)
 
-    def _check_text(self, target: str, case: Case) -> None:
-        with Client(target) as client:
-            client.wait_until_ready(READY_SECONDS)
+    def _check_text(self, cluster: LocalCluster, case: Case) -> None:
+        with Client(cluster.target) as client:
+            cluster.wait_until_ready(client, READY_SECONDS)
             text = client.complete("ROMEO:\n", max_tokens=12, temperature=0.0).text
         self._text = self._text or text
         if text != self._text:

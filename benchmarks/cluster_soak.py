@@ -96,13 +96,14 @@ def worker(
                 tally.num_cancelled += cut is not None
                 if problem:
                     tally.problems.append(problem)
+                    return
             time.sleep(draw.uniform(0.0, 0.5))
 
 
 def references(asked: list[Asked], folder: Path, cache: str) -> list[tuple[int, ...]]:
     """What one process answers."""
     with local_cluster(1, (*FLAGS, cache, f"--cpu-devices={TP}"), folder) as alone, Client(alone.target) as client:
-        client.wait_until_ready(READY_SECONDS)
+        alone.wait_until_ready(client, READY_SECONDS)
         return [client.complete(each.prompt, **each.sampling).token_ids for each in asked]
 
 
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--concurrency", type=int, default=6, help="requests open at a time (%(default)s)")
+    parser.add_argument("--fail-seconds", type=float, default=10.0)
     parser.add_argument("--cache-dir", default="~/.cache/meshserve")
     options = parser.parse_args(arguments)
     cache = f"--cache-dir={options.cache_dir}"
@@ -138,10 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         alone.mkdir()
         together.mkdir()
         expected = references(requests(), alone, cache)
-        flags = (*FLAGS, cache, f"--cpu-devices={TP // options.processes}")
+        limit = f"--fail-seconds={options.fail_seconds:g}"
+        flags = (*FLAGS, cache, limit, f"--cpu-devices={TP // options.processes}")
         with local_cluster(options.processes, flags, together) as cluster:
             with Client(cluster.target) as client:
-                client.wait_until_ready(READY_SECONDS)
+                cluster.wait_until_ready(client, READY_SECONDS)
             tally = soak(cluster, options, expected)
             statuses = cluster.stop()
             said = _STATS.search(cluster.log(0).read_text())

@@ -88,7 +88,7 @@ def token_times(delays: Sequence[float], num_tokens: int, cache: str) -> dict[fl
     with tempfile.TemporaryDirectory() as folder:
         flags = (*FLAGS, f"--cache-dir={cache}")
         with local_cluster(2, flags, Path(folder), own_flags=own) as cluster, Client(cluster.target) as client:
-            client.wait_until_ready(READY_SECONDS)
+            cluster.wait_until_ready(client, READY_SECONDS)
             for delay in [*delays, *delays]:
 
                 def hold(response: pb.JoinResponse, seconds: float = delay / 1e3) -> Iterable[pb.JoinResponse]:

@@ -55,7 +55,10 @@ class FollowingProcess:
             self.progress = progress
 
         with CompileWatch(is_strict=self._config.strict) as compiles:
-            runner = launch_follower(self._config, Cluster(self._membership, follower), tell)
+            cluster = Cluster(self._membership, follower)
+            runner = launch_follower(self._config, cluster, tell)
+            cluster.ready()
+            self._watch.ready()
             compiles.ready()
             self.progress, self.is_ready = "", True
             replay(runner, follower, self._watch)

@@ -12,20 +12,23 @@ import sys
 
 
 class Guard:
-    """Kills this process once `beat` was not called for so many seconds."""
+    """Kills this process once `beat` was not called for so many seconds. Begins with the first call."""
 
     def __init__(self, seconds: float):
-        command = [sys.executable, "-I", "-S", __file__, str(seconds)]
-        # A session of its own: Ctrl-C in a terminal ends this process, and the guard with it.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        assert self._process.stdin is not None
-        self._pipe = self._process.stdin.fileno()
-        os.set_blocking(self._pipe, False)
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
 
     def beat(self) -> None:
         """A sign of life."""
+        if self._process is None:
+            command = [sys.executable, "-I", "-S", __file__, str(self._seconds)]
+            # A session of its own: Ctrl-C in a terminal ends this process, and the guard with it.
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
+        assert self._process.stdin is not None
         try:
-            os.write(self._pipe, b".")
+            os.write(self._process.stdin.fileno(), b".")
         except OSError:
             pass  # full, or the guard is gone: it is a second line, and no reason to fail
 

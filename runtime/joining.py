@@ -23,7 +23,8 @@ def new_watch(config: ServeConfig) -> Watch:
     guard = Guard(_GUARD_SHARE * config.fail_seconds)
 
     def beat(now: float) -> None:
-        guard.beat()
+        if watch.is_ready:
+            guard.beat()
 
     watch.look(beat)
     return watch

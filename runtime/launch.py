@@ -190,8 +190,6 @@ def build_runner(
     runner, num_pages = make_runner(config, model, mesh, structure, params, cluster=cluster)
     runner.start(params)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))
-    if cluster is not None:
-        cluster.ready()
     return runner, num_pages, mesh
 
 

@@ -35,7 +35,7 @@ class Place(Protocol):
         """The others, once all have come; see `launch`."""
 
     def attach(self, engine: "Engine") -> None:
-        """The engine is there, and not yet started."""
+        """Everything is ready, but for the engine to be started."""
 
     def on_ready(self, handle: ServerHandle) -> None:
         """On the event loop, when requests are taken."""
@@ -89,6 +89,7 @@ class LeadingProcess:
     def __init__(self, config: ServeConfig, membership: Membership, watch: Watch):
         self._config, self._membership, self._watch = config, membership, watch
         self._leader: Leader | None = None
+        self._cluster: Cluster | None = None
 
     def open(self) -> "Cluster":
         """Waits until every follower has joined.
@@ -100,15 +101,19 @@ class LeadingProcess:
 
         self._leader = lead(self._config, self._membership, self._watch)
         self._leader.wait_for_followers()
-        return Cluster(self._membership, self._leader)
+        self._cluster = Cluster(self._membership, self._leader)
+        return self._cluster
 
     def attach(self, engine: "Engine") -> None:
         """From now on the followers do what its runner does, and its requests end when something fails."""
         from .lockstep import LeadingRunner
 
-        assert self._leader is not None
+        assert self._leader is not None and self._cluster is not None
+        self._cluster.ready()
+        self._watch.ready()
         engine.runner = LeadingRunner(engine.runner, self._leader, self._watch)
         self._watch.listen(engine.fail)
+        self._watch.look(lambda now: engine.failure)
 
     def on_ready(self, handle: ServerHandle) -> None:
         """A follower that is told to stop drains this server."""

@@ -12,8 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from .client import CallError, Client
 from .errors import MeshserveError
 
+_POLL_SECONDS = 1.0
 _NONE: Mapping[int, Sequence[str]] = MappingProxyType({})
 _SAYS_ADDRESS = re.compile(r"(?:listens on|health at) (\S+)")
 
@@ -71,6 +73,21 @@ class LocalCluster:
 
     def log(self, index: int) -> Path:
         return self._folder / f"{index}.log"
+
+    def wait_until_ready(self, client: Client, timeout_seconds: float) -> None:
+        """Until the cluster takes requests.
+
+        Raises:
+          MeshserveError: a process has ended, or the time is over; the message has its log.
+        """
+        end = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                return client.wait_until_ready(_POLL_SECONDS)
+            except CallError as error:
+                for index, process in enumerate(self.processes):
+                    if process.poll() is not None or time.monotonic() > end:
+                        raise MeshserveError(f"process {index}: {error}\n{self.log(index).read_text()}") from None
 
     def kill(self) -> None:
         for process in self.processes:

@@ -98,7 +98,6 @@ class _Serving:
         compiles = self._open_things.enter_context(CompileWatch(is_strict=self._config.strict))
         edge, metrics = self.edge, self.edge.observer.metrics
         launched = launch(self._config, edge.mailroom.deliver, metrics.record_step, self._tell, self.place.open())
-        self.place.attach(launched.engine)
         self.launched = launched
         if launched.info.supports_chat:
             self._tell("reading the chat template")
@@ -108,6 +107,7 @@ class _Serving:
         compiles.ready()
         launched.resharder.compiling = compiles.expected
         metrics.num_late_compiles = lambda: compiles.counts.num_late_compiles
+        self.place.attach(launched.engine)
         launched.engine.start()
         return Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars)
 

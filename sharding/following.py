@@ -158,7 +158,7 @@ class Follower:
     def _look(self, now: float) -> str | None:
         """A sign of life; what is overdue from process 0 or from this one."""
         self._outbox.put(pb.JoinRequest(beat=pb.Beat()))
-        limit = self._watch.limits.overdue_seconds
+        limit = self._watch.overdue_seconds
         if now - self._heard > limit:
             return f"process 0 at {self._address} was not heard for {now - self._heard:.1f} s"
         with self._changed:

@@ -237,7 +237,7 @@ class Leader(pb_grpc.StepServiceServicer):
     def _look(self, now: float) -> str | None:
         """Signs of life to everybody; what is overdue from them."""
         self._send(pb.JoinResponse(beat=pb.Beat()))
-        limit = self._watch.limits.overdue_seconds
+        limit = self._watch.overdue_seconds
         with self._changed:
             for peer in self._peers.values():
                 if now - peer.heard > limit:

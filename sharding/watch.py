@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FAILED = 1  # exit status
+_STARTING_FACTOR = 6  # imports, weights and compilers keep a process busy, and nobody waits for an answer yet
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Watch:
     ):
         self.limits = limits
         self.failure: str | None = None
+        self.is_ready = False
         self._exit = exit
         self._clock = clock
         self._lock = threading.Lock()
@@ -63,8 +65,17 @@ class Watch:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
+    @property
+    def overdue_seconds(self) -> float:
+        """As the limits say; more of it until `ready`."""
+        return self.limits.overdue_seconds * (1 if self.is_ready else _STARTING_FACTOR)
+
     def start(self) -> None:
         self._thread.start()
+
+    def ready(self) -> None:
+        """The processes serve: from now on the limits hold."""
+        self.is_ready = True
 
     def stop(self) -> None:
         """From now on nothing is a failure. The end of the process, should it be due, still comes."""

@@ -32,7 +32,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 def ready(num_processes: int, cache: str, folder: Path, *flags: str) -> Iterator[LocalCluster]:
     flags = (*FLAGS, cache, f"--cpu-devices={4 // num_processes}", *flags)
     with local_cluster(num_processes, flags, folder) as cluster, Client(cluster.target) as client:
-        client.wait_until_ready(240)
+        cluster.wait_until_ready(client, 240)
         yield cluster
 
 

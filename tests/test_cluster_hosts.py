@@ -55,7 +55,7 @@ def test_two_hosts_with_tls_and_a_token(tmp_path: Path) -> None:
         with local_cluster(2, FLAGS, tmp_path, **options) as cluster:
             trusting = grpc.ssl_channel_credentials(authority.read_bytes())
             with Client(cluster.target, credentials=trusting) as client:
-                client.wait_until_ready(240)
+                cluster.wait_until_ready(client, 240)
                 said = client.complete("ROMEO:\n", max_tokens=8, temperature=0.0, ignore_eos=True)
                 assert len(said.token_ids) == 8
                 assert f"process 1 at ipv4:{made.address(1)}" in cluster.log(0).read_text()

@@ -198,6 +198,9 @@ def test_a_process_that_goes_away_ends_the_others(lost):
 def test_silence_and_steps_under_way_are_overdue_after_half_the_limit():
     with cluster(limits=Limits(10.0)) as ends:
         now = time.monotonic()
+        assert ends.leader._look(now + 29.0) is None  # of starting processes more is expected
+        for watch in ends.watches:
+            watch.ready()
         for end in (ends.leader, ends.followers[0]):
             assert end._look(now + 4.0) is None
             assert "was not heard for 6." in str(end._look(now + 6.0))
