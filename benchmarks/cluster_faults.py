@@ -30,7 +30,7 @@ from meshserve.runtime.local_cluster import LocalCluster, free_port
 
 FLAGS = (
     "--model=demo", "--tp=2", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--max-running=4",
-    "--max-step-tokens=4", "--num-pages=128",
+    "--max-step-tokens=4", "--num-pages=256", "--no-controls",
 )  # fmt: skip
 NUM_STREAMS = 4
 READY_SECONDS = 240.0

@@ -24,8 +24,8 @@ from meshserve.runtime.local_cluster import LocalCluster, local_cluster
 
 TP = 4
 FLAGS = (
-    "--model=demo", f"--tp={TP}", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=16",
-    "--num-pages=64",
+    "--model=demo", f"--tp={TP}", "--dtype=float32", "--page-size=16", "--max-running=4", "--max-step-tokens=4",
+    "--num-pages=32", "--no-controls",
 )  # fmt: skip
 NUM_REQUESTS = 32
 READY_SECONDS = 300.0
@@ -45,7 +45,7 @@ def requests() -> list[Asked]:
     draw = random.Random(0)
     return [
         Asked(
-            prompt=[draw.randrange(300, 2000) for _ in range(draw.randint(1, 120))],
+            prompt=[draw.randrange(300, 2000) for _ in range(draw.randint(1, 40))],
             sampling={
                 "max_tokens": draw.randint(4, 80),
                 "temperature": draw.choice([0.0, 0.7, 1.0]),

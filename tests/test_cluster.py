@@ -16,8 +16,8 @@ from meshserve.runtime.local_cluster import LocalCluster, local_cluster
 
 FAIL_SECONDS = 20.0  # half of it without a sign of life is a failure, also on a busy machine
 FLAGS = [
-    "--model=demo", "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=4", "--max-step-tokens=4",
-    "--num-pages=128", f"--fail-seconds={FAIL_SECONDS:g}", "--drain-seconds=60",
+    "--model=demo", "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=2", "--max-step-tokens=2",
+    "--num-pages=128", "--no-controls", f"--fail-seconds={FAIL_SECONDS:g}", "--drain-seconds=60",
 ]  # fmt: skip
 NUM_STREAMS = 12
 
@@ -112,7 +112,7 @@ def test_a_lost_process_ends_everybody_within_the_limit(
     if not (is_always or every_case):
         pytest.skip("one of the cases that --every-case adds")
     with ready(2, cache, tmp_path) as cluster:
-        streams = [Stream(cluster.target, 4 * index, max_tokens=900) for index in range(4)]
+        streams = [Stream(cluster.target, 4 * index, max_tokens=900) for index in range(2)]
         while not all(stream.token_ids for stream in streams):
             time.sleep(0.01)
         began = time.monotonic()
