@@ -5,11 +5,13 @@ import json
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime import cli
@@ -170,6 +172,18 @@ def test_commands_in_scripts_and_the_runbook_have_flags_that_there_are():
     assert commands
     for command in commands:
         assert flags_in(command) <= known, command
+
+
+@pytest.mark.parametrize("name", ["cuda", "tpu"])
+def test_images_pin_what_they_install(name: str):
+    extras = re.findall(r'"\.\[(.+)\]"', (DEPLOY / "docker" / f"Dockerfile.{name}").read_text())[0].split(",")
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    pinned = dict(
+        line.split("==") for line in (DEPLOY / "docker" / f"constraints-{name}.txt").read_text().splitlines() if line
+    )
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(pinned[requirement.name.lower()]), requirement
 
 
 SCRIPTS = {"slurm/serve.sbatch": ("SLURM_JOB_NUM_NODES", "2"), "tpu/start.sh": ("TPU_WORKER_HOSTNAMES", "a,b")}
