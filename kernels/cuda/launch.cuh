@@ -423,8 +423,9 @@ class Step {
               const Arguments&... arguments) {
     if (!error_.empty()) return;
     const void* function = reinterpret_cast<const void*>(kernel);
-    check(name, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     static_cast<int>(shared_bytes)));
+    // All that a block may have, whatever this launch takes: o and down share a kernel, and a captured launch of one must
+    // not find the limit that the other has set.
+    check(name, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes));
     // The same split of L1 and shared memory for every kernel: an SM must be empty to change it.
     check(name, cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      cudaSharedmemCarveoutMaxShared));
@@ -452,6 +453,7 @@ class Step {
     }
   }
 
+  static constexpr int kMaxSharedBytes = 227 * 1024;  // of a block; none of the kernels has static shared memory
   static constexpr int kMultiprocessors = 132;  // of an H100 or H200; it only shapes the launches
 
   Shapes shapes_;
