@@ -160,7 +160,7 @@ class BatchBuilder:
                 control_rows.append(control_row)
             if num_cached_pages:
                 page_rows.append(self._page_row(request, num_cached_pages))
-        rows = np.array([_row(request) for request in (*plan.decodes, *(chunk.request for chunk in plan.prefills))])
+        rows = np.array([_row(request) for request in plan.requests])
         mode = self._controls.mode(rows)
         bucket = self.bucket(plan, mode)
         packed = np.zeros(bucket.size, np.int32)

@@ -21,28 +21,19 @@ import jax
 import numpy as np
 
 from .batch import BatchBuilder, Bucket
-from .constrained import ConstrainedSamples, token_masks
+from .constrained import token_masks
 from .contract import Deliver
 from .control_batch import ControlBatch, Logprobs, Sampled
-from .errors import EngineStoppedError, InvalidRequestError
+from .errors import EngineStoppedError
 from .logprobs import StepLogprobs
+from .open_samples import OpenSamples
 from .pages import PageAllocator
-from .plan import Progress, StepPlan
+from .plan import StepPlan
 from .prefix import extend_page_keys
 from .record import Record, StepRecord, StepRecorder
-from .request import (
-    DEFAULT_OPTIONS,
-    MAX_SEED,
-    FinishReason,
-    Load,
-    Output,
-    Request,
-    RequestOptions,
-    SamplingParams,
-    TokenLogprobs,
-)
+from .request import DEFAULT_OPTIONS, MAX_SEED, FinishReason, Load, Request, RequestOptions, SamplingParams
 from .scheduler import Scheduler
-from .tokenizer import TextStream, Tokenizer
+from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .grammar import Grammar  # llguidance may be missing where there are no constraints
@@ -118,14 +109,10 @@ class Engine:
         self._pages = pages
         self._batches = batches
         self.runner = runner
-        self._tokenizer = tokenizer
         self._deliver = deliver
         self._recorder = StepRecorder(scheduler, pages, record) if record is not None else None
         self._clock = clock
-        self._open: dict[str, list[Request]] = {}  # unfinished samples, by request id
-        self._texts: dict[Request, TextStream] = {}
-        self._constrained = ConstrainedSamples()
-        self._outputs: list[Output] = []
+        self._open = OpenSamples(scheduler, tokenizer)
         self._flight: _Flight | None = None
         self._change: _Change | None = None
         self._is_stopping = False
@@ -151,7 +138,7 @@ class Engine:
         with self._changed:
             self.failure = self.failure or reason
             self._is_stopping = True
-            self._end_all(FinishReason.ERROR, self.failure)
+            self._open.end_all(FinishReason.ERROR, self._clock(), self.failure)
             self._changed.notify()
         self._flush()
 
@@ -186,22 +173,9 @@ class Engine:
                 raise EngineStoppedError(f"the engine has failed: {self.failure}")
             if self._is_stopping:
                 raise EngineStoppedError("the engine is stopping; send the request to another server.")
-            if request_id in self._open:
-                message = f"{request_id!r} is still being served. Use another, or wait until it has ended."
-                raise InvalidRequestError("request_id", message)
+            self._open.check_new(request_id)
             self._scheduler.add(*samples)
-            self._open[request_id] = samples
-            for sample, matcher in zip(samples, matchers, strict=False):
-                self._constrained.open(sample, matcher)
-            if self._tokenizer is not None:
-                for sample in samples:
-                    text = self._texts[sample] = TextStream(
-                        self._tokenizer,
-                        params.stop,
-                        include_stop=params.include_stop,
-                        num_free_tokens=params.min_tokens,
-                    )
-                    text.push(resumed)
+            self._open.add(samples, matchers, resumed)
             self._changed.notify()
 
     def _samples(
@@ -234,9 +208,8 @@ class Engine:
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """Ends a request, all samples; its pages are free at once. One that is unknown or has ended is left alone."""
         with self._changed:
-            for request in tuple(self._open.get(request_id, ())):
-                if self._scheduler.finish(request, reason, self._clock()):
-                    self._end(request)
+            for sample in self._open.of(request_id):
+                if self._open.end(sample, reason, self._clock()):
                     self._changed.notify()
 
     def load(self) -> Load:
@@ -295,8 +268,8 @@ class Engine:
         num_pages = self._pages.num_pages
         for request in tuple(self._scheduler.requests):
             if self._scheduler.limits.num_needed_pages(request) > num_pages:
-                self._scheduler.finish(request, FinishReason.ERROR, self._clock())
-                self._end(request, message=f"the cache was rebuilt with {num_pages} pages, too few for this request")
+                message = f"the cache was rebuilt with {num_pages} pages, too few for this request"
+                self._open.end(request, FinishReason.ERROR, self._clock(), message)
 
     def _run(self) -> None:
         try:
@@ -309,11 +282,11 @@ class Engine:
             _log.exception("the engine loop died")
             with self._changed:
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
-                self._end_all(FinishReason.ERROR, self.failure)
+                self._open.end_all(FinishReason.ERROR, self._clock(), self.failure)
                 self._refuse_change(error)
         else:
             with self._changed:
-                self._end_all(FinishReason.CANCELLED, "the server is stopping")
+                self._open.end_all(FinishReason.CANCELLED, self._clock(), "the server is stopping")
                 self._refuse_change(EngineStoppedError("the engine is stopping."))
         self._flush()
 
@@ -326,7 +299,13 @@ class Engine:
         """Sleeps while there is nothing to do; False when it is time to stop."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_stopping or self._change or self._scheduler.has_work or self._flight or self._outputs
+                lambda: (
+                    self._is_stopping
+                    or self._change
+                    or self._scheduler.has_work
+                    or self._flight
+                    or self._open.has_outputs
+                )
             )
             return not self._is_stopping
 
@@ -351,7 +330,7 @@ class Engine:
             started = self._clock()
             plan = self._scheduler.plan(started)
             for request in self._scheduler.take_expired():
-                self._end(request, message="its deadline passed, or could not be met any more")
+                self._open.expired(request, "its deadline passed, or could not be met any more")
             if plan is None:
                 return None
             batch = self._batches.build(plan)
@@ -382,92 +361,23 @@ class Engine:
         sampled = np.asarray(flight.sampled).reshape(plan.num_steps, -1)[:, : plan.num_requests].tolist()
         with self._changed:
             now = self._clock()
-            self._stream_prompts(flight.logprobs)
+            self._open.stream_prompts(flight.logprobs)
             for step, tokens in enumerate(sampled):
                 for progress in self._scheduler.account(plan, tokens, now, step):
-                    self._stream(progress, now, flight.logprobs)
+                    self._open.stream(progress, now, flight.logprobs)
             if self._recorder is not None and flight.record is not None:
                 self._recorder.collected(flight.record, now - flight.dispatched)
 
     def _renew_masks(self) -> None:
         """What constrained requests may sample next. Without the lock, for it may take long."""
-        ended = self._constrained.renew_masks()
+        ended = self._open.constrained.renew_masks()
         if ended:
             with self._changed:
                 for request, (reason, message) in ended:
-                    if self._scheduler.finish(request, reason, self._clock()):
-                        self._end(request, message=message)
-
-    def _stream_prompts(self, logprobs: StepLogprobs | None) -> None:
-        """Log-probabilities of prompt tokens go out as they come."""
-        for request, found in logprobs.of_prompts() if logprobs is not None else ():
-            if not request.is_finished:
-                output = Output(request_id=request.request_id, index=request.index, prompt_logprobs=found)
-                self._outputs.append(output)
-
-    def _stream(self, progress: Progress, now: float, logprobs: StepLogprobs | None) -> None:
-        """Turns a request's new token into an output; a stop string in its text, or its constraint, ends it."""
-        request, token_id = progress
-        token_ids = () if token_id is None else (token_id,)
-        logprob = logprobs.of_output(request, token_id) if logprobs is not None and token_id is not None else None
-        found = () if logprob is None else (logprob,)
-        text, end = "", None
-        stream = self._texts.get(request)
-        if stream is not None:
-            text, has_stopped = stream.push(token_ids)
-            end = (FinishReason.STOP, "") if has_stopped else None
-        if end is None and request.is_constrained:
-            end = self._constrained.advance(request, token_id)
-        reason, message = end or (None, "")
-        if reason is not None and not self._scheduler.finish(request, reason, now):
-            request.finish_reason = reason  # it reached its length, or its end token, with this very token
-        if request.is_finished:
-            self._end(request, token_ids=token_ids, text=text, message=message, logprobs=found)
-        else:
-            self._outputs.append(
-                Output(
-                    request_id=request.request_id, index=request.index, token_ids=token_ids, text=text, logprobs=found
-                )
-            )
-
-    def _end(
-        self,
-        request: Request,
-        *,
-        token_ids: tuple[int, ...] = (),
-        text: str = "",
-        message: str = "",
-        logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> None:
-        """Queues a finished sample's last output: all text that was held back comes with it."""
-        stream = self._texts.pop(request, None)
-        self._constrained.close(request)
-        samples = self._open[request.request_id]
-        samples.remove(request)
-        if not samples:
-            del self._open[request.request_id]
-        self._outputs.append(
-            Output(
-                request_id=request.request_id,
-                index=request.index,
-                token_ids=token_ids,
-                text=text + (stream.flush() if stream is not None else ""),
-                logprobs=logprobs,
-                finish_reason=request.finish_reason,
-                message=message,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_output_tokens=len(request.output_token_ids),
-                num_cached_tokens=request.num_cached_tokens,
-            )
-        )
-
-    def _end_all(self, reason: FinishReason, message: str) -> None:
-        for request in tuple(self._scheduler.requests):
-            self._scheduler.finish(request, reason, self._clock())
-            self._end(request, message=message)
+                    self._open.end(request, reason, self._clock(), message)
 
     def _flush(self) -> None:
         with self._changed:
-            outputs, self._outputs = self._outputs, []
+            outputs = self._open.take_outputs()
         if outputs:
             self._deliver(outputs)
