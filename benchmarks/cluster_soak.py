@@ -30,7 +30,9 @@ FLAGS = (
 NUM_REQUESTS = 32
 READY_SECONDS = 300.0
 SETTLE_SECONDS = 10.0
-_STATS = re.compile(r"(\d+) calls; (\d+) us each to send, acknowledged (-?\d+) us after our own result")
+_STATS = re.compile(
+    r"(\d+) calls; (\d+) us each to send, acknowledged (-?\d+) us after our own result; the longest took (\S+) s"
+)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "calls": int(said[1]) if said else None,
         "send_us_a_call": int(said[2]) if said else None,
         "acknowledged_us_after_own_result": int(said[3]) if said else None,
+        "longest_call_seconds": float(said[4]) if said else None,
         "problems": tally.problems[:10],
         "num_problems": len(tally.problems),
     }

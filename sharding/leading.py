@@ -37,6 +37,7 @@ class StreamStats:
     send_seconds: float = 0.0  # of the caller's thread
     num_acknowledged: int = 0  # by everybody
     lag_seconds: float = 0.0  # from our own result to the last follower's acknowledgement; nobody waits for it
+    longest_seconds: float = 0.0  # from sending a call to that
 
 
 @dataclass
@@ -162,6 +163,7 @@ class Leader(pb_grpc.StepServiceServicer):
                 del self._under_way[sequence]
                 self.stats.num_acknowledged += 1
                 self.stats.lag_seconds += now - call.own
+                self.stats.longest_seconds = max(self.stats.longest_seconds, now - call.sent)
                 if len(set(call.digests.values())) == 1:
                     return
                 made = ", ".join(f"{found.hex()[:8]} on process {index}" for index, found in call.digests.items())
