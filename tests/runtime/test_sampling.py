@@ -234,23 +234,29 @@ SETTINGS = [
 
 @pytest.mark.parametrize("tp", DEGREES)
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
-def test_tokens_come_with_their_exact_probability(tp: int, temperature: float, top_k: int, top_p: float):
-    """4096 positions of one request, then position 7 of 4096 requests."""
+def test_tokens_come_with_their_exact_probability(
+    tp: int, temperature: float, top_k: int, top_p: float, num_draws: int
+):
+    """Positions of one request, then position 7 of many requests."""
     row = np.random.default_rng(3).standard_normal(VOCAB_SIZE).astype(np.float32) * 1.5
     expected = probabilities(row, temperature, top_k, top_p)
     logits = np.broadcast_to(row, (NUM_ROWS, VOCAB_SIZE))
-    for where in ({"seed": 12345, "position": np.arange(NUM_ROWS)}, {"seed": np.arange(NUM_ROWS), "position": 7}):
-        tokens = sample(logits, make_params(temperature, top_p, top_k, **where), tp)
-        counts = np.bincount(tokens, minlength=VOCAB_SIZE)
+    for varies in ("position", "seed"):
+        counts = np.zeros(VOCAB_SIZE)
+        for call in range(max(1, num_draws // 2 // NUM_ROWS)):
+            where = {"seed": 12345, "position": 7, varies: np.arange(NUM_ROWS) + NUM_ROWS * call}
+            tokens = sample(logits, make_params(temperature, top_p, top_k, **where), tp)
+            counts += np.bincount(tokens, minlength=VOCAB_SIZE)
+        num_drawn = counts.sum()
         assert counts[expected == 0].sum() == 0, "a dropped token was drawn"
-        likely = expected * NUM_ROWS >= 5  # chi-squared needs some of each; the rest is one class
+        likely = expected * num_drawn >= 5  # chi-squared needs some of each; the rest is one class
         observed = [*counts[likely], counts[~likely].sum()]
-        wanted = np.array([*expected[likely], expected[~likely].sum()]) * NUM_ROWS
+        wanted = np.array([*expected[likely], expected[~likely].sum()]) * num_drawn
         observed, wanted = np.array(observed)[wanted > 0], wanted[wanted > 0]
         if len(wanted) > 1:
             assert scipy.stats.chisquare(observed, wanted, sum_check=False).pvalue > 1e-3
         else:
-            assert observed == NUM_ROWS
+            assert observed == num_drawn
 
 
 def test_neighbouring_positions_and_seeds_are_independent():
