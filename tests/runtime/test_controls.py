@@ -68,6 +68,7 @@ class Case:
     ends: tuple[int, ...] = ()
     must_go_on: bool = False
     mask: np.ndarray | None = None  # [V] bool
+    has_logprobs: bool = False
 
     def probabilities(self) -> np.ndarray:
         """In float64, word for word as the contract has it."""
@@ -107,13 +108,15 @@ class Case:
             "seed_high": (seed >> np.uint64(32)).astype(np.uint32).view(np.int32),
         }  # fmt: skip
         is_random = self.temperature > 0
-        values |= {"mode": [SamplingMode.FILTERED if is_random else SamplingMode.GREEDY], "has_logprobs": [1]}
+        mode = SamplingMode.FILTERED if is_random else SamplingMode.GREEDY
+        values |= {"mode": [mode], "has_logprobs": [self.has_logprobs]}
         for name, value in values.items():
             packed[shape.fields[name]][: len(value)] = value
         return packed
 
-    def run(self, tp: int, seeds, positions, state_row: int = 1) -> tuple[ControlState, np.ndarray, object]:
-        """Draws for NUM_ROWS requests that all have this case's row of the state."""
+    def run(self, tp: int, seeds, positions, num_rows: int = NUM_ROWS) -> tuple[ControlState, np.ndarray, object]:
+        """Draws for requests that all have this case's row of the state."""
+        state_row, shape = 1, ControlShape(num_rows)
         num_local = -(-VOCAB_SIZE // tp)
         padding = num_local * tp - VOCAB_SIZE
         history, bias = np.zeros((STATE_ROWS, VOCAB_SIZE), np.int32), np.zeros((STATE_ROWS, VOCAB_SIZE), np.float32)
@@ -122,13 +125,15 @@ class Case:
         bias[state_row] = 0 if self.bias is None else self.bias
         state = ControlState(*(np.pad(array, ((0, 0), (0, padding))) for array in (history, bias)))
         logits = np.pad(self.logits, (0, padding), constant_values=CHEATING_LOGIT).astype(np.float32)
-        logits = np.broadcast_to(logits, (NUM_ROWS, len(logits)))
-        masks = np.full((NUM_ROWS, -(-VOCAB_SIZE // 32)), 2**32 - 1, np.uint32)
+        logits = np.broadcast_to(logits, (num_rows, len(logits)))
+        masks = np.full((num_rows, -(-VOCAB_SIZE // 32)), 2**32 - 1, np.uint32)
         if self.mask is not None:
             masks[:] = words(self.mask)
-        seeds, positions = (np.broadcast_to(array, (NUM_ROWS,)) for array in (seeds, positions))
-        packed = self.packed(SHAPE, seeds, positions, np.full(NUM_ROWS, state_row))
-        state, last_tokens, sampled = program(tp)(state, np.zeros(STATE_ROWS, np.int32), logits, packed, masks)
+        seeds, positions = (np.broadcast_to(array, (num_rows,)) for array in (seeds, positions))
+        packed = self.packed(shape, seeds, positions, np.full(num_rows, state_row))
+        state, last_tokens, sampled = program(tp, shape=shape)(
+            state, np.zeros(STATE_ROWS, np.int32), logits, packed, masks
+        )
         return state, np.asarray(last_tokens), sampled
 
 
@@ -183,11 +188,11 @@ CASES = {
 def test_tokens_come_with_their_exact_probability(tp: int, name: str, num_draws: int):
     case = new_case(**CASES[name])
     expected, counts = case.probabilities(), np.zeros(VOCAB_SIZE)
-    num_calls = -(-num_draws // NUM_ROWS)
-    for call in range(num_calls):  # positions of one request and position 7 of many, by turns
-        positions = np.arange(NUM_ROWS) if call % 2 else 7
-        seeds = call if call % 2 else np.arange(NUM_ROWS) + NUM_ROWS * call
-        _, _, sampled = case.run(tp, seeds, positions)
+    num_rows = NUM_ROWS if num_draws < 50_000 else 8 * NUM_ROWS
+    for call in range(-(-num_draws // num_rows)):  # positions of one request and position 7 of many, by turns
+        positions = np.arange(num_rows) if call % 2 else 7
+        seeds = call if call % 2 else np.arange(num_rows) + num_rows * call
+        _, _, sampled = case.run(tp, seeds, positions, num_rows)
         counts += np.bincount(np.asarray(sampled.tokens), minlength=VOCAB_SIZE)
     assert counts[expected == 0].sum() == 0, "a dropped token was drawn"
     check_frequencies(counts, expected)
@@ -301,7 +306,7 @@ def test_log_probabilities_and_the_likeliest_tokens(tp: int, vocab_size: int, ha
 
 def test_log_probabilities_are_of_the_models_own_distribution():
     """Of the token that was drawn under every control, they are those of the bare logits."""
-    case = new_case(**CASES["all"])
+    case = new_case(**CASES["all"], has_logprobs=True)
     _, _, sampled = case.run(4, 1, np.arange(NUM_ROWS))
     expected = new_case().logits.astype(np.float64)
     expected -= np.log(np.exp(expected).sum())
