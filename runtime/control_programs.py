@@ -19,11 +19,13 @@ from meshserve.sharding.mesh import named_sharding, partition_spec
 from meshserve.sharding.targets import compiler_options
 
 from .batch import Bucket
+from .compiles import compile_all
 from .control_batch import WORD_BITS, ControlShape, Logprobs, Sampled, control_sizes, next_size
 from .controls import ControlState, prompt_logprobs, sample_controlled, set_control_row
 
 _VOCAB_AXES = (None, "vocab")
 _REPLICATED = PartitionSpec()
+_Key = tuple[str, int]  # what a program does, and the size it has
 _MIN_PROMPT_TOKENS = 64  # fewer cost as much: the head's weights are read in any case
 
 
@@ -40,7 +42,7 @@ class ControlSizes(NamedTuple):
 
 
 class Controls:
-    """Compiles on construction; call `allocate` before anything else."""
+    """Compiles on construction (`num_threads`: see `compiles.compile_all`); call `allocate` before anything else."""
 
     def __init__(
         self,
@@ -52,26 +54,29 @@ class Controls:
         sizes: ControlSizes,
         is_unrolled: bool,
         mesh: Mesh,
+        num_threads: int = 0,
     ):
         self._sizes, self._mesh, self._options = sizes, mesh, compiler_options(mesh)
         self._state_shapes = control_shapes(sizes, mesh)
         single = [bucket for bucket in buckets if bucket.num_steps == 1]
-        self._sampler_sizes = control_sizes(sizes.max_running)
-        self._samplers = {size: self._compile_sampler(size, is_unrolled) for size in self._sampler_sizes}
-        self._pad_logits = {
-            size: self._compile_padding(self._logits(size), next_size(self._sampler_sizes, size))
-            for size in {bucket.num_requests for bucket in single}
-        }
         token_counts = {bucket.num_tokens for bucket in single if not bucket.is_decode}
+        self._sampler_sizes = control_sizes(sizes.max_running)
         self._prompt_sizes = control_sizes(max(token_counts), _MIN_PROMPT_TOKENS)
-        self._prompt_programs = {
-            size: self._compile_prompt(structure, params, param_specs, size) for size in self._prompt_sizes
-        }
-        self._pad_hidden = {
-            size: self._compile_padding(self._hidden(params, size), next_size(self._prompt_sizes, size))
-            for size in token_counts
-        }
-        self._set_row = self._compile_set_row()
+        to_lower: dict[_Key, Callable[[], jax.stages.Lowered]] = {("set row", 0): self._lower_set_row}
+        for size in self._sampler_sizes:
+            to_lower["sample", size] = partial(self._lower_sampler, size, is_unrolled)
+        for size in self._prompt_sizes:
+            to_lower["prompt", size] = partial(self._lower_prompt, structure, params, param_specs, size)
+        for size in {bucket.num_requests for bucket in single} - set(self._sampler_sizes):
+            to_lower["pad logits", size] = partial(
+                self._lower_padding, self._logits(size), next_size(self._sampler_sizes, size)
+            )
+        for size in token_counts - set(self._prompt_sizes):
+            to_lower["pad hidden", size] = partial(
+                self._lower_padding, self._hidden(params, size), next_size(self._prompt_sizes, size)
+            )
+        programs = compile_all((lower() for lower in to_lower.values()), len(to_lower), num_threads)
+        self._programs: dict[_Key, jax.stages.Compiled] = dict(zip(to_lower, programs, strict=True))
 
     def _shape(
         self, shape: tuple[int, ...], dtype: Any = jnp.int32, axes: tuple[str | None, ...] = ()
@@ -91,7 +96,7 @@ class Controls:
         sharded = jax.shard_map(program, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(sharded, compiler_options=self._options, **options)
 
-    def _compile_sampler(self, num_requests: int, is_unrolled: bool) -> jax.stages.Compiled:
+    def _lower_sampler(self, num_requests: int, is_unrolled: bool) -> jax.stages.Lowered:
         sizes, shape = self._sizes, ControlShape(num_requests)
         program = partial(sample_controlled, shape=shape, vocab_size=sizes.real_vocab_size, is_unrolled=is_unrolled)
         state = ControlState(*[partition_spec(_VOCAB_AXES)] * 2)
@@ -103,29 +108,31 @@ class Controls:
         )
         last_tokens, packed = self._shape((sizes.max_running,)), self._shape((shape.size,))
         masks = self._shape((num_requests, sizes.num_mask_words), jnp.uint32)
-        return sharded.lower(self._state_shapes, last_tokens, self._logits(num_requests), packed, masks).compile()
+        return sharded.lower(self._state_shapes, last_tokens, self._logits(num_requests), packed, masks)
 
-    def _compile_prompt(
+    def _lower_prompt(
         self, structure: nnx.GraphDef, params: nnx.State, param_specs: nnx.State, num_tokens: int
-    ) -> jax.stages.Compiled:
+    ) -> jax.stages.Lowered:
         program = partial(prompt_logprobs, structure)
         sharded = self._sharded(program, (param_specs, _REPLICATED, _REPLICATED), _REPLICATED)
-        return sharded.lower(params, self._hidden(params, num_tokens), self._shape((num_tokens,))).compile()
+        return sharded.lower(params, self._hidden(params, num_tokens), self._shape((num_tokens,)))
 
-    def _compile_padding(self, shape: jax.ShapeDtypeStruct, num_rows: int) -> Callable[[jax.Array], jax.Array]:
-        """Zeros at the end, up to `num_rows`; nothing where it has so many."""
+    def _lower_padding(self, shape: jax.ShapeDtypeStruct, num_rows: int) -> jax.stages.Lowered:
+        """Zeros at the end, up to `num_rows`."""
         padding = (0, num_rows - shape.shape[0])
-        if not padding[1]:
-            return lambda x: x
-        program = jax.jit(lambda x: jnp.pad(x, (padding, (0, 0))), out_shardings=shape.sharding)
-        return program.lower(shape).compile()
+        return jax.jit(lambda x: jnp.pad(x, (padding, (0, 0))), out_shardings=shape.sharding).lower(shape)
 
-    def _compile_set_row(self) -> jax.stages.Compiled:
+    def _padded(self, kind: str, x: jax.Array) -> jax.Array:
+        """As it is where its size is one that programs exist in."""
+        program = self._programs.get((kind, len(x)))
+        return program(x) if program is not None else x
+
+    def _lower_set_row(self) -> jax.stages.Lowered:
         state = ControlState(*[partition_spec(_VOCAB_AXES)] * 2)
         program = self._sharded(set_control_row, (state, *[_REPLICATED] * 3), state, donate_argnums=0)
         history = self._shape((self._sizes.vocab_size,))
         bias = self._shape((self._sizes.vocab_size,), jnp.float32)
-        return program.lower(self._state_shapes, self._shape((1,)), history, bias).compile()
+        return program.lower(self._state_shapes, self._shape((1,)), history, bias)
 
     @property
     def device_bytes(self) -> int:
@@ -157,7 +164,7 @@ class Controls:
         """Dispatches what is to be known of an adjusted request."""
         padding = (0, self._sizes.vocab_size - len(history))
         history, bias = np.pad(history, padding), np.pad(bias, padding)
-        self._state = self._set_row(self._state, np.array([row], np.int32), history, bias)
+        self._state = self._programs["set row", 0](self._state, np.array([row], np.int32), history, bias)
 
     def sample(
         self, packed: np.ndarray, logits: jax.Array, last_tokens: jax.Array, masks: np.ndarray | None
@@ -170,10 +177,10 @@ class Controls:
         if masks is not None:
             padding = (0, size - len(masks))
             masks = np.pad(masks, (padding, (0, 0)), constant_values=2**WORD_BITS - 1)
-        self._state, last_tokens, sampled = self._samplers[size](
+        self._state, last_tokens, sampled = self._programs["sample", size](
             self._state,
             last_tokens,
-            self._pad_logits[len(logits)](logits),
+            self._padded("pad logits", logits),
             packed,
             self._no_masks[size] if masks is None else masks,
         )
@@ -185,7 +192,7 @@ class Controls:
         num_tokens = len(targets)
         size = next_size(self._prompt_sizes, num_tokens)
         targets = np.pad(targets, (0, size - num_tokens), constant_values=-1)
-        found = self._prompt_programs[size](params, self._pad_hidden[num_tokens](hidden), targets)
+        found = self._programs["prompt", size](params, self._padded("pad hidden", hidden), targets)
         _copy_to_host_async(found)
         return found
 

@@ -263,6 +263,7 @@ def _controls(
         sizes=ControlSizes(config.max_running, model_layout(model, mesh.size).vocab_size, model.vocab_size),
         is_unrolled=kernels.is_unrolled,
         mesh=mesh,
+        num_threads=config.compile_threads,
     )
 
 
