@@ -23,9 +23,9 @@ _MAX_CACHED_GRAMMARS = 32
 _MAX_LEXER_STATES = 20_000  # about 2 kB each, kept for as long as the grammar is
 _MAX_LEXER_FUEL = 100_000  # of one mask, half of the default: a hostile expression spends everybody's time
 _MAX_MESSAGE_CHARS = 500
-# Between the parts of a JSON text. Models indent, and given the chance some never stop.
+# Between the parts of a JSON text: nothing, a space, or a new line and its indent. Given more, some models do not stop.
 _JSON_OPTIONS: Any = {
-    "whitespace_pattern": r"[ \t\n\r]{0,20}",
+    "whitespace_pattern": r"( |\n( {0,16}|\t{0,8}))?",
     "item_separator": ",",  # a schema may not change these (`x-guidance`): the output would be no JSON
     "key_separator": ":",
     "lenient": False,

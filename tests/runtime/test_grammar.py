@@ -109,9 +109,11 @@ def test_any_json_object_and_nothing_else(grammars, tokenizer):
 
 def test_space_between_the_parts_has_an_end(grammars, tokenizer):
     grammar = grammars.compile(of("json_schema", {"type": "object", "properties": {"a": {}}, "required": ["a"]}))
-    assert grammar.matcher(tokenizer.encode("{" + " " * 20)).failure is None
-    with pytest.raises(InvalidRequestError):
-        grammar.matcher(tokenizer.encode("{" + " " * 21))
+    for space in ("", " ", "\n" + " " * 16, "\n" + "\t" * 8):
+        assert grammar.matcher(tokenizer.encode("{" + space + '"a"' + space + ":")).failure is None
+    for space in ("  ", "\n\n", " \n", "\n" + " " * 17):
+        with pytest.raises(InvalidRequestError):
+            grammar.matcher(tokenizer.encode("{" + space + '"'))
 
 
 def test_end_tokens_where_the_output_may_end_and_no_padding_ever(grammars, tokenizer):

@@ -20,7 +20,7 @@ from .schemas import random_document_schema, random_regex
 
 PROMPT = "Thou art a scholar; speak to it, Horatio.\n"
 WAIT_SECONDS = 3000.0
-NUM_PAGES = 90
+NUM_PAGES = 256
 
 
 class Serving:
@@ -28,8 +28,8 @@ class Serving:
 
     def __init__(self) -> None:
         config = ServeConfig(
-            model="demo", cpu_devices=8, tp=2, dtype="float32", page_size=8, num_pages=NUM_PAGES, max_running=4,
-            max_step_tokens=4, max_context=700, max_decode_steps=4, max_waiting=10_000, cache_dir="",
+            model="demo", cpu_devices=8, dtype="float32", page_size=8, num_pages=NUM_PAGES, max_running=16,
+            max_step_tokens=16, max_context=1000, max_waiting=10_000, cache_dir="",
         )  # fmt: skip
         self.launched: Launched = launch(config, self._deliver)
         self.texts: dict[str, str] = {}
@@ -86,7 +86,7 @@ def serving() -> Iterator[Serving]:
 
 def held_to(kind: str, text: str, **fields: object) -> SamplingParams:
     constraint = Constraint(kind=kind, text=text)  # type: ignore[arg-type]
-    return SamplingParams(**{"temperature": 1.5, "max_tokens": 640, "constraint": constraint, **fields})
+    return SamplingParams(**{"temperature": 1.5, "max_tokens": 960, "constraint": constraint, **fields})
 
 
 def free(seed: int) -> SamplingParams:
