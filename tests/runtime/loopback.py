@@ -5,6 +5,7 @@ Token i of a request is (last prompt token + 1 + i) modulo the vocabulary, and i
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.errors import InvalidRequestError, QueueFullError
 from meshserve.runtime.grammar import Grammar, Grammars
 from meshserve.runtime.lifecycle import Listen, ServerHandle, run_server
+from meshserve.runtime.logs import is_worth_a_line
 from meshserve.runtime.mailbox import Mailroom
 from meshserve.runtime.permissions import new_access
 from meshserve.runtime.request import FinishReason, Load, Output, RequestOptions, SamplingParams
@@ -219,3 +221,13 @@ def running(
         threads[0].join(10)
         engine.is_running = False
         threads[1].join(10)
+
+
+def logged_errors(records: Sequence[logging.LogRecord]) -> list[logging.LogRecord]:
+    """What an operator would see as an error.
+
+    Not of the poller that grpc.aio has for all event loops of a process: it complains when the loop it would wake is one
+    that an earlier test has closed. A server has one loop, for as long as it lives.
+    """
+    errors = [record for record in records if record.levelno >= logging.ERROR and is_worth_a_line(record)]
+    return [record for record in errors if "PollerCompletionQueue" not in record.getMessage()]
