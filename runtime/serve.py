@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import sys
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from .launch import Launched
 
 _log = logging.getLogger(__name__)
+
+
+# How long a thread that wants Python's lock waits for one that computes. The engine's has a device waiting for it.
+_SWITCH_SECONDS = 0.0005
 
 
 def listen_of(config: ServeConfig) -> Listen:
@@ -57,6 +62,7 @@ def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConf
     Raises:
       MeshserveError: the config, the model, the devices or the address do not allow it, or the engine died.
     """
+    sys.setswitchinterval(_SWITCH_SECONDS)
     configure_logs(config.log_format)
     listen = listen_of(config)
     serving = _Serving(config, lead_or_follow(config, listen) if config.coordinator else Alone())
@@ -108,6 +114,8 @@ class _Serving:
         launched.resharder.compiling = compiles.expected
         metrics.num_late_compiles = lambda: compiles.counts.num_late_compiles
         self.place.attach(launched.engine)
+        gc.collect()
+        gc.freeze()  # what start-up made is there to stay: looking through it takes a full collection 0.1 s each time
         launched.engine.start()
         return Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars)
 

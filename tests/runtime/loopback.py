@@ -226,8 +226,8 @@ def running(
 def logged_errors(records: Sequence[logging.LogRecord]) -> list[logging.LogRecord]:
     """What an operator would see as an error.
 
-    Not of the poller that grpc.aio has for all event loops of a process: it complains when the loop it would wake is one
-    that an earlier test has closed. A server has one loop, for as long as it lives.
+    Not of the poller that grpc.aio has for all event loops of a process: it complains when the loop it would wake is
+    one that an earlier test has closed. A server has one loop, for as long as it lives.
     """
     errors = [record for record in records if record.levelno >= logging.ERROR and is_worth_a_line(record)]
     return [record for record in errors if "PollerCompletionQueue" not in record.getMessage()]
