@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from meshserve.kernels.decode_layers import DecodeBatch, DecodeKernels, LayerSettings, LayerWeights
 from meshserve.kernels.paged_attention import PagedBatch
-from meshserve.kernels.peers import Peers
+from meshserve.kernels.peers import MAX_BYTES, Peers
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from .config import ModelConfig
@@ -18,8 +18,6 @@ from .rope import inverse_frequencies
 
 # Beyond this many tokens the kernels read the weights more than once; a plain matrix product is better then.
 MAX_TOKENS = 128
-# The most that peers add up; see `kernels.peers`.
-MAX_PEER_BYTES = 2 << 20
 
 
 def run_layers(
@@ -40,7 +38,7 @@ def run_layers(
         epsilon=config.rms_norm_eps,
         softmax_scale=config.head_dim**-0.5,
         rotary_scale=config.rope.attention_factor,
-        peers=peers if x.nbytes <= MAX_PEER_BYTES else None,
+        peers=peers if x.nbytes <= MAX_BYTES else None,
     )
     frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     if jax.lax.axis_size(TENSOR_AXIS) == 1 or settings.peers is not None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshserve.kernels import peers
 from meshserve.kernels.cuda import build
 from meshserve.kernels.peers import gpu as peers_gpu
 
@@ -86,8 +87,8 @@ def decode_layers(
     layers = range(weights.qkv.shape[0]) if layers is None else layers
     if layers.step != 1 or len(layers) == 0:
         raise ValueError(f"layers is {layers}; consecutive layers, at least one, are needed")
-    if settings.peers is not None and x.nbytes > peers_gpu.MAX_BYTES:
-        raise ValueError(f"x has {x.nbytes} bytes; peers add up at most {peers_gpu.MAX_BYTES}")
+    if settings.peers is not None and x.nbytes > peers.MAX_BYTES:
+        raise ValueError(f"x has {x.nbytes} bytes; peers add up at most {peers.MAX_BYTES}")
     scratch = _scratch(x, weights.o.shape[2], cache.shape[5], weights.down.shape[2])
     x, cache, _ = jax.ffi.ffi_call(
         "meshserve_decode_layers", (_like(x), _like(cache), scratch), input_output_aliases={9: 1}

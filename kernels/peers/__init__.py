@@ -9,6 +9,8 @@ from typing import Protocol
 
 import jax
 
+MAX_BYTES = 2 << 20  # of an operand
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peers:
@@ -22,11 +24,11 @@ class PeerOperations(Protocol):
     """An implementation. Call inside `shard_map`."""
 
     def peer_sum(self, x: jax.Array, peers: Peers) -> jax.Array:
-        """The sum over the ranks of bfloat16 x, at most 2 MiB and a multiple of 8 bytes; added up in float32 in the
+        """The sum over the ranks of bfloat16 x, at most MAX_BYTES and a multiple of 8 bytes; added up in float32 in the
         order of the ranks, so that all ranks get the same bits."""
         ...
 
     def peer_exchange(self, x: jax.Array, peers: Peers) -> jax.Array:
-        """What every rank has for x, 32-bit elements, at most 2 MiB and a multiple of 8 bytes: [ranks, *x.shape]. An
-        element of all ones arrives as 0x7FFF7FFF."""
+        """What every rank has for x, 32-bit elements, at most MAX_BYTES and a multiple of 8 bytes: [ranks, *x.shape].
+        An element of all ones arrives as 0x7FFF7FFF."""
         ...

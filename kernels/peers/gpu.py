@@ -8,9 +8,8 @@ import numpy as np
 
 from meshserve.kernels.cuda import build
 
-from . import Peers
+from . import MAX_BYTES, Peers
 
-MAX_BYTES = 2 << 20
 PATIENCE_SECONDS = 30.0  # a rank waits this long for another before it stops the program; the first step is slow
 _MAX_ERROR_BYTES = 1000
 

@@ -101,7 +101,7 @@ def test_peers_make_one_call_each_and_others_a_call_a_part() -> None:
 
 
 def test_more_than_peers_add_up_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "MAX_PEER_BYTES", 3 * 256 * 4 - 1)
+    monkeypatch.setattr(decode, "MAX_BYTES", 3 * 256 * 4 - 1)
     watched, _ = run(make_mesh(2), Peers(axis=TENSOR_AXIS, ordinals=(0, 1)))
     assert watched.calls == PARTS
 
