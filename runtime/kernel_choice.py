@@ -22,10 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 def choose_kernels(
-    config: ServeConfig, mesh: Mesh, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct]
+    config: ServeConfig,
+    mesh: Mesh,
+    params: nnx.State,
+    state: DeviceState[jax.ShapeDtypeStruct],
+    *,
+    are_devices_here: bool = True,
 ) -> Kernels:
     """The kernels that `attention` and `decode_layers` name. "auto" takes the TPU's own on a TPU
-    and XLA's path elsewhere.
+    and XLA's path elsewhere. Devices that are not here can have programs compiled for them, but not be opened as peers.
 
     The CUDA kernels must be named: under mixed load they have ended in an illegal instruction whose cause is not known
     yet (docs/performance.md), and a server must not.
@@ -33,7 +38,8 @@ def choose_kernels(
     Raises:
       ValueError: a named implementation cannot run here.
     """
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    platform = device.platform
     if platform == "tpu" and config.attention in ("auto", "tpu"):
         return tpu_kernels(mesh, state)
     is_gpu = platform == "gpu"
@@ -45,19 +51,19 @@ def choose_kernels(
             raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {reason}.")
     if is_gpu and reason is None and "cuda" not in (attention, decode):
         _log.warning("XLA's kernels serve; try the faster CUDA ones with --attention cuda --decode-layers cuda")
-    peers = _open_peers(mesh) if config.all_reduce == "peers" else None
+    peers = _peers(mesh, are_devices_here) if config.all_reduce == "peers" else None
     _log.info("attention: %s; decode layers: %s; sums: %s", attention, decode, "xla" if peers is None else "peers")
     return Kernels(
-        attend=paged_attention.implementation(attention),
+        attend=paged_attention.implementation(attention, device),
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
-        decode=None if decode == "off" else decode_layers.implementation(decode),
+        decode=None if decode == "off" else decode_layers.implementation(decode, device),
         is_unrolled=is_gpu,
         peers=peers,
         peer_operations=peers_gpu if peers is not None else None,
     )
 
 
-def _open_peers(mesh: Mesh) -> Peers | None:
+def _peers(mesh: Mesh, are_devices_here: bool) -> Peers | None:
     """The mesh's devices as peers; one device alone needs none.
 
     Raises:
@@ -65,6 +71,8 @@ def _open_peers(mesh: Mesh) -> Peers | None:
     """
     if mesh.size == 1:
         return None
+    if not are_devices_here:
+        return Peers(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size)))
     try:
         return peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
     except (peers_gpu.PeersError, KernelBuildError) as error:
@@ -89,7 +97,7 @@ def tpu_kernels(mesh: Mesh, state: DeviceState[jax.ShapeDtypeStruct]) -> Kernels
 
 def _cuda_refusal(mesh: Mesh, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct]) -> str | None:
     """Why the CUDA kernels cannot serve these shapes on these devices; None if they can."""
-    reason = paged_attention.gpu.unavailable_reason()
+    reason = paged_attention.gpu.unavailable_reason(mesh.devices.flat[0])
     if reason is not None:
         return reason
 

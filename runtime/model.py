@@ -224,17 +224,17 @@ class Qwen3(nnx.Module):
 
 
 def layer_weights(layers: nnx.State) -> LayerWeights:
-    """The stacked parameters of the decoder layers, as the fused decode kernels name them."""
+    """The stacked parameters of the decoder layers, arrays or shapes, as the fused decode kernels name them."""
     attention, mlp = layers["attention"], layers["mlp"]
     return LayerWeights(
-        input_norm=layers["attention_norm"][...],
-        qkv=attention["qkv"][...],
-        q_norm=attention["q_norm"][...],
-        k_norm=attention["k_norm"][...],
-        o=attention["out"][...],
-        post_norm=layers["mlp_norm"][...],
-        gate_up=mlp["gate_up"][...],
-        down=mlp["down"][...],
+        input_norm=layers["attention_norm"].get_value(),
+        qkv=attention["qkv"].get_value(),
+        q_norm=attention["q_norm"].get_value(),
+        k_norm=attention["k_norm"].get_value(),
+        o=attention["out"].get_value(),
+        post_norm=layers["mlp_norm"].get_value(),
+        gate_up=mlp["gate_up"].get_value(),
+        down=mlp["down"].get_value(),
     )
 
 

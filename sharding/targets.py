@@ -9,6 +9,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from .gpu_topology import gpu_topology
 from .mesh import make_mesh
 
 GIB = 1 << 30
@@ -102,6 +103,9 @@ CHIPS = {
     ),
 }
 
+# XLA does not see that a step updates the cache in place: with a cache of a third of the memory or more it believes
+# that memory is short, and computes projections and gathered pages twice to save some (docs/log.md).
+_GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 _SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){0,2})")
 
 
@@ -114,13 +118,13 @@ class Target:
     num_devices: int
 
     def mesh(self, tensor_parallelism: int = 0) -> Mesh:
-        """A mesh over the slice's devices, which need not exist; 0 takes them all.
+        """A mesh over the target's devices, which need not exist; 0 takes them all.
 
         Raises:
-          RuntimeError: libtpu is not installed.
-          ValueError: the slice is no shape of this chip, or has fewer devices.
+          RuntimeError: the compiler for these devices is not installed.
+          ValueError: the slice is no shape of this chip, or has fewer devices; or the target is of CPUs.
         """
-        topology = _topology(self.name)
+        topology = _topology(self)
         return make_mesh(tensor_parallelism or self.num_devices, topology.devices)
 
 
@@ -148,16 +152,29 @@ def chip_of(device: jax.Device) -> Chip | None:
 
 def compiler_options(mesh: Mesh) -> dict[str, str]:
     """XLA's options for programs over this mesh."""
-    chip = chip_of(mesh.devices.flat[0])
+    device = mesh.devices.flat[0]
+    if device.platform == "gpu":
+        return dict(_GPU_OPTIONS)
+    chip = chip_of(device)
     return dict(chip.compiler_options) if chip is not None and mesh.size > 1 else {}
 
 
-def _topology(name: str) -> topologies.TopologyDescription:
+def _topology(target: Target) -> topologies.TopologyDescription:
+    chip = target.chip
+    if chip.platform == "cpu":
+        raise ValueError(f"programs for {target.name} can be compiled on this host: take virtual devices.")
+    if chip.platform == "gpu":
+        return gpu_topology(
+            kind=chip.kind,
+            hbm_bytes=chip.hbm_bytes,
+            hbm_bytes_per_second=int(chip.hbm_bytes_per_second),
+            num_devices=target.num_devices,
+        )
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name)
+        return topologies.get_topology_desc(platform="tpu", topology_name=target.name)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"{name} is no slice that libtpu knows: {error}") from None
+        raise ValueError(f"{target.name} is no slice that libtpu knows: {error}") from None
     except (RuntimeError, NotImplementedError) as error:
         raise RuntimeError(
-            f"programs for {name} need the TPU compiler: {error}. Install meshserve with the extra [tpu]."
+            f"programs for {target.name} need the TPU compiler: {error}. Install meshserve with the extra [tpu]."
         ) from None

@@ -8,6 +8,7 @@ Nothing happens at import.
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -47,14 +48,17 @@ def find_nvcc() -> Path | None:
 
 
 @functools.cache
-def unavailable_reason() -> str | None:
-    """Why the kernels cannot run in this process, or None where they can: they need a Hopper GPU and nvcc."""
-    devices = jax.devices()
-    if devices[0].platform != "gpu":
-        return f"the CUDA kernels need an NVIDIA Hopper GPU; jax's default backend here is {devices[0].platform}"
-    capability = str(getattr(devices[0], "compute_capability", "unknown"))
+def unavailable_reason(device: jax.Device | None = None) -> str | None:
+    """Why the kernels cannot serve a device, or None where they can: they need a Hopper GPU and nvcc.
+
+    The device may be one that programs are only compiled for; None is this process's first.
+    """
+    device = device or jax.devices()[0]
+    if device.platform != "gpu":
+        return f"the CUDA kernels need an NVIDIA Hopper GPU; this is a {device.platform} device"
+    capability = str(getattr(device, "compute_capability", "unknown"))
     if capability != "9.0":
-        return f"the CUDA kernels need compute capability 9.0 (Hopper); {devices[0].device_kind} has {capability}"
+        return f"the CUDA kernels need compute capability 9.0 (Hopper); {device.device_kind} has {capability}"
     if find_nvcc() is None:
         return "the CUDA kernels are compiled with nvcc, which is not on PATH: install jax[cuda13] or the CUDA toolkit"
     return None
@@ -97,12 +101,13 @@ def build(cache_dir: Path | None = None) -> Path:
 def load() -> ctypes.CDLL:
     """Builds if needed, loads and registers the XLA calls of TARGETS; the second time does nothing.
 
+    Needs no GPU: programs that call the kernels can be compiled without one.
+
     Raises:
-      KernelBuildError: not a Hopper GPU, or the build fails.
+      KernelBuildError: jax has no CUDA build here, or the kernels' build fails.
     """
-    reason = unavailable_reason()
-    if reason:
-        raise KernelBuildError(reason)
+    if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+        raise KernelBuildError("the CUDA kernels need jax's CUDA build: install jax[cuda13]")
     library = ctypes.CDLL(str(build()))
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="CUDA")

@@ -108,16 +108,17 @@ class DecodeKernels(Protocol):
 IMPLEMENTATIONS: dict[str, DecodeKernels] = {"reference": reference, "cuda": gpu}
 
 
-def implementation(name: str) -> DecodeKernels:
-    """The named implementation: "reference" (any backend), or "cuda" (Hopper, bfloat16).
+def implementation(name: str, device: jax.Device | None = None) -> DecodeKernels:
+    """The named implementation for a device, this process's first if None: "reference" (any backend), or "cuda"
+    (Hopper, bfloat16).
 
     Raises:
-      ValueError: there is no such implementation, or it cannot run here; says why.
+      ValueError: there is no such implementation, or it cannot run there; says why.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"decode layers are {name!r}; this build has {', '.join(IMPLEMENTATIONS)}.")
     if name == "cuda":
-        reason = gpu.unavailable_reason()
+        reason = gpu.unavailable_reason(device)
         if reason:
             raise ValueError(f"decode layers 'cuda' cannot run: {reason}. Take 'reference'.")
     return IMPLEMENTATIONS[name]

@@ -70,18 +70,20 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 WRITERS: dict[str, WriteKV] = {"tpu": tpu_write.write_kv, "tpu_interpreted": tpu_write.interpreted}
 
 
-def implementation(name: str) -> PagedAttention:
-    """The named implementation: "reference" (any backend), "cuda" (Hopper, bfloat16), "tpu", or "tpu_interpreted" (the
-    TPU kernel in Pallas' interpreter, which checks its copies: any backend, for tests, thousands of times slower).
+def implementation(name: str, device: jax.Device | None = None) -> PagedAttention:
+    """The named implementation for a device, this process's first if None: "reference" (any backend), "cuda" (Hopper,
+    bfloat16), "tpu", or "tpu_interpreted" (the TPU kernel in Pallas' interpreter, which checks its copies: any backend,
+    for tests, thousands of times slower).
 
     Raises:
-      ValueError: there is no such implementation, or it cannot run here; says why.
+      ValueError: there is no such implementation, or it cannot run there; says why.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"attention is {name!r}; this build has {', '.join(IMPLEMENTATIONS)}.")
-    reason = gpu.unavailable_reason() if name == "cuda" else None
+    reason = gpu.unavailable_reason(device) if name == "cuda" else None
     if reason:
         raise ValueError(f"attention 'cuda' cannot run: {reason}. Take 'reference'.")
-    if name == "tpu" and jax.default_backend() != "tpu":
-        raise ValueError(f"attention 'tpu' cannot run: the backend is {jax.default_backend()}. Take 'reference'.")
+    platform = jax.default_backend() if device is None else device.platform
+    if name == "tpu" and platform != "tpu":
+        raise ValueError(f"attention 'tpu' cannot run: the backend is {platform}. Take 'reference'.")
     return IMPLEMENTATIONS[name]

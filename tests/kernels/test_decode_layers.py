@@ -105,7 +105,7 @@ def test_layers_over_peers_are_the_layers_on_one_device(num_devices):
 def test_cuda_says_why_it_cannot_run_here():
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ValueError, match="default backend here is cpu"):
+    with pytest.raises(ValueError, match="need an NVIDIA Hopper GPU; this is a cpu device"):
         decode_layers.implementation("cuda")
 
 

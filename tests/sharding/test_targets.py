@@ -1,5 +1,8 @@
 """Machines by name."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from meshserve.sharding.mesh import make_mesh
@@ -20,6 +23,13 @@ def test_a_slice_counts_its_devices(name, num_devices):
 def test_a_name_of_another_form_is_refused(name):
     with pytest.raises(ValueError, match="it takes CHIP:SHAPE with a chip of v5e, v6e, v5p, tpu7x, h100, h200, cpu"):
         target(name)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_no_gpu_computes_twice_to_save_memory(num_devices):
+    devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA A100")] * num_devices)
+    mesh = SimpleNamespace(devices=devices, size=num_devices)
+    assert compiler_options(mesh) == {"xla_disable_hlo_passes": "rematerialization"}
 
 
 def test_other_devices_are_no_chip_and_have_no_options():

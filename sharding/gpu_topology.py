@@ -1,0 +1,41 @@
+"""Hopper GPUs that are not there, described to XLA's CUDA compiler, which then compiles for them on any host."""
+
+import jax
+from jax.experimental import topologies
+
+# XLA's GpuTargetConfigProto of an SXM5 card. What an H100 and an H200 do not share is filled in.
+_DESCRIPTION = """
+gpu_device_info {{
+  name: "{kind}" device_vendor: "NVIDIA Corporation" device_address_bits: 64
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_core: 233472 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  l2_cache_size: 52428800 device_memory_size: {hbm_bytes} memory_bandwidth: {hbm_bytes_per_second}
+  pcie_bandwidth: 34359738368 device_interconnect_info {{ active_links: 18 }} collective_memory_granularity: 2097152
+  driver_version: "13.0.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
+}}
+platform_name: "CUDA" device_description_str: "{kind}" dnn_version_info {{ major: 9 minor: 10 }}
+"""
+
+
+def gpu_topology(
+    *, kind: str, hbm_bytes: int, hbm_bytes_per_second: int, num_devices: int
+) -> topologies.TopologyDescription:
+    """So many GPUs of one host.
+
+    Raises:
+      RuntimeError: jax has no CUDA build here.
+    """
+    description = _DESCRIPTION.format(kind=kind, hbm_bytes=hbm_bytes, hbm_bytes_per_second=hbm_bytes_per_second)
+    shape = f"1x1x{num_devices}"
+    try:
+        return topologies.get_topology_desc("hopper", "cuda", topology=shape, target_config=description)
+    except (RuntimeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        raise RuntimeError(
+            f"programs for {kind} need XLA's CUDA compiler: {error}. Install meshserve with the extra [cuda], or, "
+            "where nvcc and ptxas are on PATH, jax[cuda13-local]; neither needs a GPU."
+        ) from None
