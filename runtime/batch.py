@@ -118,6 +118,40 @@ def server_buckets(config: ServeConfig) -> tuple[Bucket, ...]:
     )
 
 
+class _DecodeTokens(NamedTuple):
+    """Where decodes and their drafts lie among a step's tokens: each decode, then its drafts."""
+
+    request: np.ndarray  # of each token, the index of its decode
+    first: np.ndarray  # of each decode, its token that is no draft
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "_DecodeTokens":
+        lengths = np.array(plan.decode_lengths if plan.drafts else [1] * len(plan.decodes), int)
+        return cls(np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths)
+
+    @property
+    def drafts(self) -> np.ndarray:
+        return np.delete(np.arange(len(self.request)), self.first)
+
+    def fill_tokens(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
+        """The host names the token of a decode where it knows it: the device's table of last tokens is out of date
+        after drafts, as the device does not see how many of them hold."""
+        token_ids: list[int] = []
+        for request, start, drafts in zip(plan.decodes, plan.starts, plan.drafts or itertools.repeat(())):
+            token_ids += [*(request.tokens(start, start + 1) or [ON_DEVICE]), *drafts]
+        count = len(token_ids)
+        fields["token_ids"][:count] = token_ids
+        fields["positions"][:count] = (np.array(plan.starts, int) - self.first)[self.request] + np.arange(count)
+        fields["token_request"][:count] = self.request
+
+    def fill_samples(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
+        """Each draft is sampled from in a place of its own, behind those of all requests."""
+        fields["last_index"][: len(self.first)] = self.first
+        samples = slice(plan.num_requests, plan.num_samples)
+        fields["last_index"][samples] = self.drafts
+        fields["sample_position"][samples] = fields["positions"][self.drafts] + 1
+
+
 class BatchBuilder:
     """Packs plans. Buffers are not reused: a step in flight may still read the one before.
 
@@ -132,9 +166,11 @@ class BatchBuilder:
         page_size: int,
         max_request_pages: int,
         controls: ControlBuilder,
+        has_drafts: bool = False,
     ):
         self._buckets = buckets
         self._controls = controls
+        self._has_drafts = has_drafts
         self._page_size = page_size
         self._max_request_pages = max_request_pages
         # Writes at this row fall outside the device's tables and are dropped.
@@ -143,13 +179,13 @@ class BatchBuilder:
 
     def bucket(self, plan: StepPlan, mode: int) -> Bucket:
         """The smallest bucket that holds the plan and samples in this mode."""
-        num_tokens, num_requests = plan.num_batch_tokens, plan.num_requests
+        num_tokens, num_samples = plan.num_batch_tokens, plan.num_samples
         for bucket in self._buckets:
-            fits = bucket.num_tokens >= num_tokens and bucket.num_requests >= num_requests
+            fits = bucket.num_tokens >= num_tokens and bucket.num_requests >= num_samples
             fits = fits and bucket.num_steps == plan.num_steps and bucket.mode in (ANY_MODE, mode)
-            if fits and not (bucket.is_decode and plan.prefills):
+            if fits and not (bucket.is_decode and (plan.prefills or plan.drafts)):
                 return bucket
-        raise AssertionError(f"no bucket holds {num_tokens} tokens of {num_requests} requests: {self._buckets}")
+        raise AssertionError(f"no bucket holds {num_tokens} tokens and {num_samples} samples: {self._buckets}")
 
     def build(self, plan: StepPlan) -> Batch:
         """The plan, packed. Call it before the scheduler moves on."""
@@ -165,8 +201,12 @@ class BatchBuilder:
         bucket = self.bucket(plan, mode)
         packed = np.zeros(bucket.size, np.int32)
         fields = {name: packed[place] for name, place in bucket.fields.items()}
-        self._fill_tokens(plan, fields)
+        decodes = _DecodeTokens.of(plan) if self._has_drafts else None
+        self._fill_tokens(plan, decodes, fields)
         self._fill_requests(plan, rows, fields)
+        if decodes is not None:
+            decodes.fill_samples(plan, fields)
+            rows = np.concatenate([rows, rows[decodes.request[decodes.drafts]]])
         first = bucket.fields[_REQUEST_FIELDS[0]].start
         by_request = packed[first : first + len(_REQUEST_FIELDS) * bucket.num_requests].reshape(-1, bucket.num_requests)
         by_request[_PARAMS_START : _PARAMS_START + len(PARAM_FIELDS), : len(rows)] = self._params[:, rows]
@@ -180,12 +220,16 @@ class BatchBuilder:
         page_row[1 : 1 + num_pages] = request.pages[:num_pages]
         return page_row
 
-    def _fill_tokens(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
-        count = len(plan.decodes)
-        fields["token_ids"][:count] = ON_DEVICE
-        fields["positions"][:count] = plan.starts
-        fields["token_request"][:count] = np.arange(count)
-        for index, (request, start, num_tokens, _) in enumerate(plan.prefills, start=count):
+    @staticmethod
+    def _fill_tokens(plan: StepPlan, decodes: _DecodeTokens | None, fields: dict[str, np.ndarray]) -> None:
+        count = len(plan.decodes) + plan.num_drafts
+        if decodes is not None:
+            decodes.fill_tokens(plan, fields)
+        else:
+            fields["token_ids"][:count] = ON_DEVICE
+            fields["positions"][:count] = plan.starts
+            fields["token_request"][:count] = np.arange(count)
+        for index, (request, start, num_tokens, _) in enumerate(plan.prefills, start=len(plan.decodes)):
             place = slice(count, count + num_tokens)
             fields["token_ids"][place] = request.tokens(start, start + num_tokens)
             fields["positions"][place] = np.arange(start, start + num_tokens)
@@ -199,26 +243,27 @@ class BatchBuilder:
         fields["rows"][:num_requests] = rows
         fields["rows"][num_requests:] = self._no_row
         fields["last_index"][:num_decodes] = np.arange(num_decodes)
-        fields["sample_position"][:num_decodes] = fields["positions"][:num_decodes] + 1
+        fields["sample_position"][:num_decodes] = np.add(plan.starts, 1)
         if plan.prefills:
             prefills = slice(num_decodes, num_requests)
-            fields["last_index"][prefills] = np.cumsum([chunk.num_tokens for chunk in plan.prefills]) + num_decodes - 1
+            num_before = num_decodes + plan.num_drafts
+            fields["last_index"][prefills] = np.cumsum([chunk.num_tokens for chunk in plan.prefills]) + num_before - 1
             fields["sample_position"][prefills] = [chunk.start + chunk.num_tokens for chunk in plan.prefills]
         if plan.num_steps > 1:
             fields["num_steps"][:num_decodes] = plan.decode_lengths
 
     def _fill_pages(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
-        new_pages = list(self._new_pages(plan, fields["positions"][: len(plan.decodes)]))
+        new_pages = list(self._new_pages(plan))
         count = len(new_pages)
         if count:
             row, index, page = zip(*new_pages, strict=True)
             fields["page_row"][:count], fields["page_index"][:count], fields["page"][:count] = row, index, page
         fields["page_row"][count:] = self._no_row
 
-    def _new_pages(self, plan: StepPlan, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    def _new_pages(self, plan: StepPlan) -> Iterator[tuple[int, int, int]]:
         """(row, index in the request's list, page) of the pages whose first position the step computes."""
         # Positions from a decode's to the next multiple of the page size: below its length, it begins a page.
-        begins = -starts % self._page_size < (plan.decode_lengths or 1)
+        begins = -np.array(plan.starts, int) % self._page_size < (plan.decode_lengths or 1)
         for decode in np.flatnonzero(begins).tolist():
             request = plan.decodes[decode]
             index = -(-plan.starts[decode] // self._page_size)

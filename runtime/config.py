@@ -236,6 +236,8 @@ class ServeConfig:
     max_step_tokens: int = option(512, "token budget of one step: decodes and prefill chunks together")
     max_prefill_tokens: int = option(0, "of a step that also decodes; 0: all that max_step_tokens leaves")
     max_decode_steps: int = option(1, "decode steps in one dispatch when nothing waits: newcomers wait that long")
+    draft_tokens: int = option(0, "tokens that a decode guesses ahead from its own text, at most (prompt lookup); 0: off")
+    draft_match: int = option(3, "tokens that must stand in a text before, for a guess at what follows them")
     max_waiting: int = option(1024, "requests in the queue; more are refused")
     priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")
     prefix_cache: bool = option(True, "reuse the KV pages of requests that begin alike")
@@ -278,7 +280,15 @@ class ServeConfig:
     cluster_ca: str = option("", "PEM file of the authority of all processes' tls_cert: mutual TLS on the step stream")
 
     def __post_init__(self) -> None:
-        for name in ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting", "max_decode_steps"):
+        for name in (
+            "tp",
+            "page_size",
+            "max_running",
+            "max_step_tokens",
+            "max_waiting",
+            "max_decode_steps",
+            "draft_match",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
         for name in (
@@ -287,6 +297,7 @@ class ServeConfig:
             "compile_threads",
             "max_context",
             "max_prefill_tokens",
+            "draft_tokens",
             "priority_seconds",
             "port",
             "drain_seconds",
@@ -308,6 +319,11 @@ class ServeConfig:
             raise ConfigError(
                 f"max_decode_steps is {self.max_decode_steps}; allowed is 1 to page_size ({self.page_size}): a request "
                 "begins at most one page in a dispatch. Lower it or raise page_size."
+            )
+        if self.draft_tokens >= self.page_size:
+            raise ConfigError(
+                f"draft_tokens is {self.draft_tokens}; allowed is 0 to page_size - 1 ({self.page_size - 1}): a request "
+                "begins at most one page in a step. Lower it or raise page_size."
             )
         self._check_cluster()
         if self.cpu_devices and self.cpu_devices < self.tp and not self.coordinator:

@@ -187,7 +187,7 @@ class ControlBuilder:
 
     @staticmethod
     def _prompt_targets(plan: StepPlan, step: dict[str, np.ndarray]) -> np.ndarray | None:
-        targets, place = None, len(plan.decodes)
+        targets, place = None, len(plan.decodes) + plan.num_drafts
         for request, start, num_tokens, _ in plan.prefills:
             if request.num_prompt_logprobs_left:
                 first = max(start, request.num_prompt_logprobs)  # position t gives the one of token t + 1

@@ -199,6 +199,8 @@ class Engine:
             for index in range(options.n)
         ]
         limits = self._scheduler.limits
+        for sample in samples:
+            sample.drafter = self._scheduler.drafter(sample)
         if limits.has_prefix_cache:  # here, because a long prompt takes a millisecond and the lock is not held
             extend_page_keys(samples[0], limits.page_size, (len(prompt_token_ids) - 1) // limits.page_size)
             for sample in samples[1:]:
@@ -358,11 +360,11 @@ class Engine:
     def _collect(self, flight: _Flight) -> None:
         """Waits for the tokens of a dispatch and books them."""
         plan = flight.plan
-        sampled = np.asarray(flight.sampled).reshape(plan.num_steps, -1)[:, : plan.num_requests].tolist()
+        sampled = np.asarray(flight.sampled).reshape(plan.num_steps, -1)[:, : plan.num_samples].tolist()
         with self._changed:
             now = self._clock()
             self._open.stream_prompts(flight.logprobs)
-            for step, tokens in enumerate(sampled):
+            for step, tokens in enumerate(self._scheduler.accept(plan, sampled, now)):
                 for progress in self._scheduler.account(plan, tokens, now, step):
                     self._open.stream(progress, now, flight.logprobs)
             if self._recorder is not None and flight.record is not None:

@@ -144,6 +144,8 @@ def build_engine(
         max_decode_steps=config.max_decode_steps,
         priority_seconds=config.priority_seconds,
         has_prefix_cache=config.prefix_cache,
+        draft_tokens=config.draft_tokens,
+        draft_match=config.draft_match,
     )
     runner, num_pages, mesh = build_runner(config, model, make_params, cluster)
     pages = PageAllocator(num_pages)
@@ -159,6 +161,7 @@ def build_engine(
             controls=ControlBuilder(
                 max_running=config.max_running, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
             ),
+            has_drafts=config.draft_tokens > 0,
         ),
         runner=runner,
         tokenizer=tokenizer,

@@ -19,6 +19,8 @@ class SchedulerLimits:
     max_decode_steps: int = 1  # in one dispatch, when nothing waits; at most page_size
     priority_seconds: float = 30.0  # one step of priority goes before this much longer a wait
     has_prefix_cache: bool = True
+    draft_tokens: int = 0  # of a request in one step, at most; below page_size
+    draft_match: int = 3  # tokens that must stand in a text twice for a guess at what follows
 
     def __post_init__(self) -> None:
         assert min(self.page_size, self.max_waiting) >= 1 and self.max_context >= 2, self
@@ -26,6 +28,7 @@ class SchedulerLimits:
         assert 1 <= self.max_decode_steps and self.max_prefill_tokens >= 0 <= self.priority_seconds, self
         # A request then begins at most one page a window, which the bucket has room for.
         assert self.max_decode_steps <= max(self.page_size, 1), self
+        assert 0 <= self.draft_tokens < self.page_size and self.draft_match >= 1, self
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -43,7 +43,7 @@ class StepLogprobs:
         prompt = _on_host(self._prompt)
         if prompt is None or self._targets is None:
             return
-        place = len(self._plan.decodes)
+        place = len(self._plan.decodes) + self._plan.num_drafts
         for request, _, num_tokens, _ in self._plan.prefills:
             targets, num_top = self._targets[place : place + num_tokens].tolist(), request.params.prompt_logprobs
             wanted = [(index, token_id) for index, token_id in enumerate(targets, start=place) if token_id >= 0]

@@ -148,7 +148,9 @@ class Metrics:
 _STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_steps": ("meshserve_steps_total", "Steps of the engine; a dispatch may hold several."),
     "num_prefill_tokens": ("meshserve_prefill_tokens_total", "Tokens of prompts computed by steps."),
-    "num_decode_tokens": ("meshserve_decode_tokens_total", "Tokens sampled by decode steps."),
+    "num_decode_tokens": ("meshserve_decode_tokens_total", "Tokens sampled by decode steps, behind drafts, too."),
+    "num_draft_tokens": ("meshserve_draft_tokens_total", "Tokens guessed by prompt lookup."),
+    "num_accepted_tokens": ("meshserve_accepted_draft_tokens_total", "Those of them that held."),
     "num_padding_tokens": ("meshserve_padding_tokens_total", "Places of compiled shapes that were left empty."),
     "num_admitted_tokens": ("meshserve_admitted_tokens_total", "Known tokens of requests that began to run."),
     "num_cached_tokens": ("meshserve_cached_tokens_total", "Those of them that the cache already had."),

@@ -33,14 +33,19 @@ class StepPlan:
     """One dispatch. Read `pages` and `row` of its requests before the scheduler's next call: it may change them.
 
     A decode feeds the token that an earlier step sampled in the same row; the host need not know it. With `num_steps`
-    above 1 there are only decodes, and each runs that many steps, or fewer if its output ends before.
+    above 1 there are only decodes, and each runs that many steps, or fewer if its output ends before. A decode with
+    drafts feeds these behind its token, and samples after each.
     """
 
     decodes: Sequence[Request]
     starts: Sequence[int]  # of each decode: the position it computes (first)
     prefills: Sequence[Chunk]  # known tokens; chunks of one token first
     num_steps: int = 1
-    decode_lengths: Sequence[int] = ()  # of each decode, where num_steps is above 1: its steps
+    drafts: Sequence[Sequence[int]] = ()  # of each decode, if any has some: tokens that may follow the one it feeds
+    # Of each decode, where num_steps is above 1: its steps; where there are drafts: its positions.
+    decode_lengths: Sequence[int] = ()
+    num_sitting_out: int = 0  # requests whose position depends on drafts in flight
+    planned_seconds: float = 0.0
     admitted: Sequence[Admission] = ()
     preempted: Sequence[Request] = ()  # lost pages and row for others that go before them, the last in rank first
 
@@ -63,7 +68,17 @@ class StepPlan:
     @property
     def num_batch_tokens(self) -> int:
         """Of one step, as the device's batch counts them."""
-        return len(self.decodes) + self.num_prefill_tokens
+        return len(self.decodes) + self.num_drafts + self.num_prefill_tokens
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens."""
+        return sum([len(drafts) for drafts in self.drafts])
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that a step samples: one for each request, in their order, then one behind each draft."""
+        return self.num_requests + self.num_drafts
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -78,6 +93,7 @@ class Draft:
     num_tokens_left: int
     decodes: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    num_sitting_out: int = 0
     single_prefills: list[Chunk] = field(default_factory=list)
     long_prefills: list[Chunk] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)

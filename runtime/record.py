@@ -29,7 +29,8 @@ class StepRecord:
     num_decodes: int  # requests
     num_prefills: int  # chunks
     num_prefill_tokens: int
-    num_decode_tokens: int  # of all its steps together
+    num_decode_tokens: int  # of all its steps together, drafts included
+    num_draft_tokens: int = 0  # guesses of what would be sampled
     num_padding_tokens: int  # places of the compiled shape that were left empty
     num_steps: int  # decode steps in this dispatch
     # Who came and went:
@@ -40,6 +41,7 @@ class StepRecord:
     # Since the record before:
     num_evicted_pages: int = 0
     num_wasted_tokens: int = 0  # sampled for requests that had ended
+    num_accepted_tokens: int = 0  # drafts that held
     num_refused: int = 0  # requests, for want of room in the queue
     num_expired: int = 0  # requests, for their deadline
     # Time, by the engine's clock:
@@ -88,6 +90,7 @@ class StepRecorder:
             num_prefills=len(plan.prefills),
             num_prefill_tokens=num_prefill_tokens,
             num_decode_tokens=num_decode_tokens,
+            num_draft_tokens=plan.num_drafts,
             num_padding_tokens=bucket.num_tokens * bucket.num_steps - num_prefill_tokens - num_decode_tokens,
             num_steps=plan.num_steps,
             queue_seconds=tuple(seconds for *_, seconds in plan.admitted if seconds is not None),
@@ -100,18 +103,27 @@ class StepRecorder:
     def collected(self, record: StepRecord, step_seconds: float) -> None:
         """Completes the record of a step whose tokens are booked, and hands it on."""
         before, self._counts = self._counts, self._read_counts()
-        evicted, wasted, refused, expired = (now - then for now, then in zip(self._counts, before, strict=True))
+        evicted, wasted, accepted, refused, expired = (
+            now - then for now, then in zip(self._counts, before, strict=True)
+        )
         self._record(
             dataclasses.replace(
                 record,
                 step_seconds=step_seconds,
                 num_evicted_pages=evicted,
                 num_wasted_tokens=wasted,
+                num_accepted_tokens=accepted,
                 num_refused=refused,
                 num_expired=expired,
             )
         )
 
-    def _read_counts(self) -> tuple[int, int, int, int]:
-        scheduler = self._scheduler
-        return self._pages.num_evictions, scheduler.num_wasted_tokens, scheduler.num_refused, scheduler.num_expired
+    def _read_counts(self) -> tuple[int, ...]:
+        scheduler, speculation = self._scheduler, self._scheduler.speculation
+        return (
+            self._pages.num_evictions,
+            scheduler.num_wasted_tokens,
+            speculation.num_accepted if speculation is not None else 0,
+            scheduler.num_refused,
+            scheduler.num_expired,
+        )

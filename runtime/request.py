@@ -16,6 +16,8 @@ from .errors import InvalidRequestError
 if TYPE_CHECKING:
     import numpy as np
 
+    from .drafter import Drafter
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKENS = 64
@@ -214,6 +216,7 @@ class Request:
     num_known_tokens: int = 0  # whose ids the host knows: the prompt and the collected output
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
+    num_drafts: int = 0  # of these: guesses that may turn out wrong
     num_prefill_tokens: int = 0  # known when it got its row; tokens after these were sampled in the row
     pages: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0  # of the prompt's tokens, computed or in flight
@@ -226,6 +229,7 @@ class Request:
     finish_reason: FinishReason | None = None
     is_constrained: bool = False  # what it may sample depends on its last token, so that the host must know it
     token_mask: "np.ndarray | None" = None  # [W] uint32, a bit a token: what it may sample next. None: everything
+    drafter: "Drafter | None" = None  # guesses its next tokens
 
     def __post_init__(self) -> None:
         self.num_known_tokens = len(self.prompt_token_ids)

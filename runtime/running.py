@@ -91,6 +91,13 @@ class Running:
         request.pages += pages
         request.num_page_positions = len(request.pages) * self._limits.page_size
 
+    def shrink(self, request: Request) -> None:
+        """Takes the pages behind those that a running request needs now; it had them for drafts that do not hold."""
+        num_pages = self._limits.num_pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
+        self._pages.free(request.pages[num_pages:])
+        del request.pages[num_pages:]
+        self.assign(request, [])
+
     def release(self, request: Request) -> None:
         """Takes a running request's pages and row. What is full stays in the cache until the room is needed."""
         self.publish(request)

@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+from .drafter import Drafter
 from .errors import InvalidRequestError, QueueFullError
 from .limits import SchedulerLimits
 from .pace import Pace
@@ -27,6 +28,7 @@ from .plan import Admission, Chunk, Draft, Progress, StepPlan
 from .queues import RankedQueue
 from .request import FinishReason, Request
 from .running import Running
+from .speculation import Speculation
 
 
 class Scheduler:
@@ -45,6 +47,7 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._requests: dict[Request, None] = {}  # the unfinished ones, in order of arrival
         self._running = Running(limits, pages)
+        self.speculation = Speculation(limits, pages, self._running) if limits.draft_tokens else None
         self._waiting: RankedQueue[tuple[float, int]] = RankedQueue()
         self._leaving: set[Request] = set()  # have all their output in flight, and gave back pages and row
         self._about_to_leave: list[Request] = []
@@ -86,6 +89,8 @@ class Scheduler:
         if len(requests) > max_waiting:
             raise InvalidRequestError("n", f"is {len(requests)}; this server queues {max_waiting} (max_waiting).")
         self.check_room(requests[0].arrival_seconds, len(requests))
+        if self.speculation is not None and not self._requests:
+            self.speculation.rest()
         for request in requests:
             head_start = request.priority * self.limits.priority_seconds
             request.rank = (request.arrival_seconds - head_start, next(self._arrivals))
@@ -93,6 +98,10 @@ class Scheduler:
             self._waiting.push(request.rank, request)
             if request.deadline_seconds < math.inf:
                 self._deadlines.push(request.deadline_seconds, request)
+
+    def drafter(self, request: Request) -> Drafter | None:
+        """What a new request is to guess its tokens with, if it is; made before `add`, as that takes a while."""
+        return self.speculation.drafter(request) if self.speculation is not None else None
 
     def check_room(self, now: float, num_requests: int = 1) -> None:
         """Raises:
@@ -127,13 +136,20 @@ class Scheduler:
             return None
         for chunk in prefills:
             self._running.publish(chunk.request)
-        num_steps, lengths = (1, []) if prefills else self._widen(draft)
+        drafts = self.speculation.extend(draft) if self.speculation is not None else []
+        if drafts:
+            num_steps, lengths = 1, [1 + len(tokens) for tokens in drafts]
+        else:
+            num_steps, lengths = (1, []) if prefills else self._widen(draft)
         return StepPlan(
             decodes=draft.decodes,
             starts=draft.starts,
             prefills=prefills,
             num_steps=num_steps,
+            drafts=drafts,
             decode_lengths=lengths,
+            num_sitting_out=draft.num_sitting_out,
+            planned_seconds=now,
             admitted=draft.admitted,
             preempted=draft.preempted,
         )
@@ -156,6 +172,9 @@ class Scheduler:
             start = request.num_computed_tokens
             if start < request.num_prefill_tokens:
                 prefilling.append(request)
+                continue
+            if request.num_drafts:
+                draft.num_sitting_out += 1
                 continue
             if start == request.num_page_positions and not self._grow(request, draft):
                 break
@@ -308,8 +327,19 @@ class Scheduler:
         self.num_expired += 1
         self._expired.append(request)
 
-    def account(self, plan: StepPlan, sampled: Sequence[int], now: float, step: int = 0) -> list[Progress]:
-        """Books the tokens of a finished step. Call it once for every step of every plan, in order.
+    def accept(
+        self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float
+    ) -> Sequence[Sequence[int | None]]:
+        """What to `account` for, of what a dispatch sampled: lists of one token a request, in their order. With drafts
+        the step was one; then each list has the next token of each request, None where it has no more.
+
+        Args:
+          sampled: for each step of the plan `num_samples` tokens.
+        """
+        return sampled if self.speculation is None else self.speculation.accept(plan, sampled, now)
+
+    def account(self, plan: StepPlan, sampled: Sequence[int | None], now: float, step: int = 0) -> list[Progress]:
+        """Books the tokens of a finished step. Call it once for everything that `accept` returns, in order.
 
         Args:
           sampled: one token a request, in the order of `plan.chunks`; those of requests that do not sample in this
@@ -318,22 +348,23 @@ class Scheduler:
           Requests that ended in the meantime are left out; their tokens are wasted.
         """
         assert len(sampled) == plan.num_requests, f"{len(sampled)} tokens for {plan.num_requests} requests"
-        if step == plan.num_steps - 1:
+        if step == plan.num_steps - 1:  # with drafts the first of several
             self._pace.step_ended(now, plan.num_steps)
         progress: list[Progress] = []
-        if plan.num_steps == 1:
-            self._book(zip(plan.decodes, sampled, strict=False), progress, now)
-        else:
-            decodes = zip(plan.decodes, sampled, plan.decode_lengths, strict=True)
-            self._book([(request, token_id) for request, token_id, length in decodes if step < length], progress, now)
+        decodes: Iterable[tuple[Request, int | None]] = zip(plan.decodes, sampled, strict=False)
+        if plan.decode_lengths:
+            decodes = [each for each, length in zip(decodes, plan.decode_lengths, strict=True) if step < length]
+        self._book(decodes, progress, now)
         if plan.prefills:
             prefills = zip(plan.prefills, sampled[len(plan.decodes) :], strict=True)
             self._book([(chunk.request, token_id) for chunk, token_id in prefills if chunk.is_sampling], progress, now)
         return progress
 
-    def _book(self, sampled: Iterable[tuple[Request, int]], progress: list[Progress], now: float) -> None:
+    def _book(self, sampled: Iterable[tuple[Request, int | None]], progress: list[Progress], now: float) -> None:
         eos_token_ids = self._eos_token_ids
         for request, token_id in sampled:
+            if token_id is None:
+                continue
             request.num_pending_tokens -= 1
             if request.finish_reason is not None:
                 self.num_wasted_tokens += 1
@@ -345,6 +376,8 @@ class Scheduler:
                 continue
             request.output_token_ids.append(token_id)
             request.num_known_tokens = num_known = request.num_known_tokens + 1
+            if request.drafter is not None:
+                request.drafter.push(token_id)
             if num_known >= request.publish_at_tokens and request.row is not None:
                 self._running.publish(request)
             if num_known == request.max_total_tokens:

@@ -157,6 +157,7 @@ def window(
             "rows": jnp.where(is_active, packed[fields["rows"]], no_row),
             "positions": jnp.where(is_active, packed[fields["positions"]] + index, -1),
             "sample_position": packed[fields["sample_position"]] + index,
+            "token_ids": jnp.where(index == 0, packed[fields["token_ids"]], ON_DEVICE),
         }
         vector = packed
         for name, values in moved.items():

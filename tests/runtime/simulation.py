@@ -25,7 +25,9 @@ _MASK = 2**64 - 1
 
 
 def token_of(seed: int, position: int) -> int:
-    """What the model samples for this position of the request with this seed."""
+    """What the model samples for this position of the request with this seed. Some repeat themselves."""
+    if seed % 3 == 0:
+        position %= 11
     mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) & _MASK
     return (mixed >> 32) % VOCAB_SIZE
@@ -55,6 +57,8 @@ def tight_limits(draw: st.DrawFn) -> tuple[SchedulerLimits, int]:
         max_context=max_context,
         max_prefill_tokens=draw(st.sampled_from([0, 1, 3])),
         max_decode_steps=draw(st.integers(1, page_size)),
+        draft_tokens=draw(st.integers(0, page_size - 1)),
+        draft_match=draw(st.integers(1, 3)),
         priority_seconds=draw(st.sampled_from([0.0, 5.0, 1000.0])),
         has_prefix_cache=draw(st.booleans()),
     )
@@ -108,6 +112,7 @@ class FakeDevice:
             page_size=limits.page_size,
             max_request_pages=max_request_pages,
             controls=ControlBuilder(max_running=limits.max_running, vocab_size=1000, eos_token_ids=frozenset()),
+            has_drafts=limits.draft_tokens > 0,
         )
         self.page_size, self.max_context, self.no_row = limits.page_size, limits.max_context, limits.max_running
         self.cache = np.zeros((num_pages, limits.page_size), np.uint64)
@@ -125,7 +130,7 @@ class FakeDevice:
         self.expected[request.seed] = np.array(hashes, np.uint64)
 
     def run(self, batch: Batch) -> list[list[int]]:
-        """The token sampled for each request, padding included, in each step; nonsense where it does not sample."""
+        """The token of each place that is sampled from, padding included, in each step; nonsense where none is."""
         bucket, packed, page_rows, _ = batch
         for row, *pages in page_rows:
             self.page_table[row] = pages
@@ -140,24 +145,33 @@ class FakeDevice:
         rows, positions = fields["rows"].tolist(), fields["positions"].tolist()
         token_request, token_ids = fields["token_request"].tolist(), fields["token_ids"].tolist()
         num_steps = fields["num_steps"].tolist() if "num_steps" in fields else [1] * len(rows)
-        ends: dict[int, int] = {}
+        drafts_end: dict[int, int] = {}  # of each row, where its first draft that does not hold lies
         for token, position in enumerate(positions):
             request = token_request[token]
             if position >= 0 and step < num_steps[request]:
                 token_id, row = token_ids[token], rows[request]
-                if token_id == ON_DEVICE:
+                if step or token_id == ON_DEVICE:
                     token_id = int(self.last_tokens[row])
                 self.write(row, position + step, token_id)
-                ends[request] = position + step + 1
         sampled = [-1] * len(rows)
-        for request, end in ends.items():
-            row = rows[request]
+        for place, (token, end) in enumerate(zip(fields["last_index"], fields["sample_position"], strict=True)):
+            owner = token_request[token]
+            if not end or step >= num_steps[owner]:
+                continue
+            row, end = rows[owner], int(end) + step
+            assert end == positions[token] + step + 1 and seeds[place] == seeds[owner]
+            is_draft = place != owner
+            if is_draft and token_ids[token] != token_of(seeds[owner], end - 1):
+                drafts_end[row] = min(end, drafts_end.get(row, end))
+            sampled[place] = token_of(seeds[owner], end)
+            if end >= drafts_end.get(row, end + 1):
+                sampled[place] = -end  # no model would sample that
+                continue
             pages = self.page_table[row, : -(-end // self.page_size)]
-            found, expected = self.cache[pages].reshape(-1)[:end], self.expected[seeds[request]][:end]
-            assert np.array_equal(found, expected), (seeds[request], end, np.flatnonzero(found != expected))
-            assert end == fields["sample_position"][request] + step
-            sampled[request] = token_of(seeds[request], end)
-            self.last_tokens[row] = sampled[request]
+            found, expected = self.cache[pages].reshape(-1)[:end], self.expected[seeds[owner]][:end]
+            assert np.array_equal(found, expected), (seeds[owner], end, np.flatnonzero(found != expected))
+            if not is_draft:
+                self.last_tokens[row] = sampled[place]
         return sampled
 
     def write(self, row: int, position: int, token_id: int) -> None:
@@ -190,6 +204,7 @@ class Simulation:
     def add(self, *requests: Request) -> None:
         for request in requests:
             request.arrival_seconds = self.now
+            request.drafter = self.scheduler.drafter(request)
         self.scheduler.add(*requests)
         for request in requests:
             self.device.expect(request)
@@ -223,7 +238,8 @@ class Simulation:
             return
         first = min(alive, key=lambda request: request.rank)
         planned = {chunk.request for chunk in plan.chunks} if plan is not None else set()
-        assert first in planned or (first.row is None and first.num_pending_tokens), first
+        is_awaited = first.num_pending_tokens and (first.row is None or first.num_drafts)
+        assert first in planned or is_awaited, first
 
     def _check_precedence(self, plan: StepPlan, running: list[Request]) -> None:
         """No running request waits without a reason, and nobody gives way to a request behind it."""
@@ -233,7 +249,7 @@ class Simulation:
         for request in idle:
             is_prefilling = request.num_computed_tokens < request.num_prefill_tokens
             is_stalled = request is last and not self.allocator.num_free_pages
-            assert is_prefilling or is_stalled, request
+            assert is_prefilling or is_stalled or request.num_drafts, request
         for victim in plan.preempted:
             assert all(request.rank < victim.rank for request in planned)
             assert victim.row is None and victim.num_computed_tokens == 0
@@ -249,8 +265,9 @@ class Simulation:
     def collect(self) -> list[Progress]:
         plan, sampled = self.in_flight.popleft()
         progress = []
-        for step, tokens in enumerate(sampled):
-            progress += self.scheduler.account(plan, tokens[: plan.num_requests], self.now, step)
+        samples = [tokens[: plan.num_samples] for tokens in sampled]
+        for step, tokens in enumerate(self.scheduler.accept(plan, samples, self.now)):
+            progress += self.scheduler.account(plan, tokens, self.now, step)
         for request, token_id in progress:
             if token_id is not None:
                 self.streamed[request].append(token_id)

@@ -1,7 +1,8 @@
 """Traffic through the real engine and the demo model: the tokens are those of each request served alone.
 
 The same kind of trace as in test_simulation.py, at a size that a CPU serves in seconds: prefixes shared and not,
-several samples, priorities, cancellations, a cache that is too small, one decode step in a dispatch and four.
+several samples, priorities, cancellations, a cache that is too small, one decode step in a dispatch and four, with
+drafts and without.
 """
 
 import dataclasses
@@ -79,6 +80,7 @@ class Serving:
                 **sizes,
                 max_request_pages=MAX_CONTEXT // PAGE_SIZE,
                 controls=ControlBuilder(max_running=MAX_RUNNING, vocab_size=2048, eos_token_ids=frozenset()),
+                has_drafts=self.limits.draft_tokens > 0,
             ),
             runner=runner,
             tokenizer=None,
@@ -139,10 +141,13 @@ def alone(runner: Runner) -> dict[tuple[int, int], list[int]]:
 
 
 @pytest.mark.parametrize("num_pages", [34, NUM_PAGES], ids=["crowded", "roomy"])
-@pytest.mark.parametrize("max_decode_steps", [1, 4])
-def test_company_does_not_change_a_token(runner: Runner, alone, num_pages: int, max_decode_steps: int) -> None:
+@pytest.mark.parametrize(("max_decode_steps", "draft_tokens"), [(1, 0), (4, 0), (1, 7), (4, 3)])
+def test_company_does_not_change_a_token(
+    runner: Runner, alone, num_pages: int, max_decode_steps: int, draft_tokens: int
+) -> None:
     cancelled = set()
-    with Serving(runner, num_pages, max_decode_steps=max_decode_steps, max_prefill_tokens=9) as serving:
+    limits = {"max_decode_steps": max_decode_steps, "draft_tokens": draft_tokens, "draft_match": 2}
+    with Serving(runner, num_pages, **limits, max_prefill_tokens=9) as serving:
         for number, arrival in enumerate(make_trace(random.Random(5), TRAFFIC)):
             options = dataclasses.replace(arrival.options, timeout_seconds=None)
             serving.engine.submit(str(number), arrival.prompt, params_of(arrival, number), options)
@@ -161,8 +166,22 @@ def test_company_does_not_change_a_token(runner: Runner, alone, num_pages: int, 
             assert serving.scheduler.num_preemptions == 0
         assert any(record.num_cached_tokens for record in serving.records)
         assert any(record.num_steps > 1 for record in serving.records) == (max_decode_steps > 1)
+        assert any(record.num_draft_tokens for record in serving.records) == (draft_tokens > 0)
         load = serving.engine.load()
         assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, num_pages)
+
+
+@pytest.mark.parametrize(("prompt", "temperature"), [((300,), 0.0), ((350, 351, 352, 353) * 3, 0.3)])
+def test_drafts_save_steps_and_change_no_token(runner: Runner, prompt: tuple[int, ...], temperature: float) -> None:
+    params = SamplingParams(max_tokens=120, temperature=temperature, seed=3, ignore_eos=True)
+    with Serving(runner) as serving:
+        (expected,) = serving.complete(prompt, params)
+    with Serving(runner, draft_tokens=7, draft_match=2) as serving:
+        (tokens,) = serving.complete(prompt, params)
+    assert tokens == expected
+    num_accepted = sum(record.num_accepted_tokens for record in serving.records)
+    assert 0 < num_accepted <= sum(record.num_draft_tokens for record in serving.records)
+    assert len(serving.records) == 120 - num_accepted
 
 
 def test_the_records_add_up(runner: Runner) -> None:

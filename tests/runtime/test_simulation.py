@@ -65,8 +65,10 @@ def replay(simulation: Simulation, trace: list[Arrival]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("demand", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("max_decode_steps", [1, 4])
-def test_everything_ends_whatever_the_demand(demand: float, max_decode_steps: int, num_simulated: int) -> None:
+@pytest.mark.parametrize(("max_decode_steps", "draft_tokens"), [(1, 0), (4, 0), (1, 7), (4, 3)])
+def test_everything_ends_whatever_the_demand(
+    demand: float, max_decode_steps: int, draft_tokens: int, num_simulated: int
+) -> None:
     """Demand: the pages that max_running mean requests need together, over those of the cache."""
     mean_pages = -(-(MEAN_PROMPT_TOKENS + MAX_CONTEXT // 8 + MEAN_OUTPUT_TOKENS) // PAGE_SIZE)
     num_pages = max(int(MAX_RUNNING * mean_pages / demand), -(-MAX_CONTEXT // PAGE_SIZE))
@@ -78,6 +80,8 @@ def test_everything_ends_whatever_the_demand(demand: float, max_decode_steps: in
         max_context=MAX_CONTEXT,
         max_prefill_tokens=192,
         max_decode_steps=max_decode_steps,
+        draft_tokens=draft_tokens,
+        draft_match=1,
         priority_seconds=100.0,
     )
     simulation = Simulation(limits, num_pages)
@@ -89,10 +93,12 @@ def test_everything_ends_whatever_the_demand(demand: float, max_decode_steps: in
         requests_per_step=0.5 if demand > 1.0 else 0.7 * demand,
         vocab=range(1, VOCAB_SIZE),
     )
-    refused = replay(simulation, make_trace(random.Random(f"{demand} {max_decode_steps}"), traffic))
+    refused = replay(simulation, make_trace(random.Random(f"{demand} {max_decode_steps} {draft_tokens}"), traffic))
     report(simulation, refused)
     assert sum(refused.values()) + len(simulation.accepted) == num_simulated
     assert simulation.scheduler.num_preemptions > 0 or demand <= 1.0
+    speculation = simulation.scheduler.speculation
+    assert speculation is None or 0 < speculation.num_accepted < speculation.num_drafts
     assert simulation.num_cached_tokens > simulation.num_prefill_tokens / 20
 
 
