@@ -11,6 +11,7 @@ from meshserve.runtime.config import ConfigError, ModelConfig, ServeConfig
 from meshserve.runtime.engine import Engine
 from meshserve.runtime.launch import build_engine
 from meshserve.runtime.random_weights import random_model
+from meshserve.runtime.record import Record
 from meshserve.runtime.request import FinishReason, Output, SamplingParams
 from meshserve.runtime.weights import load_model
 
@@ -56,15 +57,16 @@ def config_for(batches: Sequence[Sequence[Work]], settings: Mapping[str, Any]) -
 class OfflineEngine:
     """A running engine. Use it as a context manager; not by several threads."""
 
-    def __init__(self, config: ServeConfig, model: ModelConfig, weights: Path | None):
+    def __init__(self, config: ServeConfig, model: ModelConfig, weights: Path | None, record: Record | None = None):
         """Without `weights` they are made up on the device."""
         self._changed = threading.Condition()
         self._clock = TokenClock()
         self._began = 0.0
         self._num_open = 0
         self._fault = ""
+        self.tokens: list[list[int]] = []  # of the last run, request by request
         make_params = random_model if weights is None else lambda *target: load_model(weights, *target)
-        self.engine, _ = build_engine(config, model, make_params, None, self._deliver)
+        self.engine, _ = build_engine(config, model, make_params, None, self._deliver, record)
 
     def __enter__(self) -> "OfflineEngine":
         self.engine.start()
@@ -82,9 +84,10 @@ class OfflineEngine:
         engine: Engine = self.engine
         with self._changed:
             self._clock, self._num_open = TokenClock(), len(batch)
+            self.tokens = [[] for _ in batch]
             self._began = time.perf_counter()
         for index, work in enumerate(batch):
-            params = SamplingParams(max_tokens=work.max_tokens, temperature=temperature, ignore_eos=True)
+            params = SamplingParams(max_tokens=work.max_tokens, temperature=temperature, seed=index, ignore_eos=True)
             engine.submit(str(index), work.prompt_token_ids, params)
         with self._changed:
             while self._num_open and not self._fault:
@@ -97,6 +100,7 @@ class OfflineEngine:
         now = time.perf_counter()
         with self._changed:
             for output in outputs:
+                self.tokens[int(output.request_id)] += output.token_ids
                 self._clock.add(int(output.request_id), self._began, now, len(output.token_ids))
                 if output.finish_reason is not None:
                     self._num_open -= 1

@@ -137,7 +137,8 @@ class _DecodeTokens(NamedTuple):
         """The host names the token of a decode where it knows it: the device's table of last tokens is out of date
         after drafts, as the device does not see how many of them hold."""
         token_ids: list[int] = []
-        for request, start, drafts in zip(plan.decodes, plan.starts, plan.drafts or itertools.repeat(())):
+        all_drafts = plan.drafts or [()] * len(plan.decodes)
+        for request, start, drafts in zip(plan.decodes, plan.starts, all_drafts, strict=True):
             token_ids += [*(request.tokens(start, start + 1) or [ON_DEVICE]), *drafts]
         count = len(token_ids)
         fields["token_ids"][:count] = token_ids

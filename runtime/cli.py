@@ -17,7 +17,8 @@ from .logs import configure_logs
 
 _EXIT_USAGE = 2
 _BENCHMARKS = (
-    "decode", "kernels", "loading", "peers", "prefill", "sampling", "scaling", "serve", "soak", "start", "throughput"
+    "decode", "kernels", "loading", "peers", "prefill", "sampling", "scaling", "serve", "soak", "speculation",
+    "start", "throughput",
 )  # fmt: skip
 SERVER_ONLY = frozenset(
     "host port drain_seconds allow_insecure served_name max_waiting tls_cert tls_key tls_client_ca tokens http_port "

@@ -236,7 +236,9 @@ class ServeConfig:
     max_step_tokens: int = option(512, "token budget of one step: decodes and prefill chunks together")
     max_prefill_tokens: int = option(0, "of a step that also decodes; 0: all that max_step_tokens leaves")
     max_decode_steps: int = option(1, "decode steps in one dispatch when nothing waits: newcomers wait that long")
-    draft_tokens: int = option(0, "tokens that a decode guesses ahead from its own text, at most (prompt lookup); 0: off")
+    draft_tokens: int = option(
+        0, "tokens that a decode guesses ahead from its own text, at most (prompt lookup); 0: off"
+    )
     draft_match: int = option(3, "tokens that must stand in a text before, for a guess at what follows them")
     max_waiting: int = option(1024, "requests in the queue; more are refused")
     priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")

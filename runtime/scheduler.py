@@ -327,9 +327,7 @@ class Scheduler:
         self.num_expired += 1
         self._expired.append(request)
 
-    def accept(
-        self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float
-    ) -> Sequence[Sequence[int | None]]:
+    def accept(self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float) -> Sequence[Sequence[int | None]]:
         """What to `account` for, of what a dispatch sampled: lists of one token a request, in their order. With drafts
         the step was one; then each list has the next token of each request, None where it has no more.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshserve.benchmarks import throughput
+from meshserve.benchmarks import speculation, throughput
 from meshserve.benchmarks.offline_engine import parse_settings
 from meshserve.benchmarks.peers import compare
 from meshserve.benchmarks.token_times import TokenClock, percentile
@@ -186,3 +186,17 @@ def test_the_light_modules_need_nothing_but_python():
     code = "import sys, meshserve.benchmarks.peers.job; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"numpy", "jax", "grpc", "torch"} & set(done.stdout.split())
+
+
+def test_speculation_compares_the_same_tokens(tiny: Path, capsys: pytest.CaptureFixture):
+    arguments = [
+        f"--model={tiny}", "--random-weights", "--requests", "1", "2", "--temperature", "0", "--runs=1",
+        "--cpu-devices=8", "--input-tokens=9", "--output-tokens=60", "--draft-tokens=3",
+        "--set=num_pages=32", "--set=page_size=16", "--set=max_running=4",
+        "--set=max_step_tokens=8", "--set=cache_dir=", "--set=controls=false", f"--json={tiny / 'cases.json'}",
+    ]  # fmt: skip
+    assert speculation.main(arguments) == 0
+    cases = json.loads((tiny / "cases.json").read_text())
+    assert [case["num_requests"] for case in cases] == [1, 2]
+    assert all(case["num_changed"] == 0 and case["num_drafts"] >= case["num_accepted"] for case in cases)
+    assert "up to 3 drafts" in capsys.readouterr().out
