@@ -54,18 +54,18 @@ def check(model: str, slice_name: str, tokens: tuple[int, ...]) -> tuple[str, li
 
 def refusals(slice_name: str) -> list[str]:
     """Plants programs that exceed each memory of the chip. Returns those that the compiler accepted."""
-    plan = planner("qwen3-0.6b", slice_name, max_running=256)
+    plan = planner("qwen3-0.6b", slice_name)
     server = DryServer.on(plan.target, plan.model)
-    bucket = plan.buckets[0]
-    shape = CacheShape(num_pages=256, page_size=PAGE_SIZE, max_running=256, max_request_pages=256)
-    tiling = tpu.default_tiling(num_tokens=256, kv_heads=1, group=2, page_size=PAGE_SIZE)
+    bucket, many = plan.buckets[0], next(bucket for bucket in plan.buckets if bucket.num_requests == 64)
+    shape = CacheShape(num_pages=256, page_size=PAGE_SIZE, max_running=64, max_request_pages=256)
+    tiling = tpu.default_tiling(num_tokens=64, kv_heads=1, group=2, page_size=PAGE_SIZE)
     over_vmem = dataclasses.replace(tiling, slots=256)
     over_smem = dataclasses.replace(tiling, table_bytes=1 << 30)
     planted = {
         "HBM": (bucket, shape._replace(num_pages=plan.plan().max_pages * 11 // 10), tiling),
         "VMEM": (bucket, shape, over_vmem),
-        # 256 requests of 2560 pages: 2.5 MiB of page table in 1 MiB of scalar memory.
-        "SMEM": (plan.buckets[-2], shape._replace(max_request_pages=2560), over_smem),
+        # 64 requests of 10240 pages: 2.5 MiB of page table in 1 MiB of scalar memory.
+        "SMEM": (many, shape._replace(max_request_pages=10240), over_smem),
     }
     accepted = []
     for memory, (planted_bucket, planted_shape, planted_tiling) in planted.items():

@@ -7,6 +7,8 @@ the chip. What this cannot show is the values a program computes, its speed, and
 import dataclasses
 import re
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,25 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout, shard_layout
-from meshserve.sharding.memory import shard_bytes
+from meshserve.sharding.memory import added_bytes, shard_bytes
 from meshserve.sharding.mesh import named_sharding
 from meshserve.sharding.targets import Target
 
 from .batch import Bucket
+from .compiles import ProgramKey
 from .config import ModelConfig
+from .control_programs import ControlPrograms
 from .kernel_choice import tpu_kernels
 from .model import Kernels, abstract_model
-from .step import CacheShape, placed_state, sharded_step, state_shapes, weights_of
+from .step import (
+    CacheShape,
+    DeviceState,
+    lower_allocate,
+    lower_set_page_row,
+    lower_step,
+    placed_state,
+    state_shapes,
+)
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -31,15 +43,21 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 class ProgramReport:
     """A compiled program. Bytes are of one device."""
 
-    bucket: Bucket
+    kind: str  # what it does, see `DryServer.programs`
+    size: int  # tokens of a step, requests of a sampler
     cpu_seconds: float  # lowering and compiling, all threads
     argument_bytes: int
     aliased_bytes: int  # of the arguments: updated in place
+    added_bytes: int  # to the arguments: temporaries and what is not updated in place
     temp_bytes: int
     peak_bytes: int
     code_bytes: int
     num_all_reduces: int
     num_kernels: int
+
+    @property
+    def is_step(self) -> bool:
+        return self.kind.startswith(("step", "decode"))
 
 
 class OutOfMemoryError(MemoryError):
@@ -74,41 +92,60 @@ class DryServer:
         )
         return cls(model=model, target=target, mesh=mesh, layout=layout, dtype=jnp.dtype("bfloat16"))
 
+    def programs(
+        self, buckets: Sequence[Bucket], shape: CacheShape, *, has_controls: bool
+    ) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
+        """Everything that a server with these steps compiles, by what it does and its size."""
+        state = self._state(shape)
+        programs: dict[ProgramKey, Callable[[], jax.stages.Lowered]] = {
+            (bucket.kind, bucket.num_tokens): partial(self._lower, bucket, shape) for bucket in buckets
+        }
+        programs["allocate cache", 0] = partial(lower_allocate, state)
+        programs["set page row", 0] = partial(lower_set_page_row, state.page_table, self.mesh)
+        if has_controls:
+            programs |= self.controls(buckets, shape).to_lower()
+        return programs
+
+    def controls(self, buckets: Sequence[Bucket], shape: CacheShape) -> ControlPrograms:
+        """The control programs of a server with these steps."""
+        structure, params = self._placed_model()
+        return ControlPrograms(
+            structure=structure,
+            params=params,
+            mesh=self.mesh,
+            buckets=buckets,
+            max_running=shape.max_running,
+            real_vocab_size=self.model.vocab_size,
+            is_unrolled=self.target.chip.is_unrolled,
+        )
+
     def compile(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Compiled:
         """The program of a bucket.
 
         Raises:
           OutOfMemoryError: it does not fit the device.
         """
-        structure, abstract = abstract_model(self.model, self.layout, self.dtype)
-        params = _placed_params(abstract, self.mesh)
-        state = placed_state(state_shapes(self.model, self.layout, shape, self.dtype), self.mesh)
-        kernels = kernels or tpu_kernels(self.mesh, state)
-        packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(self.mesh, ()))
-        program = sharded_step(structure, abstract, kernels, bucket, self.mesh)
-        try:
-            return program.lower(weights_of(params), state, packed).compile()
-        except jax.errors.JaxRuntimeError as error:
-            if _OUT_OF_MEMORY in str(error):
-                raise OutOfMemoryError(str(error)) from None
-            raise
+        return _compiled(self._lower(bucket, shape, kernels))
 
-    def report(self, bucket: Bucket, shape: CacheShape) -> ProgramReport:
-        """Compiles the program of a bucket and reads what the compiler made of it.
+    def report(self, key: ProgramKey, to_lower: Callable[[], jax.stages.Lowered]) -> ProgramReport:
+        """Compiles one of `programs` and reads what the compiler made of it.
 
         Raises:
           OutOfMemoryError: it does not fit the device.
         """
         started = time.process_time()
-        compiled = self.compile(bucket, shape)
+        compiled = _compiled(to_lower())
         cpu_seconds = time.process_time() - started
         memory, text = compiled.memory_analysis(), compiled.as_text()
         assert memory is not None and text is not None  # the TPU compiler gives both
+        kind, size = key
         return ProgramReport(
-            bucket=bucket,
+            kind=kind,
+            size=size,
             cpu_seconds=cpu_seconds,
             argument_bytes=memory.argument_size_in_bytes,
             aliased_bytes=memory.alias_size_in_bytes,
+            added_bytes=added_bytes(compiled),
             temp_bytes=memory.temp_size_in_bytes,
             peak_bytes=memory.peak_memory_in_bytes,
             code_bytes=memory.generated_code_size_in_bytes,
@@ -116,9 +153,21 @@ class DryServer:
             num_kernels=len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
         )
 
+    def _lower(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Lowered:
+        structure, params = self._placed_model()
+        state = self._state(shape)
+        return lower_step(structure, params, kernels or tpu_kernels(self.mesh, state), bucket, state, self.mesh)
+
+    def _placed_model(self) -> tuple[nnx.GraphDef, nnx.State]:
+        structure, abstract = abstract_model(self.model, self.layout, self.dtype)
+        return structure, _placed_params(abstract, self.mesh)
+
+    def _state(self, shape: CacheShape) -> DeviceState[jax.ShapeDtypeStruct]:
+        return placed_state(state_shapes(self.model, self.layout, shape, self.dtype), self.mesh)
+
     def cache_bytes(self, shape: CacheShape) -> int:
         """The KV cache on one device."""
-        return shard_bytes(placed_state(state_shapes(self.model, self.layout, shape, self.dtype), self.mesh).cache)
+        return shard_bytes(self._state(shape).cache)
 
     def fits(self, bucket: Bucket, shape: CacheShape) -> bool:
         try:
@@ -126,6 +175,15 @@ class DryServer:
         except OutOfMemoryError:
             return False
         return True
+
+
+def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if _OUT_OF_MEMORY in str(error):
+            raise OutOfMemoryError(str(error)) from None
+        raise
 
 
 def count_all_reduces(text: str) -> int:

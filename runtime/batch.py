@@ -47,6 +47,13 @@ class Bucket:
     is_decode: bool = False  # holds no prefill chunk: every token is the only one of its request
     mode: int = ANY_MODE  # the `SamplingMode` of its sampler; ANY_MODE: each step's vector says which
 
+    @property
+    def kind(self) -> str:
+        """Which programs it is one of; among these it is known by its number of tokens."""
+        kind = "decode" if self.is_decode else "step"
+        kind += f" {SamplingMode(self.mode).name.lower()}" if self.mode != ANY_MODE else ""
+        return f"{kind} x {self.num_steps}" if self.num_steps > 1 else kind
+
     @cached_property
     def fields(self) -> dict[str, slice]:
         """Where each field lies in the packed vector."""

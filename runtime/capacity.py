@@ -16,12 +16,14 @@ from meshserve.sharding.targets import GIB, Target
 
 from .batch import Bucket, server_buckets
 from .config import ModelConfig, ServeConfig, context_tokens, serving_dtype
+from .control_batch import WORD_BITS, control_sizes
 from .figures import DeviceFigures
 from .model import abstract_model
 from .orbax_weights import model_layout
 from .step import CacheShape, cache_page_bytes
 
 MIB = 1 << 20
+_ADJUSTED_LOGITS = 3  # arrays as large as the logits that live at once while penalties are applied
 _CONTROL_BYTES = 8  # a row and a token of the vocabulary: an int32 of its history, a float32 of bias
 
 
@@ -105,7 +107,7 @@ class Planner:
         weights = weight_bytes(self.model, layout, self.dtype)
         page = cache_page_bytes(self.model, layout, config.page_size, self.dtype)
         scratch = self._scratch_bytes()
-        controls = config.max_running * layout.vocab_size // layout.num_shards * _CONTROL_BYTES * config.controls
+        controls = self.control_state_bytes + self._mask_bytes() if config.controls else 0
         if self.target.chip.platform == "cpu":  # as `memory.free_bytes` has it
             free = served = CPU_CACHE_BYTES // self.num_devices
             if self.dtype.itemsize < 4:  # XLA keeps the whole cache in float32, too, and once more as it is
@@ -136,8 +138,24 @@ class Planner:
             num_programs=len(self.buckets),
         )
 
+    @property
+    def control_state_bytes(self) -> int:
+        """Of the history and bias of every row."""
+        return self.config.max_running * (self.layout.vocab_size // self.layout.num_shards) * _CONTROL_BYTES
+
+    def _mask_bytes(self) -> int:
+        """Of the masks that allow everything."""
+        return -(-self.model.vocab_size // WORD_BITS) * 4 * sum(control_sizes(self.config.max_running))
+
     def _scratch_bytes(self) -> int:
-        """Of the largest program. Where XLA's path attends, it gathers a page of every token's request at a time."""
+        """Of the largest program, a step or what samples after it."""
+        step = self._step_scratch_bytes()
+        if not self.config.controls:
+            return step
+        return max(step, control_scratch_estimate(self.model, self.layout, self.buckets[-1], self.dtype))
+
+    def _step_scratch_bytes(self) -> int:
+        """Where XLA's path attends, it gathers a page of every token's request at a time."""
         bucket, chip = self.buckets[-1], self.target.chip
         scratch = scratch_estimate(self.model, self.layout, bucket, self.dtype)
         if chip.platform == "tpu" or self.config.attention == "cuda":
@@ -178,3 +196,10 @@ def scratch_estimate(model: ModelConfig, layout: ShardLayout, bucket: Bucket, dt
     """
     tokens = bucket.num_tokens * (3 * model.embed_dim + 2 * layout.mlp_dim // layout.num_shards) * dtype.itemsize
     return tokens + 3 * bucket.num_requests * (layout.vocab_size // layout.num_shards) * 4
+
+
+def control_scratch_estimate(model: ModelConfig, layout: ShardLayout, bucket: Bucket, dtype: jnp.dtype) -> int:
+    """What is held when penalties are applied after a step: its hidden states and logits, these again if they must be
+    padded, and of the logits what adjusting and sampling make of them."""
+    logits = bucket.num_requests * (layout.vocab_size // layout.num_shards) * 4
+    return bucket.num_tokens * model.embed_dim * dtype.itemsize + (2 + _ADJUSTED_LOGITS) * logits

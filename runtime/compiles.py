@@ -19,6 +19,8 @@ import jax
 import jax.monitoring
 from tqdm import tqdm
 
+ProgramKey = tuple[str, int]  # what a program does, and the size it has
+
 _log = logging.getLogger(__name__)
 
 _PROGRESS_DELAY_SECONDS = 2.0

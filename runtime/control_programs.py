@@ -4,9 +4,10 @@ A step comes in many shapes, and compiling a sampler takes about as long as comp
 programs exist in few sizes, and the logits and hidden states of a step are padded to the next one.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,91 +15,139 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from meshserve.sharding.memory import shard_bytes
+from meshserve.sharding.memory import added_bytes, shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 from meshserve.sharding.targets import compiler_options
 
 from .batch import Bucket
-from .compiles import compile_all
+from .compiles import ProgramKey, compile_all
 from .control_batch import WORD_BITS, ControlShape, Logprobs, Sampled, control_sizes, next_size
 from .controls import ControlState, prompt_logprobs, sample_controlled, set_control_row
+from .model import specs_of
 
 _VOCAB_AXES = (None, "vocab")
 _REPLICATED = PartitionSpec()
-_Key = tuple[str, int]  # what a program does, and the size it has
+_PADDING = ("pad logits", "pad hidden")
+_ALLOCATING = ("allocate", "no masks")
 _MIN_PROMPT_TOKENS = 64  # fewer cost as much: the head's weights are read in any case
 
 
-class ControlSizes(NamedTuple):
-    """Of the state and the masks."""
+@dataclass(frozen=True, kw_only=True)
+class ControlPrograms:
+    """What is compiled, and for which shapes. `params` may be shapes with shardings."""
 
+    structure: nnx.GraphDef
+    params: nnx.State
+    mesh: Mesh
+    buckets: Sequence[Bucket]  # of the steps
     max_running: int
-    vocab_size: int  # padded to whole shards
-    real_vocab_size: int
+    real_vocab_size: int  # without padding to whole shards
+    is_unrolled: bool
 
     @property
-    def num_mask_words(self) -> int:
-        return -(-self.real_vocab_size // WORD_BITS)
+    def vocab_size(self) -> int:
+        """Padded to whole shards."""
+        return self._embedding.shape[0]
 
+    @property
+    def _embedding(self) -> jax.Array:
+        return self.params["embedding"].get_value()
 
-class Controls:
-    """Compiles on construction (`num_threads`: see `compiles.compile_all`); call `allocate` before anything else."""
+    @cached_property
+    def sampler_sizes(self) -> tuple[int, ...]:
+        return control_sizes(self.max_running)
 
-    def __init__(
-        self,
-        *,
-        structure: nnx.GraphDef,
-        params: nnx.State,
-        param_specs: nnx.State,
-        buckets: Sequence[Bucket],
-        sizes: ControlSizes,
-        is_unrolled: bool,
-        mesh: Mesh,
-        num_threads: int = 0,
-    ):
-        self._sizes, self._mesh, self._options = sizes, mesh, compiler_options(mesh)
-        self._state_shapes = control_shapes(sizes, mesh)
-        single = [bucket for bucket in buckets if bucket.num_steps == 1]
-        token_counts = {bucket.num_tokens for bucket in single if not bucket.is_decode}
-        self._sampler_sizes = control_sizes(sizes.max_running)
-        self._prompt_sizes = control_sizes(max(token_counts), _MIN_PROMPT_TOKENS)
-        to_lower: dict[_Key, Callable[[], jax.stages.Lowered]] = {("set row", 0): self._lower_set_row}
-        for size in self._sampler_sizes:
-            to_lower["sample", size] = partial(self._lower_sampler, size, is_unrolled)
-        for size in self._prompt_sizes:
-            to_lower["prompt", size] = partial(self._lower_prompt, structure, params, param_specs, size)
-        for size in {bucket.num_requests for bucket in single} - set(self._sampler_sizes):
-            to_lower["pad logits", size] = partial(
-                self._lower_padding, self._logits(size), next_size(self._sampler_sizes, size)
-            )
-        for size in token_counts - set(self._prompt_sizes):
-            to_lower["pad hidden", size] = partial(
-                self._lower_padding, self._hidden(params, size), next_size(self._prompt_sizes, size)
-            )
-        programs = compile_all((lower() for lower in to_lower.values()), len(to_lower), num_threads)
-        self._programs: dict[_Key, jax.stages.Compiled] = dict(zip(to_lower, programs, strict=True))
+    @cached_property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        return control_sizes(max(self._token_counts), _MIN_PROMPT_TOKENS)
+
+    @cached_property
+    def _single(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.num_steps == 1]
+
+    @cached_property
+    def _token_counts(self) -> set[int]:
+        return {bucket.num_tokens for bucket in self._single if not bucket.is_decode}
+
+    @cached_property
+    def state_shapes(self) -> ControlState[jax.ShapeDtypeStruct]:
+        """The state with its shardings."""
+        history = self._shape((self.max_running, self.vocab_size), jnp.int32, _VOCAB_AXES)
+        return ControlState(history, self._shape(history.shape, jnp.float32, _VOCAB_AXES))
+
+    @property
+    def resident_bytes(self) -> int:
+        """What `Controls.allocate` takes on each device."""
+        return shard_bytes((self.state_shapes, [self._masks(size) for size in self.sampler_sizes]))
+
+    @property
+    def step_output_bytes(self) -> int:
+        """What the largest step leaves on each device for these programs to work on."""
+        return max(
+            shard_bytes((self._logits(bucket.num_requests), self._hidden(bucket.num_tokens))) for bucket in self._single
+        )
+
+    def scratch_bytes(self, added: Mapping[ProgramKey, int]) -> int:
+        """What must be free on each device for any of them to run after a step, of what each adds to its arguments.
+
+        They work on what the step has left, which may have to be padded first.
+        """
+        padding = max((num_bytes for (kind, _), num_bytes in added.items() if kind in _PADDING), default=0)
+        others = max(num_bytes for (kind, _), num_bytes in added.items() if kind not in (*_PADDING, *_ALLOCATING))
+        return self.step_output_bytes + padding + others
+
+    def to_lower(self) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
+        """All of them, by what they do and their size."""
+        programs: dict[ProgramKey, Callable[[], jax.stages.Lowered]] = {
+            ("allocate", 0): self._lower_allocate,
+            ("set row", 0): self._lower_set_row,
+        }
+        for size in self.sampler_sizes:
+            programs["no masks", size] = partial(self._lower_no_masks, size)
+            programs["sample", size] = partial(self._lower_sampler, size)
+        for size in self.prompt_sizes:
+            programs["prompt", size] = partial(self._lower_prompt, size)
+        for size in sorted({bucket.num_requests for bucket in self._single} - set(self.sampler_sizes)):
+            num_rows = next_size(self.sampler_sizes, size)
+            programs["pad logits", size] = partial(self._lower_padding, self._logits(size), num_rows)
+        for size in sorted(self._token_counts - set(self.prompt_sizes)):
+            num_rows = next_size(self.prompt_sizes, size)
+            programs["pad hidden", size] = partial(self._lower_padding, self._hidden(size), num_rows)
+        return programs
 
     def _shape(
         self, shape: tuple[int, ...], dtype: Any = jnp.int32, axes: tuple[str | None, ...] = ()
     ) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(self._mesh, axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(self.mesh, axes))
 
     def _logits(self, num_requests: int) -> jax.ShapeDtypeStruct:
-        return self._shape((num_requests, self._sizes.vocab_size), jnp.float32, _VOCAB_AXES)
+        return self._shape((num_requests, self.vocab_size), jnp.float32, _VOCAB_AXES)
 
-    def _hidden(self, params: nnx.State, num_tokens: int) -> jax.ShapeDtypeStruct:
-        embedding = params["embedding"].get_value()
-        return self._shape((num_tokens, embedding.shape[1]), embedding.dtype)
+    def _masks(self, num_requests: int) -> jax.ShapeDtypeStruct:
+        return self._shape((num_requests, -(-self.real_vocab_size // WORD_BITS)), jnp.uint32)
+
+    def _hidden(self, num_tokens: int) -> jax.ShapeDtypeStruct:
+        return self._shape((num_tokens, self._embedding.shape[1]), self._embedding.dtype)
 
     def _sharded(
         self, program: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any
     ) -> jax.stages.Wrapped:
-        sharded = jax.shard_map(program, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(sharded, compiler_options=self._options, **options)
+        sharded = jax.shard_map(program, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.jit(sharded, compiler_options=compiler_options(self.mesh), **options)
 
-    def _lower_sampler(self, num_requests: int, is_unrolled: bool) -> jax.stages.Lowered:
-        sizes, shape = self._sizes, ControlShape(num_requests)
-        program = partial(sample_controlled, shape=shape, vocab_size=sizes.real_vocab_size, is_unrolled=is_unrolled)
+    def _lower_allocate(self) -> jax.stages.Lowered:
+        def zeros() -> ControlState[jax.Array]:
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state_shapes)
+
+        return jax.jit(zeros, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)).lower()
+
+    def _lower_no_masks(self, num_requests: int) -> jax.stages.Lowered:
+        masks = self._masks(num_requests)
+        return jax.jit(lambda: ~jnp.zeros(masks.shape, masks.dtype), out_shardings=masks.sharding).lower()
+
+    def _lower_sampler(self, num_requests: int) -> jax.stages.Lowered:
+        shape = ControlShape(num_requests)
+        program = partial(sample_controlled, shape=shape, vocab_size=self.real_vocab_size, is_unrolled=self.is_unrolled)
         state = ControlState(*[partition_spec(_VOCAB_AXES)] * 2)
         sharded = self._sharded(
             program,
@@ -106,54 +155,52 @@ class Controls:
             (state, _REPLICATED, _REPLICATED),
             donate_argnums=(0, 1),
         )
-        last_tokens, packed = self._shape((sizes.max_running,)), self._shape((shape.size,))
-        masks = self._shape((num_requests, sizes.num_mask_words), jnp.uint32)
-        return sharded.lower(self._state_shapes, last_tokens, self._logits(num_requests), packed, masks)
+        last_tokens, packed = self._shape((self.max_running,)), self._shape((shape.size,))
+        logits, masks = self._logits(num_requests), self._masks(num_requests)
+        return sharded.lower(self.state_shapes, last_tokens, logits, packed, masks)
 
-    def _lower_prompt(
-        self, structure: nnx.GraphDef, params: nnx.State, param_specs: nnx.State, num_tokens: int
-    ) -> jax.stages.Lowered:
-        program = partial(prompt_logprobs, structure)
-        sharded = self._sharded(program, (param_specs, _REPLICATED, _REPLICATED), _REPLICATED)
-        return sharded.lower(params, self._hidden(params, num_tokens), self._shape((num_tokens,)))
+    def _lower_prompt(self, num_tokens: int) -> jax.stages.Lowered:
+        program = partial(prompt_logprobs, self.structure)
+        sharded = self._sharded(program, (specs_of(self.params), _REPLICATED, _REPLICATED), _REPLICATED)
+        return sharded.lower(self.params, self._hidden(num_tokens), self._shape((num_tokens,)))
 
     def _lower_padding(self, shape: jax.ShapeDtypeStruct, num_rows: int) -> jax.stages.Lowered:
         """Zeros at the end, up to `num_rows`."""
         padding = (0, num_rows - shape.shape[0])
         return jax.jit(lambda x: jnp.pad(x, (padding, (0, 0))), out_shardings=shape.sharding).lower(shape)
 
-    def _padded(self, kind: str, x: jax.Array) -> jax.Array:
-        """As it is where its size is one that programs exist in."""
-        program = self._programs.get((kind, len(x)))
-        return program(x) if program is not None else x
-
     def _lower_set_row(self) -> jax.stages.Lowered:
         state = ControlState(*[partition_spec(_VOCAB_AXES)] * 2)
         program = self._sharded(set_control_row, (state, *[_REPLICATED] * 3), state, donate_argnums=0)
-        history = self._shape((self._sizes.vocab_size,))
-        bias = self._shape((self._sizes.vocab_size,), jnp.float32)
-        return program.lower(self._state_shapes, self._shape((1,)), history, bias)
+        history = self._shape((self.vocab_size,))
+        bias = self._shape((self.vocab_size,), jnp.float32)
+        return program.lower(self.state_shapes, self._shape((1,)), history, bias)
+
+
+class Controls:
+    """Compiles on construction (`num_threads`: see `compiles.compile_all`); call `allocate` before anything else."""
+
+    def __init__(self, declared: ControlPrograms, num_threads: int = 0):
+        self._declared = declared
+        to_lower = declared.to_lower()
+        programs = compile_all((lower() for lower in to_lower.values()), len(to_lower), num_threads)
+        self._programs: dict[ProgramKey, jax.stages.Compiled] = dict(zip(to_lower, programs, strict=True))
 
     @property
     def device_bytes(self) -> int:
-        """What the state takes on each device."""
-        return shard_bytes(self._state_shapes)
+        """What `allocate` takes on each device."""
+        return self._declared.resident_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What must be free on each device for any of them to run after a step."""
+        return self._declared.scratch_bytes({key: added_bytes(program) for key, program in self._programs.items()})
 
     def allocate(self) -> None:
         """Takes the memory for the state."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state_shapes)
-
-        def zeros() -> ControlState[jax.Array]:
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._state_shapes)
-
-        self._state = jax.jit(zeros, out_shardings=shardings)()
+        self._state = self._programs["allocate", 0]()
         # What rows without a grammar may take: all. Kept on the devices, so that it need not travel every step.
-        replicated = named_sharding(self._mesh, ())
-        self._no_masks = {
-            size: jax.jit(lambda size=size: ~jnp.zeros((size, self._sizes.num_mask_words), jnp.uint32),
-                          out_shardings=replicated)()
-            for size in self._sampler_sizes
-        }  # fmt: skip
+        self._no_masks = {size: self._programs["no masks", size]() for size in self._declared.sampler_sizes}
 
     def release(self) -> None:
         """Gives the memory back."""
@@ -162,7 +209,7 @@ class Controls:
 
     def set_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
         """Dispatches what is to be known of an adjusted request."""
-        padding = (0, self._sizes.vocab_size - len(history))
+        padding = (0, self._declared.vocab_size - len(history))
         history, bias = np.pad(history, padding), np.pad(bias, padding)
         self._state = self._programs["set row", 0](self._state, np.array([row], np.int32), history, bias)
 
@@ -173,7 +220,7 @@ class Controls:
 
         `masks` are of the plan's first requests, or of all; None: every token is allowed.
         """
-        size = next_size(self._sampler_sizes, len(logits))
+        size = next_size(self._declared.sampler_sizes, len(logits))
         if masks is not None:
             padding = (0, size - len(masks))
             masks = np.pad(masks, (padding, (0, 0)), constant_values=2**WORD_BITS - 1)
@@ -190,22 +237,18 @@ class Controls:
     def prompt_logprobs(self, params: nnx.State, hidden: jax.Array, targets: np.ndarray) -> Logprobs[jax.Array]:
         """Dispatches the log-probabilities of the prompt tokens [T] that follow a step's; those of -1 mean nothing."""
         num_tokens = len(targets)
-        size = next_size(self._prompt_sizes, num_tokens)
+        size = next_size(self._declared.prompt_sizes, num_tokens)
         targets = np.pad(targets, (0, size - num_tokens), constant_values=-1)
         found = self._programs["prompt", size](params, self._padded("pad hidden", hidden), targets)
         _copy_to_host_async(found)
         return found
 
+    def _padded(self, kind: str, x: jax.Array) -> jax.Array:
+        """As it is where its size is one that programs exist in."""
+        program = self._programs.get((kind, len(x)))
+        return program(x) if program is not None else x
+
 
 def _copy_to_host_async(tree: Any) -> None:
     for array in jax.tree.leaves(tree):
         array.copy_to_host_async()
-
-
-def control_shapes(sizes: ControlSizes, mesh: Mesh) -> ControlState[jax.ShapeDtypeStruct]:
-    """The state as shapes with their shardings."""
-    shape, sharding = (sizes.max_running, sizes.vocab_size), named_sharding(mesh, _VOCAB_AXES)
-    return ControlState(
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding),
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding),
-    )

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout
-from meshserve.sharding.memory import check_weights_fit, num_pages_that_fit
+from meshserve.sharding.memory import added_bytes, check_weights_fit, num_pages_that_fit
 from meshserve.sharding.mesh import make_mesh, use_cpu_devices, use_dispatch_threads
 
 from .agreement import Cluster
@@ -23,19 +23,18 @@ from .compiles import use_cache
 from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig, context_tokens, serving_dtype
 from .contract import Deliver, ModelInfo
 from .control_batch import ControlBuilder
-from .control_programs import Controls, ControlSizes
+from .control_programs import ControlPrograms, Controls
 from .engine import Engine
 from .figures import FIGURES_IN_LOG
 from .kernel_choice import choose_kernels
 from .limits import SchedulerLimits
-from .model import Kernels
 from .model_files import DEMO_MODEL, ModelFiles, find_model
 from .orbax_weights import model_layout
 from .pages import PageAllocator
 from .record import Record
 from .reshard import Resharder
 from .scheduler import Scheduler
-from .step import CacheShape, StepRunner, cache_page_bytes, scratch_bytes, specs_of, state_shapes
+from .step import CacheShape, StepRunner, cache_page_bytes, lower_step, placed_state, state_shapes
 from .tokenizer import Tokenizer
 from .weights import device_weight_bytes, load_model
 
@@ -226,12 +225,24 @@ def make_runner(
     one_page = CacheShape(1, config.page_size, config.max_running, max_request_pages)
     one_page_shapes = state_shapes(model, layout, one_page, dtype)
     kernels = choose_kernels(config, mesh, params, one_page_shapes)
-    controls = _controls(config, model, mesh, structure, params, kernels) if config.controls else None
+    controls = None
+    if config.controls:
+        declared = ControlPrograms(
+            structure=structure,
+            params=params,
+            mesh=mesh,
+            buckets=buckets,
+            max_running=config.max_running,
+            real_vocab_size=model.vocab_size,
+            is_unrolled=kernels.is_unrolled,
+        )
+        controls = Controls(declared, num_threads=config.compile_threads)
     num_pages = config.num_pages
     if not num_pages:
-        scratch = (controls.device_bytes if controls is not None else 0) + scratch_bytes(
-            structure, params, one_page_shapes, kernels, buckets[-1], mesh
-        )
+        placed = placed_state(one_page_shapes, mesh)
+        scratch = added_bytes(lower_step(structure, params, kernels, buckets[-1], placed, mesh).compile())
+        if controls is not None:
+            scratch = max(scratch, controls.scratch_bytes) + controls.device_bytes
         kept = scratch + (config.reserve_mib << 20) + kept_bytes
         page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
         num_pages = num_pages_that_fit(measured or mesh, config.memory_fraction, page_bytes, kept)
@@ -253,21 +264,6 @@ def make_runner(
     )
     _log.info("%d programs ready after %.1f s; %s", len(buckets), runner.compile_seconds, shape)
     return runner, num_pages
-
-
-def _controls(
-    config: ServeConfig, model: ModelConfig, mesh: Mesh, structure: nnx.GraphDef, params: nnx.State, kernels: Kernels
-) -> Controls:
-    return Controls(
-        structure=structure,
-        params=params,
-        param_specs=specs_of(params),
-        buckets=server_buckets(config),
-        sizes=ControlSizes(config.max_running, model_layout(model, mesh.size).vocab_size, model.vocab_size),
-        is_unrolled=kernels.is_unrolled,
-        mesh=mesh,
-        num_threads=config.compile_threads,
-    )
 
 
 def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, mesh: Mesh) -> ModelInfo:

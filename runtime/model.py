@@ -22,7 +22,7 @@ from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, WriteK
 from meshserve.kernels.peers import PeerOperations, Peers
 from meshserve.sharding.collectives import PeerSum, all_reduce
 from meshserve.sharding.layout import ShardLayout
-from meshserve.sharding.mesh import TENSOR_AXIS
+from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
 from . import decode
 from .config import ModelConfig
@@ -241,3 +241,12 @@ def layer_weights(layers: nnx.State) -> LayerWeights:
 def abstract_model(config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure, and its parameters as shapes with their logical axes. Allocates nothing."""
     return nnx.split(nnx.eval_shape(lambda: Qwen3(config, layout, dtype)))
+
+
+def specs_of(params: nnx.State) -> nnx.State:
+    """Where each parameter lies on the mesh."""
+
+    def spec(weight: nnx.Variable) -> nnx.Variable:
+        return weight.replace(partition_spec(weight.axes))
+
+    return jax.tree.map(spec, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.sharding.layout import ShardLayout
-from meshserve.sharding.memory import shard_bytes
+from meshserve.sharding.memory import added_bytes, shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 from meshserve.sharding.targets import compiler_options
 
@@ -30,7 +30,7 @@ from .config import ModelConfig
 from .control_batch import Logprobs, Sampled
 from .control_programs import Controls
 from .figures import DeviceFigures
-from .model import Kernels
+from .model import Kernels, specs_of
 from .request import SamplingMode
 from .sampling import SamplingBatch, sample
 
@@ -183,7 +183,7 @@ def sharded_step(
     The weights are `weights_of` the parameters: flattening their tree at each call would cost the host 50 us.
     """
     tree = jax.tree.structure(abstract)
-    weight_specs = tuple(weight.get_value() for weight in _variables(specs_of(abstract)))
+    weight_specs = tuple(jax.tree.leaves(specs_of(abstract)))
     function = step if bucket.num_steps == 1 else window
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
     output_specs = StepOutput(PartitionSpec())
@@ -210,38 +210,33 @@ def weights_of(params: nnx.State) -> tuple[Leaf, ...]:
     return tuple(jax.tree.leaves(params))
 
 
-def specs_of(params: nnx.State) -> nnx.State:
-    """Where each parameter lies on the mesh."""
-    return jax.tree.map(lambda weight: weight.replace(partition_spec(weight.axes)), params, is_leaf=_is_variable)
-
-
-def _variables(params: nnx.State) -> list[nnx.Variable]:
-    return jax.tree.leaves(params, is_leaf=_is_variable)
-
-
-def _is_variable(leaf: object) -> bool:
-    return isinstance(leaf, nnx.Variable)
-
-
-def scratch_bytes(
+def lower_step(
     structure: nnx.GraphDef,
     params: nnx.State,
-    state_shapes: DeviceState[jax.ShapeDtypeStruct],
     kernels: Kernels,
     bucket: Bucket,
+    state: DeviceState[jax.ShapeDtypeStruct],
     mesh: Mesh,
-) -> int:
-    """What the program of a bucket needs on each device beside its arguments. Compiles it."""
-    shapes = placed_state(state_shapes, mesh)
-    program = sharded_step(structure, params, kernels, bucket, mesh)
-    return _added_bytes(_lowered(program, params, shapes, bucket, mesh).compile())
+) -> jax.stages.Lowered:
+    """The step of a bucket, ready to be compiled. `params` and `state` may be shapes with shardings."""
+    packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(mesh, ()))
+    return sharded_step(structure, params, kernels, bucket, mesh).lower(weights_of(params), state, packed)
 
 
-def _added_bytes(compiled: jax.stages.Compiled) -> int:
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return 0
-    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+def lower_set_page_row(page_table: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stages.Lowered:
+    """`set_page_row`, ready to be compiled."""
+    page_row = jax.ShapeDtypeStruct((1 + page_table.shape[1],), jnp.int32, sharding=named_sharding(mesh, ()))
+    program = jax.jit(set_page_row, donate_argnums=0, out_shardings=page_table.sharding)
+    return program.lower(page_table, page_row)
+
+
+def lower_allocate(shapes: DeviceState[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
+    """A new state, ready to be compiled."""
+
+    def zeros() -> DeviceState[jax.Array]:
+        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes)).lower()
 
 
 class StepRunner:
@@ -267,18 +262,16 @@ class StepRunner:
         self._output: StepOutput[jax.Array] | None = None  # of the last step
         self._shapes = shapes = placed_state(state_shapes, mesh)
         started = time.monotonic()
-        lowered = (
-            _lowered(sharded_step(structure, params, kernels, bucket, mesh), params, shapes, bucket, mesh)
-            for bucket in buckets
-        )
+        lowered = (lower_step(structure, params, kernels, bucket, shapes, mesh) for bucket in buckets)
         programs = compile_all(lowered, len(buckets), num_threads)
         self._programs: Mapping[Bucket, jax.stages.Compiled] = dict(zip(buckets, programs, strict=True))
-        self._set_page_row = _compile_set_page_row(shapes.page_table, mesh)
+        self._set_page_row = lower_set_page_row(shapes.page_table, mesh).compile()
+        self._allocate = lower_allocate(shapes).compile()
         self.compile_seconds = time.monotonic() - started
 
     def start(self, params: nnx.State) -> None:
         """Takes the parameters and allocates the cache; from now on it can run."""
-        self._params, self._state = params, _allocate(self._shapes)
+        self._params, self._state = params, self._allocate()
         self._weights: tuple[jax.Array, ...] = weights_of(params)
         if self._controls is not None:
             self._controls.allocate()
@@ -297,12 +290,13 @@ class StepRunner:
     @property
     def figures(self) -> DeviceFigures:
         """What it holds, as measured: of arrays and compiled programs."""
-        device, cache = self._mesh.local_devices[0], self._shapes.cache
+        device, cache, controls = self._mesh.local_devices[0], self._shapes.cache, self._controls
+        scratch = [added_bytes(program) for program in self._programs.values()]
         return DeviceFigures(
             limit_bytes=device.memory_stats()["bytes_limit"] if device.platform != "cpu" else 0,
             weight_bytes=shard_bytes(self._params),
-            scratch_bytes=max(map(_added_bytes, self._programs.values())),
-            control_bytes=self._controls.device_bytes if self._controls is not None else 0,
+            scratch_bytes=max(*scratch, controls.scratch_bytes if controls is not None else 0),
+            control_bytes=controls.device_bytes if controls is not None else 0,
             page_bytes=shard_bytes(cache) // cache.shape[1],
             num_pages=cache.shape[1],
             num_programs=len(self._programs),
@@ -367,23 +361,3 @@ def placed_state(shapes: DeviceState[jax.ShapeDtypeStruct], mesh: Mesh) -> Devic
 
 def _placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-
-def _lowered(
-    program: jax.stages.Wrapped, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct], bucket: Bucket, mesh: Mesh
-) -> jax.stages.Lowered:
-    packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(mesh, ()))
-    return program.lower(weights_of(params), state, packed)
-
-
-def _compile_set_page_row(page_table: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stages.Compiled:
-    page_row = jax.ShapeDtypeStruct((1 + page_table.shape[1],), jnp.int32, sharding=named_sharding(mesh, ()))
-    program = jax.jit(set_page_row, donate_argnums=0, out_shardings=page_table.sharding)
-    return program.lower(page_table, page_row).compile()
-
-
-def _allocate(shapes: DeviceState[jax.ShapeDtypeStruct]) -> DeviceState[jax.Array]:
-    def zeros() -> DeviceState[jax.Array]:
-        return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-
-    return jax.jit(zeros, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes))()

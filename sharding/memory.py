@@ -53,6 +53,14 @@ def shard_bytes(arrays: object) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def added_bytes(program: jax.stages.Compiled) -> int:
+    """What a compiled program needs on each device beside its arguments."""
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return 0
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+
+
 def check_weights_fit(
     mesh: Mesh, fraction: float, weight_bytes: int, *, page_bytes: int = 0, held_bytes: int = 0
 ) -> None:
