@@ -59,11 +59,12 @@ def refusals(slice_name: str) -> list[str]:
     bucket, many = plan.buckets[0], next(bucket for bucket in plan.buckets if bucket.num_requests == 64)
     shape = CacheShape(num_pages=256, page_size=PAGE_SIZE, max_running=64, max_request_pages=256)
     tiling = tpu.default_tiling(num_tokens=64, kv_heads=1, group=2, page_size=PAGE_SIZE)
-    over_vmem = dataclasses.replace(tiling, slots=256)
+    large = tpu.default_tiling(num_tokens=1, kv_heads=1, group=2, page_size=256)
+    over_vmem = dataclasses.replace(large, slots=128)  # 256 MiB
     over_smem = dataclasses.replace(tiling, table_bytes=1 << 30)
     planted = {
         "HBM": (bucket, shape._replace(num_pages=plan.plan().max_pages * 11 // 10), tiling),
-        "VMEM": (bucket, shape, over_vmem),
+        "VMEM": (bucket, shape._replace(page_size=256), over_vmem),
         # 64 requests of 10240 pages: 2.5 MiB of page table in 1 MiB of scalar memory.
         "SMEM": (many, shape._replace(max_request_pages=10240), over_smem),
     }
