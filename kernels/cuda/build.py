@@ -30,6 +30,7 @@ TARGETS = (
     "meshserve_peer_sum",
     "meshserve_peer_exchange",
 )
+_MAX_ERROR_BYTES = 1000
 
 
 class KernelBuildError(RuntimeError):
@@ -99,12 +100,13 @@ def build(cache_dir: Path | None = None) -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Builds if needed, loads and registers the XLA calls of TARGETS; the second time does nothing.
+    """Builds if needed, registers the XLA calls of TARGETS, and loads their kernels onto this process's GPUs; the second
+    time does nothing.
 
     Needs no GPU: programs that call the kernels can be compiled without one.
 
     Raises:
-      KernelBuildError: jax has no CUDA build here, or the kernels' build fails.
+      KernelBuildError: jax has no CUDA build here, the kernels' build fails, or a GPU cannot load them.
     """
     if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
         raise KernelBuildError("the CUDA kernels need jax's CUDA build: install jax[cuda13]")
@@ -112,4 +114,8 @@ def load() -> ctypes.CDLL:
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="CUDA")
     library.meshserve_scratch_bytes.restype = ctypes.c_size_t
+    ordinals = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
+    array, error = (ctypes.c_int * len(ordinals))(*ordinals), ctypes.create_string_buffer(_MAX_ERROR_BYTES)
+    if ordinals and not library.meshserve_load_kernels(array, len(ordinals), error, _MAX_ERROR_BYTES):
+        raise KernelBuildError(f"GPUs {ordinals}: {error.value.decode()}")
     return library

@@ -6,6 +6,7 @@
 #include "launch.cuh"
 #include "peers_host.cuh"
 #include "prefill_launch.cuh"
+#include "preload.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace meshserve {
@@ -329,10 +330,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_peer_exchange, peer_exchange,
                               ffi::Ffi::Bind().Ctx<Stream>().Arg<In>().Ret<In>().Attr<Ints>("ordinals"),
                               {ffi::Traits::kCmdBufferCompatible});
 
+// Loads the kernels onto CUDA devices. Writes what went wrong to `error`; returns whether all went well.
+extern "C" int meshserve_load_kernels(const int* ordinals, int num, char* error, int size) {
+  std::string text = load_kernels(ordinals, num);
+  snprintf(error, size, "%s", text.c_str());
+  return text.empty();
+}
+
 // Opens the peers of a mesh: its CUDA devices by rank. Writes what went wrong to `error`; returns whether all went well.
 extern "C" int meshserve_open_peers(const int* ordinals, int num, double patience_seconds, char* error, int size) {
   std::string text = num < 2 || num > kMaxPeers ? std::to_string(num) + " devices; 2 to 8 can be peers"
-                                                : PeerMeshes::all().open(ordinals, num, patience_seconds, load_kernels);
+                                                : PeerMeshes::all().open(ordinals, num, patience_seconds);
   snprintf(error, size, "%s", text.c_str());
   return text.empty();
 }

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <string>
-#include <type_traits>
-#include <vector>
 
 #include "attention.cuh"
 #include "prepare.cuh"
@@ -62,35 +60,6 @@ struct Tuning {
   int qkv_splits = 0, o_splits = 0, gate_up_splits = 0, down_splits = 0, attention_splits = 0;
   int blocks_per_stage = 0, ring_kilobytes = 0;
 };
-
-// Loads what a mesh's calls launch onto the current device. CUDA would do so at a kernel's first launch, and may wait for
-// the device then: one that waits for a peer, whose kernels come after, would wait for ever.
-inline cudaError_t load_kernels() {
-  std::vector<const void*> kernels;
-  auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
-  auto add_projections = [&](auto width) {
-    add(projection_kernel<width(), Epilogue::kQkv>);
-    add(projection_kernel<width(), Epilogue::kGateUp>);
-    add(projection_kernel<width(), Epilogue::kShare>);
-  };
-  add_projections(std::integral_constant<int, 8>());
-  add_projections(std::integral_constant<int, 16>());
-  add_projections(std::integral_constant<int, 32>());
-  add_projections(std::integral_constant<int, 64>());
-  add_projections(std::integral_constant<int, 128>());
-  add(attention_kernel<64>);
-  add(attention_kernel<128>);
-  add(prepare_kernel);
-  add(gather_kernel);
-  add(single_kernel<true>);
-  add(single_kernel<false>);
-  for (const void* kernel : kernels) {
-    cudaFuncAttributes attributes;
-    cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
-}
 
 class Step {
  public:

@@ -26,16 +26,13 @@ class PeerMesh {
     return num == size() && std::equal(ordinals_.begin(), ordinals_.end(), ordinals);
   }
 
-  // Empty, or what went wrong. Leaves the calling thread on the device it was on. `load_kernels` runs on each device.
-  std::string open(cudaError_t (*load_kernels)()) {
+  // Empty, or what went wrong. Leaves the calling thread on the device it was on.
+  std::string open() {
     int before = 0;
     check(cudaGetDevice(&before), "cudaGetDevice");
     check(cudaHostAlloc(&stalled_, kMaxPeers * sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable), "host memory");
     if (error_.empty()) std::fill(stalled_, stalled_ + kMaxPeers, 0);
-    for (int ordinal : ordinals_) {
-      open_one(ordinal);
-      if (error_.empty()) check(load_kernels(), "the kernels");
-    }
+    for (int ordinal : ordinals_) open_one(ordinal);
     check(cudaSetDevice(before), "cudaSetDevice");
     return error_;
   }
@@ -110,11 +107,11 @@ class PeerMeshes {
     return *meshes;
   }
 
-  std::string open(const int* ordinals, int num, double patience_seconds, cudaError_t (*load_kernels)()) {
+  std::string open(const int* ordinals, int num, double patience_seconds) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (find(ordinals, num) != nullptr) return "";
     auto mesh = std::make_unique<PeerMesh>(ordinals, num, patience_seconds);
-    std::string error = mesh->open(load_kernels);
+    std::string error = mesh->open();
     if (error.empty()) meshes_.push_back(std::move(mesh));
     return error;
   }

@@ -1,0 +1,58 @@
+// Loads every kernel onto the GPUs that will run it, before any program does.
+//
+// CUDA would load a kernel at its first launch: while XLA captures a command buffer, when XLA may have taken all memory
+// of the device, and with a wait for the device, which on a mesh may itself wait for a peer whose kernels come after.
+#pragma once
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "launch.cuh"
+#include "prefill_launch.cuh"
+
+namespace meshserve {
+
+template <int N>
+void add_projections(std::vector<const void*>& kernels) {
+  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kQkv>));
+  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kResidual>));
+  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kGateUp>));
+  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kShare>));
+}
+
+inline std::vector<const void*> all_kernels() {
+  std::vector<const void*> kernels;
+  add_projections<8>(kernels);
+  add_projections<16>(kernels);
+  add_projections<32>(kernels);
+  add_projections<64>(kernels);
+  add_projections<128>(kernels);
+  auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
+  add(attention_kernel<64>);
+  add(attention_kernel<128>);
+  add(prefill::attention_kernel<64>);
+  add(prefill::attention_kernel<128>);
+  add(prepare_kernel);
+  add(gather_kernel);
+  add(single_kernel<true>);
+  add(single_kernel<false>);
+  return kernels;
+}
+
+// Empty, or what went wrong. Leaves the calling thread on the device it was on.
+inline std::string load_kernels(const int* ordinals, int num) {
+  int before = 0;
+  cudaError_t status = cudaGetDevice(&before);
+  for (int i = 0; i < num && status == cudaSuccess; ++i) {
+    status = cudaSetDevice(ordinals[i]);
+    for (const void* kernel : all_kernels()) {
+      cudaFuncAttributes attributes;
+      if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kernel);
+    }
+  }
+  const cudaError_t restored = cudaSetDevice(before);
+  if (status == cudaSuccess) status = restored;
+  return status == cudaSuccess ? "" : std::string("the kernels could not be loaded: ") + cudaGetErrorString(status);
+}
+
+}  // namespace meshserve
