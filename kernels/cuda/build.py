@@ -100,10 +100,9 @@ def build(cache_dir: Path | None = None) -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Builds if needed, registers the XLA calls of TARGETS, and loads their kernels onto this process's GPUs; the second
-    time does nothing.
+    """Builds if needed, registers the XLA calls of TARGETS, and loads their kernels onto this process's GPUs.
 
-    Needs no GPU: programs that call the kernels can be compiled without one.
+    The second time it does nothing. Needs no GPU: programs that call the kernels can be compiled without one.
 
     Raises:
       KernelBuildError: jax has no CUDA build here, the kernels' build fails, or a GPU cannot load them.
