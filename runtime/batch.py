@@ -16,6 +16,7 @@ import numpy as np
 from .config import ServeConfig
 from .control_batch import ControlBatch, ControlBuilder
 from .fields import PARAM_FIELDS, consecutive
+from .limits import SchedulerLimits
 from .plan import StepPlan
 from .request import Request, SamplingMode
 
@@ -32,6 +33,7 @@ _REQUEST_FIELDS = (
 _PARAMS_START = _REQUEST_FIELDS.index(PARAM_FIELDS[0])
 _PAGE_FIELDS = ("page_row", "page_index", "page")
 _MIN_MIXED_TOKENS = 64
+_FREE_TOKENS = 256  # up to so many, or nearly, a step takes as long as for one: it reads all weights
 _STEP_FIELDS = ("mode",)  # a SamplingMode
 _WINDOW_FIELDS = ("num_steps",)  # of each request, where the bucket has more than one
 
@@ -122,6 +124,25 @@ def server_buckets(config: ServeConfig) -> tuple[Bucket, ...]:
         page_size=config.page_size,
         max_decode_steps=config.max_decode_steps,
         has_decode_kernels=config.decode_layers not in ("auto", "off"),
+    )
+
+
+def server_limits(config: ServeConfig, max_context: int) -> SchedulerLimits:
+    """What the scheduler of a server keeps to."""
+    sizes = sorted({bucket.num_tokens for bucket in server_buckets(config) if not bucket.is_decode})
+    return SchedulerLimits(
+        page_size=config.page_size,
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_waiting=config.max_waiting,
+        max_context=max_context,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_decode_steps=config.max_decode_steps,
+        priority_seconds=config.priority_seconds,
+        has_prefix_cache=config.prefix_cache,
+        draft_tokens=config.draft_tokens,
+        draft_match=config.draft_match,
+        step_sizes=tuple(size for size in sizes if size >= _FREE_TOKENS),
     )
 
 

@@ -18,7 +18,7 @@ from meshserve.sharding.memory import added_bytes, check_weights_fit, num_pages_
 from meshserve.sharding.mesh import make_mesh, use_cpu_devices, use_dispatch_threads
 
 from .agreement import Cluster
-from .batch import BatchBuilder, server_buckets
+from .batch import BatchBuilder, server_buckets, server_limits
 from .compiles import use_cache
 from .config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig, context_tokens, serving_dtype
 from .contract import Deliver, ModelInfo
@@ -27,7 +27,6 @@ from .control_programs import ControlPrograms, Controls
 from .engine import Engine
 from .figures import FIGURES_IN_LOG
 from .kernel_choice import choose_kernels
-from .limits import SchedulerLimits
 from .model_files import DEMO_MODEL, ModelFiles, find_model
 from .orbax_weights import model_layout
 from .pages import PageAllocator
@@ -133,19 +132,7 @@ def build_engine(
     Raises:
       As `launch`.
     """
-    limits = SchedulerLimits(
-        page_size=config.page_size,
-        max_running=config.max_running,
-        max_step_tokens=config.max_step_tokens,
-        max_waiting=config.max_waiting,
-        max_context=context_tokens(config, model),
-        max_prefill_tokens=config.max_prefill_tokens,
-        max_decode_steps=config.max_decode_steps,
-        priority_seconds=config.priority_seconds,
-        has_prefix_cache=config.prefix_cache,
-        draft_tokens=config.draft_tokens,
-        draft_match=config.draft_match,
-    )
+    limits = server_limits(config, context_tokens(config, model))
     runner, num_pages, mesh = build_runner(config, model, make_params, cluster)
     pages = PageAllocator(num_pages)
     eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else frozenset()

@@ -1,5 +1,6 @@
 """What a step, a request and the queue may hold: the bounds that the scheduler (step 4 of 10) keeps."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from .errors import InvalidRequestError
@@ -20,6 +21,9 @@ class SchedulerLimits:
     priority_seconds: float = 30.0  # one step of priority goes before this much longer a wait
     has_prefix_cache: bool = True
     draft_tokens: int = 0  # of a request in one step, at most; below page_size
+    # Tokens that larger steps are padded to, ascending. Below the first of them padding takes no time; without any,
+    # nowhere.
+    step_sizes: tuple[int, ...] = ()
     draft_match: int = 3  # tokens that must stand in a text twice for a guess at what follows
 
     def __post_init__(self) -> None:
@@ -29,6 +33,12 @@ class SchedulerLimits:
         # A request then begins at most one page a window, which the bucket has room for.
         assert self.max_decode_steps <= max(self.page_size, 1), self
         assert 0 <= self.draft_tokens < self.page_size and self.draft_match >= 1, self
+
+    def sizes_around(self, num_tokens: int) -> tuple[int, int]:
+        """The largest step size below so many tokens, or 0, and the smallest that holds them."""
+        index = bisect_left(self.step_sizes, num_tokens)
+        below = self.step_sizes[index - 1] if index else 0
+        return below, self.step_sizes[index] if index < len(self.step_sizes) else self.max_step_tokens
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

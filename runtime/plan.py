@@ -100,6 +100,10 @@ class Draft:
     preempted: list[Request] = field(default_factory=list)
     page_keys: set[bytes] = field(default_factory=set)  # of prompt pages that this very step computes
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum([chunk.num_tokens for chunk in (*self.single_prefills, *self.long_prefills)])
+
     def add_prefill(self, chunk: Chunk) -> None:
         self.num_tokens_left -= chunk.num_tokens
         (self.single_prefills if chunk.num_tokens == 1 else self.long_prefills).append(chunk)

@@ -131,6 +131,7 @@ class Scheduler:
             if request.row is not None:
                 self._plan_prefill(request, draft)
         self._admit(draft, ahead_of=None)
+        self._fit(draft)
         prefills = draft.single_prefills + draft.long_prefills
         if not prefills and not draft.decodes:
             return None
@@ -236,6 +237,18 @@ class Scheduler:
         draft.page_keys.update(request.page_keys[start // page_size : self.limits.num_pages_for(end)])
         if is_sampling and end + 1 == request.max_total_tokens:
             self._about_to_leave.append(request)
+
+    def _fit(self, draft: Draft) -> None:
+        """Leaves the end of the last chunk to the next step where this one would be padded by more than that."""
+        below, above = self.limits.sizes_around(draft.num_tokens)
+        surplus = draft.num_tokens - below
+        if below and surplus < above - draft.num_tokens and draft.long_prefills:
+            request, start, num_tokens, is_sampling = draft.long_prefills[-1]
+            if num_tokens > surplus + 1:
+                draft.long_prefills[-1] = Chunk(request, start, num_tokens - surplus, False)
+                draft.num_tokens_left += surplus
+                request.num_computed_tokens -= surplus
+                request.num_pending_tokens -= is_sampling
 
     def _admit(self, draft: Draft, ahead_of: Request | None) -> None:
         """Starts waiting requests in order of rank, those that go before `ahead_of`, while the budget lasts and room

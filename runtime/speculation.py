@@ -91,8 +91,9 @@ class Speculation:
         payoff = self._payoffs[_power(len(draft.decodes) + draft.num_sitting_out)]
         if not payoff.wants_drafts or any(request.is_controlled for request in requests):
             return []
-        # Each draft takes the place of a token, and of a request, in the compiled shape.
-        room = min(draft.num_tokens_left, self._limits.max_running - len(requests))
+        # Each draft takes the place of a token, and of a request, in the compiled shape; none makes that a larger one.
+        _, num_places = self._limits.sizes_around(draft.num_tokens)
+        room = min(draft.num_tokens_left, num_places - draft.num_tokens, self._limits.max_running - len(requests))
         drafts = []
         for request, start in zip(draft.decodes, draft.starts, strict=True):
             drafts.append(self._guess(request, start, room) if room > 0 else [])

@@ -116,6 +116,26 @@ def test_decodes_come_first_then_the_partial_prefill_then_admissions_in_order():
     assert plan is not None and plan.num_batch_tokens == 8
 
 
+def test_a_step_little_larger_than_a_shape_leaves_the_surplus_to_the_next():
+    scheduler = make_scheduler(num_pages=64, max_step_tokens=64, max_context=80, step_sizes=(16, 32, 64))
+    request, other = make_request(1, num_prompt_tokens=10), make_request(2, num_prompt_tokens=30)
+    add_all(scheduler, request, other)
+    assert shape(scheduler.plan(0.0)) == [("r1", 0, 10, True), ("r2", 0, 22, False)]  # 40 are nearer to 32 than to 64
+    assert (other.num_computed_tokens, other.num_pending_tokens) == (22, 0)
+    assert shape(scheduler.plan(0.0)) == [("r1", 10, 1, True), ("r2", 22, 8, True)]  # below 16 padding is free
+    scheduler.audit()
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_tokens"),
+    [(16, 16), (17, 16), (23, 16), (24, 24), (32, 32), (47, 32), (48, 48), (64, 64), (70, 64)],
+)
+def test_what_is_nearer_to_the_next_shape_is_padded(num_prompt_tokens: int, num_tokens: int):
+    scheduler = make_scheduler(num_pages=64, max_step_tokens=64, max_context=80, step_sizes=(16, 32, 64))
+    add_all(scheduler, make_request(1, num_prompt_tokens=num_prompt_tokens))
+    assert shape(scheduler.plan(0.0)) == [("r1", 0, num_tokens, num_tokens == num_prompt_tokens)]
+
+
 def test_rows_are_the_lowest_free_and_bound_the_running_requests():
     scheduler = make_scheduler(max_running=3)
     requests = [make_request(seed) for seed in range(1, 6)]
