@@ -63,6 +63,7 @@ class Watch:
         self._listeners: list[Callable[[str], None]] = []
         self._looks: list[Callable[[float], str | None]] = []
         self._is_over = threading.Event()
+        self._is_due = threading.Event()  # to look before the next beat
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     @property
@@ -74,12 +75,14 @@ class Watch:
         self._thread.start()
 
     def ready(self) -> None:
-        """The processes serve: from now on the limits hold."""
+        """The processes serve: from now on the limits hold, and who looks is called at once."""
         self.is_ready = True
+        self._is_due.set()
 
     def stop(self) -> None:
         """From now on nothing is a failure. The end of the process, should it be due, still comes."""
         self._is_over.set()
+        self._is_due.set()
 
     def look(self, look: Callable[[float], str | None]) -> None:
         """Calls `look` with the time at every beat; what it returns, if anything, is the reason of a failure."""
@@ -109,7 +112,11 @@ class Watch:
             listener(reason)
 
     def _run(self) -> None:
-        while not self._is_over.wait(self.limits.beat_seconds):
+        while True:
+            self._is_due.wait(self.limits.beat_seconds)
+            self._is_due.clear()
+            if self._is_over.is_set():
+                return
             now = self._clock()
             for look in tuple(self._looks):
                 if (reason := look(now)) is not None:

@@ -15,9 +15,9 @@ from meshserve.sharding.following import Follower
 from meshserve.sharding.leading import Leader
 from meshserve.sharding.steps import Security, plan_digest
 from meshserve.sharding.watch import FAILED, Limits, Watch
+from tests.waiting import WAIT_SECONDS, wait_for
 
-WAIT_SECONDS = 20.0
-PATIENT = Limits(600.0)  # where nothing is meant to be overdue
+PATIENT = Limits(100 * WAIT_SECONDS)  # where nothing is meant to be overdue
 
 
 @dataclass
@@ -32,23 +32,23 @@ class Ends:
 
     def failed(self, index: int) -> str:
         """Why process `index` failed; waits for it."""
-        end = time.monotonic() + WAIT_SECONDS
-        while not self.failures[index]:
-            assert time.monotonic() < end, f"process {index} did not fail"
-            time.sleep(0.005)
+        wait_for(lambda: self.failures[index])
         return self.failures[index][0]
 
 
 @contextlib.contextmanager
-def cluster(num_processes: int = 2, limits: Limits = PATIENT) -> Iterator[Ends]:
+def cluster(
+    num_processes: int = 2, limits: Limits = PATIENT, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Ends]:
     watches = [Watch(limits, exit=lambda status: None) for _ in range(num_processes)]
     failures: list[list[str]] = [[] for _ in watches]
     for watch, said in zip(watches, failures, strict=True):
         watch.listen(said.append)
-    leader = Leader("127.0.0.1:0", num_processes, watches[0], Security())
+    leader = Leader("127.0.0.1:0", num_processes, watches[0], Security(), clock=clock)
     proxy = StepProxy(f"127.0.0.1:{leader.port}")
     followers = [
-        Follower(f"127.0.0.1:{proxy.port}", index, watches[index], Security()) for index in range(1, num_processes)
+        Follower(f"127.0.0.1:{proxy.port}", index, watches[index], Security(), clock=clock)
+        for index in range(1, num_processes)
     ]
     leader.wait_for_followers(WAIT_SECONDS)
     try:
@@ -79,16 +79,9 @@ def test_calls_arrive_in_order_and_are_acknowledged_beside_the_caller():
             threading.Thread(target=acknowledge_all, args=(follower, plans), daemon=True).start()
         for value in range(200):
             ends.leader.acknowledge(ends.leader.call("run", number(value)), b"same")
-        wait_until(lambda: ends.leader.stats.num_acknowledged == 200)
+        wait_for(lambda: ends.leader.stats.num_acknowledged == 200)
         assert [[plan.arguments[0].integer for plan in plans] for plans in seen] == [list(range(200))] * 2
         assert ends.failures == [[], [], []]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_SECONDS
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_the_least_value_is_agreed_on():
@@ -97,7 +90,7 @@ def test_the_least_value_is_agreed_on():
         for follower, value in zip(ends.followers, (30, 20), strict=True):
             threading.Thread(target=lambda f=follower, v=value: agreed.append(f.meet("pages", {"a": "1"}, v))).start()
         assert ends.leader.meet("pages", {"a": "1"}, 25) == 20
-        wait_until(lambda: agreed == [20, 20])
+        wait_for(lambda: agreed == [20, 20])
 
 
 def test_differences_are_named_on_both_sides():
@@ -196,25 +189,35 @@ def test_a_process_that_goes_away_ends_the_others(lost):
 
 
 def test_silence_and_steps_under_way_are_overdue_after_half_the_limit():
-    with cluster(limits=Limits(10.0)) as ends:
-        now = time.monotonic()
-        assert ends.leader._look(now + 29.0) is None  # of starting processes more is expected
+    """On a clock that stands still between what is done here."""
+    now = 0.0
+    with cluster(limits=Limits(10.0), clock=lambda: now) as ends:
+        leader, [follower] = ends.leader, ends.followers
+
+        def called() -> int:
+            """A call that this end has done. It has overtaken nothing: all beats before it have arrived."""
+            sequence = leader.call("run", number(1))
+            assert next(follower.calls()).sequence == sequence
+            leader.acknowledge(sequence, b"")
+            return sequence
+
+        def answered(sequence: int) -> None:
+            follower.acknowledge(sequence, b"")
+            wait_for(lambda: leader.stats.num_acknowledged == sequence + 1)
+
+        assert leader._look(29.0) is None  # of starting processes more is expected
         for watch in ends.watches:
             watch.ready()
-        for end in (ends.leader, ends.followers[0]):
-            assert end._look(now + 4.0) is None
-            assert "was not heard for 6." in str(end._look(now + 6.0))
-        sequence = ends.leader.call("run", number(1))
-        plan = next(ends.followers[0].calls())
-        later = time.monotonic() + 6.0
-        ends.leader._peers[1].heard = ends.followers[0]._heard = later
-        ends.leader.acknowledge(sequence, b"")
-        assert "call 0 (run) is not done after 5 s on process 1" in str(ends.leader._look(later))
-        assert "call 0 is not done after 5 s" in str(ends.followers[0]._look(later))
-        ends.followers[0].acknowledge(plan.sequence, b"")
-        wait_until(lambda: ends.leader.stats.num_acknowledged == 1)
-        ends.leader._peers[1].heard = ends.followers[0]._heard = later
-        assert ends.leader._look(later) is None and ends.followers[0]._look(later) is None
+        for end in (leader, follower):
+            assert end._look(5.0) is None
+            assert "was not heard for 5.1 s" in str(end._look(5.1))
+        answered(called())
+        sequence = called()
+        now = leader._peers[1].heard = follower._heard = 5.1
+        assert "call 1 (run) is not done after 5 s on process 1" in str(leader._look(now))
+        assert "call 1 is not done after 5 s" in str(follower._look(now))
+        answered(sequence)
+        assert leader._look(now) is None and follower._look(now) is None
 
 
 def test_beats_are_signs_of_life():
@@ -222,7 +225,7 @@ def test_beats_are_signs_of_life():
         [follower] = ends.followers
         before = ends.leader._peers[1].heard, follower._heard
         assert ends.leader._look(0.0) is None and follower._look(0.0) is None
-        wait_until(lambda: ends.leader._peers[1].heard > before[0] and follower._heard > before[1])
+        wait_for(lambda: ends.leader._peers[1].heard > before[0] and follower._heard > before[1])
 
 
 def test_the_watch_looks_again_and_again():
@@ -238,9 +241,19 @@ def test_the_watch_looks_again_and_again():
     watch.look(look)
     watch.start()
     assert is_enough.wait(WAIT_SECONDS)
-    wait_until(lambda: watch.failure == "overdue")
+    wait_for(lambda: watch.failure == "overdue")
     watch.stop()
     assert times == sorted(times)
+
+
+def test_whoever_looks_is_called_as_soon_as_the_processes_serve():
+    """And not a beat later: a guard begins then."""
+    watch, has_looked = Watch(PATIENT, exit=lambda status: None), threading.Event()
+    watch.look(lambda now: has_looked.set())
+    watch.start()
+    watch.ready()
+    assert has_looked.wait(WAIT_SECONDS)  # of five times as much between two beats
+    watch.stop()
 
 
 def test_the_watch_ends_the_process_after_the_first_failure_only():
