@@ -26,7 +26,7 @@ from meshserve.benchmarks.namespaces import Hosts, can_make_hosts, hosts
 from meshserve.benchmarks.step_proxy import StepProxy
 from meshserve.protos import steps_pb2 as pb
 from meshserve.runtime.client import CallError, Client
-from meshserve.runtime.local_cluster import LocalCluster, free_port
+from meshserve.runtime.local_cluster import LocalCluster, reserved_port
 
 FLAGS = (
     "--model=demo", "--tp=2", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--max-running=4",
@@ -240,7 +240,7 @@ class Rounds:
                 options["own_flags"] = {index: [f"--host={scene_hosts.address(index)}"] for index in range(2)}
                 flags = (*flags, "--allow-insecure")
             if fault.wants_proxy:
-                step_port = free_port()
+                step_port = undo.enter_context(reserved_port())
                 proxy = StepProxy(f"127.0.0.1:{step_port}")
                 undo.callback(proxy.close)
                 options["own_flags"] = {0: [f"--step-port={step_port}"], 1: [f"--step-port={proxy.port}"]}

@@ -22,7 +22,7 @@ from meshserve.benchmarks.step_proxy import StepProxy
 from meshserve.protos import steps_pb2 as pb
 from meshserve.runtime.batch import Bucket
 from meshserve.runtime.client import Client
-from meshserve.runtime.local_cluster import free_port, local_cluster
+from meshserve.runtime.local_cluster import local_cluster, reserved_port
 from meshserve.runtime.lockstep import to_message
 from meshserve.sharding.following import Follower
 from meshserve.sharding.leading import Leader
@@ -82,10 +82,9 @@ def token_times(delays: Sequence[float], num_tokens: int, cache: str) -> dict[fl
     """Median milliseconds between tokens, by the milliseconds that each message is held back. Twice through the delays,
     the better of each, because the machine may be busy."""
     found: dict[float, float] = {}
-    step_port = free_port()
-    proxy = StepProxy(f"127.0.0.1:{step_port}")
-    own = {0: [f"--step-port={step_port}"], 1: [f"--step-port={proxy.port}"]}
-    with tempfile.TemporaryDirectory() as folder:
+    with reserved_port() as step_port, tempfile.TemporaryDirectory() as folder:
+        proxy = StepProxy(f"127.0.0.1:{step_port}")
+        own = {0: [f"--step-port={step_port}"], 1: [f"--step-port={proxy.port}"]}
         flags = (*FLAGS, f"--cache-dir={cache}")
         with local_cluster(2, flags, Path(folder), own_flags=own) as cluster, Client(cluster.target) as client:
             cluster.wait_until_ready(client, READY_SECONDS)
@@ -103,7 +102,7 @@ def token_times(delays: Sequence[float], num_tokens: int, cache: str) -> dict[fl
                 ]
                 gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
                 found[delay] = min(found.get(delay, float("inf")), round(statistics.median(gaps) * 1e3, 2))
-    proxy.close()
+        proxy.close()
     return found
 
 

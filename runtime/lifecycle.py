@@ -44,7 +44,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
-STOP_GRACE_SECONDS = 1.0  # for statuses already decided to reach their callers
+STOP_GRACE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _RELOAD_SECONDS = 1.0
 
@@ -54,7 +54,8 @@ class Listen:
     """Where and how to listen.
 
     `port` 0 takes a free one; the other ports likewise, and None opens none. `allow_insecure` permits a host that other
-    machines can reach without TLS or without tokens.
+    machines can reach without TLS or without tokens. A server that stops waits for `status_seconds` at most until the
+    statuses already decided have reached their callers, some of whom may not read.
     """
 
     host: str = "127.0.0.1"
@@ -64,6 +65,7 @@ class Listen:
     http_port: int | None = None
     gateway_port: int | None = None
     drain_seconds: float = 30.0
+    status_seconds: float = STOP_GRACE_SECONDS
     profiler: Profiler | None = None
 
 
@@ -160,7 +162,7 @@ async def serve(
         finally:
             await health_servicer.enter_graceful_shutdown()
             await _drain(edge, handle, listen.drain_seconds)
-            await asyncio.gather(*(each.stop(STOP_GRACE_SECONDS) for each in servers))
+            await asyncio.gather(*(each.stop(listen.status_seconds) for each in servers))
             await http.stop()
     if edge.failure is not None:
         raise failure_error(edge.failure)

@@ -45,8 +45,10 @@ class LocalCluster:
         host: str = "127.0.0.1",
     ):
         self._folder = folder
+        self._ports = contextlib.ExitStack()
+        coordinator_port, step_port = (self._ports.enter_context(reserved_port()) for _ in range(2))
         common = [
-            f"--coordinator={host}:{free_port()}", f"--num-processes={num_processes}", f"--step-port={free_port()}",
+            f"--coordinator={host}:{coordinator_port}", f"--num-processes={num_processes}", f"--step-port={step_port}",
             "--port=0",
         ]  # fmt: skip
         self.processes: list[subprocess.Popen[str]] = []
@@ -96,6 +98,7 @@ class LocalCluster:
             process.kill()
         for process in self.processes:
             process.wait()
+        self._ports.close()
 
     def stop(self, timeout_seconds: float = 60.0) -> list[int]:
         """Ends all in order; returns their exit statuses."""
@@ -135,8 +138,17 @@ def local_cluster(num_processes: int, flags: Sequence[str], folder: Path, **opti
         cluster.kill()
 
 
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this machine for a server to come.
+
+    Linux gives it to nobody else who asks for any port: it is bound, though nobody listens at it, and a server that
+    sets SO_REUSEADDR, as gRPC's do, can bind it as well. Elsewhere it is only free when this returns.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        if sys.platform != "linux":
+            holder.close()
+        yield port

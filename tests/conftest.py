@@ -1,12 +1,24 @@
 """Every test process serves on 8 virtual CPU devices."""
 
+import os
 import signal
 
+import hypothesis
 import pytest
 
 from meshserve.sharding.mesh import use_cpu_devices
 
+# XLA ends a process whose devices wait 40 s for each other, which on a busy machine they may.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=1200"
+    " --xla_cpu_collective_timeout_seconds=1200"
+)
 use_cpu_devices(8)
+# Nor is an example of hypothesis wrong for being slow.
+hypothesis.settings.register_profile(
+    "meshserve", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("meshserve")
 # A background job of a shell inherits "ignore SIGINT", and the processes that tests start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

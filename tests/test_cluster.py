@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +12,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.runtime.client import CallError, Client
 from meshserve.runtime.local_cluster import LocalCluster, local_cluster
+from tests.waiting import WAIT_SECONDS, wait_for
 
-FAIL_SECONDS = 20.0  # half of it without a sign of life is a failure, also on a busy machine
+# Half of it without a sign of life is a failure, also on a busy machine. When things are overdue, and when a process is
+# ended, tests/sharding/test_steps.py shows with clocks of its own.
+FAIL_SECONDS = 60.0
 FLAGS = [
     "--model=demo", "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=2", "--max-step-tokens=2",
-    "--num-pages=128", "--no-controls", f"--fail-seconds={FAIL_SECONDS:g}", "--drain-seconds=60",
+    "--num-pages=128", "--no-controls", f"--fail-seconds={FAIL_SECONDS:g}", f"--drain-seconds={WAIT_SECONDS:g}",
 ]  # fmt: skip
 NUM_STREAMS = 12
 
@@ -32,18 +34,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 def ready(num_processes: int, cache: str, folder: Path, *flags: str) -> Iterator[LocalCluster]:
     flags = (*FLAGS, cache, f"--cpu-devices={4 // num_processes}", *flags)
     with local_cluster(num_processes, flags, folder) as cluster, Client(cluster.target) as client:
-        cluster.wait_until_ready(client, 240)
+        cluster.wait_until_ready(client, WAIT_SECONDS)
         yield cluster
 
 
 class Stream(threading.Thread):
-    """One request, some of them cancelled on the way. `ended` is when it was over, on the clock of `time.monotonic`."""
+    """One request, some of them cancelled on the way."""
 
     def __init__(self, target: str, index: int, max_tokens: int = 40):
         super().__init__(daemon=True)
         self.token_ids: tuple[int, ...] = ()
         self.error: CallError | None = None
-        self.ended = 0.0
+        self.has_begun = threading.Event()
         self.is_cancelled = index % 4 == 3
         self._target, self._index, self._max_tokens = target, index, max_tokens
         self.start()
@@ -55,24 +57,28 @@ class Stream(threading.Thread):
             with Client(self._target) as client:
                 for chunk in client.generate(prompt, max_tokens=self._max_tokens, **sampling):
                     self.token_ids += chunk.token_ids
+                    self.has_begun.set()
                     if self.is_cancelled and len(self.token_ids) > 5:
                         break
         except CallError as error:
             self.error = error
-        self.ended = time.monotonic()
+
+    def finish(self) -> None:
+        self.join(WAIT_SECONDS)
+        assert not self.is_alive()
 
 
 def mixed_load(target: str) -> list[tuple[int, ...]]:
     streams = [Stream(target, index) for index in range(NUM_STREAMS)]
     for stream in streams:
-        stream.join(120)
-        assert stream.error is None and stream.ended
+        stream.finish()
+        assert stream.error is None
     return [stream.token_ids[: 5 if stream.is_cancelled else None] for stream in streams]
 
 
 def health(target: str) -> int:
     with grpc.insecure_channel(target) as channel:
-        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status
+        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS).status
 
 
 def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, every_case):
@@ -80,19 +86,19 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
     for num_processes in (1, 2, 4) if every_case else (1, 2):
         folder = tmp_path / str(num_processes)
         folder.mkdir()
-        with ready(num_processes, cache, folder) as cluster:
+        with ready(num_processes, cache, folder, "--fail-seconds=600") as cluster:
             tokens[num_processes] = mixed_load(cluster.target)
             for target in cluster.targets:
                 assert health(target) == health_pb2.HealthCheckResponse.SERVING
             if num_processes == 2:  # a follower that is told to stop drains everybody: the open stream ends well
-                stream = Stream(cluster.target, 1)
-                time.sleep(0.1)
+                stream = Stream(cluster.target, 1, max_tokens=400)
+                stream.has_begun.wait(WAIT_SECONDS)
                 cluster.processes[1].send_signal(signal.SIGTERM)
-                stream.join(60)
-                assert stream.error is None and len(stream.token_ids) == 40
-                assert cluster.wait(30) == [0, 0]
+                stream.finish()
+                assert stream.error is None and len(stream.token_ids) == 400
+                assert cluster.wait(WAIT_SECONDS) == [0, 0]
             else:
-                assert cluster.stop() == [0] * num_processes, cluster.log(0).read_text()
+                assert cluster.stop(WAIT_SECONDS) == [0] * num_processes, cluster.log(0).read_text()
     assert all(made == tokens[1] for made in tokens.values())
     assert len(tokens[1][0]) == 40
 
@@ -106,22 +112,19 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
         (0, signal.SIGSTOP, {0: -signal.SIGKILL}, True),
     ],
 )
-def test_a_lost_process_ends_everybody_within_the_limit(
-    cache, tmp_path, every_case, victim, number, statuses, is_always
-):
+def test_a_lost_process_ends_everybody(cache, tmp_path, every_case, victim, number, statuses, is_always):
     if not (is_always or every_case):
         pytest.skip("one of the cases that --every-case adds")
     with ready(2, cache, tmp_path) as cluster:
-        streams = [Stream(cluster.target, 4 * index, max_tokens=900) for index in range(2)]
-        while not all(stream.token_ids for stream in streams):
-            time.sleep(0.01)
-        began = time.monotonic()
+        streams = [Stream(cluster.target, 4 * index, max_tokens=900) for index in range(6)]
+        wait_for(lambda: sum(stream.has_begun.is_set() for stream in streams) >= 2)
         cluster.processes[victim].send_signal(number)
         for stream in streams:
-            stream.join(FAIL_SECONDS)
-            assert stream.error is not None and stream.error.code is grpc.StatusCode.UNAVAILABLE
-            assert stream.ended - began < FAIL_SECONDS
+            stream.finish()
+        errors = [stream.error for stream in streams if stream.error is not None or len(stream.token_ids) < 900]
+        assert len(errors) >= 2 and None not in errors  # two run at a time: the last were surely open
+        assert {error.code for error in errors} == {grpc.StatusCode.UNAVAILABLE}
         if victim == 1:
-            assert "the engine failed: " in str(streams[0].error)
-        ended = cluster.wait(FAIL_SECONDS - (time.monotonic() - began))
+            assert "the engine failed: " in str(errors[0])
+        ended = cluster.wait(WAIT_SECONDS)
         assert 0 not in ended and ended == [statuses.get(index, status) for index, status in enumerate(ended)]

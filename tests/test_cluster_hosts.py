@@ -12,12 +12,13 @@ from meshserve.protos import steps_pb2_grpc as pb_grpc
 from meshserve.runtime.client import Client
 from meshserve.runtime.local_cluster import local_cluster
 from tests.certificates import certificate
+from tests.waiting import WAIT_SECONDS
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="wants root, network namespaces and iproute2")
 
 FLAGS = (
     "--model=demo", "--tp=2", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--max-running=1",
-    "--max-step-tokens=1", "--num-pages=64", "--no-controls", "--fail-seconds=20",
+    "--max-step-tokens=1", "--num-pages=64", "--no-controls", "--fail-seconds=600",
 )  # fmt: skip
 
 
@@ -37,7 +38,8 @@ def join(address: str, credentials: grpc.ChannelCredentials | None, token: str) 
     channel = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
     with channel:
         hello = iter([pb.JoinRequest(hello=pb.Hello(process_id=1))])
-        call = pb_grpc.StepServiceStub(channel).Join(hello, metadata=[("authorization", f"Bearer {token}")], timeout=60)
+        metadata = [("authorization", f"Bearer {token}")]
+        call = pb_grpc.StepServiceStub(channel).Join(hello, metadata=metadata, timeout=WAIT_SECONDS)
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert isinstance(caught.value, grpc.Call)
@@ -55,7 +57,7 @@ def test_two_hosts_with_tls_and_a_token(tmp_path: Path) -> None:
         with local_cluster(2, FLAGS, tmp_path, **options) as cluster:
             trusting = grpc.ssl_channel_credentials(authority.read_bytes())
             with Client(cluster.target, credentials=trusting) as client:
-                cluster.wait_until_ready(client, 240)
+                cluster.wait_until_ready(client, WAIT_SECONDS)
                 said = client.complete("ROMEO:\n", max_tokens=8, temperature=0.0, ignore_eos=True)
                 assert len(said.token_ids) == 8
                 assert f"process 1 at ipv4:{made.address(1)}" in cluster.log(0).read_text()
@@ -65,10 +67,10 @@ def test_two_hosts_with_tls_and_a_token(tmp_path: Path) -> None:
                 assert join(address, None, "secret") is grpc.StatusCode.UNAVAILABLE  # speaks no TLS
                 assert join(address, trusting, "secret") is grpc.StatusCode.UNAVAILABLE  # shows no certificate
                 wrong = [*cluster.commands[1], *flags_of(1, tmp_path, made.address(1), "wrong")]
-                done = subprocess.run(wrong, capture_output=True, text=True, timeout=120)
+                done = subprocess.run(wrong, capture_output=True, text=True, timeout=WAIT_SECONDS)
                 assert done.returncode == 1
                 assert "UNAUTHENTICATED: this is not the token of the cluster" in done.stderr
 
                 again = client.complete("ROMEO:\n", max_tokens=8, temperature=0.0, ignore_eos=True)
                 assert again.token_ids == said.token_ids  # none of them disturbed anybody
-            assert cluster.stop() == [0, 0]
+            assert cluster.stop(WAIT_SECONDS) == [0, 0]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,13 @@ import pytest
 
 from meshserve.runtime.client import AsyncClient, CallError, Client
 from meshserve.runtime.request import FinishReason
+from tests.waiting import WAIT_SECONDS
 
 NUM_STREAMS = 64
 SERVE = [
     sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--tp=4", "--cpu-devices=8",
     "--dtype=float32", "--page-size=16", "--max-running=16", "--max-step-tokens=32", "--num-pages=96",
+    f"--drain-seconds={WAIT_SECONDS:g}",
 ]  # fmt: skip
 
 
@@ -39,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
                     break
             assert target is not None, log.read_text()
             with Client(target) as client:
-                client.wait_until_ready(120)
+                client.wait_until_ready(WAIT_SECONDS)
             yield target, process
         finally:
             process.kill()
@@ -50,7 +53,9 @@ async def _one_stream(client: AsyncClient, index: int) -> str:
     """A stream with a fate drawn from its index: left to end, cancelled, or under a deadline. Returns how it ended."""
     draw = random.Random(index)
     fate = draw.choice(["whole", "cancelled", "deadline"])
-    sampling = {"max_tokens": draw.randint(1, 120), "temperature": 0.8, "seed": index, "ignore_eos": True}
+    # Those who leave ask for so many that they are in time, even if tokens reach them in heaps.
+    max_tokens = 500 if fate == "cancelled" else draw.randint(1, 120)
+    sampling = {"max_tokens": max_tokens, "temperature": 0.8, "seed": index, "ignore_eos": True}
     timeout_seconds = draw.uniform(0.05, 2.0) if fate == "deadline" else None
     prompt = [draw.randrange(300, 2000) for _ in range(draw.randint(1, 200))]
     finishes, num_tokens = [], 0
@@ -72,10 +77,9 @@ async def _one_stream(client: AsyncClient, index: int) -> str:
 async def _all_streams(target: str) -> list[str]:
     async with AsyncClient(target) as client:
         ends = await asyncio.gather(*(_one_stream(client, index) for index in range(NUM_STREAMS)))
-        for _ in range(100):  # the last cancellations may still be on their way
-            load = await client.load()
-            if load.num_free_pages == load.num_pages:
-                break
+        end = time.monotonic() + WAIT_SECONDS
+        while (load := await client.load()).num_free_pages < load.num_pages:  # the last cancellations are on their way
+            assert time.monotonic() < end
             await asyncio.sleep(0.05)
         assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
     return ends
@@ -146,7 +150,7 @@ def test_the_server_and_the_command_line_agree(server: tuple[str, subprocess.Pop
     source.write_text(json.dumps({"prompt": "ROMEO:\nBut soft", "max_tokens": 24, "temperature": 0}))
     flags = ["--tp=2", "--cpu-devices=2", "--dtype=float32", "--max-running=1", "--max-step-tokens=1", "--num-pages=8"]
     command = [*SERVE[:3], "generate", "--model=demo", *flags, f"--input={source}", f"--output={target}"]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, timeout=WAIT_SECONDS)
     line = json.loads(target.read_text())
     assert (line["token_ids"], line["text"]) == (list(served.token_ids), served.text)
 
@@ -186,4 +190,4 @@ def test_sigterm_ends_the_server_in_order(server: tuple[str, subprocess.Popen]) 
         process.send_signal(signal.SIGTERM)
         *_, last = stream
         assert last.finish is not None and last.finish.reason is FinishReason.LENGTH
-    assert process.wait(30) == 0
+    assert process.wait(WAIT_SECONDS) == 0

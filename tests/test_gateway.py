@@ -3,13 +3,12 @@
 meshserve (VllmEngine)  <-  smg (HTTP)  <-  openai
 """
 
+import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,9 @@ import pytest
 from meshserve.deploy import demo
 from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.gateway import sampling_params
+from meshserve.runtime.local_cluster import reserved_port
 from meshserve.runtime.request import SamplingParams
+from tests.waiting import WAIT_SECONDS, wait_for
 
 openai = pytest.importorskip("openai", reason="needs the extra gateway-test")
 pytest.importorskip("smg_grpc_proto", reason="needs the extra gateway")
@@ -33,30 +34,23 @@ SERVE = [
 ]  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The gateway's address, once it knows the model."""
     logs = tmp_path_factory.mktemp("gateway")
-    port = free_port()
-    with (logs / "server").open("w") as server_log, (logs / "smg").open("w") as smg_log:
+    with contextlib.ExitStack() as stack:
+        server_log, smg_log = (stack.enter_context((logs / name).open("w")) for name in ("server", "smg"))
+        port, metrics_port = (stack.enter_context(reserved_port()) for _ in range(2))
         server = subprocess.Popen(SERVE, stdout=subprocess.PIPE, stderr=server_log, text=True)
         gateway = None
         try:
             assert server.stdout is not None
             target = next(found[1] for line in server.stdout if (found := re.search(r"gateways on (\S+)", line)))
             command = [SMG, "launch", "--host=127.0.0.1", f"--port={port}", f"--worker-urls=grpc://{target}"]
-            command += [f"--prometheus-port={free_port()}", "--prometheus-host=127.0.0.1"]
+            command += [f"--prometheus-port={metrics_port}", "--prometheus-host=127.0.0.1"]
             gateway = subprocess.Popen(command, stdout=smg_log, stderr=smg_log)
-            end = time.monotonic() + 120
-            while b"demo" not in models(port):
-                assert time.monotonic() < end and gateway.poll() is None, (logs / "smg").read_text()[-3000:]
-                time.sleep(0.2)
+            wait_for(lambda: b"demo" in models(port) or gateway.poll() is not None, (logs / "smg").read_text)
+            assert gateway.poll() is None, (logs / "smg").read_text()[-3000:]
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             for process in (gateway, server):
@@ -67,7 +61,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def models(port: int) -> bytes:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=WAIT_SECONDS) as answer:
             return answer.read()
     except OSError:
         return b""
@@ -83,10 +77,10 @@ MESSAGES = [{"role": "user", "content": "Who art thou?"}]
 
 
 def test_chat_whole_and_streamed(client):
-    whole = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=24, temperature=0)
+    whole = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=200, temperature=0)
     assert whole.choices[0].message.content and whole.choices[0].finish_reason in ("stop", "length")
     stream = client.chat.completions.create(
-        model="demo", messages=MESSAGES, max_tokens=24, temperature=0, stream=True,
+        model="demo", messages=MESSAGES, max_tokens=200, temperature=0, stream=True,
         stream_options={"include_usage": True},
     )  # fmt: skip
     parts, usage = [], None
@@ -94,7 +88,7 @@ def test_chat_whole_and_streamed(client):
         parts += [choice.delta.content or "" for choice in chunk.choices]
         usage = chunk.usage or usage
     assert "".join(parts) == whole.choices[0].message.content
-    assert len([part for part in parts if part]) > 3
+    assert len([part for part in parts if part]) > 1  # a busy server sends larger ones
     assert (usage.prompt_tokens, usage.completion_tokens) == (
         whole.usage.prompt_tokens, whole.usage.completion_tokens
     )  # fmt: skip
@@ -215,7 +209,9 @@ def test_aiperf_measures_it(url, tmp_path):
     command = [aiperf, "profile", "-m", "demo", "--url", url.removesuffix("/v1"), "--endpoint-type", "chat"]
     command += ["--streaming", "--tokenizer", str(Path(demo.__file__).with_name("model")), "--concurrency", "4"]
     command += ["--request-count", "16", "--isl", "30", "--osl", "16", "--ui", "simple"]
-    done = subprocess.run([*command, "--artifact-dir", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, "--artifact-dir", str(tmp_path)], capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     [report] = tmp_path.rglob("profile_export_aiperf.json")
     measured = json.loads(report.read_text())

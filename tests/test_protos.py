@@ -18,6 +18,7 @@ from meshserve.runtime import wire
 from meshserve.runtime.answer import SamplingFields
 from meshserve.runtime.contract import ModelInfo
 from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
+from tests.waiting import WAIT_SECONDS
 
 PROTOS = Path(__file__).resolve().parent.parent / "protos"
 
@@ -25,7 +26,7 @@ PROTOS = Path(__file__).resolve().parent.parent / "protos"
 def buf(*arguments: str) -> bytes:
     path = shutil.which("buf", path=str(Path(sys.executable).parent)) or shutil.which("buf")
     assert path is not None, "buf comes with the test extra (buf-bin)"
-    done = subprocess.run([path, *arguments], cwd=PROTOS, capture_output=True, timeout=60)
+    done = subprocess.run([path, *arguments], cwd=PROTOS, capture_output=True, timeout=WAIT_SECONDS)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
     return done.stdout
 

@@ -93,7 +93,7 @@ def test_loads_on_a_server(tmp_path: Path, capsys: pytest.CaptureFixture):
         arguments = [
             f"--target={server.target}", "--rate", "200", "inf", "--concurrency", "3", "--requests=20",
             "--input-tokens=uniform:1:9", "--output-tokens=uniform:2:12", "--prefix-tokens=8", "--goodput",
-            "e2el:60000", f"--json={tmp_path / 'figures.json'}", f"--plot={tmp_path / 'load.png'}",
+            "e2el:1e9", f"--json={tmp_path / 'figures.json'}", f"--plot={tmp_path / 'load.png'}",
         ]  # fmt: skip
         assert serve.main(arguments) == 0
         assert server.engine.num_submits == 3 * 21  # a warm-up each
@@ -104,7 +104,7 @@ def test_loads_on_a_server(tmp_path: Path, capsys: pytest.CaptureFixture):
         assert (
             load["request_goodput"] == pytest.approx(load["request_throughput"]) == pytest.approx(20 / load["duration"])
         )
-        assert 0 < load["ttft"]["median"] <= load["ttft"]["p99"] < load["e2el"]["p99"]
+        assert 0 < load["ttft"]["median"] <= load["ttft"]["p99"] <= load["e2el"]["p99"]
     assert found[1]["max_concurrent_requests"] > 3 >= found[2]["max_concurrent_requests"]
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("Serving Benchmark Result") == 3

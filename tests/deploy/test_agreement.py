@@ -24,6 +24,7 @@ from meshserve.runtime.record import StepRecord
 from meshserve.runtime.request import Load
 from meshserve.sharding.targets import GIB, target
 from tests.deploy.manifests import DEPLOY, OVERLAYS, arguments, containers, rendered, tool, workloads
+from tests.waiting import WAIT_SECONDS
 
 RUNBOOK = (DEPLOY.parent / "docs" / "runbook.md").read_text()
 CONFIGS = sorted([*(DEPLOY / "configs").glob("*.toml"), *(DEPLOY / "tpu").glob("*.toml")])
@@ -200,12 +201,12 @@ def test_scripts_start_a_server_with_their_config(name: str, is_group: bool, tmp
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **({variable: value} if is_group else {})}
     config = DEPLOY / "tpu" / "v6e-4x4.toml"
     command = [str(DEPLOY / name), str(config), "--model", "/models/Qwen3-32B"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS, check=True)
     flags = done.stdout.split()
     served = cli.serve_config(cli._parser().parse_args(flags[flags.index("serve") :]))
     assert (served.tp, served.model) == (16, "/models/Qwen3-32B")
     assert served.coordinator == ("auto" if is_group else "")
-    usage = subprocess.run(command[:1], env=environment, capture_output=True, text=True, timeout=30)
+    usage = subprocess.run(command[:1], env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert usage.returncode == 2 and "usage:" in usage.stderr
 
 

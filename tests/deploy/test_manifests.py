@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.manifests import DEPLOY, OVERLAYS, Resource, containers, pod_templates, rendered, tool, workloads
+from tests.waiting import WAIT_SECONDS
 
 jsonschema = pytest.importorskip("jsonschema", reason="make test-deploy installs it")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make test-deploy installs it")
@@ -112,7 +113,9 @@ def test_pods_keep_to_the_security_standard_that_the_namespace_enforces(overlay:
 @pytest.mark.skipif(tool("hadolint") is None, reason="make test-deploy installs hadolint")
 @pytest.mark.parametrize("name", ["Dockerfile.cuda", "Dockerfile.tpu"])
 def test_hadolint_has_nothing_to_say(name: str):
-    done = subprocess.run([tool("hadolint"), str(DEPLOY / "docker" / name)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [tool("hadolint"), str(DEPLOY / "docker" / name)], capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -120,7 +123,9 @@ def test_hadolint_has_nothing_to_say(name: str):
 def test_the_gateway_knows_its_flags():
     pods = [pod for overlay in OVERLAYS for pod, _ in workloads(rendered(overlay))]
     [gateway] = [found for pod in pods for found in containers(pod, "smg")]
-    known = subprocess.run([tool("smg"), "launch", "--help"], capture_output=True, text=True, timeout=60).stdout
+    known = subprocess.run(
+        [tool("smg"), "launch", "--help"], capture_output=True, text=True, timeout=WAIT_SECONDS
+    ).stdout
     assert gateway["command"] == ["smg", "launch"]
     for argument in gateway["args"]:
         assert argument.partition("=")[0] + " " in known, argument

@@ -20,6 +20,7 @@ from meshserve.kernels.decode_layers import reference as layers_reference
 from meshserve.kernels.peers import Peers, reference
 from meshserve.kernels.peers import gpu as peers_gpu
 from tests.kernels.mesh_layers import AXIS, layers_over, mesh_of, placed
+from tests.waiting import WAIT_SECONDS
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -177,7 +178,9 @@ print(gpu.stalled(peers), flush=True)
 def test_a_lost_device_is_an_error_and_not_a_hang() -> None:
     if len(jax.devices()) < 2:
         pytest.skip("this machine has one GPU")
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
     assert done.stdout.startswith("2.0"), done.stderr[-3000:]
     assert "failed:" in done.stdout, done.stdout + done.stderr[-3000:]
     assert "rank 0 for rank 1" in done.stdout

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshserve.kernels.paged_attention import cases, implementation, tpu
+from tests.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 # `make test` runs these; --every-case all that an interpreter can finish.
@@ -26,7 +27,7 @@ def interpret(*arguments: str) -> list[dict]:
     environment = {**os.environ, "NPROC": "16", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.interpret_tpu", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=5 * WAIT_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

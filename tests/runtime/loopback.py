@@ -23,6 +23,7 @@ from meshserve.runtime.mailbox import Mailroom
 from meshserve.runtime.permissions import new_access
 from meshserve.runtime.request import FinishReason, Load, Output, RequestOptions, SamplingParams
 from meshserve.runtime.server import Backend, Edge
+from tests.waiting import WAIT_SECONDS
 
 VOCAB_SIZE = 128
 MAX_CONTEXT_TOKENS = 64
@@ -41,7 +42,7 @@ INFO = ModelInfo(
     server_version="0.1.0",
     supports_chat=True,
 )
-LISTEN = Listen(drain_seconds=5.0)
+LISTEN = Listen(drain_seconds=WAIT_SECONDS)  # or less: it ends with the last request
 
 
 class Letters:
@@ -73,10 +74,14 @@ class Job:
 
 @dataclass
 class FakeEngine:
-    """One token for each open request a step, until max_tokens. All samples of a request are the same."""
+    """One token for each open request a step, until max_tokens. All samples of a request are the same.
+
+    A request that `is_held` gets none: it stays open, however slow the machine is.
+    """
 
     deliver: Callable[[list[Output]], None]
     step_seconds: float = 0.002
+    is_held: Callable[[Job], bool] = lambda job: False
     text: Callable[[int], str] = "{} ".format
     is_full: bool = False
     submit_error: Exception | None = None
@@ -136,7 +141,7 @@ class FakeEngine:
         while self.is_running and self.failure is None:
             with self.lock:
                 outputs, self.pending = self.pending, []
-                outputs += [self.advance(job) for job in list(self.jobs.values())]
+                outputs += [self.advance(job) for job in list(self.jobs.values()) if not self.is_held(job)]
                 outputs = [
                     replace(output, index=index)
                     for output in outputs
@@ -154,6 +159,15 @@ class FakeEngine:
             return Output(request_id=job.request_id, **new)
         del self.jobs[job.request_id]
         return self.last(job, FinishReason.LENGTH, **new)
+
+    @contextlib.contextmanager
+    def holding(self, max_tokens: int) -> Iterator[None]:
+        """Requests for so many tokens get the first of them, and the others when this is over."""
+        self.is_held, before = lambda job: job.params.max_tokens == max_tokens and job.num_output > 0, self.is_held
+        try:
+            yield
+        finally:
+            self.is_held = before
 
     def end(self, reason: FinishReason, message: str) -> None:
         """Ends every open request from within, as a live engine that gives one up."""
@@ -186,15 +200,18 @@ class Running:
 
     def stop(self) -> None:
         self.handle.request_stop()
-        self.thread.join(10)
+        self.join()
+
+    def join(self) -> None:
+        self.thread.join(WAIT_SECONDS)
         assert not self.thread.is_alive()
 
 
 @contextlib.contextmanager
 def running(
-    *, max_undelivered_tokens: int = 4096, tokens: Path | None = None, listen: Listen = LISTEN, **options: Any
+    *, max_undelivered_tokens: int = 2**20, tokens: Path | None = None, listen: Listen = LISTEN, **options: Any
 ) -> Iterator[Running]:
-    """A server until the block ends. `options` are those of FakeEngine."""
+    """A server until the block ends, with patience for slow readers. `options` are those of FakeEngine."""
     room = Mailroom(max_undelivered_tokens=max_undelivered_tokens)
     engine = FakeEngine(room.deliver, **options)
     edge = edge_of(engine, room, tokens)
@@ -211,16 +228,16 @@ def running(
     threads = [threading.Thread(target=serve), threading.Thread(target=engine.run)]
     for thread in threads:
         thread.start()
-    assert ready.wait(10), errors
+    assert ready.wait(WAIT_SECONDS), errors
     server = Running(engine, room, handles[0], edge, f"127.0.0.1:{handles[0].port}", errors, threads[0])
     try:
         yield server
     finally:
         handles[0].request_stop()
         handles[0].request_stop()  # twice: without draining
-        threads[0].join(10)
+        threads[0].join(WAIT_SECONDS)
         engine.is_running = False
-        threads[1].join(10)
+        threads[1].join(WAIT_SECONDS)
 
 
 def logged_errors(records: Sequence[logging.LogRecord]) -> list[logging.LogRecord]:

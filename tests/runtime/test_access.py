@@ -4,8 +4,7 @@ import datetime
 import hashlib
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from meshserve.runtime.permissions import METHOD_PERMISSIONS, SERVICE_NAME, new_
 from meshserve.runtime.server import Edge
 from meshserve.runtime.tls import TlsFiles
 from tests.certificates import certificate
+from tests.waiting import WAIT_SECONDS, wait_for
 
 from .loopback import Running, running
 
@@ -92,7 +92,7 @@ def outcome(channel: grpc.Channel, path: str, request: Any, metadata: list[tuple
     """How a call with this request ends, whatever it answers."""
     call = channel.unary_stream(path, request_serializer=lambda message: message.SerializeToString())
     try:
-        list(call(request, metadata=metadata, timeout=10))
+        list(call(request, metadata=metadata, timeout=WAIT_SECONDS))
     except grpc.RpcError as error:
         return error.code()
     return Code.OK
@@ -144,32 +144,30 @@ def test_strangers_do_not_learn_that_the_queue_is_full(server, monkeypatch):
 def test_quotas_of_requests_and_tokens(server):
     with Client(server.target, token="write") as client, Client(server.target, token="operate") as other:
         first, second = (client.generate("a" * 9, max_tokens=20) for _ in range(2))
-        slow = {"max_tokens": 100_000}
         next(first), next(second)
         list(first), list(second)
         open_streams = [client.generate("a", max_tokens=19), client.generate("a", max_tokens=19)]
-        server.engine.step_seconds, before = 0.05, server.engine.step_seconds
-        for stream in open_streams:
-            next(stream)
-        with pytest.raises(CallError, match="requests in flight would be 3; this caller may have 2") as caught:
-            client.complete("a")
-        assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 1.0
-        assert other.complete("a", max_tokens=1).token_ids == (98,)  # another tenant does not notice
-        open_streams[0].close()
-        end = time.monotonic() + 5
-        while True:  # the cancellation is on its way
-            try:
-                client.complete("a", **slow)
-            except CallError as error:
-                if "tokens in flight would be 84; this caller may have 60" in str(error):
-                    break
-                assert time.monotonic() < end, error
-        status = status_pb2.Status.FromString(quota_details(server.target))
-        failure = error_details_pb2.QuotaFailure()
-        assert any(detail.Unpack(failure) for detail in status.details)
-        assert failure.violations[0].subject == "tenant:writer"
-        open_streams[1].close()
-        server.engine.step_seconds = before
+        with server.engine.holding(19):
+            for stream in open_streams:
+                next(stream)
+            with pytest.raises(CallError, match="requests in flight would be 3; this caller may have 2") as caught:
+                client.complete("a")
+            assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 1.0
+            assert other.complete("a", max_tokens=1).token_ids == (98,)  # another tenant does not notice
+            open_streams[0].close()
+            wait_for(lambda: "tokens in flight would be 84; this caller may have 60" in refusal(client))
+            status = status_pb2.Status.FromString(quota_details(server.target))
+            failure = error_details_pb2.QuotaFailure()
+            assert any(detail.Unpack(failure) for detail in status.details)
+            assert failure.violations[0].subject == "tenant:writer"
+            open_streams[1].close()
+
+
+def refusal(client: Client) -> str:
+    """What a caller who wants all that a context holds is told."""
+    with pytest.raises(CallError) as caught:
+        client.complete("a", max_tokens=100_000)
+    return str(caught.value)
 
 
 def quota_details(target: str) -> bytes:
@@ -185,14 +183,13 @@ def quota_details(target: str) -> bytes:
 
 def test_tenants_neither_meet_nor_abort_each_other(server):
     with Client(server.target, token="write") as writer, Client(server.target, token="operate") as operator:
-        server.engine.step_seconds, before = 0.02, server.engine.step_seconds
         streams = [client.generate("a", max_tokens=25, request_id="same") for client in (writer, operator)]
-        for stream in streams:
-            next(stream)
-        assert writer.abort(["same"]) == 1
-        assert list(streams[0])[-1].finish.reason.value == "cancelled"
+        with server.engine.holding(25):
+            for stream in streams:
+                next(stream)
+            assert writer.abort(["same"]) == 1
+            assert list(streams[0])[-1].finish.reason.value == "cancelled"
         assert list(streams[1])[-1].finish.reason.value == "length"
-        server.engine.step_seconds = before
 
 
 def test_tenants_share_no_cached_prompts(server):
@@ -208,39 +205,32 @@ def test_tenants_share_no_cached_prompts(server):
     assert server.engine.salts[-1] not in (first, *others)
 
 
-def test_a_revoked_token_is_refused_and_a_new_one_let_in(tmp_path):
+def test_a_revoked_token_is_refused_and_a_new_one_let_in(tmp_path, caplog):
     path = tmp_path / "tokens.toml"
     token, lines = new_token("first")
     write(path, lines)
-    with running(tokens=path, step_seconds=0.05) as server:
-        with Client(server.target, token=token) as client:
-            stream = client.generate("a", max_tokens=60)
+    with running(tokens=path) as server, Client(server.target, token=token) as client:
+        stream = client.generate("a", max_tokens=60)
+        with server.engine.holding(60):
             next(stream)
             other, lines = new_token("second")
             write(path, lines)
             wait_for(lambda: refused(server.target, token))
             assert not refused(server.target, other)
-            assert list(stream)[-1].finish.usage.num_output_tokens == 60  # what runs may end
-            write(path, "nonsense")
-            time.sleep(1.5)
-            assert not refused(server.target, other)  # a broken file changes nothing
+        assert list(stream)[-1].finish.usage.num_output_tokens == 60  # what runs may end
+        write(path, "nonsense")
+        wait_for(lambda: "the tokens stay as they were" in caplog.text)
+        assert not refused(server.target, other)  # a broken file changes nothing
 
 
 def refused(target: str, token: str, **options: Any) -> bool:
     with Client(target, token=token, **options) as client:
         try:
-            client.load(timeout_seconds=5)
+            client.load(timeout_seconds=WAIT_SECONDS)
         except CallError as error:
             assert error.code is Code.UNAUTHENTICATED
             return True
         return False
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -289,20 +279,21 @@ def test_tls_rotation_drops_no_stream(tmp_path):
     token, lines = new_token("a")
     (tmp_path / "tokens.toml").write_text(lines)
     listen = Listen(tls=live)
-    with running(tokens=tmp_path / "tokens.toml", listen=listen, step_seconds=0.02) as server:
+    with running(tokens=tmp_path / "tokens.toml", listen=listen) as server:
         with Client(server.target, credentials=trust(old), token=token) as client:
             stream = client.generate("a", max_tokens=60)
-            next(stream)
-            assert refused(server.target, "wrong", credentials=trust(old))
-            for source, target in ((new.key, live.key), (new.certificate, live.certificate)):
-                shutil.copy(source, tmp_path / "next")
-                os.replace(tmp_path / "next", target)
-            with Client(server.target, credentials=trust(new), token=token) as another:
-                assert another.complete("a", max_tokens=2).token_ids == (98, 99)
-            with Client(server.target, credentials=trust(old), token=token) as stranger:
-                with pytest.raises(CallError) as caught:
-                    stranger.load(timeout_seconds=5)
-                assert caught.value.code is Code.UNAVAILABLE
+            with server.engine.holding(60):
+                next(stream)
+                assert refused(server.target, "wrong", credentials=trust(old))
+                for source, target in ((new.key, live.key), (new.certificate, live.certificate)):
+                    shutil.copy(source, tmp_path / "next")
+                    os.replace(tmp_path / "next", target)
+                with Client(server.target, credentials=trust(new), token=token) as another:
+                    assert another.complete("a", max_tokens=2).token_ids == (98, 99)
+                with Client(server.target, credentials=trust(old), token=token) as stranger:
+                    with pytest.raises(CallError) as caught:
+                        stranger.load(timeout_seconds=WAIT_SECONDS)
+                    assert caught.value.code is Code.UNAVAILABLE
             assert list(stream)[-1].finish.usage.num_output_tokens == 60
 
 
@@ -315,7 +306,7 @@ def test_mutual_tls_wants_a_certificate_of_the_authority(tmp_path):
             assert client.complete("a", max_tokens=1).token_ids == (98,)
         for credentials in (trust(files), trust(files, stranger), None):
             with Client(server.target, credentials=credentials) as client, pytest.raises(CallError):
-                client.load(timeout_seconds=5)
+                client.load(timeout_seconds=WAIT_SECONDS)
 
 
 def test_binds_that_are_refused(tmp_path):

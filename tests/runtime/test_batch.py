@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshserve.runtime.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket, declare_buckets
@@ -261,7 +261,6 @@ def test_a_plan_beyond_every_bucket_is_our_own_fault():
         small.build(loop.scheduler.plan(0.0))
 
 
-@settings(deadline=None)
 @given(tight_limits(), st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=12))
 def test_every_plan_fits_its_bucket(limits_and_pages: tuple[SchedulerLimits, int], lengths: list[tuple[int, int]]):
     """Tokens, requests and new pages, whatever the scheduler plans, with a step in flight and preemptions."""

@@ -11,6 +11,7 @@ from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.client import AsyncClient, CallError, Chunk, Client, Completion, Finish, Usage
 from meshserve.runtime.request import FinishReason
+from tests.waiting import WAIT_SECONDS
 
 FINISH = pb.Finish(reason=pb.FINISH_REASON_STOP, usage=pb.Usage(num_prompt_tokens=3, num_output_tokens=4))
 ANSWER = [
@@ -116,5 +117,5 @@ def test_errors(script, client, monkeypatch):
     with pytest.raises(CallError, match="without its last message"):
         client.complete("hello")
     with Client("127.0.0.1:1") as nobody, pytest.raises(CallError) as caught:
-        nobody.complete("hello", timeout_seconds=5)
+        nobody.complete("hello", timeout_seconds=WAIT_SECONDS)
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from meshserve.runtime.compiles import CompileWatch, LateCompileError, compile_all
+from tests.waiting import WAIT_SECONDS
 
 
 def test_compiles_before_ready_are_counted_and_allowed() -> None:
@@ -56,7 +57,7 @@ def test_a_program_that_is_ready_is_no_compile() -> None:
 
 def test_programs_are_compiled_at_a_time_and_kept_in_order() -> None:
     """Each waits until the one before or after it is being compiled, too."""
-    barrier = threading.Barrier(2, timeout=20.0)
+    barrier = threading.Barrier(2, timeout=WAIT_SECONDS)
 
     class Lowered:
         def __init__(self, name: int):

@@ -27,9 +27,9 @@ from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.request import DEFAULT_OPTIONS, FinishReason, Load, Output, SamplingParams
 from meshserve.runtime.scheduler import Scheduler
+from tests.waiting import WAIT_SECONDS, wait_for
 
 VOCAB_SIZE = 128
-WAIT_SECONDS = 20.0
 
 
 class Letters:
@@ -43,7 +43,7 @@ class Letters:
 class Device:
     """A runner. It keeps each row's last token, as the real one does, and notes what is dispatched and collected.
 
-    While `is_ready` is clear, whoever collects a step's tokens has to wait.
+    While `is_ready` is clear, whoever collects a step's tokens has to wait; `is_awaited` says that somebody does.
     """
 
     def __init__(self, max_running: int):
@@ -51,6 +51,7 @@ class Device:
         self.seeds: list[int] = []
         self.is_ready = threading.Event()
         self.is_ready.set()
+        self.is_awaited = threading.Event()
         self.fails_at = ""  # an event: "dispatch 3"
         self._last_tokens = np.zeros(max_running + 1, np.int32)  # the last row is for padding
         self._changed = threading.Condition()
@@ -103,6 +104,8 @@ class Tokens:
         self._device, self._step, self._sampled = device, step, sampled
 
     def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        if not self._device.is_ready.is_set():
+            self._device.is_awaited.set()
         assert self._device.is_ready.wait(WAIT_SECONDS)
         self._device.note(f"collect {self._step}")
         return self._sampled
@@ -248,8 +251,7 @@ def test_the_host_waits_for_the_device_with_two_steps_under_way(start: Start):
     serving = start()
     serving.device.is_ready.clear()
     serving.submit("r", max_tokens=10)
-    serving.device.wait_for("dispatch 1")
-    time.sleep(0.02)  # a third dispatch would come now
+    assert serving.device.is_awaited.wait(WAIT_SECONDS)  # and not before a third dispatch, were there one
     assert serving.device.events == ["dispatch 0", "dispatch 1"]
     assert serving.deliveries == []
     serving.device.is_ready.set()
@@ -489,7 +491,12 @@ def test_stopping_ends_open_requests_and_the_thread(start: Start):
     serving.submit("runs", max_tokens=60)
     serving.submit("waits", max_tokens=60)
     serving.device.wait_for("dispatch 1")
-    threading.Timer(0.05, serving.device.is_ready.set).start()  # when `stop` waits for the step to end
+
+    def end_step() -> None:
+        wait_for(lambda: serving.engine._is_stopping)
+        serving.device.is_ready.set()
+
+    threading.Thread(target=end_step).start()
     serving.engine.stop()
     assert engine_threads() == []
     assert [serving.result(name)[2] for name in ("runs", "waits")] == [FinishReason.CANCELLED] * 2

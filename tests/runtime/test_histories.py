@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.simulation.drain()
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60)
 TestAnyHistory = SchedulerMachine.TestCase
 
 
@@ -121,7 +121,7 @@ def run_load(rng: random.Random, simulation: Simulation, num_requests: int, arri
 
 
 @given(st.randoms(use_true_random=False), tight_limits(), st.sampled_from([0.05, 0.3, 3.0]), st.integers(0, 2))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_load_ends_with_everyone_served(rng, limits_and_pages, arrivals_per_step: float, num_steps_ahead: int):
     simulation = Simulation(*limits_and_pages, num_steps_ahead=num_steps_ahead)
     run_load(rng, simulation, num_requests=25, arrivals_per_step=arrivals_per_step)

@@ -1,7 +1,6 @@
 """Whatever one process's runner is told, another's is told as well, and both returns are compared."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ from meshserve.sharding.following import Follower
 from meshserve.sharding.leading import Leader
 from meshserve.sharding.steps import Security
 from meshserve.sharding.watch import Limits, Watch
+from tests.waiting import WAIT_SECONDS, wait_for
 
 BUCKET = Bucket(4, 2, 1, is_decode=True)
-WAIT_SECONDS = 20.0
 
 
 class FakeRunner:
@@ -59,10 +58,7 @@ class Pair:
         self.thread.start()
 
     def wait(self, num_acknowledged: int) -> None:
-        end = time.monotonic() + WAIT_SECONDS
-        while self.leader.stats.num_acknowledged < num_acknowledged and not self.watches[0].failure:
-            assert time.monotonic() < end
-            time.sleep(0.002)
+        wait_for(lambda: self.leader.stats.num_acknowledged >= num_acknowledged or self.watches[0].failure)
 
     def close(self) -> None:
         stopping = threading.Thread(target=self.leader.stop)

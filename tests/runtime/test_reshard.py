@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 from meshserve.runtime.config import ModelConfig, ServeConfig
-from meshserve.runtime.engine import Runner
+from meshserve.runtime.engine import Engine, Runner
 from meshserve.runtime.errors import ConfigError, EngineStoppedError
 from meshserve.runtime.launch import Launched, launch
 from meshserve.runtime.orbax_weights import model_layout
@@ -21,6 +22,7 @@ from meshserve.runtime.reshard import move_params
 from meshserve.runtime.weights import load_model
 from meshserve.sharding.mesh import make_mesh
 from tests import checkpoints
+from tests.waiting import WAIT_SECONDS, wait_for
 
 MAX_TOKENS = 60
 # Few shapes, because compiling them is what takes the time.
@@ -51,20 +53,42 @@ class Streams:
                 self._may_go_on.clear()
         self._may_go_on.wait()
 
-    def go_on(self) -> None:
-        self.stop_at = sys.maxsize
+    def go_on(self, stop_at: int = sys.maxsize) -> None:
+        self.stop_at = stop_at
         self._may_go_on.set()
 
     def wait(self, num_tokens: int = 0, num_finished: int = 0) -> None:
         with self._changed:
             assert self._changed.wait_for(
                 lambda: sum(map(len, self.token_ids.values())) >= num_tokens and len(self.reasons) >= num_finished,
-                timeout=120,
+                WAIT_SECONDS,
             )
 
     def run(self, launched: Launched) -> None:
         for index, (prompt, params) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
             launched.engine.submit(str(index), tuple(prompt), params)
+
+
+MakeRunner = Callable[[], tuple[Runner, int]]
+
+
+def rebuild_meanwhile(
+    streams: Streams, engine: Engine, rebuild: Callable[[MakeRunner], None], make_runner: MakeRunner, stop_at: int
+) -> None:
+    """Rebuilds under streams that stand still until the engine has been told to."""
+
+    is_over = threading.Event()
+
+    def go_on() -> None:
+        wait_for(lambda: engine._change is not None or is_over.is_set())
+        streams.go_on(stop_at)
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(go_on)
+        try:
+            rebuild(make_runner)
+        finally:
+            is_over.set()
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +112,8 @@ def test_streams_go_on_with_the_same_tokens(model: Path, monkeypatch: pytest.Mon
     expected, streams.token_ids, streams.reasons = streams.token_ids, {}, {}
     rebuild = launched.engine.rebuild
 
-    def going_on(make_runner: Callable[[], tuple[Runner, int]]) -> None:
-        streams.go_on()
-        rebuild(make_runner)
+    def going_on(make_runner: MakeRunner) -> None:
+        rebuild_meanwhile(streams, launched.engine, rebuild, make_runner, sys.maxsize)
 
     monkeypatch.setattr(launched.engine, "rebuild", going_on)
 
@@ -120,18 +143,21 @@ def test_what_no_longer_fits_and_what_fails(model: Path) -> None:
     streams = Streams()
     launched = launch(ServeConfig(model=str(model), tp=1, **CONFIG), streams.deliver)
     launched.engine.start()
+    streams.stop_at = 20
     streams.run(launched)
     streams.wait(num_tokens=20)
-    runner = launched.engine.runner
-    launched.engine.rebuild(lambda: (runner, 6))  # 96 tokens: too few for a prompt of 41 tokens and 60 more
+    engine, runner = launched.engine, launched.engine.runner
+    # 96 tokens: too few for a prompt of 41 tokens and 60 more
+    rebuild_meanwhile(streams, engine, engine.rebuild, lambda: (runner, 6), stop_at=50)
     streams.wait(num_finished=1)
     assert streams.reasons == {"2": FinishReason.ERROR}
 
     def make_runner() -> tuple:
         raise MemoryError("no room")
 
+    streams.wait(num_tokens=50)
     with pytest.raises(MemoryError):
-        launched.engine.rebuild(make_runner)
+        rebuild_meanwhile(streams, engine, engine.rebuild, make_runner, sys.maxsize)
     streams.wait(num_finished=len(PROMPTS))
     assert set(streams.reasons.values()) == {FinishReason.ERROR}
     assert launched.engine.failure == "MemoryError: no room"

@@ -1,10 +1,10 @@
 """Streams that break off and go on: against a script that breaks where it likes, and through restarts of servers."""
 
 import asyncio
+import contextlib
 import random
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 
@@ -16,10 +16,12 @@ from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.client import AsyncClient, CallError, Client, Usage
 from meshserve.runtime.lifecycle import Listen
+from meshserve.runtime.local_cluster import reserved_port
 from meshserve.runtime.request import FinishReason
 from meshserve.runtime.tokenizer import TextStream, Tokenizer
+from tests.waiting import WAIT_SECONDS, wait_for
 
-from .loopback import VOCAB_SIZE, running
+from .loopback import VOCAB_SIZE, Job, running
 
 TOKENIZER = Tokenizer(Path(demo.__file__).with_name("model"))
 TEXT = "But soft! What light — näif — through yonder window breaks? STOP and never this"
@@ -118,46 +120,62 @@ def test_it_gives_up_when_no_token_comes_in_between(breaking):
     breaking.requests.clear()
 
 
-def test_a_rolling_restart_fails_no_request():
-    """Two replicas that restart in turn, with less grace than their requests need, under 240 requests."""
-    ports: dict[int, int] = {}
-    is_over = threading.Event()
-    num_restarts = 0
+class Replica:
+    """A server that can be restarted at its port. It drains for less time than its requests need."""
 
-    def replica(index: int) -> None:
-        nonlocal num_restarts
-        while not is_over.is_set():
-            listen = Listen(port=ports.get(index, 0), drain_seconds=0.05)
-            with running(listen=listen, step_seconds=0.005) as server:
-                ports[index] = server.handle.port
-                turn = time.monotonic()
-                while not is_over.is_set() and not (time.monotonic() - turn > 0.8 and num_restarts % 2 == index):
-                    time.sleep(0.01)
-                server.stop()
-            num_restarts += not is_over.is_set()
+    def __init__(self, port: int, is_held: Callable[[Job], bool]):
+        self.port, self._is_held, self._context = port, is_held, contextlib.ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        listen = Listen(port=self.port, drain_seconds=0.05, status_seconds=WAIT_SECONDS)
+        self.server = self._context.enter_context(running(listen=listen, is_held=self._is_held))
+
+    def stop(self) -> None:
+        self.server.stop()
+        self._context.close()
+
+    @property
+    def num_open(self) -> int:
+        return len(self.server.engine.jobs)
+
+
+def test_a_rolling_restart_fails_no_request():
+    """Two replicas, of which the busier one restarts, four times, under 240 requests, 60 at a time.
+
+    Until then requests stand still after a few tokens, so that each restart meets 30 of them or more.
+    """
+    is_over = threading.Event()
 
     async def one(client: AsyncClient, gate: asyncio.Semaphore, start: int) -> None:
         async with gate:
-            done = await client.complete([start], max_tokens=50, timeout_seconds=60)
+            done = await client.complete([start], max_tokens=50, timeout_seconds=2 * WAIT_SECONDS)
         assert done.token_ids == tuple((start + 1 + i) % VOCAB_SIZE for i in range(50))
         assert done.text == "".join(f"{token_id} " for token_id in done.token_ids)
         assert done.usage == Usage(num_prompt_tokens=1, num_output_tokens=50)
 
     async def main() -> None:
-        target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports.values())
-        async with AsyncClient(target, resumes=20) as client:
+        target = "ipv4:" + ",".join(f"127.0.0.1:{replica.port}" for replica in replicas)
+        async with AsyncClient(target, resumes=200) as client:
             gate = asyncio.Semaphore(60)
             await asyncio.gather(*(one(client, gate, index % 100) for index in range(240)))
 
-    threads = [threading.Thread(target=replica, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    try:
-        while len(ports) < 2:
-            time.sleep(0.01)
-        asyncio.run(main())
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join(20)
-    assert num_restarts >= 2
+    def is_held(job: Job) -> bool:
+        return job.num_output >= 5 and not is_over.is_set()
+
+    with reserved_port() as one_port, reserved_port() as other_port, futures.ThreadPoolExecutor(1) as caller:
+        replicas = [Replica(port, is_held) for port in (one_port, other_port)]
+        calls = caller.submit(asyncio.run, main())
+        try:
+            for _ in range(4):
+                wait_for(lambda: calls.done() or sum(replica.num_open for replica in replicas) == 60)
+                busier = max(replicas, key=lambda replica: replica.num_open)
+                assert not calls.done() and busier.num_open >= 30
+                busier.stop()
+                busier.start()
+            is_over.set()
+            calls.result(WAIT_SECONDS)
+        finally:
+            is_over.set()
+            for replica in replicas:
+                replica.stop()

@@ -1,7 +1,6 @@
 """The methods beside Generate and Chat, against a server on loopback."""
 
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from meshserve.runtime.client import CallError, Client, call_errors
 from meshserve.runtime.errors import UnavailableFeatureError
 from meshserve.runtime.lifecycle import Listen
 from meshserve.runtime.request import FinishReason
+from tests.waiting import WAIT_SECONDS, wait_for
 
 from .loopback import Running, running
 
@@ -39,7 +39,7 @@ class Profiler:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    listen = Listen(drain_seconds=5.0, http_port=0, profiler=Profiler())  # type: ignore[arg-type]
+    listen = Listen(http_port=0, profiler=Profiler())  # type: ignore[arg-type]
     with running(listen=listen) as server:
         yield server
 
@@ -49,7 +49,7 @@ def call(target: str, method: str, request: Any) -> Any:
     with grpc.insecure_channel(target) as channel, call_errors():
         for stub in (pb_grpc.InferenceServiceStub(channel), pb_grpc.AdminServiceStub(channel)):
             if hasattr(stub, method):
-                return getattr(stub, method)(request, timeout=10)
+                return getattr(stub, method)(request, timeout=WAIT_SECONDS)
     raise AssertionError(method)
 
 
@@ -128,39 +128,42 @@ def test_without_a_place_for_profiles():
 
 def http(server: Running, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.handle.http_port}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{server.handle.http_port}{path}", timeout=WAIT_SECONDS
+        ) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
 
 
 def test_drain_stops_the_server_when_the_streams_have_ended():
-    listen = Listen(drain_seconds=5.0, http_port=0)
-    with running(step_seconds=0.01, listen=listen) as server, Client(server.target) as client:
+    listen = Listen(drain_seconds=0.0, http_port=0)
+    with running(listen=listen) as server, Client(server.target) as client:
         assert http(server, "/readyz") == (200, "SERVER_STATE_READY\n")
         stream = client.generate("a", max_tokens=50)
-        next(stream)
-        assert call(server.target, "Drain", pb.DrainRequest(grace_seconds=10.0)).num_open_requests == 1
-        with pytest.raises(CallError, match="the server is stopping"):
-            while True:
-                client.complete("a", max_tokens=1)
-        assert http(server, "/readyz")[0] == 503 and http(server, "/livez")[0] == 200
+        with server.engine.holding(50):
+            next(stream)
+            asked = pb.DrainRequest(grace_seconds=WAIT_SECONDS)
+            assert call(server.target, "Drain", asked).num_open_requests == 1
+            with pytest.raises(CallError, match="the server is stopping"):
+                while True:
+                    client.complete("a", max_tokens=1)
+            assert http(server, "/readyz")[0] == 503 and http(server, "/livez")[0] == 200
         assert list(stream)[-1].finish.usage.num_output_tokens == 50
-        server.thread.join(5)
-        assert not server.thread.is_alive() and server.errors == []
+        server.join()
+        assert server.errors == []
 
 
 def test_drain_with_no_grace_fails_what_runs():
-    with running() as server, Client(server.target) as client:
-        stream = client.generate("a", max_tokens=100_000)
+    listen = Listen(drain_seconds=2 * WAIT_SECONDS, status_seconds=WAIT_SECONDS)
+    with running(listen=listen) as server, Client(server.target) as client:
+        stream = client.generate("a", max_tokens=1_000_000)
         next(stream)
-        began = time.monotonic()
         call(server.target, "Drain", pb.DrainRequest(grace_seconds=0.0))
         with pytest.raises(CallError, match="stopped before the request could end") as caught:
             list(stream)
         assert caught.value.code is Code.UNAVAILABLE
-        server.thread.join(5)
-        assert time.monotonic() - began < 4.0
+        server.join()
 
 
 def samples(server: Running) -> dict[str, float]:
@@ -184,9 +187,9 @@ def test_metrics_count_what_happened():
         stream = client.generate("a", max_tokens=100_000)
         next(stream)
         stream.close()
-        end = time.monotonic() + 5
-        while (after := samples(server)).get("meshserve_requests_total{method=Generate,outcome=cancelled}") != 1:
-            assert time.monotonic() < end
+        cancelled = "meshserve_requests_total{method=Generate,outcome=cancelled}"
+        wait_for(lambda: samples(server).get(cancelled) == 1)
+        after = samples(server)
         assert after["meshserve_requests_total{method=Generate,outcome=length}"] == 1
         assert after["meshserve_prompt_tokens_total"] == 4
         assert after["meshserve_output_tokens_total"] >= 11

@@ -23,11 +23,11 @@ from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.record import StepRecord
 from meshserve.runtime.request import FinishReason, Output, RequestOptions, SamplingParams
 from meshserve.runtime.scheduler import Scheduler
+from tests.waiting import WAIT_SECONDS
 
 from .trace import Arrival, Traffic, make_trace
 
 NUM_PAGES, PAGE_SIZE, MAX_RUNNING, MAX_STEP_TOKENS, MAX_CONTEXT = 256, 8, 8, 16, 256
-WAIT_SECONDS = 120.0
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.95},

@@ -19,7 +19,7 @@ from meshserve.runtime.request import FinishReason, Output, RequestOptions, Samp
 from .schemas import random_document_schema, random_regex
 
 PROMPT = "Thou art a scholar; speak to it, Horatio.\n"
-WAIT_SECONDS = 3000.0
+PATIENCE_SECONDS = 3000.0  # for 1,000 outputs and more
 NUM_PAGES = 256
 
 
@@ -62,7 +62,7 @@ class Serving:
         """Until so many have ended, or all."""
         needed = self._num_submitted if num_ended is None else num_ended
         with self._changed:
-            is_done = self._changed.wait_for(lambda: len(self.ends) >= needed, WAIT_SECONDS)
+            is_done = self._changed.wait_for(lambda: len(self.ends) >= needed, PATIENCE_SECONDS)
             assert is_done, self.launched.engine.failure
 
     def preempt_all(self) -> None:

@@ -101,7 +101,7 @@ texts = st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=4), max_size=12).m
 sizes = st.lists(st.integers(0, 5), max_size=40)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), text=texts, sizes=sizes, include_stop=st.booleans())
 def test_stream_of_text_equals_the_whole_cut_at_the_first_stop(data, tokenizer, text, sizes, include_stop):
     token_ids = list(tokenizer.encode(text))
@@ -114,7 +114,7 @@ def test_stream_of_text_equals_the_whole_cut_at_the_first_stop(data, tokenizer, 
     assert ("".join(pieces), is_stopped) == cut_at_stop(whole, stop, include_stop)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), sizes=sizes)
 def test_stream_of_any_tokens_equals_the_whole(data, tokenizer, sizes):
     # Any ids at all: broken UTF-8, special tokens, and ids outside the vocabulary, as a model may produce them.
@@ -128,7 +128,7 @@ def test_stream_of_any_tokens_equals_the_whole(data, tokenizer, sizes):
         assert all("\ufffd" not in piece for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), text=texts, sizes=sizes, num_free_tokens=st.integers(0, 12))
 def test_the_first_tokens_may_be_free_of_stops(data, tokenizer, text, sizes, num_free_tokens):
     token_ids = list(tokenizer.encode(text))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import WAIT_SECONDS
+
 PROMPTS = ("To be, or not", "O Romeo, Romeo! wherefore")
 MAX_TOKENS = 3
 
@@ -23,7 +25,10 @@ def generate(directory: Path, attention: str) -> list[list[int]]:
     flags = [f"--{key}={value}" for key, value in options.items()]
     environment = {**os.environ, "NPROC": "16", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run(
-        [sys.executable, "-m", "meshserve.runtime.cli", "generate", *flags], env=environment, check=True, timeout=560
+        [sys.executable, "-m", "meshserve.runtime.cli", "generate", *flags],
+        env=environment,
+        check=True,
+        timeout=2 * WAIT_SECONDS,
     )
     return [json.loads(line)["token_ids"] for line in target.read_text().splitlines()]
 

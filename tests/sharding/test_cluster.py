@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from meshserve.runtime.local_cluster import free_port
+from meshserve.runtime.local_cluster import reserved_port
 from meshserve.sharding.cluster import ClusterError, Membership, find_membership
+from tests.waiting import WAIT_SECONDS
 
 LWS = {"LWS_LEADER_ADDRESS": "m-0.m.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2"}
 SLURM = {
@@ -111,12 +112,10 @@ jax.distributed.shutdown()
 
 
 def test_each_process_reads_and_holds_its_own_shards_only():
-    coordinator = f"127.0.0.1:{free_port()}"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", MEMBER, coordinator, str(index)], stdout=subprocess.PIPE, text=True)
-        for index in range(2)
-    ]
-    said = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    with reserved_port() as port:
+        command = [sys.executable, "-c", MEMBER, f"127.0.0.1:{port}"]
+        processes = [subprocess.Popen([*command, str(index)], stdout=subprocess.PIPE, text=True) for index in range(2)]
+        said = [json.loads(process.communicate(timeout=WAIT_SECONDS)[0].splitlines()[-1]) for process in processes]
     for one in said:
         assert one["mesh"] == [0, 0, 1, 1]  # of three devices each, as many of either
         assert one["devices"] == sorted(one["own"])

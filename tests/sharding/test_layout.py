@@ -1,7 +1,7 @@
 """How heads, vocabulary and widths fall onto shards."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshserve.sharding.layout import ShardLayout, round_up, shard_layout
@@ -21,7 +21,6 @@ def head_counts(draw: st.DrawFn) -> tuple[int, int, int]:
     return num_query_heads, num_kv_heads, draw(st.sampled_from(degrees))
 
 
-@settings(deadline=None)
 @given(head_counts())
 def test_every_query_head_is_in_a_group_of_its_own_kv_head(counts: tuple[int, int, int]):
     num_query_heads, num_kv_heads, tp = counts
@@ -35,7 +34,6 @@ def test_every_query_head_is_in_a_group_of_its_own_kv_head(counts: tuple[int, in
     assert kv_heads == sorted(kv_heads) and set(kv_heads) == set(range(num_kv_heads))
 
 
-@settings(deadline=None)
 @given(head_counts())
 def test_kv_heads_are_repeated_only_as_often_as_they_must(counts: tuple[int, int, int]):
     """The cache costs a page for every repeat. Shards must begin and end between groups, and groups within KV heads."""
@@ -65,7 +63,6 @@ def test_a_degree_between_the_kv_heads_splits_groups_evenly():
     assert (layout.group_size, layout.num_groups, layout.repeats) == (1, 6, 3)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 10_000), st.integers(1, 10_000))
 def test_vocabulary_and_width_are_padded_by_less_than_a_row_a_shard(tp: int, vocab_size: int, mlp_dim: int):
     layout = make_layout(tp, num_query_heads=8 * tp, num_kv_heads=8, vocab_size=vocab_size, mlp_dim=mlp_dim)

@@ -24,7 +24,7 @@ class Mesh {
     p.rank = rank;
     p.counter = &counters_[rank];
     p.stalled = stalled_;
-    p.patience_nanoseconds = 30000000000ull;
+    p.patience_nanoseconds = 600000000000ull;  // threads, more than there are cores, on a machine that may be busy
     return p;
   }
 
