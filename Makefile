@@ -7,8 +7,8 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
     ALLOW_MULTIPLE_LIBTPU_LOAD=1
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo demo-cluster test test-cluster test-deploy test-gateway test-gpu check check-tpu fuzz simulate structured \
-    sample bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scheduler protos clean
+.PHONY: demo demo-cluster test test-cluster test-deploy test-gateway test-gpu check check-cuda check-tpu fuzz simulate \
+    structured sample bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -25,6 +25,12 @@ test: $(VENV)/.test
 check-tpu: $(VENV)/.test
 	$(NO_TPU) $(BIN)/python -m meshserve.benchmarks.check_tpu
 	$(BIN)/pytest -q --every-case tests/kernels/test_tpu_kernels.py tests/runtime/test_tpu_interpreted.py
+
+# Every program for H100 and H200, with our kernels and with XLA's, compiled without a GPU. Uses PYTHON as it is: it must
+# have jax's CUDA build, and nvcc and ptxas from its packages or on the PATH. Hours on two cores; CHECK="--layers 4": less.
+check-cuda:
+	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.check_cuda $(CHECK)
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/runtime/test_check_cuda.py
 
 # 100,000 mutated requests, a thousand streams that nobody reads. Minutes.
 fuzz: $(VENV)/.test

@@ -8,25 +8,19 @@ and all-reduces it should; and the largest cache that compiles is the one that `
 programs that cannot fit are planted: if the compiler accepts one, the check itself is broken.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
-
 from meshserve.kernels.paged_attention import tpu, tpu_write
 from meshserve.runtime.aot import DryServer, OutOfMemoryError
 from meshserve.runtime.capacity import Planner
-from meshserve.runtime.capacity_compiled import REPORT_HEAD, compile_plan, report_row
-from meshserve.runtime.capacity_report import plan_json, plan_table
-from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.model import Kernels
-from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.step import CacheShape
-from meshserve.sharding.targets import target
+
+from . import check_programs
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
 TARGETS = ("v5e:2x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x2", "tpu7x:2x2x1")
@@ -35,21 +29,7 @@ PAGE_SIZE = 128  # tokens: on TPU a copy of 64 KiB or more costs less than its s
 
 def planner(model: str, slice_name: str, **options: Any) -> Planner:
     """A server of a published size on a whole slice."""
-    goal = target(slice_name)
-    config = dataclasses.replace(ServeConfig(model=model, page_size=PAGE_SIZE), **options)
-    return Planner(name=model, config=config, model=named_model(model), target=goal, num_devices=goal.num_devices)
-
-
-def check(model: str, slice_name: str, tokens: tuple[int, ...]) -> tuple[str, list[str]]:
-    """Compiles one model's programs for one slice, prints the table; returns it as JSON, and the faults."""
-    plan = dataclasses.replace(planner(model, slice_name), tokens=tokens)
-    print("\n" + plan_table(plan.plan()) + "\n" + REPORT_HEAD, flush=True)
-    compiled = compile_plan(plan, lambda report: print(report_row(report), flush=True))
-    print(
-        f"  pages: {plan.plan().max_pages} predicted, {compiled.max_pages} compile, {compiled.deviation:+.2%}",
-        flush=True,
-    )
-    return plan_json(plan.plan(), compiled), [f"{model} on {slice_name}: {fault}" for fault in compiled.faults]
+    return check_programs.planner(model, slice_name, page_size=PAGE_SIZE, **options)
 
 
 def refusals(slice_name: str) -> list[str]:
@@ -83,24 +63,13 @@ def refusals(slice_name: str) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if anything does not hold."""
-    parser = argparse.ArgumentParser(description="Compile every program for TPU slices without devices.")
-    parser.add_argument("--models", nargs="*", default=MODELS, help="published sizes (default: %(default)s)")
-    parser.add_argument("--targets", nargs="*", default=TARGETS, help="slices (default: %(default)s)")
-    parser.add_argument("--tokens", nargs="*", type=int, default=(), help="of the programs (default: all of them)")
-    parser.add_argument("--json", help="file to append a line a model and slice to")
-    namespace = parser.parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")  # the programs are for another platform; nothing runs
+    parser = check_programs.parser("Compile every program for TPUs without any.", models=MODELS, targets=TARGETS)
+    options = parser.parse_args(arguments)
     faults = []
-    for slice_name in namespace.targets:
-        for model in namespace.models:
-            line, found = check(model, slice_name, tuple(namespace.tokens))
-            faults += found
-            if namespace.json:
-                with open(namespace.json, "a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+    for slice_name in options.targets:
+        faults += check_programs.check((planner(model, slice_name) for model in options.models), options)
         faults += refusals(slice_name)
-    print("\n" + ("\n".join(faults) if faults else "everything holds"))
-    return 1 if faults else 0
+    return check_programs.verdict(faults)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The server's programs compiled for a slice that is not there, and what the compiler says about them.
+"""The server's programs compiled for devices that are not there, and what the compiler says about them.
 
 libtpu holds the whole compiler and runs it on any host: layouts, memory limits, collectives and kernels are those of
-the chip. What this cannot show is the values a program computes, its speed, and the start of several hosts.
+the chip. So does jax's CUDA build, with two differences: it measures nothing, so that where it would choose between its
+own product and a library's by time it takes its own; and it refuses no program for its size. What neither can show is
+the values a program computes, its speed, and the start of several hosts.
 """
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,11 +21,12 @@ from meshserve.sharding.memory import added_bytes, shard_bytes
 from meshserve.sharding.mesh import named_sharding
 from meshserve.sharding.targets import Target
 
+from . import hlo
 from .batch import Bucket
 from .compiles import ProgramKey
-from .config import ModelConfig
+from .config import ModelConfig, ServeConfig
 from .control_programs import ControlPrograms
-from .kernel_choice import tpu_kernels
+from .kernel_choice import choose_kernels
 from .model import Kernels, abstract_model
 from .step import (
     CacheShape,
@@ -52,8 +54,7 @@ class ProgramReport:
     temp_bytes: int
     peak_bytes: int
     code_bytes: int
-    num_all_reduces: int
-    num_kernels: int
+    text: hlo.ProgramText
 
     @property
     def is_step(self) -> bool:
@@ -69,18 +70,21 @@ class DryServer:
     """A server's programs for a target, without devices or weights."""
 
     model: ModelConfig
+    config: ServeConfig
     target: Target
     mesh: Mesh
     layout: ShardLayout
     dtype: jnp.dtype
 
     @classmethod
-    def on(cls, target: Target, model: ModelConfig, *, tensor_parallelism: int = 0) -> "DryServer":
-        """On the target's first `tensor_parallelism` devices; 0 takes them all.
+    def on(
+        cls, target: Target, model: ModelConfig, *, config: ServeConfig | None = None, tensor_parallelism: int = 0
+    ) -> "DryServer":
+        """On the target's first `tensor_parallelism` devices; 0 takes them all. The config chooses the kernels.
 
         Raises:
-          ValueError: the degree does not fit the slice or the model.
-          RuntimeError: libtpu is not installed.
+          ValueError: the degree does not fit the target or the model.
+          NoCompilerError: the compiler for these devices is not installed.
         """
         mesh = target.mesh(tensor_parallelism)
         layout = shard_layout(
@@ -90,7 +94,14 @@ class DryServer:
             vocab_size=model.vocab_size,
             mlp_dim=model.mlp_dim,
         )
-        return cls(model=model, target=target, mesh=mesh, layout=layout, dtype=jnp.dtype("bfloat16"))
+        return cls(
+            model=model,
+            config=config or ServeConfig(),
+            target=target,
+            mesh=mesh,
+            layout=layout,
+            dtype=jnp.dtype("bfloat16"),
+        )
 
     def programs(
         self, buckets: Sequence[Bucket], shape: CacheShape, *, has_controls: bool
@@ -137,7 +148,8 @@ class DryServer:
         compiled = _compiled(to_lower())
         cpu_seconds = time.process_time() - started
         memory, text = compiled.memory_analysis(), compiled.as_text()
-        assert memory is not None and text is not None  # the TPU compiler gives both
+        assert memory is not None and text is not None  # both compilers give both
+        added = added_bytes(compiled)
         kind, size = key
         return ProgramReport(
             kind=kind,
@@ -145,18 +157,18 @@ class DryServer:
             cpu_seconds=cpu_seconds,
             argument_bytes=memory.argument_size_in_bytes,
             aliased_bytes=memory.alias_size_in_bytes,
-            added_bytes=added_bytes(compiled),
+            added_bytes=added,
             temp_bytes=memory.temp_size_in_bytes,
-            peak_bytes=memory.peak_memory_in_bytes,
+            peak_bytes=memory.peak_memory_in_bytes or memory.argument_size_in_bytes + added,
             code_bytes=memory.generated_code_size_in_bytes,
-            num_all_reduces=count_all_reduces(text),
-            num_kernels=len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+            text=hlo.read(text),
         )
 
     def _lower(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Lowered:
         structure, params = self._placed_model()
         state = self._state(shape)
-        return lower_step(structure, params, kernels or tpu_kernels(self.mesh, state), bucket, state, self.mesh)
+        kernels = kernels or choose_kernels(self.config, self.mesh, params, state, are_devices_here=False)
+        return lower_step(structure, params, kernels, bucket, state, self.mesh)
 
     def _placed_model(self) -> tuple[nnx.GraphDef, nnx.State]:
         structure, abstract = abstract_model(self.model, self.layout, self.dtype)
@@ -184,12 +196,6 @@ def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         if _OUT_OF_MEMORY in str(error):
             raise OutOfMemoryError(str(error)) from None
         raise
-
-
-def count_all_reduces(text: str) -> int:
-    """All-reduces in a compiled program's text, in whichever form the chip's compiler wrote them."""
-    names = re.findall(r"= \S+ all-reduce(?:-start)?\(", text)
-    return len(names)
 
 
 def _placed_params(abstract: nnx.State, mesh: Mesh) -> nnx.State:

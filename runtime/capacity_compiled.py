@@ -1,15 +1,16 @@
-"""Every program of a planned server, compiled for a TPU slice that is not there: what must hold of each, and how large
-a cache the compiler accepts. Serves `meshserve plan --compile` and `make check-tpu`.
+"""Every program of a planned server, compiled for TPUs or GPUs that are not there: what must hold of each, and how
+large a cache has room beside them. Serves `meshserve plan --compile`, `make check-tpu` and `make check-cuda`.
 """
 
 import dataclasses
 from collections.abc import Callable
 
+from . import decode
 from .aot import DryServer, ProgramReport
 from .capacity import MIB, MemoryPlan, Planner
 from .compiles import ProgramKey
 
-_SAMPLING_ALL_REDUCES = 20  # at most: two searches of 8 rounds, their totals and a maximum
+_SAMPLING_ALL_REDUCES = 30  # at most: a search of 8 rounds for top-p alone, two for all filters; totals and maxima
 PAGE_TOLERANCE = 0.02  # by how much prediction and compiler may differ on the number of pages
 
 
@@ -35,10 +36,10 @@ def compile_plan(planner: Planner, on_report: Callable[[ProgramReport], None] = 
 
     Raises:
       OutOfMemoryError: a program does not fit.
-      RuntimeError: libtpu is not installed.
+      NoCompilerError: the compiler for these devices is not installed.
     """
     plan, has_controls = planner.plan(), planner.config.controls
-    server = DryServer.on(planner.target, planner.model, tensor_parallelism=planner.num_devices)
+    server = DryServer.on(planner.target, planner.model, config=planner.config, tensor_parallelism=planner.num_devices)
     shape = planner.cache_shape(plan.served_pages)
     reports: dict[ProgramKey, ProgramReport] = {}
     for key, to_lower in server.programs(planner.buckets, shape, has_controls=has_controls).items():
@@ -52,7 +53,11 @@ def compile_plan(planner: Planner, on_report: Callable[[ProgramReport], None] = 
         controls = server.controls(planner.buckets, shape)
         scratch = controls.scratch_bytes({key: reports[key].added_bytes for key in controls.to_lower()})
         kept_bytes = controls.resident_bytes + max(0, scratch - reports[last.kind, last.num_tokens].added_bytes)
-    largest = largest_cache(server, planner, plan.max_pages) - -(-kept_bytes // plan.page_bytes)
+    if planner.target.chip.platform == "gpu":
+        largest = cache_that_fits(planner, reports[last.kind, last.num_tokens], server.cache_bytes(shape))
+    else:
+        largest = largest_cache(server, planner, plan.max_pages)
+    largest -= -(-kept_bytes // plan.page_bytes)
     compiled = CompiledPlan(plan=plan, reports=tuple(reports.values()), max_pages=largest, faults=tuple(faults))
     if abs(compiled.deviation) > PAGE_TOLERANCE:
         fault = f"{plan.max_pages} pages predicted, {largest} compile: {compiled.deviation:+.1%}"
@@ -62,25 +67,53 @@ def compile_plan(planner: Planner, on_report: Callable[[ProgramReport], None] = 
 
 def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) -> list[str]:
     """What should hold of a program, and does not."""
-    plan = planner.plan()
+    plan, text = planner.plan(), report.text
     most_scratch = 2 * plan.scratch_bytes + 64 * MIB
-    expected = {f"temporaries stay below {most_scratch / MIB:.0f} MiB": report.temp_bytes < most_scratch}
+    expected = {
+        f"temporaries stay below {most_scratch / MIB:.0f} MiB": report.temp_bytes < most_scratch,
+        "nothing is computed twice to save memory": text.num_recomputed == 0,
+    }
+    if planner.target.chip.platform == "gpu":  # a TPU's compiler refuses, and copies into nearer memory
+        expected |= {
+            f"it takes less than {plan.limit_bytes / MIB:.0f} MiB": report.peak_bytes < plan.limit_bytes,
+            f"no weights are copied: {', '.join(text.weight_copies[:3])}": not text.weight_copies,
+        }
     if report.is_step:
-        num_layers = planner.model.num_layers if planner.target.chip.is_unrolled else 1
-        least = 2 * num_layers + 1 if planner.num_devices > 1 else 0
+        num_kernels, num_layers = _num_kernels(planner, report), planner.model.num_layers
+        num_sums = 2 * (num_layers if planner.target.chip.is_unrolled else 1) + 1
+        least = num_sums if planner.num_devices > 1 else 0
         most = least + _SAMPLING_ALL_REDUCES
         expected |= {
             "the KV cache is updated in place": report.aliased_bytes >= cache_bytes,
-            f"{2 * num_layers} kernels write and attend": report.num_kernels == 2 * num_layers,
+            f"it calls {num_kernels} kernels": text.num_kernels == num_kernels,
             # Two a layer, one for the embedding, and those of the searches in sampling.
-            f"{least} to {most} all-reduces": least <= report.num_all_reduces <= most,
+            f"{least} to {most} all-reduces": least <= text.num_all_reduces <= most,
         }
     else:
-        expected["there are no kernels"] = report.num_kernels == 0
+        expected["there are no kernels"] = text.num_kernels == 0
     if report.kind in ("sample", "set row"):
         state_bytes = planner.control_state_bytes
         expected["history and bias are updated in place"] = report.aliased_bytes >= state_bytes
     return [f"{report.kind} {report.size}: not so: {what}" for what, holds in expected.items() if not holds]
+
+
+def _num_kernels(planner: Planner, report: ProgramReport) -> int:
+    """Calls of our kernels in a step, with sums over the mesh by XLA."""
+    chip, config, num_layers = planner.target.chip, planner.config, planner.model.num_layers
+    if chip.platform == "tpu":
+        return 2 * (num_layers if chip.is_unrolled else 1)  # to write and to attend
+    if report.kind.startswith("decode") and config.decode_layers == "cuda" and report.size <= decode.MAX_TOKENS:
+        return 1 if planner.num_devices == 1 else 5 * num_layers
+    return num_layers if config.attention == "cuda" else 0
+
+
+def cache_that_fits(planner: Planner, report: ProgramReport, cache_bytes: int) -> int:
+    """The number of pages beside which a program has room, by the compiler's own figures for it.
+
+    The CUDA compiler refuses nothing: a program that does not fit fails when it runs.
+    """
+    plan = planner.plan()
+    return (plan.limit_bytes - (report.peak_bytes - cache_bytes)) // plan.page_bytes
 
 
 def largest_cache(server: DryServer, planner: Planner, guess: int) -> int:
@@ -105,7 +138,7 @@ def largest_cache(server: DryServer, planner: Planner, guess: int) -> int:
 
 REPORT_HEAD = (
     f"{'program':<16}{'size':>8}{'s (CPU)':>9}{'peak MiB':>10}{'temp MiB':>10}{'code KiB':>10}"
-    f"{'all-reduces':>13}{'kernels':>9}"
+    f"{'all-reduces':>13}{'kernels':>9}{'launches':>10}"
 )
 
 
@@ -113,6 +146,6 @@ def report_row(report: ProgramReport) -> str:
     """A line of the table under `REPORT_HEAD`."""
     return (
         f"{report.kind:<16}{report.size:>8}{report.cpu_seconds:>9.1f}{report.peak_bytes / MIB:>10.0f}"
-        f"{report.temp_bytes / MIB:>10.1f}{report.code_bytes / 1024:>10.0f}{report.num_all_reduces:>13}"
-        f"{report.num_kernels:>9}"
+        f"{report.temp_bytes / MIB:>10.1f}{report.code_bytes / 1024:>10.0f}{report.text.num_all_reduces:>13}"
+        f"{report.text.num_kernels:>9}{report.text.num_launches:>10}"
     )

@@ -1,4 +1,4 @@
-"""`meshserve plan`: what `capacity`, `roofline`, `degrees` and, if asked, the TPU compiler say, as text or JSON."""
+"""`meshserve plan`: what `capacity`, `roofline`, `degrees` and, if asked, the compiler say, as text or JSON."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from meshserve.sharding.targets import GIB, target
+from meshserve.sharding.targets import GIB, NoCompilerError, target
 
 from .capacity import MIB, MemoryPlan, Planner
 from .capacity_compiled import REPORT_HEAD, CompiledPlan, compile_plan, report_row
@@ -166,22 +166,29 @@ def run_plan(asked: Asked) -> int:
     """
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
     planner = planner_of(asked)
-    if asked.is_compiled and planner.target.chip.platform != "tpu":
-        raise ConfigError(f"--compile needs a TPU target; {asked.target} is none. Leave it out.")
+    if asked.is_compiled and planner.target.chip.platform == "cpu":
+        raise ConfigError(f"--compile needs a target of TPUs or GPUs; {asked.target} is none. Leave it out.")
     report = make_report(planner, length=asked.length, batches=asked.batches)
     compiled = None
     if not asked.is_json:
         print(report_text(report), flush=True)
-    if asked.is_compiled and asked.is_json:
-        compiled = compile_plan(planner)
-    elif asked.is_compiled:
-        print(REPORT_HEAD, flush=True)
-        compiled = compile_plan(planner, lambda program: print(report_row(program), flush=True))
-        print(f"  pages: {report.plan.max_pages} predicted, {compiled.max_pages} compile ({compiled.deviation:+.2%})")
-        print("\n".join(compiled.faults) or "  everything holds")
+    if asked.is_compiled:
+        try:
+            compiled = compile_plan(planner) if asked.is_json else compile_with_table(planner)
+        except NoCompilerError as error:
+            raise ConfigError(str(error)) from None
     if asked.is_json:
         print(report_json(report, compiled))
     return 1 if compiled is not None and compiled.faults else 0
+
+
+def compile_with_table(planner: Planner) -> CompiledPlan:
+    """As `compile_plan`; prints a line for each program, what the cache may take, and what does not hold."""
+    print(REPORT_HEAD, flush=True)
+    compiled = compile_plan(planner, lambda program: print(report_row(program), flush=True))
+    print(f"  pages: {compiled.plan.max_pages} predicted, {compiled.max_pages} compile ({compiled.deviation:+.2%})")
+    print("\n".join(compiled.faults) or "  everything holds", flush=True)
+    return compiled
 
 
 def _model(config: ServeConfig) -> ModelConfig:

@@ -86,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--jax-fraction", type=float, default=0.0, help="of a GPU's memory, what jax is told to take; 0: its default"
     )
-    plan.add_argument("--compile", action="store_true", help="compile every program for TPUs (needs the extra [tpu])")
+    plan.add_argument(
+        "--compile", action="store_true", help="compile every program for the target (extra [tpu] or [cuda])"
+    )
     plan.add_argument("--json", action="store_true", help="print one line of JSON")
     plan.set_defaults(run=_plan)
 

@@ -22,20 +22,24 @@ platform_name: "CUDA" device_description_str: "{kind}" dnn_version_info {{ major
 """
 
 
+class NoCompilerError(RuntimeError):
+    """The compiler for these devices is not installed; the message says what brings it."""
+
+
 def gpu_topology(
     *, kind: str, hbm_bytes: int, hbm_bytes_per_second: int, num_devices: int
 ) -> topologies.TopologyDescription:
     """So many GPUs of one host.
 
     Raises:
-      RuntimeError: jax has no CUDA build here.
+      NoCompilerError: jax has no CUDA build here.
     """
     description = _DESCRIPTION.format(kind=kind, hbm_bytes=hbm_bytes, hbm_bytes_per_second=hbm_bytes_per_second)
     shape = f"1x1x{num_devices}"
     try:
         return topologies.get_topology_desc("hopper", "cuda", topology=shape, target_config=description)
     except (RuntimeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        raise RuntimeError(
+        raise NoCompilerError(
             f"programs for {kind} need XLA's CUDA compiler: {error}. Install meshserve with the extra [cuda], or, "
             "where nvcc and ptxas are on PATH, jax[cuda13-local]; neither needs a GPU."
         ) from None

@@ -9,6 +9,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from .gpu_topology import NoCompilerError as NoCompilerError
 from .gpu_topology import gpu_topology
 from .mesh import make_mesh
 
@@ -121,7 +122,7 @@ class Target:
         """A mesh over the target's devices, which need not exist; 0 takes them all.
 
         Raises:
-          RuntimeError: the compiler for these devices is not installed.
+          NoCompilerError: the compiler for these devices is not installed.
           ValueError: the slice is no shape of this chip, or has fewer devices; or the target is of CPUs.
         """
         topology = _topology(self)
@@ -175,6 +176,6 @@ def _topology(target: Target) -> topologies.TopologyDescription:
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"{target.name} is no slice that libtpu knows: {error}") from None
     except (RuntimeError, NotImplementedError) as error:
-        raise RuntimeError(
+        raise NoCompilerError(
             f"programs for {target.name} need the TPU compiler: {error}. Install meshserve with the extra [tpu]."
         ) from None

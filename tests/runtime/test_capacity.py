@@ -54,7 +54,10 @@ def test_a_degree_of_its_own_and_a_directory(capsys):
         (["--model=qwen3-8b", "--target=v6e:4x4", "--tp=3"], "tp is 3, which does not divide"),
         (["--model=qwen3-8b", "--target=h100:2x4"], "it takes CHIP:SHAPE"),
         (["--model=qwen3-8b", "--target=h100:4", "--tp=8"], "tp is 8; h100:4 has 4 devices"),
-        (["--model=qwen3-8b", "--target=h100:1", "--compile"], "--compile needs a TPU target"),
+        (
+            ["--model=qwen3-8b", "--target=cpu:1", "--compile"],
+            "--compile needs a target of TPUs or GPUs; cpu:1 is none",
+        ),
         (["--model=qwen3-8b", "--target=h100:1", "--length=0"], "length and batch are 1 or more"),
         (
             ["--model=qwen3-32b", "--target=h100:4", "--tp=1"],
