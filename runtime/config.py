@@ -252,6 +252,12 @@ class ServeConfig:
     decode_layers: str = option(
         "auto", "fused kernels for the layers of small decode steps; auto: off", ("auto", "off", "reference", "cuda")
     )
+    products: str = option(
+        "tuned",
+        "who multiplies in steps of 512 tokens and more on a GPU; tuned: what is fastest in XLA's trials at start-up; "
+        "library: cuBLAS, with less to compile and no copies of weights",
+        ("tuned", "library"),
+    )
     all_reduce: str = option(
         "auto",
         "how the shards of a GPU mesh add up; peers: by stores into each other's memory, inside the fused layers; "

@@ -58,6 +58,8 @@ def choose_kernels(
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
         decode=None if decode == "off" else decode_layers.implementation(decode, device),
         is_unrolled=is_gpu,
+        has_statistics_apart=is_gpu,
+        has_library_products=config.products == "library",
         peers=peers,
         peer_operations=peers_gpu if peers is not None else None,
     )

@@ -29,6 +29,8 @@ from .config import ModelConfig
 from .rope import rotate, rotation
 from .sampling import Exchange, all_gather
 
+LARGE_STEP_TOKENS = 512  # from here on a step takes the time of its multiplications, not that of its launches
+
 
 class Weight(nnx.Param):
     """A parameter. Its metadata `axes` names the logical axis of each dimension (see `sharding.mesh.RULES`)."""
@@ -42,6 +44,8 @@ class Kernels:
     write: WriteKV = write_kv
     decode: DecodeKernels | None = None  # fused layers for steps of few tokens
     is_unrolled: bool = False  # layer after layer in one program rather than a loop
+    has_statistics_apart: bool = False  # in large steps, see `Attention`
+    has_library_products: bool = False  # in large steps, see `targets.compiler_options`
     peers: Peers | None = None  # of the mesh, where its devices reach each other's memory
     peer_operations: PeerOperations | None = None  # given with `peers`
 
@@ -69,6 +73,7 @@ class StepContext(NamedTuple):
     attend: PagedAttention
     write: WriteKV = write_kv
     peer_sum: PeerSum | None = None
+    has_statistics_apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +87,16 @@ class _Declare:
         return Weight(jnp.zeros(self.stack + shape, self.dtype), axes=(None,) * len(self.stack) + axes)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * weight over the last axis; statistics in float32, x's dtype out."""
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, inverse: jax.Array | None = None) -> jax.Array:
+    """x / rms(x) * weight over the last axis; statistics in float32, x's dtype out. `inverse`: 1 / rms(x) if known."""
+    inverse = inverse_rms(x, eps) if inverse is None else inverse
+    return weight * (x.astype(jnp.float32) * inverse).astype(x.dtype)
+
+
+def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+    """1 / rms(x) over the last axis, which stays as one element: float32."""
     wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * normed.astype(x.dtype)
+    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -114,8 +124,13 @@ class Attention(nnx.Module):
         num_tokens, groups = x.shape[0], self.qkv.shape[0]
         heads = project(x, self.qkv[...].reshape(-1, x.shape[1])).reshape(num_tokens, groups, -1, self.head_dim)
         q, k, v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
-        q = rotate(rms_norm(q, self.q_norm[...], self.eps), context.cos, context.sin)
-        k = rotate(rms_norm(k, self.k_norm[...], self.eps), context.cos, context.sin)
+        of_q = of_k = None
+        if context.has_statistics_apart:
+            # Else XLA's CUDA compiler first copies q and k out of `heads`, and takes longest of all over these kernels.
+            inverse = jax.lax.optimization_barrier(inverse_rms(heads[:, :, :-1], self.eps))
+            of_q, of_k = inverse[:, :, :-1], inverse[:, :, -1]
+        q = rotate(rms_norm(q, self.q_norm[...], self.eps, of_q), context.cos, context.sin)
+        k = rotate(rms_norm(k, self.k_norm[...], self.eps, of_k), context.cos, context.sin)
         cache = context.write(cache, k, v, context.batch, layer=layer)
         attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
         return all_reduce(project(attended.reshape(num_tokens, -1), self.out[...]), context.peer_sum), cache
@@ -195,7 +210,8 @@ class Qwen3(nnx.Module):
             weights = layer_weights(nnx.state(self.layers))
             return decode.run_layers(self.config, weights, x, cache, batch, kernels.decode, kernels.peers)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
-        context = StepContext(batch, cos, sin, kernels.attend, kernels.write, kernels.peer_sum)
+        is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
+        context = StepContext(batch, cos, sin, kernels.attend, kernels.write, kernels.peer_sum, is_apart)
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return self.layer(index, *carry, context)

@@ -30,7 +30,7 @@ from .config import ModelConfig
 from .control_batch import Logprobs, Sampled
 from .control_programs import Controls
 from .figures import DeviceFigures
-from .model import Kernels, specs_of
+from .model import LARGE_STEP_TOKENS, Kernels, specs_of
 from .request import SamplingMode
 from .sampling import SamplingBatch, sample
 
@@ -202,7 +202,9 @@ def sharded_step(
         out_specs=(state_specs, output_specs),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
-    return jax.jit(program, donate_argnums=1, compiler_options=compiler_options(mesh))
+    has_library_products = kernels.has_library_products and bucket.num_tokens >= LARGE_STEP_TOKENS
+    options = compiler_options(mesh, has_library_products=has_library_products)
+    return jax.jit(program, donate_argnums=1, compiler_options=options)
 
 
 def weights_of(params: nnx.State) -> tuple[Leaf, ...]:

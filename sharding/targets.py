@@ -151,11 +151,15 @@ def chip_of(device: jax.Device) -> Chip | None:
     return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind != "cpu"), None)
 
 
-def compiler_options(mesh: Mesh) -> dict[str, str]:
-    """XLA's options for programs over this mesh."""
+def compiler_options(mesh: Mesh, *, has_library_products: bool = False) -> dict[str, str | bool]:
+    """XLA's options for programs over this mesh.
+
+    With `has_library_products` cuBLAS multiplies on a GPU, without a trial of XLA's own kernels: it then reads a
+    layer's weights where they lie, while after a trial XLA copies them out for it first.
+    """
     device = mesh.devices.flat[0]
     if device.platform == "gpu":
-        return dict(_GPU_OPTIONS)
+        return {**_GPU_OPTIONS, **({"xla_gpu_enable_triton_gemm": False} if has_library_products else {})}
     chip = chip_of(device)
     return dict(chip.compiler_options) if chip is not None and mesh.size > 1 else {}
 

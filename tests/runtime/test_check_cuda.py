@@ -118,6 +118,21 @@ def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels
 
 
 @needs_compiler
+def test_products_of_the_library_read_weights_where_they_lie():
+    """And add up the residual stream, too: a launch less a layer."""
+    launches = {}
+    for products in ("tuned", "library"):
+        plan = server(num_layers=2)
+        config = dataclasses.replace(plan.config, products=products)
+        dry, shape = DryServer.on(plan.target, plan.model, config=config), plan.cache_shape(1000)
+        key = ("step", plan.buckets[-1].num_tokens)
+        found = dry.report(key, dry.programs(plan.buckets, shape, has_controls=False)[key])
+        assert (found.text.weight_copies, found.text.num_recomputed) == ((), 0)
+        launches[products] = found.text.num_launches
+    assert launches["library"] == launches["tuned"] - 2
+
+
+@needs_compiler
 def test_a_server_on_peers_compiles_too():
     plan = server("h200:4", num_layers=2)
     config = dataclasses.replace(plan.config, all_reduce="peers")

@@ -111,10 +111,11 @@ def test_any_degree_that_divides_the_query_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tied", "untied_2_kv_heads", "yarn"])
 @pytest.mark.parametrize("tp", [1, 4, 8])
-def test_hidden_states_layer_by_layer(name: str, tp: int, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("has_statistics_apart", [False, True], ids=["fused", "apart"])
+def test_hidden_states_layer_by_layer(name: str, tp: int, has_statistics_apart: bool, models: dict[str, Path]) -> None:
     prompt = checkpoints.random_prompts((130,), vocab_size=320)[0]
     expected_layers, expected_logits = checkpoints.hidden_states(models[name], prompt)
-    layers, logits = _our_hidden_states(models[name], prompt, tp)
+    layers, logits = _our_hidden_states(models[name], prompt, tp, has_statistics_apart)
     assert len(layers) == len(expected_layers)
     for ours, theirs in zip(layers, expected_layers, strict=True):
         assert _relative_error(ours, theirs.numpy()) < 1e-4
@@ -125,7 +126,9 @@ def _relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
-def _our_hidden_states(directory: Path, prompt: list[int], tp: int) -> tuple[list[np.ndarray], np.ndarray]:
+def _our_hidden_states(
+    directory: Path, prompt: list[int], tp: int, has_statistics_apart: bool
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Every layer's output and the logits of one prompt, computed layer by layer with the model's own methods."""
     config = ModelConfig.from_file(directory / "config.json")
     mesh = make_mesh(tp)
@@ -143,9 +146,8 @@ def _our_hidden_states(directory: Path, prompt: list[int], tp: int) -> tuple[lis
 
     def forward(params: nnx.State, cache: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         model = nnx.merge(structure, params)
-        context = StepContext(
-            batch, *rotation(config.rope, config.head_dim, batch.positions), implementation("reference")
-        )
+        cos, sin = rotation(config.rope, config.head_dim, batch.positions)
+        context = StepContext(batch, cos, sin, implementation("reference"), has_statistics_apart=has_statistics_apart)
         x, outputs = model.embed(jnp.asarray(prompt)), []
         for index in range(config.num_layers):
             x, cache = model.layer(index, x, cache, context)

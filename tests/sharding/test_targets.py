@@ -30,6 +30,8 @@ def test_no_gpu_computes_twice_to_save_memory(num_devices):
     devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA A100")] * num_devices)
     mesh = SimpleNamespace(devices=devices, size=num_devices)
     assert compiler_options(mesh) == {"xla_disable_hlo_passes": "rematerialization"}
+    with_library = compiler_options(mesh, has_library_products=True)
+    assert with_library == {**compiler_options(mesh), "xla_gpu_enable_triton_gemm": False}
 
 
 def test_other_devices_are_no_chip_and_have_no_options():
