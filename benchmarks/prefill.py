@@ -103,7 +103,7 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
         page_size=options.page_size,
         num_pages=most_prompts * -(-max_context // options.page_size),
         max_context=max_context,
-        max_running=most_prompts,
+        max_running=max(2, most_prompts),  # for one row alone cuBLAS would take the head in float32
         max_step_tokens=options.max_step_tokens,
         attention=options.attention,
         products=options.products,

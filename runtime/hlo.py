@@ -61,7 +61,11 @@ def read(text: str) -> ProgramText:
         num_launches=sum(
             item.opcode not in _NAMES_ONLY and not item.opcode.endswith(("-done", "-update")) for item in main
         ),
-        num_recomputed=sum(".remat" in item.name and item.opcode not in _NAMES_ONLY for item in main),
+        num_recomputed=sum(
+            ".remat" in item.name and item.opcode not in _NAMES_ONLY
+            for computation in computations.values()
+            for item in computation
+        ),
         weight_copies=tuple(f"{item.type} {item.name}" for item in moved),
         weight_copy_bytes=sum(math.prod(extents) * size for item in moved for extents, size in item.shapes),
     )

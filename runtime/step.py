@@ -202,8 +202,8 @@ def sharded_step(
         out_specs=(state_specs, output_specs),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
-    has_library_products = kernels.has_library_products and bucket.num_tokens >= LARGE_STEP_TOKENS
-    options = compiler_options(mesh, has_library_products=has_library_products)
+    is_large = bucket.num_tokens >= LARGE_STEP_TOKENS and bucket.num_requests > 1  # else cuBLAS' head is in float32
+    options = compiler_options(mesh, has_library_products=kernels.has_library_products and is_large)
     return jax.jit(program, donate_argnums=1, compiler_options=options)
 
 

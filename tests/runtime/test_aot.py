@@ -101,6 +101,7 @@ def test_a_server_compiles_what_is_declared_and_nothing_else(start):
     model, config = ModelConfig.from_file(find_model("demo").small / "config.json"), start.config
     server = DryServer(
         model=model,
+        config=config,
         target=target("cpu:2"),
         mesh=make_mesh(2),
         layout=model_layout(model, 2),

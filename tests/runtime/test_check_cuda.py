@@ -129,6 +129,8 @@ def test_products_of_the_library_read_weights_where_they_lie():
         found = dry.report(key, dry.programs(plan.buckets, shape, has_controls=False)[key])
         assert (found.text.weight_copies, found.text.num_recomputed) == ((), 0)
         launches[products] = found.text.num_launches
+        alone = dataclasses.replace(plan.buckets[-1], num_requests=1)  # a head of one row
+        assert not hlo.read(dry.compile(alone, shape).as_text()).weight_copies
     assert launches["library"] == launches["tuned"] - 2
 
 
