@@ -2,14 +2,17 @@
 
     bind, health NOT_SERVING -> join process 0, load, compile -> SERVING -> replay until process 0 ends it
 
-It takes no requests; its port has health alone. SIGTERM asks process 0 to drain, which then ends everybody; a second
-one does not wait. Whatever fails ends this process with a status that is not 0 within `fail_seconds`.
+It takes no requests; its port has health alone, its HTTP port probes and metrics of its own. SIGTERM asks process 0 to
+drain, which then ends everybody; a second one does not wait. Whatever fails ends this process with a status that is
+not 0 within `fail_seconds`.
 """
 
 import asyncio
 import logging
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -19,6 +22,7 @@ from meshserve.sharding.following import Follower
 from meshserve.sharding.watch import FAILED, Watch
 
 from .config import ServeConfig
+from .follower_metrics import exposition
 from .http_port import HttpPort
 from .joining import follow
 from .lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, set_health
@@ -36,6 +40,8 @@ class FollowingProcess:
         self._num_signals = 0
         self.progress = "the process has begun"
         self.is_ready = False
+        self._num_late_compiles: Callable[[], int] = lambda: 0
+        self._started = time.monotonic()
 
     def run(self) -> None:
         """Joins, prepares, replays. Returns when that is over, one way or another."""
@@ -60,6 +66,7 @@ class FollowingProcess:
             cluster.ready()
             self._watch.ready()
             compiles.ready()
+            self._num_late_compiles = lambda: compiles.counts.num_late_compiles
             self.progress, self.is_ready = "", True
             replay(runner, follower, self._watch)
 
@@ -70,11 +77,13 @@ class FollowingProcess:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         port = bind(server, listen)
-        http = HttpPort({"/livez": self._alive, "/readyz": self._ready})
+        http = HttpPort({"/livez": self._alive, "/readyz": self._ready, "/metrics": self.metrics})
         if listen.http_port is not None:
             await http.start(listen.host, listen.http_port)
         await server.start()
         print(f"meshserve follows; health at {listen.host}:{port}", flush=True)
+        if listen.http_port is not None:
+            print(f"meshserve answers probes on http://{listen.host}:{http.port}", flush=True)
         thread = threading.Thread(target=self.run, name="replay", daemon=True)
         thread.start()
         has_told = False
@@ -99,8 +108,23 @@ class FollowingProcess:
         return (200, "following\n") if self._watch.failure is None else (503, f"{self._watch.failure}\n")
 
     def _ready(self) -> tuple[int, str]:
-        is_well = self.is_ready and self._watch.failure is None
-        return (200, "following\n") if is_well else (503, f"{self._watch.failure or self.progress}\n")
+        failure = self._watch.failure
+        return (200, "following\n") if self.is_replaying else (503, f"{failure or self.progress}\n")
+
+    @property
+    def is_replaying(self) -> bool:
+        return self.is_ready and self._watch.failure is None
+
+    def metrics(self) -> tuple[int, str]:
+        """What /metrics answers."""
+        return 200, exposition(
+            self._membership,
+            self._follower.stats if self._follower is not None else None,
+            now=time.monotonic(),
+            started=self._started,
+            is_ready=self.is_replaying,
+            num_late=self._num_late_compiles(),
+        )
 
 
 def follow_until_stopped(config: ServeConfig, membership: Membership, watch: Watch, listen: Listen) -> int:

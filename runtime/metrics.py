@@ -83,7 +83,7 @@ class Metrics:
         lines: list[str] = []
 
         def family(name: str, kind: str, text: str, samples: Iterable[str]) -> None:
-            lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}", *samples))
+            lines.extend(family_lines(name, kind, text, samples))
 
         for name, kind, text, value in self._values(load, num_open, is_ready):
             family(name, kind, text, [f"{name} {value}"])
@@ -92,16 +92,16 @@ class Metrics:
         requests = sorted(self.num_requests.items())
         name = "meshserve_requests_total"
         family(name, "counter", "Requests that have ended, by how.", (
-            f"{name}{_labels(method=method, outcome=outcome)} {count}" for (method, outcome), count in requests
+            f"{name}{labels(method=method, outcome=outcome)} {count}" for (method, outcome), count in requests
         ))  # fmt: skip
         name = "meshserve_refused_calls_total"
         family(name, "counter", "Calls that the gate refused, by status.", (
-            f"{name}{_labels(code=code)} {count}" for code, count in sorted(self.num_refused_calls.items())
+            f"{name}{labels(code=code)} {count}" for code, count in sorted(self.num_refused_calls.items())
         ))  # fmt: skip
         if info is not None:
             name = "meshserve_info"
-            labels = _labels(model=info.name, version=info.server_version, device=info.device_kind, dtype=info.dtype)
-            family(name, "gauge", "What is served; always 1.", [f"{name}{labels} 1"])
+            what = labels(model=info.name, version=info.server_version, device=info.device_kind, dtype=info.dtype)
+            family(name, "gauge", "What is served; always 1.", [f"{name}{what} 1"])
             if load is not None:
                 for name, kind, text, sample in _aliases(info, load):
                     family(name, kind, text, [sample])
@@ -163,7 +163,7 @@ _STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
 
 
 def _aliases(info: ModelInfo, load: Load) -> Iterator[tuple[str, str, str, str]]:
-    model = _labels(model_name=info.name)
+    model = labels(model_name=info.name)
     usage = 1.0 - load.num_free_pages / load.num_pages if load.num_pages else 0.0
     for name, text, value in (
         ("vllm:num_requests_running", "As meshserve_running_requests.", load.num_running),
@@ -172,12 +172,21 @@ def _aliases(info: ModelInfo, load: Load) -> Iterator[tuple[str, str, str, str]]
     ):
         yield name, "gauge", text, f"{name}{model} {value}"
     name = "vllm:cache_config_info"
-    cache = _labels(model_name=info.name, block_size=str(info.page_size_tokens), num_gpu_blocks=str(load.num_pages))
+    cache = labels(model_name=info.name, block_size=str(info.page_size_tokens), num_gpu_blocks=str(load.num_pages))
     yield name, "gauge", "Size of the KV cache; always 1.", f"{name}{cache} 1"
 
 
-def _labels(**labels: str) -> str:
+def family_lines(name: str, kind: str, text: str, samples: Iterable[str]) -> Iterator[str]:
+    """What Prometheus reads of one metric: help, type, and its samples."""
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+    yield from samples
+
+
+def labels(**values: str) -> str:
+    """The labels of a sample, escaped."""
+
     def escaped(value: str) -> str:
         return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
-    return "{" + ",".join(f'{name}="{escaped(value)}"' for name, value in labels.items()) + "}"
+    return "{" + ",".join(f'{name}="{escaped(value)}"' for name, value in values.items()) + "}"

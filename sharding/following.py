@@ -7,7 +7,9 @@ anyone: `acknowledge` -> a queue -> gRPC's own thread -> the wire
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import grpc
@@ -20,6 +22,16 @@ from .steps import OPTIONS, Security, bearer, plan_digest
 from .watch import Watch
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class FollowingStats:
+    """What this end of the stream has seen so far. Times are of the follower's clock."""
+
+    heard: float  # process 0, at last
+    num_calls: Counter[str] = field(default_factory=Counter)  # taken, by method
+    num_acknowledged: int = 0
+    acknowledged: float | None = None  # when the last call was
 
 
 class Follower:
@@ -61,7 +73,7 @@ class Follower:
         self._agreements: dict[str, pb.Agreement] = {}
         self._under_way: dict[int, float] = {}
         self._num_calls = 0
-        self._heard = clock()
+        self.stats = FollowingStats(heard=clock())
         self._outbox.put(pb.JoinRequest(hello=pb.Hello(process_id=process_id)))
         metadata = (("authorization", bearer(security.token)),) if security.token else None
         self._stream = pb_grpc.StepServiceStub(self._channel).Join(iter(self._outbox.get, None), metadata=metadata)
@@ -93,6 +105,8 @@ class Follower:
         """The call is done, and this is the digest of what it returned."""
         with self._changed:
             self._under_way.pop(sequence, None)
+            self.stats.num_acknowledged += 1
+            self.stats.acknowledged = self._clock()
         acknowledgement = pb.Acknowledgement(sequence=sequence, digest=digest)
         self._outbox.put(pb.JoinRequest(acknowledgement=acknowledgement))
 
@@ -108,7 +122,7 @@ class Follower:
     def _read(self) -> None:
         try:
             for response in self._stream:
-                self._heard = self._clock()
+                self.stats.heard = self._clock()
                 if not self._take(response):
                     return
             self._watch.fail(f"process 0 at {self._address} has closed the step stream")
@@ -153,14 +167,15 @@ class Follower:
         with self._changed:
             self._num_calls += 1
             self._under_way[plan.sequence] = self._clock()
+            self.stats.num_calls[plan.method] += 1
         return plan
 
     def _look(self, now: float) -> str | None:
         """A sign of life; what is overdue from process 0 or from this one."""
         self._outbox.put(pb.JoinRequest(beat=pb.Beat()))
         limit = self._watch.overdue_seconds
-        if now - self._heard > limit:
-            return f"process 0 at {self._address} was not heard for {now - self._heard:.1f} s"
+        if (silence := now - self.stats.heard) > limit:
+            return f"process 0 at {self._address} was not heard for {silence:.1f} s"
         with self._changed:
             for sequence, began in self._under_way.items():  # the oldest is the first
                 return f"call {sequence} is not done after {limit:g} s" if now - began > limit else None

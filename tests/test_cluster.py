@@ -1,8 +1,10 @@
 """Several real processes on virtual CPU devices, spoken to through gRPC: lockstep, and how it ends."""
 
 import contextlib
+import re
 import signal
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,16 +83,29 @@ def health(target: str) -> int:
         return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS).status
 
 
+def scraped(cluster: LocalCluster, index: int) -> str:
+    """A process's metrics, if it is ready."""
+    found = re.search(r"answers probes on (\S+)", cluster.log(index).read_text())
+    assert found is not None
+    answers = []
+    for path in ("livez", "readyz", "metrics"):
+        with urllib.request.urlopen(f"{found[1]}/{path}", timeout=WAIT_SECONDS) as answer:
+            answers.append(answer.read().decode())
+    return answers[-1]
+
+
 def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, every_case):
     tokens = {}
     for num_processes in (1, 2, 4) if every_case else (1, 2):
         folder = tmp_path / str(num_processes)
         folder.mkdir()
-        with ready(num_processes, cache, folder, "--fail-seconds=600") as cluster:
+        with ready(num_processes, cache, folder, "--fail-seconds=600", "--http-port=0") as cluster:
             tokens[num_processes] = mixed_load(cluster.target)
             for target in cluster.targets:
                 assert health(target) == health_pb2.HealthCheckResponse.SERVING
             if num_processes == 2:  # a follower that is told to stop drains everybody: the open stream ends well
+                assert re.search(r'_followed_calls_total{method="run"} [1-9]', scraped(cluster, 1))
+                assert "\nmeshserve_ready 1\n" in scraped(cluster, 0) and "\nmeshserve_ready" not in scraped(cluster, 1)
                 stream = Stream(cluster.target, 1, max_tokens=400)
                 stream.has_begun.wait(WAIT_SECONDS)
                 cluster.processes[1].send_signal(signal.SIGTERM)

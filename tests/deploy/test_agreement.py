@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from meshserve.runtime import cli
 from meshserve.runtime.capacity import Planner
 from meshserve.runtime.config import ServeConfig, read_toml
 from meshserve.runtime.contract import ModelInfo
+from meshserve.runtime.follower_metrics import exposition as follower_exposition
 from meshserve.runtime.metrics import Metrics
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.record import StepRecord
 from meshserve.runtime.request import Load
+from meshserve.sharding.cluster import Membership
+from meshserve.sharding.following import FollowingStats
 from meshserve.sharding.targets import GIB, target
 from tests.deploy.manifests import DEPLOY, OVERLAYS, arguments, containers, rendered, tool, workloads
 from tests.waiting import WAIT_SECONDS
@@ -222,6 +226,9 @@ def metric_names() -> set[str]:
     })  # fmt: skip
     load = Load(num_running=1, num_waiting=1, num_pages=2, num_free_pages=1)
     text = metrics.exposition(info=info, load=load, num_open=1, is_ready=True)
+    followed = FollowingStats(heard=1.0, num_calls=Counter(run=1), num_acknowledged=1, acknowledged=1.0)
+    membership = Membership(coordinator="a:1", num_processes=2, process_id=1)
+    text += follower_exposition(membership, followed, now=2.0, started=1.0, is_ready=True, num_late=0)
     return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
 

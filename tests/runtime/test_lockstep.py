@@ -9,7 +9,9 @@ from meshserve.protos import steps_pb2 as pb
 from meshserve.runtime.batch import Bucket
 from meshserve.runtime.control_batch import Sampled
 from meshserve.runtime.engine import Runner
+from meshserve.runtime.follower_metrics import exposition
 from meshserve.runtime.lockstep import LeadingRunner, from_message, replay, result_digest, to_message
+from meshserve.sharding.cluster import Membership
 from meshserve.sharding.following import Follower
 from meshserve.sharding.leading import Leader
 from meshserve.sharding.steps import Security
@@ -85,6 +87,31 @@ def test_the_follower_is_told_what_the_leader_is_told():
     assert len(pair.ours.told) == 5 and pair.ours.told == pair.theirs.told
     pair.close()
     assert [watch.failure for watch in pair.watches] == [None, None]
+
+
+def test_a_followers_metrics_tell_what_it_replayed_and_how_long_ago():
+    membership = Membership(coordinator="127.0.0.1:1", num_processes=2, process_id=1)
+    told = {"started": 90.0, "is_ready": True, "num_late": 0}
+    pair = Pair()
+    for _ in range(3):
+        pair.runner.run(BUCKET, np.arange(5, dtype=np.int32))
+    pair.runner.set_page_row(np.arange(3, dtype=np.int32))
+    pair.wait(4)
+    stats = pair.follower.stats
+    assert stats.acknowledged is not None and stats.heard > 0
+    stats.acknowledged, stats.heard = 98.5, 99.75
+    lines = exposition(membership, stats, now=100.0, **told).splitlines()
+    pair.close()
+    for line in (
+        'meshserve_follower_info{role="follower",process_id="1",num_processes="2"} 1', "meshserve_follower_ready 1",
+        'meshserve_followed_calls_total{method="run"} 3', 'meshserve_followed_calls_total{method="set_page_row"} 1',
+        "meshserve_followed_done_total 4", "meshserve_last_followed_age_seconds 1.5",
+        "meshserve_leader_silence_seconds 0.25", "meshserve_uptime_seconds 10.0",
+    ):  # fmt: skip
+        assert line in lines, line
+    early = exposition(membership, None, now=100.0, **told | {"is_ready": False})
+    assert "meshserve_follower_ready 0" in early and "followed" not in early
+    assert "meshserve_ready " not in early, "the alerts add that up: only process 0 takes requests"
 
 
 def test_a_follower_whose_device_computes_something_else_is_noticed():
