@@ -10,7 +10,7 @@ from typing import Any
 
 # For a call, an event or the end of a process. It is only ever waited in full when something is broken. A whole test
 # may take longer: `timeout` in pyproject.toml.
-WAIT_SECONDS = 300.0
+WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.005
 
 

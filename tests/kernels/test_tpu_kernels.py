@@ -27,7 +27,7 @@ def interpret(*arguments: str) -> list[dict]:
     environment = {**os.environ, "NPROC": "16", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.interpret_tpu", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=5 * WAIT_SECONDS, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * WAIT_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

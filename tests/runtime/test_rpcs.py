@@ -1,6 +1,5 @@
 """The methods beside Generate and Chat, against a server on loopback."""
 
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,11 +12,12 @@ from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.client import CallError, Client, call_errors
 from meshserve.runtime.errors import UnavailableFeatureError
-from meshserve.runtime.lifecycle import Listen
+from meshserve.runtime.lifecycle import Listen, _http_answers
+from meshserve.runtime.mailbox import Mailroom
 from meshserve.runtime.request import FinishReason
 from tests.waiting import WAIT_SECONDS, wait_for
 
-from .loopback import Running, running
+from .loopback import FakeEngine, Running, edge_of, running
 
 Code = grpc.StatusCode
 
@@ -205,10 +205,11 @@ def test_metrics_count_what_happened():
 
 
 def test_probes_while_the_engine_dies():
-    with running(listen=Listen(http_port=0)) as server:
-        answers = []
-        watch = threading.Thread(target=lambda: answers.append(http(server, "/livez")))
-        server.engine.failure = "the device is gone"
-        watch.start()
-        watch.join()
-        assert answers[0][0] == 503
+    room = Mailroom()
+    engine = FakeEngine(room.deliver)
+    edge = edge_of(engine, room)
+    edge.accept()
+    answers = _http_answers(edge)
+    assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [200, 200]
+    engine.failure = "the device is gone"
+    assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [503, 503]
