@@ -23,6 +23,7 @@ import numpy as np
 from meshserve.runtime.config import ModelConfig, ServeConfig
 from meshserve.runtime.engine import Engine
 from meshserve.runtime.launch import build_engine
+from meshserve.runtime.model import LIBRARY_ROWS
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.random_weights import random_model
 from meshserve.runtime.request import SamplingParams
@@ -103,7 +104,7 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
         page_size=options.page_size,
         num_pages=most_prompts * -(-max_context // options.page_size),
         max_context=max_context,
-        max_running=max(2, most_prompts),  # for one row alone cuBLAS would take the head in float32
+        max_running=max(LIBRARY_ROWS, most_prompts),  # else --products has no effect
         max_step_tokens=options.max_step_tokens,
         attention=options.attention,
         products=options.products,

@@ -30,6 +30,7 @@ from .rope import rotate, rotation
 from .sampling import Exchange, all_gather
 
 LARGE_STEP_TOKENS = 512  # from here on a step takes the time of its multiplications, not that of its launches
+LIBRARY_ROWS = 8  # of the output head, at least, in a step with a library's products
 
 
 class Weight(nnx.Param):

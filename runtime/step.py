@@ -30,7 +30,7 @@ from .config import ModelConfig
 from .control_batch import Logprobs, Sampled
 from .control_programs import Controls
 from .figures import DeviceFigures
-from .model import LARGE_STEP_TOKENS, Kernels, specs_of
+from .model import LARGE_STEP_TOKENS, LIBRARY_ROWS, Kernels, specs_of
 from .request import SamplingMode
 from .sampling import SamplingBatch, sample
 
@@ -202,7 +202,8 @@ def sharded_step(
         out_specs=(state_specs, output_specs),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
-    is_large = bucket.num_tokens >= LARGE_STEP_TOKENS and bucket.num_requests > 1  # else cuBLAS' head is in float32
+    # With few rows cuBLAS takes the output head in float32, after a conversion of the whole table.
+    is_large = bucket.num_tokens >= LARGE_STEP_TOKENS and bucket.num_requests >= LIBRARY_ROWS
     options = compiler_options(mesh, has_library_products=kernels.has_library_products and is_large)
     return jax.jit(program, donate_argnums=1, compiler_options=options)
 
