@@ -104,7 +104,7 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
         page_size=options.page_size,
         num_pages=most_prompts * -(-max_context // options.page_size),
         max_context=max_context,
-        max_running=max(LIBRARY_ROWS, most_prompts),  # else --products has no effect
+        max_running=min(max(LIBRARY_ROWS, most_prompts), options.max_step_tokens),  # else --products has no effect
         max_step_tokens=options.max_step_tokens,
         attention=options.attention,
         products=options.products,

@@ -23,9 +23,12 @@ def open_peers(axis: str, devices: Sequence[jax.Device], *, patience_seconds: fl
     before a program that uses it runs; a second time it changes nothing.
 
     Raises:
-      PeersError: they are of several processes, or have no peer access.
+      PeersError: they are no Hopper GPUs, or of several processes, or have no peer access.
       KernelBuildError: the CUDA kernels cannot be built here.
     """
+    reason = build.unavailable_reason(devices[0])
+    if reason is not None:
+        raise PeersError(reason)
     library = build.load()
     if any(device.process_index != jax.process_index() for device in devices):
         raise PeersError("the devices belong to several processes; peers must be of one")

@@ -141,7 +141,7 @@ def test_peers_that_cannot_be_are_refused_by_name() -> None:
         is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
     )
     state = state_shapes(CONFIG, layout, CacheShape(1, 16, 1, 1), jnp.dtype("bfloat16"))
-    with pytest.raises(ValueError, match=r"--all-reduce peers cannot serve here: .* backend here is cpu. Take xla"):
+    with pytest.raises(ValueError, match=r"--all-reduce peers cannot serve here: .* a cpu device. Take xla"):
         choose_kernels(config, mesh, placed, state)
 
 
