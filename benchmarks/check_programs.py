@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from meshserve.runtime.aot import KnownKey, ProgramReport
 from meshserve.runtime.capacity import Planner
 from meshserve.runtime.capacity_report import compile_with_table, plan_json, plan_table
 from meshserve.runtime.config import ServeConfig
@@ -34,12 +35,13 @@ def parser(description: str, *, models: Sequence[str], targets: Sequence[str]) -
 def check(planned: Iterable[Planner], options: argparse.Namespace) -> list[str]:
     """Compiles the programs of each server, prints its tables; returns what does not hold."""
     jax.config.update("jax_platforms", "cpu")  # the programs are for another platform; nothing runs
-    faults = []
+    faults: list[str] = []
+    known: dict[KnownKey, ProgramReport] = {}
     for plan in planned:
         model = dataclasses.replace(plan.model, num_layers=options.layers or plan.model.num_layers)
         plan = dataclasses.replace(plan, tokens=tuple(options.tokens), model=model)
         print("\n" + plan_table(plan.plan()), flush=True)
-        compiled = compile_with_table(plan)
+        compiled = compile_with_table(plan, known)
         faults += [f"{plan.name} on {plan.target.name}: {fault}" for fault in compiled.faults]
         if options.json:
             with open(options.json, "a", encoding="utf-8") as file:

@@ -7,6 +7,8 @@ the values a program computes, its speed, and the start of several hosts.
 """
 
 import dataclasses
+import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,6 +40,7 @@ from .step import (
     state_shapes,
 )
 
+KnownKey = tuple[str, str]  # a target and a program's text before it is compiled
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
@@ -55,6 +58,9 @@ class ProgramReport:
     peak_bytes: int
     code_bytes: int
     text: hlo.ProgramText
+    num_weight_slices: (
+        int  # of a looped layer: matrices that are cut out, a step of its own, before they are multiplied
+    )
 
     @property
     def is_step(self) -> bool:
@@ -138,20 +144,32 @@ class DryServer:
         """
         return _compiled(self._lower(bucket, shape, kernels))
 
-    def report(self, key: ProgramKey, to_lower: Callable[[], jax.stages.Lowered]) -> ProgramReport:
+    def report(
+        self,
+        key: ProgramKey,
+        to_lower: Callable[[], jax.stages.Lowered],
+        known: dict[KnownKey, ProgramReport] | None = None,
+    ) -> ProgramReport:
         """Compiles one of `programs` and reads what the compiler made of it.
+
+        Args:
+          known: earlier reports: models have programs in common. Gets the new one.
 
         Raises:
           OutOfMemoryError: it does not fit the device.
         """
         started = time.process_time()
-        compiled = _compiled(to_lower())
+        lowered = to_lower()
+        source = self.target.name, lowered.as_text()
+        if known is not None and source in known:
+            return known[source]
+        compiled = _compiled(lowered)
         cpu_seconds = time.process_time() - started
         memory, text = compiled.memory_analysis(), compiled.as_text()
         assert memory is not None and text is not None  # both compilers give both
         added = added_bytes(compiled)
         kind, size = key
-        return ProgramReport(
+        report = ProgramReport(
             kind=kind,
             size=size,
             cpu_seconds=cpu_seconds,
@@ -162,7 +180,17 @@ class DryServer:
             peak_bytes=memory.peak_memory_in_bytes or memory.argument_size_in_bytes + added,
             code_bytes=memory.generated_code_size_in_bytes,
             text=hlo.read(text),
+            num_weight_slices=self._num_weight_slices(text),
         )
+        if known is not None:
+            known[source] = report
+        return report
+
+    def _num_weight_slices(self, text: str) -> int:
+        layers = jax.tree.leaves(self._placed_model()[1]["layers"])
+        matrices = {math.prod(stack.sharding.shard_shape(stack.shape)[1:]) for stack in layers if stack.ndim > 2}
+        sliced = re.findall(r"%\S*dynamic-slice_fusion\S* = \w+\[([\d,]+)\]", text)
+        return sum(math.prod(map(int, extents.split(","))) in matrices for extents in sliced)
 
     def _lower(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Lowered:
         structure, params = self._placed_model()

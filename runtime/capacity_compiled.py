@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from . import decode
-from .aot import DryServer, ProgramReport
+from .aot import DryServer, KnownKey, ProgramReport
 from .capacity import MIB, MemoryPlan, Planner
 from .compiles import ProgramKey
 
@@ -29,10 +29,15 @@ class CompiledPlan:
         return self.plan.max_pages / self.max_pages - 1.0
 
 
-def compile_plan(planner: Planner, on_report: Callable[[ProgramReport], None] = lambda report: None) -> CompiledPlan:
+def compile_plan(
+    planner: Planner,
+    on_report: Callable[[ProgramReport], None] = lambda report: None,
+    known: dict[KnownKey, ProgramReport] | None = None,
+) -> CompiledPlan:
     """Compiles every program at the served number of pages, then looks for the largest cache of the last step.
 
-    What the other programs keep beside the cache, and the last step does not know of, is taken off that.
+    What the other programs keep beside the cache, and the last step does not know of, is taken off that. `known` as for
+    `DryServer.report`.
 
     Raises:
       OutOfMemoryError: a program does not fit.
@@ -43,7 +48,7 @@ def compile_plan(planner: Planner, on_report: Callable[[ProgramReport], None] = 
     shape = planner.cache_shape(plan.served_pages)
     reports: dict[ProgramKey, ProgramReport] = {}
     for key, to_lower in server.programs(planner.buckets, shape, has_controls=has_controls).items():
-        reports[key] = server.report(key, to_lower)
+        reports[key] = server.report(key, to_lower, known)
         on_report(reports[key])
     faults = [
         fault for report in reports.values() for fault in program_faults(planner, report, server.cache_bytes(shape))
@@ -78,6 +83,8 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
             f"it takes less than {plan.limit_bytes / MIB:.0f} MiB": report.peak_bytes < plan.limit_bytes,
             f"no weights are copied: {', '.join(text.weight_copies[:3])}": not text.weight_copies,
         }
+    else:
+        expected["weights are multiplied where they lie"] = report.num_weight_slices == 0
     if report.is_step:
         num_kernels, num_layers = _num_kernels(planner, report), planner.model.num_layers
         num_sums = 2 * (num_layers if planner.target.chip.is_unrolled else 1) + 1

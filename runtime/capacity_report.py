@@ -8,6 +8,7 @@ import jax
 
 from meshserve.sharding.targets import GIB, NoCompilerError, target
 
+from .aot import KnownKey, ProgramReport
 from .capacity import MIB, MemoryPlan, Planner
 from .capacity_compiled import REPORT_HEAD, CompiledPlan, compile_plan, report_row
 from .config import ModelConfig, ServeConfig
@@ -182,10 +183,10 @@ def run_plan(asked: Asked) -> int:
     return 1 if compiled is not None and compiled.faults else 0
 
 
-def compile_with_table(planner: Planner) -> CompiledPlan:
+def compile_with_table(planner: Planner, known: dict[KnownKey, ProgramReport] | None = None) -> CompiledPlan:
     """As `compile_plan`; prints a line for each program, what the cache may take, and what does not hold."""
     print(REPORT_HEAD, flush=True)
-    compiled = compile_plan(planner, lambda program: print(report_row(program), flush=True))
+    compiled = compile_plan(planner, lambda program: print(report_row(program), flush=True), known)
     print(f"  pages: {compiled.plan.max_pages} predicted, {compiled.max_pages} compile ({compiled.deviation:+.2%})")
     print("\n".join(compiled.faults) or "  everything holds", flush=True)
     return compiled

@@ -123,7 +123,10 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, D] -> ([T, D] summed over the mesh, the cache with this step's keys and values)."""
         num_tokens, groups = x.shape[0], self.qkv.shape[0]
-        heads = project(x, self.qkv[...].reshape(-1, x.shape[1])).reshape(num_tokens, groups, -1, self.head_dim)
+        rows = project(x, self.qkv[...].reshape(-1, x.shape[1]))
+        if not isinstance(layer, int):  # in a loop: else the TPU compiler splits the weights rather than the rows
+            rows = jax.lax.optimization_barrier(rows)
+        heads = rows.reshape(num_tokens, groups, -1, self.head_dim)
         q, k, v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
         of_q = of_k = None
         if context.has_statistics_apart:
@@ -229,7 +232,7 @@ class Qwen3(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """One decoder layer: x [T, D] and the cache -> the same."""
         structure, stacked = nnx.split(self.layers)
-        layer = nnx.merge(structure, jax.tree.map(lambda stack: stack[index], stacked))
+        layer = nnx.merge(structure, jax.tree.map(partial(_slice_stack, index=index), stacked))
         return layer(x, cache, index, context)
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -238,6 +241,13 @@ class Qwen3(nnx.Module):
         table = self.embedding[...] if self.config.is_tied else self.head[...]
         precision = "highest" if x.dtype == jnp.float32 else None
         return jnp.einsum("bd,vd->bv", x, table, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:
+    """A layer's part of stacked weights. Cut out as the matrix that it is multiplied as: in a loop the TPU compiler
+    copies it first where its rows have two dimensions."""
+    rows = stack.reshape(stack.shape[0], -1, stack.shape[-1]) if stack.ndim > 3 else stack
+    return rows[index].reshape(stack.shape[1:])
 
 
 def layer_weights(layers: nnx.State) -> LayerWeights:

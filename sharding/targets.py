@@ -30,6 +30,7 @@ class Chip:
     link_bytes_per_second: float = 0.0  # in each direction, all links of the device together
     is_unrolled: bool  # layers; see docs/decisions
     compiler_options: Mapping[str, str]
+    sum_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the same, for meshes of several devices
 
     @property
     def name(self) -> str:
@@ -44,7 +45,8 @@ CHIPS = {
         flops_per_second=197e12,
         link_bytes_per_second=100e9,
         is_unrolled=False,
-        compiler_options={
+        compiler_options={},
+        sum_options={
             "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
             "xla_enable_async_all_reduce": "true",
         },
@@ -56,7 +58,8 @@ CHIPS = {
         flops_per_second=918e12,
         link_bytes_per_second=224e9,
         is_unrolled=False,
-        compiler_options={"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"},
+        compiler_options={},
+        sum_options={"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"},
     ),
     "v5p": Chip(
         kind="TPU v5",
@@ -74,8 +77,9 @@ CHIPS = {
         hbm_bytes_per_second=3690e9,
         flops_per_second=1153e12,
         link_bytes_per_second=300e9,
-        is_unrolled=True,  # a loop over stacked weights copies them all into another tiling, every step
-        compiler_options={},
+        is_unrolled=False,
+        # Else stacked weights are copied into tiles of 16 rows, all of them in every step.
+        compiler_options={"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
     ),
     "h100": Chip(
         kind="NVIDIA H100 80GB HBM3",
@@ -161,7 +165,9 @@ def compiler_options(mesh: Mesh, *, has_library_products: bool = False) -> dict[
     if device.platform == "gpu":
         return {**_GPU_OPTIONS, **({"xla_gpu_enable_triton_gemm": False} if has_library_products else {})}
     chip = chip_of(device)
-    return dict(chip.compiler_options) if chip is not None and mesh.size > 1 else {}
+    if chip is None:
+        return {}
+    return {**chip.compiler_options, **(chip.sum_options if mesh.size > 1 else {})}
 
 
 def _topology(target: Target) -> topologies.TopologyDescription:
