@@ -20,8 +20,8 @@ demo-cluster: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# Every program for five TPU slices, compiled without one, and every case of the TPU kernels in the interpreter. More than an
-# hour on two cores, most of it for TPU7x, whose layers are unrolled.
+# Every program for five TPU slices, compiled without one, and every case of the TPU kernels in the interpreter. About an hour
+# on two cores.
 check-tpu: $(VENV)/.test
 	$(NO_TPU) $(BIN)/python -m meshserve.benchmarks.check_tpu
 	$(BIN)/pytest -q --every-case tests/kernels/test_tpu_kernels.py tests/runtime/test_tpu_interpreted.py

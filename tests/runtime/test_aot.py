@@ -1,11 +1,14 @@
 """Every program that a server compiles is declared and has room; a few of them compiled for TPU slices that are not
 there, of what `make check-tpu` compiles."""
 
+import collections
 import dataclasses
 import importlib.util
+import itertools
 import os
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -22,7 +25,7 @@ from meshserve.runtime.step import CacheShape, StepRunner
 from meshserve.runtime.weights import load_model
 from meshserve.sharding.memory import added_bytes
 from meshserve.sharding.mesh import make_mesh
-from meshserve.sharding.targets import target
+from meshserve.sharding.targets import compiler_options, target
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'meshserve[tpu]' (Linux)"
@@ -54,8 +57,11 @@ PROGRAMS = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("slice_name", ["v5e:2x4", "v6e:2x4"])
-@pytest.mark.parametrize("key", PROGRAMS, ids=str)
+@pytest.mark.parametrize(
+    ("key", "slice_name"),
+    [*itertools.product(PROGRAMS, ["v5e:2x4", "v6e:2x4"]), (("step", 1), "tpu7x:2x2x1")],
+    ids=str,
+)
 def test_a_program_compiles_in_place_with_its_kernels_and_all_reduces(slice_name, key):
     planner = check_tpu.planner("qwen3-8b", slice_name)
     server = DryServer.on(planner.target, planner.model)
@@ -121,6 +127,32 @@ def test_sampling_under_controls_may_need_more_than_a_step(start):
     """Else the test before shows little."""
     steps = max(map(added_bytes, start.runner._programs.values()))
     assert start.runner.figures.scratch_bytes > steps
+
+
+@needs_compiler
+def test_a_slice_of_several_hosts_is_laid_along_its_wires(monkeypatch):
+    devices = list(target("v6e:4x4").mesh().devices.flat)
+    assert len(set(devices)) == 16
+    hosts = collections.Counter(device.process_index for device in devices)
+    assert hosts == dict.fromkeys(range(4), 4)
+    for device, following in zip(devices, [*devices[1:], devices[0]], strict=True):
+        hops = [abs(a - b) for a, b in zip(device.coords, following.coords, strict=True)]
+        assert sum(hops) == 1, "each sends to a neighbour, the last to the first"
+    monkeypatch.setattr(jax, "devices", lambda: sorted(devices, key=lambda device: device.id))
+    assert list(make_mesh(16).devices.flat) == devices
+    part = make_mesh(8).devices.flat
+    assert collections.Counter(device.process_index for device in part) == dict.fromkeys(range(4), 2)
+    with pytest.raises(ValueError, match="tp is 6 and there are 4 processes"):
+        make_mesh(6)
+
+
+@needs_compiler
+def test_the_compiler_is_told_what_the_chip_and_the_mesh_want():
+    sums = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
+    assert compiler_options(target("v6e:2x4").mesh()) == sums
+    assert compiler_options(target("v6e:2x4").mesh(1)) == {}
+    tiles = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
+    assert compiler_options(target("tpu7x:2x2x1").mesh()) == compiler_options(target("tpu7x:2x2x1").mesh(1)) == tiles
 
 
 @needs_compiler
