@@ -244,10 +244,11 @@ class Qwen3(nnx.Module):
 
 
 def _slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:
-    """A layer's part of stacked weights. Cut out as the matrix that it is multiplied as: in a loop the TPU compiler
-    copies it first where its rows have two dimensions."""
-    rows = stack.reshape(stack.shape[0], -1, stack.shape[-1]) if stack.ndim > 3 else stack
-    return rows[index].reshape(stack.shape[1:])
+    """A layer's part of stacked weights. In a loop it is cut out as the matrix that it is multiplied as: where its rows
+    have two dimensions the TPU compiler would copy it first."""
+    if isinstance(index, int) or stack.ndim <= 3:
+        return stack[index]
+    return stack.reshape(stack.shape[0], -1, stack.shape[-1])[index].reshape(stack.shape[1:])
 
 
 def layer_weights(layers: nnx.State) -> LayerWeights:
