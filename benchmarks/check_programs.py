@@ -39,6 +39,9 @@ def check(planned: Iterable[Planner], options: argparse.Namespace) -> list[str]:
     known: dict[KnownKey, ProgramReport] = {}
     for plan in planned:
         model = dataclasses.replace(plan.model, num_layers=options.layers or plan.model.num_layers)
+        mixed = [bucket.num_tokens for bucket in plan.buckets if not bucket.is_decode]
+        if options.tokens and not set(mixed) & set(options.tokens):
+            raise SystemExit(f"--tokens names no step that may hold prompts; add one of {mixed}.")
         plan = dataclasses.replace(plan, tokens=tuple(options.tokens), model=model)
         print("\n" + plan_table(plan.plan()), flush=True)
         compiled = compile_with_table(plan, known)

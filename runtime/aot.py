@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ class DryServer:
 
     def controls(self, buckets: Sequence[Bucket], shape: CacheShape) -> ControlPrograms:
         """The control programs of a server with these steps."""
-        structure, params = self._placed_model()
+        structure, params = self._placed_model
         return ControlPrograms(
             structure=structure,
             params=params,
@@ -193,11 +193,16 @@ class DryServer:
         return sum(math.prod(map(int, extents.split(","))) in matrices for extents in sliced)
 
     def _lower(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Lowered:
-        structure, params = self._placed_model()
-        state = self._state(shape)
-        kernels = kernels or choose_kernels(self.config, self.mesh, params, state, are_devices_here=False)
-        return lower_step(structure, params, kernels, bucket, state, self.mesh)
+        structure, params = self._placed_model
+        return lower_step(structure, params, kernels or self._kernels, bucket, self._state(shape), self.mesh)
 
+    @cached_property
+    def _kernels(self) -> Kernels:
+        """Those that the config chooses. How many pages and rows there are does not matter to them."""
+        state = self._state(CacheShape(1, self.config.page_size, 1, 1))
+        return choose_kernels(self.config, self.mesh, self._placed_model[1], state, are_devices_here=False)
+
+    @cached_property
     def _placed_model(self) -> tuple[nnx.GraphDef, nnx.State]:
         structure, abstract = abstract_model(self.model, self.layout, self.dtype)
         return structure, _placed_params(abstract, self.mesh)

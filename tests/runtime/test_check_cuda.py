@@ -96,6 +96,11 @@ def test_models_that_one_gpu_has_no_room_for_are_left_out():
     assert len(pairs) == 7
 
 
+def test_only_decodes_are_no_server():
+    with pytest.raises(SystemExit, match=r"names no step that may hold prompts; add one of \[64, 128, 256, 512\]"):
+        check_cuda.main(["--models", "qwen3-8b", "--targets", "h100:1", "--kernels", "cuda", "--tokens", "1", "8"])
+
+
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="jax's CUDA build is here")
 def test_without_the_compiler_the_command_says_what_brings_it(capsys):
     assert main(["plan", "--model=qwen3-8b", "--target=h100:1", "--compile"]) == 2
