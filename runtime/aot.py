@@ -58,9 +58,7 @@ class ProgramReport:
     peak_bytes: int
     code_bytes: int
     text: hlo.ProgramText
-    num_weight_slices: (
-        int  # of a looped layer: matrices that are cut out, a step of its own, before they are multiplied
-    )
+    num_weight_slices: int  # of a looped layer: matrices that are cut out, a step of its own, before the product
 
     @property
     def is_step(self) -> bool:
@@ -187,7 +185,7 @@ class DryServer:
         return report
 
     def _num_weight_slices(self, text: str) -> int:
-        layers = jax.tree.leaves(self._placed_model()[1]["layers"])
+        layers = jax.tree.leaves(self._placed_model[1]["layers"])
         matrices = {math.prod(stack.sharding.shard_shape(stack.shape)[1:]) for stack in layers if stack.ndim > 2}
         sliced = re.findall(r"%\S*dynamic-slice_fusion\S* = \w+\[([\d,]+)\]", text)
         return sum(math.prod(map(int, extents.split(","))) in matrices for extents in sliced)

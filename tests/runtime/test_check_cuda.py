@@ -32,7 +32,7 @@ def report(kind: str = "step", size: int = 64, **text: object) -> ProgramReport:
     counts = {"num_kernels": 4, "num_all_reduces": 0, "num_launches": 80, "num_recomputed": 0, "weight_copy_bytes": 0}
     return ProgramReport(
         kind=kind, size=size, cpu_seconds=1.0, argument_bytes=2 << 30, aliased_bytes=CACHE_BYTES, added_bytes=1 << 20,
-        temp_bytes=1 << 20, peak_bytes=(2 << 30) + (1 << 20), code_bytes=0,
+        temp_bytes=1 << 20, peak_bytes=(2 << 30) + (1 << 20), code_bytes=0, num_weight_slices=0,
         text=hlo.ProgramText(**{**counts, "weight_copies": (), **text}),
     )  # fmt: skip
 
