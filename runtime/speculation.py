@@ -45,7 +45,8 @@ class _Rate:
 class _Payoff:
     """Whether steps of about so many decodes make more tokens a second with drafts or without."""
 
-    drafted: _Rate = field(default_factory=_Rate)  # also of steps that somebody sat out because of drafts
+    # Also of steps that somebody sat out because of drafts, and of those right behind: the device had to wait for them.
+    drafted: _Rate = field(default_factory=_Rate)
     plain: _Rate = field(default_factory=_Rate)
 
     @property
@@ -73,6 +74,7 @@ class Speculation:
         self._running = running
         self._payoffs: defaultdict[int, _Payoff] = defaultdict(_Payoff)  # by the power of two of the decodes
         self._last: float | None = None  # when a step ended, if there has been work ever since
+        self._was_drafted = False  # that step, or somebody sat it out
 
     def drafter(self, request: Request) -> Drafter | None:
         """For a request that decodes with drafts. None: under controls each token changes what may follow."""
@@ -124,7 +126,7 @@ class Speculation:
         if not plan.prefills:
             num_tokens = sum(plan.decode_lengths) if plan.num_steps > 1 else sum(_num_tokens(each) for each in rounds)
             self._measure(plan, num_tokens, now)
-        self._last = now
+        self._last, self._was_drafted = now, _is_drafted(plan)
         return rounds
 
     def _accept(self, plan: StepPlan, sampled: Sequence[int]) -> list[list[int | None]]:
@@ -156,8 +158,12 @@ class Speculation:
 
     def _measure(self, plan: StepPlan, num_tokens: int, now: float) -> None:
         payoff = self._payoffs[_power(len(plan.decodes) + plan.num_sitting_out)]
-        rate = payoff.drafted if plan.drafts or plan.num_sitting_out else payoff.plain
+        rate = payoff.drafted if _is_drafted(plan) or self._was_drafted else payoff.plain
         rate.add(num_tokens, now - (plan.planned_seconds if self._last is None else self._last))
+
+
+def _is_drafted(plan: StepPlan) -> bool:
+    return bool(plan.drafts or plan.num_sitting_out)
 
 
 def _power(number: int) -> int:
