@@ -231,15 +231,16 @@ class BatchBuilder:
         packed = np.zeros(bucket.size, np.int32)
         fields = {name: packed[place] for name, place in bucket.fields.items()}
         decodes = _DecodeTokens.of(plan) if self._has_drafts else None
-        self._fill_tokens(plan, decodes, fields)
-        self._fill_requests(plan, rows, fields)
+        starts = np.array(plan.starts, np.int32)
+        self._fill_tokens(plan, starts, decodes, fields)
+        self._fill_requests(plan, rows, starts, fields)
         if decodes is not None:
             decodes.fill_samples(plan, fields)
             rows = np.concatenate([rows, rows[decodes.request[decodes.drafts]]])
         first = bucket.fields[_REQUEST_FIELDS[0]].start
         by_request = packed[first : first + len(_REQUEST_FIELDS) * bucket.num_requests].reshape(-1, bucket.num_requests)
         by_request[_PARAMS_START : _PARAMS_START + len(PARAM_FIELDS), : len(rows)] = self._params[:, rows]
-        self._fill_pages(plan, fields)
+        self._fill_pages(plan, starts, fields)
         fields["mode"][0] = mode
         return Batch(bucket, packed, page_rows, self._controls.build(plan, bucket.num_requests, fields, control_rows))
 
@@ -250,13 +251,15 @@ class BatchBuilder:
         return page_row
 
     @staticmethod
-    def _fill_tokens(plan: StepPlan, decodes: _DecodeTokens | None, fields: dict[str, np.ndarray]) -> None:
+    def _fill_tokens(
+        plan: StepPlan, starts: np.ndarray, decodes: _DecodeTokens | None, fields: dict[str, np.ndarray]
+    ) -> None:
         count = len(plan.decodes) + plan.num_drafts
         if decodes is not None:
             decodes.fill_tokens(plan, fields)
         else:
             fields["token_ids"][:count] = ON_DEVICE
-            fields["positions"][:count] = plan.starts
+            fields["positions"][:count] = starts
             fields["token_request"][:count] = np.arange(count)
         for index, (request, start, num_tokens, _) in enumerate(plan.prefills, start=len(plan.decodes)):
             place = slice(count, count + num_tokens)
@@ -266,13 +269,15 @@ class BatchBuilder:
             count += num_tokens
         fields["positions"][count:] = -1
 
-    def _fill_requests(self, plan: StepPlan, rows: np.ndarray, fields: dict[str, np.ndarray]) -> None:
+    def _fill_requests(
+        self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray, fields: dict[str, np.ndarray]
+    ) -> None:
         """All but the sampling parameters."""
         num_decodes, num_requests = len(plan.decodes), plan.num_requests
         fields["rows"][:num_requests] = rows
         fields["rows"][num_requests:] = self._no_row
         fields["last_index"][:num_decodes] = np.arange(num_decodes)
-        fields["sample_position"][:num_decodes] = np.add(plan.starts, 1)
+        fields["sample_position"][:num_decodes] = starts + 1
         if plan.prefills:
             prefills = slice(num_decodes, num_requests)
             num_before = num_decodes + plan.num_drafts
@@ -281,18 +286,18 @@ class BatchBuilder:
         if plan.num_steps > 1:
             fields["num_steps"][:num_decodes] = plan.decode_lengths
 
-    def _fill_pages(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
-        new_pages = list(self._new_pages(plan))
+    def _fill_pages(self, plan: StepPlan, starts: np.ndarray, fields: dict[str, np.ndarray]) -> None:
+        new_pages = list(self._new_pages(plan, starts))
         count = len(new_pages)
         if count:
             row, index, page = zip(*new_pages, strict=True)
             fields["page_row"][:count], fields["page_index"][:count], fields["page"][:count] = row, index, page
         fields["page_row"][count:] = self._no_row
 
-    def _new_pages(self, plan: StepPlan) -> Iterator[tuple[int, int, int]]:
+    def _new_pages(self, plan: StepPlan, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """(row, index in the request's list, page) of the pages whose first position the step computes."""
         # Positions from a decode's to the next multiple of the page size: below its length, it begins a page.
-        begins = -np.array(plan.starts, int) % self._page_size < (plan.decode_lengths or 1)
+        begins = -starts % self._page_size < (plan.decode_lengths or 1)
         for decode in np.flatnonzero(begins).tolist():
             request = plan.decodes[decode]
             index = -(-plan.starts[decode] // self._page_size)
