@@ -131,7 +131,7 @@ class DryServer:
             buckets=buckets,
             max_running=shape.max_running,
             real_vocab_size=self.model.vocab_size,
-            is_unrolled=self.target.chip.is_unrolled,
+            is_unrolled=self._kernels.is_unrolled,
         )
 
     def compile(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Compiled:

@@ -7,7 +7,7 @@ depends on its logits, its seed and its position alone, the tokens are those tha
 
 How many hold is known on the host one step later: the request sits out the step between. So drafts have to earn more
 than they cost, and stop where they do not: a request whose drafts fail must match ever longer (`Drafter`), and the
-whole goes by measured tokens a second (`Payoff`).
+whole goes by measured tokens a second (`_Payoff`).
 """
 
 from collections import defaultdict
