@@ -1,6 +1,7 @@
 """The real server, as a process of its own on a mesh of virtual CPU devices, and real clients on loopback."""
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -27,10 +28,13 @@ SERVE = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Address and process. The cache is too small for all streams at once, so requests are preempted."""
-    log = tmp_path_factory.mktemp("server") / "stderr"
+@contextlib.contextmanager
+def _serving(folder: Path) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Address and process of a server that is ready; it is killed in the end. What it logs goes to `folder`.
+
+    The cache is too small for all streams at once, so requests are preempted.
+    """
+    log = folder / "stderr"
     with log.open("w") as stderr:
         process = subprocess.Popen(SERVE, stdout=subprocess.PIPE, stderr=stderr, text=True)
         try:
@@ -47,6 +51,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subp
         finally:
             process.kill()
             process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that every test leaves as it was: their order is nobody's promise."""
+    with _serving(tmp_path_factory.mktemp("server")) as (target, _):
+        yield target
 
 
 async def _one_stream(client: AsyncClient, index: int) -> str:
@@ -85,14 +96,14 @@ async def _all_streams(target: str) -> list[str]:
     return ends
 
 
-def test_64_streams_leave_no_page_behind(server: tuple[str, subprocess.Popen]) -> None:
-    ends = asyncio.run(_all_streams(server[0]))
+def test_64_streams_leave_no_page_behind(server: str) -> None:
+    ends = asyncio.run(_all_streams(server))
     assert set(ends) == {"whole", "cancelled", "deadline"}, "the draw did not produce every fate"
 
 
-def test_a_seed_fixes_the_text_whatever_else_runs(server: tuple[str, subprocess.Popen]) -> None:
+def test_a_seed_fixes_the_text_whatever_else_runs(server: str) -> None:
     async def texts() -> list[str]:
-        async with AsyncClient(server[0]) as client:
+        async with AsyncClient(server) as client:
             calls = [
                 client.complete("HAMLET:\n", max_tokens=40, temperature=1.0, top_p=0.9, top_k=50, seed=seed)
                 for seed in (1, 2, 3, 1)
@@ -100,7 +111,7 @@ def test_a_seed_fixes_the_text_whatever_else_runs(server: tuple[str, subprocess.
             return [completion.text for completion in await asyncio.gather(*calls)]
 
     async def alone() -> str:
-        async with AsyncClient(server[0]) as client:
+        async with AsyncClient(server) as client:
             return (
                 await client.complete("HAMLET:\n", max_tokens=40, temperature=1.0, top_p=0.9, top_k=50, seed=1)
             ).text
@@ -110,10 +121,10 @@ def test_a_seed_fixes_the_text_whatever_else_runs(server: tuple[str, subprocess.
     assert len(set(together)) == 3
 
 
-def test_an_output_keeps_to_its_constraint(server: tuple[str, subprocess.Popen]) -> None:
+def test_an_output_keeps_to_its_constraint(server: str) -> None:
     person = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
               "required": ["name", "age"], "additionalProperties": False}  # fmt: skip
-    with Client(server[0]) as client:
+    with Client(server) as client:
         assert client.model_info().supports_structured_output
         sampling = {"temperature": 1.5, "max_tokens": 200}
         done = client.complete("HAMLET:\n", constraint={"json_schema": person}, seed=1, **sampling)
@@ -130,9 +141,9 @@ def test_an_output_keeps_to_its_constraint(server: tuple[str, subprocess.Popen])
         assert caught.value.field == "sampling.constraint.json_schema"
 
 
-def test_samples_share_their_prompt_and_draw_as_requests_of_their_own(server: tuple[str, subprocess.Popen]) -> None:
+def test_samples_share_their_prompt_and_draw_as_requests_of_their_own(server: str) -> None:
     prompt, sampling = [300 + index for index in range(50)], {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-    with Client(server[0]) as client:
+    with Client(server) as client:
         alone = [client.complete(prompt, seed=seed, cache_salt="alone", **sampling) for seed in (7, 8, 9)]
         together = client.complete_samples(prompt, 3, seed=7, cache_salt="together", priority=1, **sampling)
         again = client.complete(prompt, seed=8, cache_salt="together", **sampling)
@@ -142,9 +153,9 @@ def test_samples_share_their_prompt_and_draw_as_requests_of_their_own(server: tu
     assert again.usage.num_cached_tokens == 48
 
 
-def test_the_server_and_the_command_line_agree(server: tuple[str, subprocess.Popen], tmp_path: Path) -> None:
+def test_the_server_and_the_command_line_agree(server: str, tmp_path: Path) -> None:
     """The same greedy text from the server at TP 4 and from `meshserve generate` at TP 2."""
-    with Client(server[0]) as client:
+    with Client(server) as client:
         served = client.complete("ROMEO:\nBut soft", max_tokens=24, temperature=0.0)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"prompt": "ROMEO:\nBut soft", "max_tokens": 24, "temperature": 0}))
@@ -155,24 +166,22 @@ def test_the_server_and_the_command_line_agree(server: tuple[str, subprocess.Pop
     assert (line["token_ids"], line["text"]) == (list(served.token_ids), served.text)
 
 
-def test_buf_curl_lists_and_calls_through_reflection(server: tuple[str, subprocess.Popen]) -> None:
+def test_buf_curl_lists_and_calls_through_reflection(server: str) -> None:
     """An unmodified generic client that knows nothing but the address."""
     buf = shutil.which("buf", path=str(Path(sys.executable).parent)) or shutil.which("buf")
     assert buf is not None, "buf comes with the test extra (buf-bin)"
     curl = [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
-    listed = subprocess.run(
-        [*curl, f"http://{server[0]}", "--list-services"], check=True, capture_output=True, text=True
-    )
+    listed = subprocess.run([*curl, f"http://{server}", "--list-services"], check=True, capture_output=True, text=True)
     assert "meshserve.v1.InferenceService" in listed.stdout
     body = json.dumps({"text": "JULIET:\n", "sampling": {"maxTokens": 5, "temperature": 0, "ignoreEos": True}})
-    url = f"http://{server[0]}/meshserve.v1.InferenceService/Generate"
+    url = f"http://{server}/meshserve.v1.InferenceService/Generate"
     called = subprocess.run([*curl, "-d", body, url], check=True, capture_output=True, text=True)
     assert '"FINISH_REASON_LENGTH"' in called.stdout
     assert len(re.findall(r'"numOutputTokens": 5\b', called.stdout)) == 1
 
 
-def test_refusals_name_the_field(server: tuple[str, subprocess.Popen]) -> None:
-    with Client(server[0]) as client:
+def test_refusals_name_the_field(server: str) -> None:
+    with Client(server) as client:
         for fields, field in (({"top_p": 1.5}, "sampling.top_p"), ({"max_tokens": 0}, "sampling.max_tokens")):
             with pytest.raises(CallError, match=field) as caught:
                 client.complete("x", **fields)
@@ -181,13 +190,13 @@ def test_refusals_name_the_field(server: tuple[str, subprocess.Popen]) -> None:
             client.complete([300] * 5000)
 
 
-def test_sigterm_ends_the_server_in_order(server: tuple[str, subprocess.Popen]) -> None:
-    """Last, because the server is gone afterwards: a running stream ends well, the exit status is 0."""
-    target, process = server
-    with Client(target) as client:
-        stream = client.generate("HAMLET:\n", max_tokens=60, ignore_eos=True)
-        next(stream)
-        process.send_signal(signal.SIGTERM)
-        *_, last = stream
-        assert last.finish is not None and last.finish.reason is FinishReason.LENGTH
-    assert process.wait(WAIT_SECONDS) == 0
+def test_sigterm_ends_the_server_in_order(tmp_path: Path) -> None:
+    """A running stream ends well, the exit status is 0."""
+    with _serving(tmp_path) as (target, process):
+        with Client(target) as client:
+            stream = client.generate("HAMLET:\n", max_tokens=60, ignore_eos=True)
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+            *_, last = stream
+            assert last.finish is not None and last.finish.reason is FinishReason.LENGTH
+        assert process.wait(WAIT_SECONDS) == 0

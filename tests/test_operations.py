@@ -1,6 +1,7 @@
 """A real server as an operator runs it: tokens, probes, metrics, profiles, a JSON log; drained under load."""
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -39,9 +40,9 @@ class Server:
     config: Path
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("operations")
+@contextlib.contextmanager
+def _serving(folder: Path) -> Iterator[Server]:
+    """A server that is ready, its files in `folder`; it is killed in the end."""
     log, tokens, profiles = folder / "log", folder / "tokens.toml", folder / "profiles"
     token, lines = new_token("operator")
     tokens.write_text(lines.replace("]\n", ']\npermissions = ["admin", "info", "inference"]\n', 1))
@@ -66,6 +67,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that goes on serving after every test: their order is nobody's promise."""
+    with _serving(tmp_path_factory.mktemp("operations")) as server:
+        yield server
 
 
 BODIES = {
@@ -133,8 +141,7 @@ def test_sighup_changes_the_degree_under_streams(server):
         wait_for(lambda: client.model_info().tp_degree == 1)  # a moment after the log
 
 
-def test_sigterm_with_100_streams_loses_none(server):
-    """Last, because the server is gone afterwards."""
+def test_sigterm_with_100_streams_loses_none(tmp_path):
 
     async def one(client: AsyncClient, has_begun: asyncio.Event) -> FinishReason | None:
         finish = None
@@ -143,7 +150,7 @@ def test_sigterm_with_100_streams_loses_none(server):
             finish = chunk.finish
         return finish.reason if finish is not None else None
 
-    async def main() -> list[FinishReason | None]:
+    async def main(server: Server) -> list[FinishReason | None]:
         async with AsyncClient(server.target, token=server.token) as client:
             has_begun = asyncio.Event()
             streams = [asyncio.create_task(one(client, has_begun)) for _ in range(100)]
@@ -156,8 +163,9 @@ def test_sigterm_with_100_streams_loses_none(server):
             server.process.send_signal(signal.SIGTERM)
             return await asyncio.gather(*streams)
 
-    assert asyncio.run(main()) == [FinishReason.LENGTH] * 100
-    assert server.process.wait(WAIT_SECONDS) == 0
+    with _serving(tmp_path) as server:
+        assert asyncio.run(main(server)) == [FinishReason.LENGTH] * 100
+        assert server.process.wait(WAIT_SECONDS) == 0
 
 
 def test_sigterm_while_it_starts():
