@@ -8,7 +8,6 @@ the values a program computes, its speed, and the start of several hosts.
 
 import dataclasses
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -187,8 +186,7 @@ class DryServer:
     def _num_weight_slices(self, text: str) -> int:
         layers = jax.tree.leaves(self._placed_model[1]["layers"])
         matrices = {math.prod(stack.sharding.shard_shape(stack.shape)[1:]) for stack in layers if stack.ndim > 2}
-        sliced = re.findall(r"%\S*dynamic-slice_fusion\S* = \w+\[([\d,]+)\]", text)
-        return sum(math.prod(map(int, extents.split(","))) in matrices for extents in sliced)
+        return hlo.num_slices(text, matrices)
 
     def _lower(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Lowered:
         structure, params = self._placed_model

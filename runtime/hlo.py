@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 _KERNEL_TARGETS = ("meshserve_", "tpu_custom_call")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(?P<name>[\w.-]+) = (?P<type>.+?) (?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)")
@@ -68,6 +68,16 @@ def read(text: str) -> ProgramText:
         ),
         weight_copies=tuple(f"{item.type} {item.name}" for item in moved),
         weight_copy_bytes=sum(math.prod(extents) * size for item in moved for extents, size in item.shapes),
+    )
+
+
+def num_slices(text: str, num_elements: Collection[int]) -> int:
+    """How many steps of their own, in loops or out of them, cut a part of so many elements out of something larger."""
+    _, computations = _computations(text)
+    return sum(
+        item.opcode == "fusion" and "dynamic-slice_fusion" in item.name and item.num_elements in num_elements
+        for computation in computations.values()
+        for item in computation
     )
 
 

@@ -45,6 +45,16 @@ SLICE = "%cut = bf16[1,2,1024,512]{3,2,1,0} fusion(%weights_1_.1), kind=kLoop, c
 CONVERTED = "%wide = f32[4096,512]{1,0} convert(%bitcast.2)"
 DOUBLED = "%gemm_fusion.remat = bf16[8,2048]{1,0} fusion(%x, %weights_1_.1), kind=kCustom, calls=%product_computation"
 
+# As libtpu writes it in a loop's body: queries of 16 heads of 128 cut out of the stack into VMEM.
+LOOP = """
+%body.1 (arg: (s32[], bf16[28,1024,16,128])) -> (s32[], bf16[28,1024,16,128]) {
+  %layer.1 = s32[]{:T(128)} get-tuple-element(%arg), index=0
+  %stack.1 = bf16[28,1024,16,128]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%arg), index=1
+  %constant_dynamic-slice_fusion.2 = bf16[1,1024,16,128]{3,2,1,0:T(8,128)(2,1)S(1)} fusion(%stack.1, %layer.1)
+  %scale_dynamic-slice_fusion.4 = bf16[1024]{0:T(1024)(128)(2,1)} fusion(%stack.1, %layer.1)
+}
+"""
+
 
 def with_line(line: str) -> str:
     """The program with one instruction more at its end."""
@@ -72,3 +82,8 @@ def test_a_table_in_another_type_is_a_copy_also_under_another_name():
 
 def test_products_that_are_computed_twice_are_counted():
     assert hlo.read(with_line(DOUBLED)).num_recomputed == 1
+
+
+def test_what_a_loop_cuts_out_is_told_by_its_size():
+    assert hlo.num_slices(LOOP, {16 * 128 * 1024, 3072 * 1024}) == 1
+    assert hlo.num_slices(LOOP, {3072 * 1024}) == 0
