@@ -1,10 +1,12 @@
 """A server under four times the load it can bear, through gRPC.
 
-    python benchmarks/overload.py [--seconds 120] [--shared] [--json FILE]
+    python benchmarks/overload.py [--seconds 120] [--rounds 1] [--shared] [--json FILE]
 
 First a closed loop of callers who keep every row taken: the server's maximum. Then callers arrive at four times that
 rate, whether or not the earlier ones are served, and the queue fills and refuses. Then the closed loop again, because
-other work on the machine may have changed the maximum. Goodput counts the tokens that callers got.
+other work on the machine may have changed the maximum. Goodput counts the tokens that callers got. Where the maximum
+changes from one minute to the next, many short rounds, each compared with the closed loops right before and behind it,
+tell more than a long one: --seconds 15 --rounds 12.
 
 Server and callers have a core each, where there are two: the callers of a real server do not live on its cores, and a
 caller who is refused costs about as much CPU time as the refusal. With --shared they compete for all cores. The callers
@@ -20,12 +22,13 @@ import json
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import grpc
@@ -63,11 +66,12 @@ class Phase:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="overload", description="Goodput and refusals of an overloaded server.")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of overload")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of overload, in each round")
+    parser.add_argument("--rounds", type=int, default=1, help="overloads, each between two closed loops")
     parser.add_argument("--shared", action="store_true", help="let the callers compete for the server's core")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     options = parser.parse_args(arguments)
-    results = asyncio.run(_run(options.seconds, is_shared=options.shared))
+    results = asyncio.run(_run(options.seconds, options.rounds, is_shared=options.shared))
     for name, value in results.items():
         print(f"{name:32s} {value}")
     if options.json:
@@ -75,38 +79,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _run(seconds: float, *, is_shared: bool) -> dict[str, float | list[str]]:
+async def _run(seconds: float, num_rounds: int, *, is_shared: bool) -> dict[str, float | list[float] | list[str]]:
     async with _server(is_shared=is_shared) as (target, pid), AsyncClient(target) as client:
         await client.wait_until_ready(300.0)
         draw = random.Random(0)
         await _closed_loop(client, draw, 5.0)  # warm-up
-        before = await _timed(pid, _closed_loop(client, draw, seconds / 4))
+        rounds = [await _timed(pid, _closed_loop(client, draw, seconds / 4))]
         memory = _Memory(pid)
         lateness: list[float] = []
         watching = [asyncio.create_task(memory.sample()), asyncio.create_task(_watch_loop(lateness))]
-        rate = _OVERLOAD * before.num_completed / before.seconds
-        overload = await _timed(pid, _open_loop(client, draw, rate, seconds))
+        for _ in range(num_rounds):
+            rate = _OVERLOAD * rounds[-1].num_completed / rounds[-1].seconds
+            rounds.append(await _timed(pid, _open_loop(client, draw, rate, seconds)))
+            rounds.append(await _timed(pid, _closed_loop(client, draw, seconds / 4)))
         for task in watching:
             task.cancel()
-        after = await _timed(pid, _closed_loop(client, draw, seconds / 4))
         load = await client.load()
-    maximum = (before.num_tokens + after.num_tokens) / (before.seconds + after.seconds)
+    maximum, overload = _together(rounds[::2]), _together(rounds[1::2])
+    goodputs = sorted(
+        2 * during.tokens_per_second / (before.tokens_per_second + after.tokens_per_second)
+        for before, during, after in zip(rounds[::2], rounds[1::2], rounds[2::2], strict=False)
+    )
     refusals = sorted(overload.refusal_seconds) or [0.0]
     lateness.sort()
     return {
-        "max_tokens_per_second_before": round(before.tokens_per_second, 1),
-        "max_tokens_per_second_after": round(after.tokens_per_second, 1),
-        "overload_tokens_per_second": round(overload.tokens_per_second, 1),
-        "goodput_over_maximum": round(overload.tokens_per_second / maximum, 3),
-        "tokens_per_cpu_second_maximum": round(
-            (before.num_tokens + after.num_tokens) / (before.cpu_seconds + after.cpu_seconds), 1
-        ),
+        "max_tokens_per_second": [round(closed.tokens_per_second, 1) for closed in rounds[::2]],
+        "overload_tokens_per_second": [round(during.tokens_per_second, 1) for during in rounds[1::2]],
+        "goodput_over_maximum": round(statistics.median(goodputs), 3),
+        "goodput_over_maximum_rounds": [round(goodput, 3) for goodput in goodputs],
+        "tokens_per_cpu_second_maximum": round(maximum.num_tokens / maximum.cpu_seconds, 1),
         "tokens_per_cpu_second_overload": round(overload.num_tokens / overload.cpu_seconds, 1),
-        "server_cpu_share_maximum": round(
-            (before.cpu_seconds + after.cpu_seconds) / (before.seconds + after.seconds), 2
-        ),
+        "server_cpu_share_maximum": round(maximum.cpu_seconds / maximum.seconds, 2),
         "server_cpu_share_overload": round(overload.cpu_seconds / overload.seconds, 2),
-        "loop_us_a_refusal": round(1e6 * _refusal_seconds(before, overload, after)),
+        "loop_us_a_refusal": round(1e6 * _refusal_seconds(maximum, overload)),
         "num_completed": overload.num_completed,
         "num_refused": len(overload.refusal_seconds),
         "refusals_within_50_ms": round(sum(seconds < 0.05 for seconds in refusals) / len(refusals), 4),
@@ -122,7 +127,7 @@ async def _run(seconds: float, *, is_shared: bool) -> dict[str, float | list[str
         "num_running_at_end": load.num_running,
         "num_waiting_at_end": load.num_waiting,
         "num_pages_not_free_at_end": load.num_pages - load.num_free_pages,
-        "errors": sorted({*before.errors, *overload.errors, *after.errors}),
+        "errors": sorted({*maximum.errors, *overload.errors}),
     }
 
 
@@ -136,13 +141,22 @@ async def _timed(pid: int, running: Awaitable[Phase]) -> Phase:
 
 
 def _cpu_seconds(stat: Path) -> float:
-    fields = stat.read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
+    values = stat.read_text().rpartition(")")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
 
 
-def _refusal_seconds(before: Phase, overload: Phase, after: Phase) -> float:
+def _together(phases: Sequence[Phase]) -> Phase:
+    """Several phases as one: sums of numbers, and lists one behind the other."""
+    whole = Phase()
+    for phase in phases:
+        for part in fields(Phase):
+            setattr(whole, part.name, getattr(whole, part.name) + getattr(phase, part.name))
+    return whole
+
+
+def _refusal_seconds(maximum: Phase, overload: Phase) -> float:
     """CPU time of the server's event loop for each refusal: what a token costs it is known from the closed loops."""
-    token_seconds = (before.loop_seconds + after.loop_seconds) / (before.num_tokens + after.num_tokens)
+    token_seconds = maximum.loop_seconds / maximum.num_tokens
     return (overload.loop_seconds - overload.num_tokens * token_seconds) / max(len(overload.refusal_seconds), 1)
 
 
