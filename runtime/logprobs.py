@@ -1,5 +1,6 @@
 """Log-probabilities of a step, from the device's arrays to each request's own. Serves step 8 of 10. numpy only."""
 
+import itertools
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ class StepLogprobs:
 
     Args:
       plan: of the step.
-      sampled: of the token of each request of the plan; None if nobody asked.
+      sampled: of the tokens that the step samples, see `StepPlan.num_samples`; None if nobody asked.
       prompt: of the tokens after each of the step's, likewise.
       targets: [T] which of those were wanted; the others are -1.
     """
@@ -26,17 +27,18 @@ class StepLogprobs:
     ):
         self._plan = plan
         self._sampled, self._prompt, self._targets = sampled, prompt, targets
-        self._index = {chunk.request: index for index, chunk in enumerate(plan.chunks)} if sampled is not None else {}
+        self._places = _places(plan) if sampled is not None else {}
 
     @cached_property
     def _host_sampled(self) -> Logprobs[np.ndarray] | None:
         return _on_host(self._sampled)
 
     def of_output(self, request: Request, token_id: int) -> TokenLogprobs | None:
-        """Of the token that the step sampled for the request; None unless it asked."""
+        """Of the next token that the step sampled for the request: the first call is for its first token, later ones are
+        for those behind its drafts. None unless it asked."""
         if request.params.logprobs is None or self._host_sampled is None:
             return None
-        return _at(self._host_sampled, self._index[request], token_id, request.params.logprobs)
+        return _at(self._host_sampled, next(self._places[request]), token_id, request.params.logprobs)
 
     def of_prompts(self) -> Iterator[tuple[Request, tuple[TokenLogprobs, ...]]]:
         """Of the prompt tokens that the step brought, by request, in order."""
@@ -50,6 +52,17 @@ class StepLogprobs:
             if wanted and num_top is not None:
                 yield request, tuple(_at(prompt, index, token_id, num_top) for index, token_id in wanted)
             place += num_tokens
+
+
+def _places(plan: StepPlan) -> dict[Request, Iterator[int]]:
+    """Where the samples of each request of the plan stand, in order."""
+    places: dict[Request, Iterator[int]] = {}
+    behind = plan.num_requests
+    drafts = itertools.chain(plan.drafts, itertools.repeat(()))  # prefills have none
+    for index, (request, its_drafts) in enumerate(zip(plan.requests, drafts, strict=False)):
+        places[request] = itertools.chain((index,), range(behind, behind + len(its_drafts)))
+        behind += len(its_drafts)
+    return places
 
 
 def _on_host(arrays: Logprobs[Any] | None) -> Logprobs[np.ndarray] | None:

@@ -77,8 +77,9 @@ class Speculation:
         self._was_drafted = False  # that step, or somebody sat it out
 
     def drafter(self, request: Request) -> Drafter | None:
-        """For a request that decodes with drafts. None: under controls each token changes what may follow."""
-        if request.is_controlled or not self._limits.draft_tokens:
+        """For a request that decodes with drafts. None: each of its tokens changes what may follow."""
+        params = request.params
+        if params.has_adjustments or params.constraint is not None or not self._limits.draft_tokens:
             return None
         return Drafter(request.tokens(0, request.num_known_tokens), self._limits.draft_match)
 
@@ -88,14 +89,13 @@ class Speculation:
 
     def extend(self, draft: Draft) -> list[list[int]]:
         """Drafts for the decodes of a step that is planned otherwise, and books them; none at all: []."""
-        prefills = draft.single_prefills + draft.long_prefills
-        requests = [*draft.decodes, *(chunk.request for chunk in prefills)]
         payoff = self._payoffs[_power(len(draft.decodes) + draft.num_sitting_out)]
-        if not payoff.wants_drafts or any(request.is_controlled for request in requests):
+        if not payoff.wants_drafts:
             return []
         # Each draft takes the place of a token, and of a request, in the compiled shape; none makes that a larger one.
         _, num_places = self._limits.sizes_around(draft.num_tokens)
-        room = min(draft.num_tokens_left, num_places - draft.num_tokens, self._limits.max_running - len(requests))
+        num_requests = len(draft.decodes) + len(draft.single_prefills) + len(draft.long_prefills)
+        room = min(draft.num_tokens_left, num_places - draft.num_tokens, self._limits.max_running - num_requests)
         drafts = []
         for request, start in zip(draft.decodes, draft.starts, strict=True):
             drafts.append(self._guess(request, start, room) if room > 0 else [])

@@ -21,7 +21,7 @@ from meshserve.runtime.launch import launch
 from meshserve.runtime.limits import SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.record import StepRecord
-from meshserve.runtime.request import FinishReason, Output, RequestOptions, SamplingParams
+from meshserve.runtime.request import FinishReason, Output, RequestOptions, SamplingParams, TokenLogprobs
 from meshserve.runtime.scheduler import Scheduler
 from tests.waiting import WAIT_SECONDS
 
@@ -88,6 +88,7 @@ class Serving:
             record=self.records.append,
         )
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: list[TokenLogprobs] = []  # of all requests
         self.ends: dict[tuple[str, int], Output] = {}
         self._changed = threading.Condition()
         self.engine.start()
@@ -103,6 +104,7 @@ class Serving:
             for output in outputs:
                 key = (output.request_id, output.index)
                 self.tokens.setdefault(key, []).extend(output.token_ids)
+                self.logprobs.extend(output.logprobs)
                 if output.finish_reason is not None:
                     self.ends[key] = output
             self._changed.notify_all()
@@ -172,13 +174,20 @@ def test_company_does_not_change_a_token(
 
 
 @pytest.mark.parametrize(("prompt", "temperature"), [((300,), 0.0), ((350, 351, 352, 353) * 3, 0.3)])
-def test_drafts_save_steps_and_change_no_token(runner: Runner, prompt: tuple[int, ...], temperature: float) -> None:
-    params = SamplingParams(max_tokens=120, temperature=temperature, seed=3, ignore_eos=True)
-    with Serving(runner) as serving:
-        (expected,) = serving.complete(prompt, params)
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_drafts_save_steps_and_change_no_token(
+    runner: Runner, prompt: tuple[int, ...], temperature: float, logprobs: int | None
+) -> None:
+    params = SamplingParams(max_tokens=120, temperature=temperature, seed=3, ignore_eos=True, logprobs=logprobs)
+    with Serving(runner) as plain:
+        (expected,) = plain.complete(prompt, params)
     with Serving(runner, draft_tokens=7, draft_match=2) as serving:
         (tokens,) = serving.complete(prompt, params)
     assert tokens == expected
+    assert [found.token_id for found in serving.logprobs] == (tokens if logprobs is not None else [])
+    for found, wanted in zip(serving.logprobs, plain.logprobs, strict=True):
+        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert dict(found.top) == pytest.approx(dict(wanted.top), abs=1e-4)
     num_accepted = sum(record.num_accepted_tokens for record in serving.records)
     assert 0 < num_accepted <= sum(record.num_draft_tokens for record in serving.records)
     assert len(serving.records) == 120 - num_accepted

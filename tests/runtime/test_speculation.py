@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshserve.runtime.batch import ON_DEVICE
+from meshserve.runtime.constraint import Constraint
 from meshserve.runtime.drafter import Drafter
 from meshserve.runtime.plan import StepPlan
 from meshserve.runtime.request import Request, SamplingParams
@@ -110,19 +111,17 @@ def packed_fields(device: FakeDevice, plan: StepPlan) -> dict:
     return {name: batch.packed[place] for name, place in batch.bucket.fields.items()}
 
 
-def test_controlled_requests_have_none_and_keep_others_from_theirs() -> None:
+def test_whose_tokens_change_what_may_follow_has_none_and_keeps_nobody_from_theirs() -> None:
     simulation = Simulation(make_limits(page_size=8, max_context=128, draft_tokens=3, draft_match=2), num_pages=32)
-    controlled = make_request(3, max_tokens=100)
-    controlled.params = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=0)
-    simulation.add(controlled, repetitive(100, 6))
-    speculation = simulation.scheduler.speculation
-    assert controlled.drafter is None and speculation is not None
-    for _ in range(60):
-        simulation.step()
-    assert speculation.num_drafts == 0
-    simulation.finish(controlled)
+    penalised, constrained, looked_at = make_request(3), make_request(4), repetitive(100, 6)
+    penalised.params = SamplingParams(max_tokens=100, ignore_eos=True, presence_penalty=0.5)
+    constrained.params = SamplingParams(max_tokens=100, ignore_eos=True, constraint=Constraint(kind="json_object"))
+    looked_at.params = SamplingParams(max_tokens=looked_at.params.max_tokens, ignore_eos=True, logprobs=0)
+    simulation.add(penalised, constrained, looked_at)
+    assert penalised.drafter is None and constrained.drafter is None and looked_at.drafter is not None
     simulation.drain()
-    assert speculation.num_drafts > 0
+    assert simulation.scheduler.speculation is not None
+    assert simulation.scheduler.speculation.num_accepted > 0
 
 
 def count_drafted(drafted_seconds: float) -> int:

@@ -14,6 +14,7 @@ from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.constraint import Constraint
 from meshserve.runtime.grammar import compiled
 from meshserve.runtime.launch import Launched, launch
+from meshserve.runtime.record import StepRecord
 from meshserve.runtime.request import FinishReason, Output, RequestOptions, SamplingParams
 
 from .schemas import random_document_schema, random_regex
@@ -29,9 +30,10 @@ class Serving:
     def __init__(self) -> None:
         config = ServeConfig(
             model="demo", cpu_devices=8, dtype="float32", page_size=8, num_pages=NUM_PAGES, max_running=16,
-            max_step_tokens=16, max_context=1000, max_waiting=10_000, cache_dir="",
+            max_step_tokens=16, max_context=1000, max_waiting=10_000, cache_dir="", draft_tokens=3, draft_match=1,
         )  # fmt: skip
-        self.launched: Launched = launch(config, self._deliver)
+        self.records: list[StepRecord] = []
+        self.launched: Launched = launch(config, self._deliver, self.records.append)
         self.texts: dict[str, str] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, Output] = {}
@@ -130,6 +132,7 @@ def test_company_does_not_change_a_token(serving: Serving):
     alone = [serving.run(params)[0][:2] for params in COMPANY]
     together = [(text, tokens) for text, tokens, _ in serving.run(*COMPANY)]
     assert together == alone
+    assert any(record.num_draft_tokens and record.num_decodes > 1 for record in serving.records)
     names = [serving.submit(params) for params in COMPANY]
     serving.preempt_all()
     serving.wait()
