@@ -34,8 +34,8 @@ class StepLogprobs:
         return _on_host(self._sampled)
 
     def of_output(self, request: Request, token_id: int) -> TokenLogprobs | None:
-        """Of the next token that the step sampled for the request: the first call is for its first token, later ones are
-        for those behind its drafts. None unless it asked."""
+        """Of the next token that the step sampled for the request: first of that behind its own, then of those behind
+        its drafts. None unless it asked."""
         if request.params.logprobs is None or self._host_sampled is None:
             return None
         return _at(self._host_sampled, next(self._places[request]), token_id, request.params.logprobs)
