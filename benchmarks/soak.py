@@ -2,8 +2,9 @@
 
     meshserve bench soak --model qwen3-0.6b --random-weights --seconds 600
 
-Requests of all lengths and sampling modes arrive as others end; some are cancelled on the way. The compile watch is
-strict: a compile would kill the engine and be reported. Exits 1 if anything is wrong.
+Requests of all lengths and sampling modes arrive as others end: one or several samples, and under controls of every
+kind but grammars, which need a tokenizer. Some are cancelled on the way. The compile watch is strict: a compile would
+kill the engine and be reported. Exits 1 if anything is wrong.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from meshserve.runtime.compiles import CompileWatch
 from meshserve.runtime.config import ModelConfig, ServeConfig
@@ -20,21 +22,29 @@ from meshserve.runtime.engine import Engine
 from meshserve.runtime.launch import build_engine
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.random_weights import random_model
-from meshserve.runtime.request import FinishReason, Output, SamplingParams
+from meshserve.runtime.request import FinishReason, Output, RequestOptions, SamplingParams
 from meshserve.runtime.weights import load_model
 
+from .offline_engine import parse_settings
+
 _SETTLE_SECONDS = 60.0
+_LONGEST_OUTPUT = 256  # tokens
 
 
 class Crowd:
-    """Keeps requests in flight and counts how they end. `deliver` is for the engine."""
+    """Keeps samples in flight and counts how they end. `deliver` is for the engine.
 
-    def __init__(self, vocab_size: int, max_context: int, seed: int):
+    Args:
+      controlled: the share of requests under controls.
+    """
+
+    def __init__(self, vocab_size: int, max_context: int, seed: int, controlled: float):
         self._draw = random.Random(seed)
         self._vocab_size = min(vocab_size, 10_000)
         self._max_context = max_context
+        self._controlled = controlled
         self._lock = threading.Lock()
-        self._open: set[str] = set()
+        self._open: set[tuple[str, int]] = set()
         self._num_submitted = 0
         self.num_tokens = 0
         self.num_ended: dict[str, int] = {}
@@ -50,8 +60,9 @@ class Crowd:
             for output in outputs:
                 self.num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
-                    self.num_double_ends += output.request_id not in self._open
-                    self._open.discard(output.request_id)
+                    sample = output.request_id, output.index
+                    self.num_double_ends += sample not in self._open
+                    self._open.discard(sample)
                     reason = output.finish_reason.value
                     self.num_ended[reason] = self.num_ended.get(reason, 0) + 1
 
@@ -61,31 +72,50 @@ class Crowd:
         request_id = str(self._num_submitted)
         self._num_submitted += 1
         num_prompt_tokens = min(int(draw.lognormvariate(4.5, 1.2)) + 1, self._max_context // 2)
-        params = SamplingParams(
-            max_tokens=draw.randint(1, min(256, self._max_context // 2)),
+        params = self._params()
+        prompt = tuple(draw.randrange(self._vocab_size) for _ in range(num_prompt_tokens))
+        num_samples = draw.choice([1, 1, 1, 3])
+        with self._lock:
+            self._open.update((request_id, index) for index in range(num_samples))
+        engine.submit(request_id, prompt, params, RequestOptions(n=num_samples))
+
+    def _params(self) -> SamplingParams:
+        draw = self._draw
+        fields: dict[str, Any] = dict(
+            max_tokens=draw.randint(1, min(_LONGEST_OUTPUT, self._max_context // 2)),
             temperature=draw.choice([0.0, 0.0, 0.7, 1.0, 1.3]),
             top_k=draw.choice([0, 0, 1, 20, 1000]),
             top_p=draw.choice([1.0, 1.0, 0.9, 0.5]),
+            min_p=draw.choice([0.0, 0.0, 0.05]),
             ignore_eos=draw.random() < 0.5,
         )
-        prompt = tuple(draw.randrange(self._vocab_size) for _ in range(num_prompt_tokens))
-        with self._lock:
-            self._open.add(request_id)
-        engine.submit(request_id, prompt, params)
+        if draw.random() < self._controlled:
+            some_ids = tuple(draw.randrange(self._vocab_size) for _ in range(100))
+            fields |= draw.choice(
+                [
+                    {"logprobs": draw.randrange(6)},
+                    {"logprobs": 0, "prompt_logprobs": draw.randrange(6)},
+                    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+                    {"logit_bias": dict.fromkeys(some_ids, draw.uniform(-5.0, 5.0))},
+                    {"bad_token_ids": some_ids},
+                    {"allowed_token_ids": some_ids},
+                    {"min_tokens": fields["max_tokens"] // 2},
+                ]
+            )
+        return SamplingParams(**fields)
 
     def cancel_one(self, engine: Engine) -> None:
         with self._lock:
             victim = self._draw.choice(sorted(self._open)) if self._open else None
         if victim is not None:
-            engine.cancel(victim, FinishReason.CANCELLED)
+            engine.cancel(victim[0], FinishReason.CANCELLED)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     directory = Path(options.model)
     model = named_model(options.model) if options.random_weights else ModelConfig.from_file(directory / "config.json")
-    config = ServeConfig(
-        model=options.model,
+    settings: dict[str, Any] = dict(
         tp=options.tp,
         cpu_devices=options.cpu_devices,
         num_pages=options.num_pages,
@@ -96,15 +126,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         attention=options.attention,
         decode_layers=options.decode_layers,
     )
+    config = ServeConfig(model=options.model, **{**settings, **parse_settings(options.set)})
     make_params = random_model if options.random_weights else lambda *target: load_model(directory, *target)
-    crowd = Crowd(model.vocab_size, options.max_context, options.seed)
+    crowd = Crowd(model.vocab_size, config.max_context, options.seed, options.controlled)
     started = time.monotonic()
     with CompileWatch(is_strict=True) as watch:
         engine, _ = build_engine(config, model, make_params, None, crowd.deliver)
         ready_seconds = time.monotonic() - started
         engine.start()
         watch.ready()
-        seconds = _run(engine, crowd, options)
+        seconds = _run(engine, crowd, config.max_running, options)
         report = _report(engine, crowd, watch, ready_seconds, seconds)
         engine.stop()
     print(json.dumps(report, indent=1))
@@ -125,16 +156,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-step-tokens", type=int, default=256)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--decode-layers", default="auto")
+    parser.add_argument("--controlled", type=float, default=0.25, help="share of requests under controls")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
-def _run(engine: Engine, crowd: Crowd, options: argparse.Namespace) -> float:
+def _run(engine: Engine, crowd: Crowd, max_running: int, options: argparse.Namespace) -> float:
     """Half as many requests again as can run are kept open; then all end. Returns the seconds until then."""
     started = time.monotonic()
     draw = random.Random(options.seed)
     while time.monotonic() - started < options.seconds and engine.failure is None:
-        while crowd.num_open < options.max_running * 3 // 2:
+        while crowd.num_open < max_running * 3 // 2:
             crowd.submit_one(engine)
         if draw.random() < 0.05:
             crowd.cancel_one(engine)

@@ -1,0 +1,23 @@
+"""Mixed load on the demo model, every control among it: it ends, and nothing is left or compiled on the way."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshserve.benchmarks import soak
+from meshserve.deploy import demo
+
+
+def test_mixed_load_is_clean(capsys: pytest.CaptureFixture):
+    model = Path(demo.__file__).with_name("model")
+    arguments = [
+        f"--model={model}", "--seconds=5", "--tp=2", "--cpu-devices=8", "--num-pages=64", "--page-size=16",
+        "--max-context=256", "--max-running=8", "--max-step-tokens=32", "--controlled=0.6",
+        "--set=dtype=float32", "--set=cache_dir=", "--set=draft_tokens=3",
+    ]  # fmt: skip
+    assert soak.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_clean"] and report["late_compiles"] == 0 and report["failure"] is None
+    assert report["ended"]["length"] > 0 and report["tokens"] > 0
+    assert report["pages_free_at_the_end"] == report["pages"] == 64
