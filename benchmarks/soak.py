@@ -29,6 +29,7 @@ from .offline_engine import parse_settings
 
 _SETTLE_SECONDS = 60.0
 _LONGEST_OUTPUT = 256  # tokens
+_CANCELLED = 0.2  # of the requests, at most
 
 
 class Crowd:
@@ -46,6 +47,7 @@ class Crowd:
         self._lock = threading.Lock()
         self._open: set[tuple[str, int]] = set()
         self._num_submitted = 0
+        self._num_cancelled = 0
         self.num_tokens = 0
         self.num_ended: dict[str, int] = {}
         self.num_double_ends = 0
@@ -105,9 +107,13 @@ class Crowd:
         return SamplingParams(**fields)
 
     def cancel_one(self, engine: Engine) -> None:
+        """Somebody in flight, unless enough have been cancelled."""
+        if self._num_cancelled >= _CANCELLED * self._num_submitted:
+            return
         with self._lock:
             victim = self._draw.choice(sorted(self._open)) if self._open else None
         if victim is not None:
+            self._num_cancelled += 1
             engine.cancel(victim[0], FinishReason.CANCELLED)
 
 
