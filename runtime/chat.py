@@ -1,11 +1,16 @@
 """`meshserve chat`: a conversation in the terminal, or one line after the other from a pipe. Imports no jax.
 
 Ctrl-C ends the answer that is coming, and keeps what has come of it. Ctrl-D or /quit ends; /reset forgets.
+
+An answer is heard in an event loop, which an interrupt reaches as a cancellation. In a blocking call it would be an
+exception between any two lines of grpc, which may then hold a lock for ever, and the next answer would never come.
 """
 
+import asyncio
+import contextlib
 import sys
 
-from .client import CallError, Client
+from .client import AsyncClient, CallError
 
 _HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /quit or Ctrl-D ends."
 _PROMPT = "> "
@@ -27,15 +32,18 @@ def chat(target: str, *, max_tokens: int, temperature: float, system: str) -> in
         import readline  # noqa: F401 - gives `input` a history and keys to edit with
 
         print(_HELP)
-    with Client(target) as client:
-        conversation = Conversation(client, max_tokens=max_tokens, temperature=temperature, system=system)
-        while (line := _read_line(is_terminal)) is not None:
-            if line == "/quit":
-                break
-            if line == "/reset":
-                conversation.reset()
-            elif line:
-                conversation.say(line)
+    with asyncio.Runner() as runner:
+        conversation = Conversation(runner, target, max_tokens=max_tokens, temperature=temperature, system=system)
+        try:
+            while (line := _read_line(is_terminal)) is not None:
+                if line == "/quit":
+                    break
+                if line == "/reset":
+                    conversation.reset()
+                elif line:
+                    conversation.say(line)
+        finally:
+            conversation.close()
     return 1 if conversation.num_failures and not is_terminal else 0
 
 
@@ -57,9 +65,10 @@ def _read_line(is_terminal: bool) -> str | None:
 class Conversation:
     """What has been said. A turn that brings no answer is forgotten, so that speakers always alternate."""
 
-    def __init__(self, client: Client, *, max_tokens: int, temperature: float, system: str):
+    def __init__(self, runner: asyncio.Runner, target: str, *, max_tokens: int, temperature: float, system: str):
         self.num_failures = 0
-        self._client = client
+        self._runner = runner
+        self._client = runner.run(_client(target))
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._opening = [{"role": "system", "content": system}] if system else []
@@ -68,25 +77,34 @@ class Conversation:
     def reset(self) -> None:
         self.messages = list(self._opening)
 
+    def close(self) -> None:
+        self._runner.run(self._client.close())
+
     def say(self, content: str) -> None:
         """Sends one message of the user, and prints the answer as it comes. An interrupt ends the answer."""
         question = {"role": "user", "content": content}
-        answer = ""
-        chunks = self._client.chat(
-            [*self.messages, question], max_tokens=self._max_tokens, temperature=self._temperature
-        )
+        heard: list[str] = []
         try:
-            for chunk in chunks:
-                answer += chunk.text
-                print(chunk.text, end="", flush=True)
+            self._runner.run(self._hear([*self.messages, question], heard))
             print()
         except KeyboardInterrupt:
             print(" [stopped]", flush=True)
         except CallError as error:
             self.num_failures += 1
-            print("\n" if answer else "", end="", flush=True)
+            print("\n" if any(heard) else "", end="", flush=True)
             print(f"meshserve: {error}", file=sys.stderr, flush=True)
-        finally:
-            chunks.close()  # cancels the call, if it has not ended
-        if answer:
+        if answer := "".join(heard):
             self.messages += [question, {"role": "assistant", "content": answer}]
+
+    async def _hear(self, messages: list[dict[str, str]], heard: list[str]) -> None:
+        """Prints the answer, and adds its parts to `heard`. If it is cancelled, so is the call."""
+        chunks = self._client.chat(messages, max_tokens=self._max_tokens, temperature=self._temperature)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                heard.append(chunk.text)
+                print(chunk.text, end="", flush=True)
+
+
+async def _client(target: str) -> AsyncClient:
+    """It wants to be made where it is used."""
+    return AsyncClient(target)

@@ -63,6 +63,9 @@ _HEALTH_POLL_SECONDS = 0.1
 class Client:
     """Calls from ordinary code. Safe to share between threads.
 
+    A KeyboardInterrupt while a stream is read can leave a lock of grpc held, and then every later call of this client
+    waits for ever. Who means to go on after one uses `AsyncClient`, which an interrupt reaches as a cancellation.
+
     Args:
       target: "host:port", or any name gRPC resolves.
       credentials: for TLS; without them the connection is not encrypted.
