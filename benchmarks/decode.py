@@ -17,7 +17,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.random_weights import random_model
 from meshserve.runtime.request import Output, SamplingParams
 from meshserve.runtime.weights import load_model
+
+from .kernel_times import kernel_table
 
 _BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # a second, by the datasheets
 _PREFILL_STEPS = 4  # of slack before the first measured step
@@ -74,9 +76,20 @@ class Timeline:
             self.num_finished += sum(output.finish_reason is not None for output in outputs)
             self._changed.notify()
 
+    def num_full(self, batch: int) -> int:
+        """Steps so far that gave a token to each of `batch` requests."""
+        return sum(num_tokens == batch for _, num_tokens in self.steps)
+
     def wait(self, engine: Engine, num_requests: int) -> None:
+        self._wait(engine, lambda: self.num_finished >= num_requests)
+
+    def wait_full(self, engine: Engine, batch: int, num_steps: int) -> None:
+        """Until so many steps gave a token to each of `batch` requests."""
+        self._wait(engine, lambda: self.num_full(batch) >= num_steps)
+
+    def _wait(self, engine: Engine, is_over: Callable[[], bool]) -> None:
         with self._changed:
-            while self.num_finished < num_requests:
+            while not is_over():
                 self._changed.wait(timeout=1.0)
                 if engine.failure is not None:
                     raise RuntimeError(f"the engine died: {engine.failure}")
@@ -127,8 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(_measure(options, model, engine, timeline, watched, batch, context))
             print(_row(results[-1]), flush=True)
     if options.profile:
-        with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
-            _measure(options, model, engine, timeline, watched, options.batch[0], options.context[0])
+        print(_profile(options, model, engine, timeline))
     engine.stop()
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
@@ -151,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--decode-layers", default="auto")
     parser.add_argument("--cpu-devices", type=int, default=0)
-    parser.add_argument("--profile", type=Path, help="write a jax.profiler trace of one more, unmeasured case here")
+    parser.add_argument("--profile", type=Path, help="trace steps of the last case, run once more; prints their kernels")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     return parser
 
@@ -174,6 +186,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         attention=options.attention,
         decode_layers=options.decode_layers,
         prefix_cache=False,  # the cases draw the same prompts, and each is to be prefilled
+        controls=False,
     )
 
 
@@ -196,21 +209,9 @@ def _measure(
     batch: int,
     context: int,
 ) -> Result:
-    num_steps = 2 * options.runs * options.steps
-    draw = random.Random(batch * 1_000_003 + context)  # no case finds another's prompts in the prefix cache
-    # Requests that are prefilled early decode while the others are prefilled; all must outlast the measurement.
-    num_prefill_steps = _num_prefill_steps(options, batch, context)
-    num_prompt_tokens = max(1, context - 3 * num_steps // 4 - num_prefill_steps // 2)
     timeline.reset()
     started = time.perf_counter()
-    for index in range(batch):
-        prompt = tuple(draw.randrange(min(model.vocab_size, 10_000)) for _ in range(num_prompt_tokens))
-        params = SamplingParams(
-            max_tokens=num_steps + num_prefill_steps,
-            temperature=options.temperature,
-            ignore_eos=True,
-        )
-        engine.submit(str(index), prompt, params)
+    _submit(options, model, engine, batch, context)
     timeline.wait(engine, batch)
     times = [moment for moment, num_tokens in timeline.steps if num_tokens == batch]
     first_full = times[0]
@@ -235,6 +236,38 @@ def _measure(
         starved_steps=float(np.mean(watched.starved[-len(times) :])),
         prefill_seconds=first_full - started,
     )
+
+
+def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, batch: int, context: int) -> None:
+    """Requests that all decode together for as long as a warm-up and a measurement take."""
+    num_steps = 2 * options.runs * options.steps
+    draw = random.Random(batch * 1_000_003 + context)  # no case finds another's prompts in the prefix cache
+    # Requests that are prefilled early decode while the others are prefilled; all must outlast the measurement.
+    num_prefill_steps = _num_prefill_steps(options, batch, context)
+    num_prompt_tokens = max(1, context - 3 * num_steps // 4 - num_prefill_steps // 2)
+    for index in range(batch):
+        prompt = tuple(draw.randrange(min(model.vocab_size, 10_000)) for _ in range(num_prompt_tokens))
+        params = SamplingParams(
+            max_tokens=num_steps + num_prefill_steps,
+            temperature=options.temperature,
+            ignore_eos=True,
+        )
+        engine.submit(str(index), prompt, params)
+
+
+def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline) -> str:
+    """The kernels of a decode step of the last case, by a profile of its measured steps alone."""
+    batch, context = options.batch[-1], options.context[-1]
+    num_steps = options.runs * options.steps
+    timeline.reset()
+    _submit(options, model, engine, batch, context)
+    timeline.wait_full(engine, batch, num_steps)  # the warm-up
+    with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
+        first = timeline.num_full(batch)
+        timeline.wait_full(engine, batch, first + num_steps // 2)
+        num_traced = timeline.num_full(batch) - first
+    timeline.wait(engine, batch)
+    return kernel_table(options.profile, num_steps=num_traced)
 
 
 def _roofline_ms(options: argparse.Namespace, model: ModelConfig, batch: int, context: int) -> float | None:

@@ -9,7 +9,6 @@ what attention, norms and padding cost lowers it.
 """
 
 import argparse
-import collections
 import dataclasses
 import json
 import random
@@ -30,6 +29,7 @@ from meshserve.runtime.request import SamplingParams
 from meshserve.runtime.weights import load_model
 
 from .decode import Timeline
+from .kernel_times import kernel_table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +109,7 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
         attention=options.attention,
         products=options.products,
         prefix_cache=False,
+        controls=False,
     )
 
 
@@ -149,24 +150,6 @@ def linear_flops(model: ModelConfig) -> int:
     """Of one token: two for each parameter of the layers' projections."""
     attention = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
     return 2 * model.num_layers * model.embed_dim * (attention + 3 * model.mlp_dim)
-
-
-def kernel_table(folder: Path, num_rows: int = 30) -> str:
-    """The kernels of a profile by their whole time: milliseconds, calls, name."""
-    total: collections.Counter[str] = collections.Counter()
-    calls: collections.Counter[str] = collections.Counter()
-    profile = jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
-    for plane in profile.planes:
-        if not plane.name.startswith("/device:"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                total[event.name] += event.duration_ns
-                calls[event.name] += 1
-    rows = [f"{ns / 1e6:9.3f} ms {calls[name]:6d}  {name[:100]}" for name, ns in total.most_common(num_rows)]
-    return "\n".join([f"{sum(total.values()) / 1e6:9.3f} ms in kernels", *rows])
 
 
 def _row(result: Result) -> str:
