@@ -9,17 +9,13 @@ import jax
 
 from meshserve.runtime.aot import KnownKey, ProgramReport
 from meshserve.runtime.capacity import Planner
-from meshserve.runtime.capacity_report import compile_with_table, plan_json, plan_table
+from meshserve.runtime.capacity_report import Asked, compile_with_table, plan_json, plan_table, planner_of
 from meshserve.runtime.config import ServeConfig
-from meshserve.runtime.model_sizes import named_model
-from meshserve.sharding.targets import target
 
 
-def planner(model: str, target_name: str, **options: Any) -> Planner:
+def planner(model: str, target: str, **options: Any) -> Planner:
     """A server of a published size on a whole target."""
-    goal = target(target_name)
-    config = dataclasses.replace(ServeConfig(model=model), **options)
-    return Planner(name=model, config=config, model=named_model(model), target=goal, num_devices=goal.num_devices)
+    return planner_of(Asked(config=ServeConfig(model=model, **options), target=target))
 
 
 def parser(description: str, *, models: Sequence[str], targets: Sequence[str]) -> argparse.ArgumentParser:

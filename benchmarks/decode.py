@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(_measure(options, model, engine, timeline, watched, batch, context))
             print(_row(results[-1]), flush=True)
     if options.profile:
-        print(_profile(options, model, engine, timeline))
+        print(_profile(options, model, engine, timeline, results[-1].step_ms))
     engine.stop()
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--decode-layers", default="auto")
     parser.add_argument("--cpu-devices", type=int, default=0)
-    parser.add_argument("--profile", type=Path, help="trace steps of the last case, run once more; prints their kernels")
+    parser.add_argument("--profile", type=Path, help="trace steps of the last case, once more; prints the kernels")
     parser.add_argument("--json", type=Path, help="write the results here, too")
     return parser
 
@@ -255,7 +255,9 @@ def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, bat
         engine.submit(str(index), prompt, params)
 
 
-def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline) -> str:
+def _profile(
+    options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline, step_ms: float
+) -> str:
     """The kernels of a decode step of the last case, by a profile of its measured steps alone."""
     batch, context = options.batch[-1], options.context[-1]
     num_steps = options.runs * options.steps
@@ -263,11 +265,9 @@ def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, ti
     _submit(options, model, engine, batch, context)
     timeline.wait_full(engine, batch, num_steps)  # the warm-up
     with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
-        first = timeline.num_full(batch)
-        timeline.wait_full(engine, batch, first + num_steps // 2)
-        num_traced = timeline.num_full(batch) - first
+        timeline.wait_full(engine, batch, timeline.num_full(batch) + num_steps // 2)
     timeline.wait(engine, batch)
-    return kernel_table(options.profile, num_steps=num_traced)
+    return kernel_table(options.profile, step_ms=step_ms)
 
 
 def _roofline_ms(options: argparse.Namespace, model: ModelConfig, batch: int, context: int) -> float | None:

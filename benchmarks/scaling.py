@@ -173,7 +173,7 @@ def _time_model(
             model="random", tp=tp, page_size=options.page_size, max_running=batch, attention=options.attention,
             decode_layers=options.decode_layers, all_reduce=options.all_reduce,
         )  # fmt: skip
-        kernels = choose_kernels(config, mesh, params, _state_shapes(options, model, tp, batch))
+        kernels = choose_kernels(config, model, mesh)
         runner, packed = make_runner(options, model, mesh, kernels, batch=batch, made=(structure, params))
         run = partial(runner.run, bucket_of(batch), packed)
         times, dispatch_ms = _time_steps(run, options.rounds, options.steps)

@@ -194,9 +194,8 @@ class DryServer:
 
     @cached_property
     def _kernels(self) -> Kernels:
-        """Those that the config chooses. How many pages and rows there are does not matter to them."""
-        state = self._state(CacheShape(1, self.config.page_size, 1, 1))
-        return choose_kernels(self.config, self.mesh, self._placed_model[1], state, are_devices_here=False)
+        """Those that the config chooses."""
+        return choose_kernels(self.config, self.model, self.mesh, are_devices_here=False)
 
     @cached_property
     def _placed_model(self) -> tuple[nnx.GraphDef, nnx.State]:

@@ -117,7 +117,7 @@ def declare_buckets(
 
 
 def server_buckets(config: ServeConfig) -> tuple[Bucket, ...]:
-    """The shapes of a server."""
+    """The shapes of a server. With kernels that are not named yet, "auto", as without decode kernels."""
     return declare_buckets(
         max_step_tokens=config.max_step_tokens,
         max_running=config.max_running,

@@ -14,6 +14,7 @@ from .capacity_compiled import REPORT_HEAD, CompiledPlan, compile_plan, report_r
 from .config import ModelConfig, ServeConfig
 from .degrees import DegreePlan, best_degree, degree_plans, roofline_of
 from .errors import ConfigError
+from .kernel_choice import named_kernels
 from .model_files import find_model
 from .model_sizes import is_published, named_model
 from .roofline import Roof
@@ -149,12 +150,17 @@ def planner_of(asked: Asked) -> Planner:
         raise ConfigError("length and batch are 1 or more, jax_fraction is above 0 and at most 1, or 0: jax's own.")
     if asked.tensor_parallelism > goal.num_devices:
         raise ConfigError(f"tp is {asked.tensor_parallelism}; {goal.name} has {goal.num_devices} devices. Lower it.")
+    model, num_devices = _model(asked.config), asked.tensor_parallelism or goal.num_devices
+    try:
+        config = named_kernels(asked.config, model, platform=goal.chip.platform, num_devices=num_devices)
+    except ValueError:  # the model cannot be split so; the plan will say it, and which degree would do
+        config = asked.config
     return Planner(
         name=asked.config.model,
-        config=asked.config,
-        model=_model(asked.config),
+        config=config,
+        model=model,
         target=goal,
-        num_devices=asked.tensor_parallelism or goal.num_devices,
+        num_devices=num_devices,
         jax_fraction=asked.jax_fraction,
     )
 

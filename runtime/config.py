@@ -246,11 +246,13 @@ class ServeConfig:
     controls: bool = option(True, "serve penalties, bias, bans, log-probabilities; some memory and compile time")
     attention: str = option(
         "auto",
-        "paged attention implementation; auto: tpu on a TPU, else reference",
+        "paged attention implementation; auto: tpu on a TPU, cuda on a Hopper GPU, else reference",
         ("auto", "reference", "cuda", "tpu", "tpu_interpreted"),
     )
     decode_layers: str = option(
-        "auto", "fused kernels for the layers of small decode steps; auto: off", ("auto", "off", "reference", "cuda")
+        "auto",
+        "fused kernels for the layers of small decode steps; auto: cuda on a Hopper GPU, else off",
+        ("auto", "off", "reference", "cuda"),
     )
     products: str = option(
         "tuned",

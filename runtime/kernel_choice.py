@@ -1,58 +1,87 @@
 """Which kernels serve: chosen once at start-up from the devices, the model's shapes and the config, and logged."""
 
+import dataclasses
 import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.kernels import decode_layers, paged_attention
-from meshserve.kernels.cuda.build import KernelBuildError
+from meshserve.kernels.cuda import build
 from meshserve.kernels.peers import Peers
 from meshserve.kernels.peers import gpu as peers_gpu
-from meshserve.sharding.mesh import TENSOR_AXIS, named_sharding
+from meshserve.sharding.mesh import TENSOR_AXIS
 from meshserve.sharding.targets import chip_of
 
-from .config import ServeConfig
-from .model import Kernels, layer_weights
-from .step import CACHE_AXES, DeviceState
+from .config import ModelConfig, ServeConfig, serving_dtype
+from .model import Kernels, abstract_model, layer_weights
+from .orbax_weights import model_layout
+from .step import CacheShape, state_shapes
 
 _log = logging.getLogger(__name__)
 
 
-def choose_kernels(
-    config: ServeConfig,
-    mesh: Mesh,
-    params: nnx.State,
-    state: DeviceState[jax.ShapeDtypeStruct],
-    *,
-    are_devices_here: bool = True,
-) -> Kernels:
-    """The kernels that `attention` and `decode_layers` name. "auto" takes the TPU's own on a TPU
-    and XLA's path elsewhere. Devices that are not here can have programs compiled for them, but not be opened as peers.
+def named_kernels(
+    config: ServeConfig, model: ModelConfig, *, platform: str, num_devices: int, refusal: str | None = None
+) -> ServeConfig:
+    """The config with kernels in place of "auto": ours on a TPU and on a GPU that can run them, else XLA's.
 
-    The CUDA kernels must be named: under mixed load they have ended in an illegal instruction whose cause is not known
-    yet (docs/performance.md), and a server must not.
+    Args:
+      platform: jax's, of the devices.
+      refusal: why the CUDA kernels cannot run on these devices; None: they can.
+
+    Raises:
+      ValueError: the model cannot be split over so many devices.
+    """
+    ours, layers = {"tpu": ("tpu", "off"), "gpu": ("cuda", "cuda")}.get(platform, ("reference", "off"))
+    if platform == "gpu":
+        refusal = refusal or _shape_refusal(config, model, num_devices)
+        if refusal is not None:
+            ours, layers = "reference", "off"
+            _log.warning("XLA's kernels serve, which are slower: %s", refusal)
+    return dataclasses.replace(
+        config,
+        attention=ours if config.attention == "auto" else config.attention,
+        decode_layers=layers if config.decode_layers == "auto" else config.decode_layers,
+    )
+
+
+def kernels_here(config: ServeConfig, model: ModelConfig, mesh: Mesh) -> ServeConfig:
+    """As `named_kernels`, for the devices of a mesh. Builds the CUDA kernels if they are to serve.
+
+    Raises:
+      As `named_kernels`.
+    """
+    if "auto" not in (config.attention, config.decode_layers):
+        return config
+    device = mesh.devices.flat[0]
+    refusal = build.unavailable_reason(device) or _build_refusal()
+    return named_kernels(config, model, platform=device.platform, num_devices=mesh.size, refusal=refusal)
+
+
+def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_devices_here: bool = True) -> Kernels:
+    """The kernels that `attention` and `decode_layers` name; for "auto" see `named_kernels`. Devices that are not here
+    can have programs compiled for them, but not be opened as peers.
 
     Raises:
       ValueError: a named implementation cannot run here.
     """
+    config = kernels_here(config, model, mesh)
     device = mesh.devices.flat[0]
-    platform = device.platform
-    if platform == "tpu" and config.attention in ("auto", "tpu"):
-        return tpu_kernels(mesh, state)
-    is_gpu = platform == "gpu"
-    reason = _cuda_refusal(mesh, params, state)
-    attention = "reference" if config.attention == "auto" else config.attention
-    decode = "off" if config.decode_layers == "auto" else config.decode_layers
+    if config.attention == "tpu" and device.platform == "tpu":
+        return tpu_kernels(config, model, mesh)
+    attention, decode = config.attention, config.decode_layers
     for option, chosen in (("attention", attention), ("decode_layers", decode)):
-        if chosen == "cuda" and reason is not None:
-            raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {reason}.")
-    if is_gpu and reason is None and "cuda" not in (attention, decode):
-        _log.warning("XLA's kernels serve; try the faster CUDA ones with --attention cuda --decode-layers cuda")
+        if chosen == "cuda":
+            reason = build.unavailable_reason(device) or _shape_refusal(config, model, mesh.size)
+            if reason is not None:
+                raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {reason}.")
     peers = _peers(mesh, are_devices_here) if config.all_reduce == "peers" else None
     _log.info("attention: %s; decode layers: %s; sums: %s", attention, decode, "xla" if peers is None else "peers")
+    is_gpu = device.platform == "gpu"
     return Kernels(
         attend=paged_attention.implementation(attention, device),
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
@@ -77,18 +106,19 @@ def _peers(mesh: Mesh, are_devices_here: bool) -> Peers | None:
         return Peers(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size)))
     try:
         return peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
-    except (peers_gpu.PeersError, KernelBuildError) as error:
+    except (peers_gpu.PeersError, build.KernelBuildError) as error:
         raise ValueError(f"--all-reduce peers cannot serve here: {error}. Take xla.") from None
 
 
-def tpu_kernels(mesh: Mesh, state: DeviceState[jax.ShapeDtypeStruct]) -> Kernels:
+def tpu_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh) -> Kernels:
     """The kernels of a TPU; its devices need not be there.
 
     Raises:
       ValueError: they cannot serve this cache; names what they take.
     """
-    *_, page_size, head_dim = state.cache.shape
-    paged_attention.tpu.check_shapes(head_dim=head_dim, page_size=page_size, dtype=state.cache.dtype)
+    paged_attention.tpu.check_shapes(
+        head_dim=model.head_dim, page_size=config.page_size, dtype=jnp.dtype(serving_dtype(config, model))
+    )
     chip = chip_of(mesh.devices.flat[0])
     return Kernels(
         attend=paged_attention.IMPLEMENTATIONS["tpu"],
@@ -97,16 +127,28 @@ def tpu_kernels(mesh: Mesh, state: DeviceState[jax.ShapeDtypeStruct]) -> Kernels
     )
 
 
-def _cuda_refusal(mesh: Mesh, params: nnx.State, state: DeviceState[jax.ShapeDtypeStruct]) -> str | None:
-    """Why the CUDA kernels cannot serve these shapes on these devices; None if they can."""
-    reason = paged_attention.gpu.unavailable_reason(mesh.devices.flat[0])
-    if reason is not None:
-        return reason
+def _shape_refusal(config: ServeConfig, model: ModelConfig, num_devices: int) -> str | None:
+    """Why the CUDA kernels cannot serve a device's block of the model; None if they can."""
+    layout, dtype = model_layout(model, num_devices), jnp.dtype(serving_dtype(config, model))
 
-    def block(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+    def block(weight: nnx.Variable) -> nnx.Variable:
+        shape = [
+            size // (1 if axis is None else num_devices) for size, axis in zip(weight.shape, weight.axes, strict=True)
+        ]
+        return weight.replace(jax.ShapeDtypeStruct(tuple(shape), dtype))
 
-    weights = jax.tree.map(block, layer_weights(params["layers"]))
-    cache_shape = named_sharding(mesh, CACHE_AXES).shard_shape(state.cache.shape)
-    cache: Any = jax.ShapeDtypeStruct(cache_shape, state.cache.dtype)
+    _, abstract = abstract_model(model, layout, dtype)
+    is_weight = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
+    weights = layer_weights(jax.tree.map(block, abstract["layers"], is_leaf=is_weight))
+    whole = state_shapes(model, layout, CacheShape(1, config.page_size, 1, 1), dtype).cache.shape
+    cache: Any = jax.ShapeDtypeStruct((*whole[:2], whole[2] // num_devices, *whole[3:]), dtype)
     return decode_layers.unsupported_reason(weights, cache)
+
+
+def _build_refusal() -> str | None:
+    """Why the CUDA kernels cannot be compiled on this host; None if they are there."""
+    try:
+        build.build()
+    except build.KernelBuildError as error:
+        return str(error)
+    return None

@@ -26,7 +26,7 @@ from .control_batch import ControlBuilder
 from .control_programs import ControlPrograms, Controls
 from .engine import Engine
 from .figures import FIGURES_IN_LOG
-from .kernel_choice import choose_kernels
+from .kernel_choice import choose_kernels, kernels_here
 from .model_files import DEMO_MODEL, ModelFiles, find_model
 from .orbax_weights import model_layout
 from .pages import PageAllocator
@@ -90,6 +90,7 @@ def launch(
         cluster.begin(config, files)
     load = _loading(files, progress)
     engine, mesh = build_engine(config, model, load, tokenizer, deliver, record, cluster)
+    config = kernels_here(config, model, mesh)  # at another degree the same ones serve
     info = _model_info(config, model, tokenizer, mesh)
     return Launched(engine, tokenizer, info, Resharder(engine, config, model, make_runner), grammars)
 
@@ -132,8 +133,9 @@ def build_engine(
     Raises:
       As `launch`.
     """
-    limits = server_limits(config, context_tokens(config, model))
     runner, num_pages, mesh = build_runner(config, model, make_params, cluster)
+    config = kernels_here(config, model, mesh)
+    limits = server_limits(config, context_tokens(config, model))
     pages = PageAllocator(num_pages)
     eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else frozenset()
     engine = Engine(
@@ -205,13 +207,14 @@ def make_runner(
       ValueError, MemoryError: the devices do not allow it.
       ClusterError: the other processes do not.
     """
+    config = kernels_here(config, model, mesh)
     layout, dtype = model_layout(model, mesh.size), jnp.dtype(serving_dtype(config, model))
     buckets = server_buckets(config)
     # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
     max_request_pages = -(-context_tokens(config, model) // config.page_size)
     one_page = CacheShape(1, config.page_size, config.max_running, max_request_pages)
     one_page_shapes = state_shapes(model, layout, one_page, dtype)
-    kernels = choose_kernels(config, mesh, params, one_page_shapes)
+    kernels = choose_kernels(config, model, mesh)
     controls = None
     if config.controls:
         declared = ControlPrograms(

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 from jax.experimental import topologies
@@ -110,7 +111,13 @@ CHIPS = {
 
 # XLA does not see that a step updates the cache in place: with a cache of a third of the memory or more it believes
 # that memory is short, and computes projections and gathered pages twice to save some (docs/log.md).
-_GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+#
+# Of XLA's Triton products, those whose operands come by the copy engine (TMA) end in CUDA_ERROR_ILLEGAL_INSTRUCTION at
+# their first copy, when a trial happens to prefer one (jax 0.11.2, Hopper; docs/log.md). The file names others to try.
+_GPU_OPTIONS = {
+    "xla_disable_hlo_passes": "rematerialization",
+    "xla_gpu_gemm_autotuner_override_file": str(Path(__file__).with_name("gpu_products.txtpb")),
+}
 _SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){0,2})")
 
 

@@ -61,7 +61,7 @@ def test_a_degree_of_its_own_and_a_directory(capsys):
         (["--model=qwen3-8b", "--target=h100:1", "--length=0"], "length and batch are 1 or more"),
         (
             ["--model=qwen3-32b", "--target=h100:4", "--tp=1"],
-            "61.0 GiB of weights on each of 1 devices of h100:4, which have 59.4 GiB; 11.5 GiB are short of a single "
+            "61.0 GiB of weights on each of 1 devices of h100:4, which have 59.4 GiB; 11.3 GiB are short of a single "
             "KV page. Take a larger machine or degree. On h100:4 it fits at --tp 2",
         ),
     ],

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from meshserve.benchmarks import scaling
@@ -20,12 +19,10 @@ from meshserve.kernels.peers import reference as peers_reference
 from meshserve.runtime import decode
 from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.kernel_choice import choose_kernels
-from meshserve.runtime.model import Kernels, abstract_model
+from meshserve.runtime.model import Kernels
 from meshserve.runtime.model_sizes import named_model
-from meshserve.runtime.orbax_weights import model_layout
-from meshserve.runtime.step import CacheShape, state_shapes
 from meshserve.sharding.collectives import all_reduce
-from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, named_sharding
+from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 CONFIG = named_model("qwen3-0.6b")
 
@@ -131,18 +128,8 @@ def test_all_reduce_takes_peers_where_they_are_faster(num_bytes: int, dtype: str
 def test_peers_that_cannot_be_are_refused_by_name() -> None:
     config = ServeConfig(model="random", tp=2, all_reduce="peers")
     mesh = make_mesh(2)
-    layout = model_layout(CONFIG, 2)
-    _, params = abstract_model(CONFIG, layout, jnp.dtype("bfloat16"))
-    placed = jax.tree.map(
-        lambda weight: weight.replace(
-            jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=named_sharding(mesh, weight.axes))
-        ),
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-    )
-    state = state_shapes(CONFIG, layout, CacheShape(1, 16, 1, 1), jnp.dtype("bfloat16"))
     with pytest.raises(ValueError, match=r"--all-reduce peers cannot serve here: .* a cpu device. Take xla"):
-        choose_kernels(config, mesh, placed, state)
+        choose_kernels(config, CONFIG, mesh)
 
 
 def test_a_step_through_peers_samples_what_xla_samples() -> None:

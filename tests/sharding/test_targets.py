@@ -1,5 +1,6 @@
 """Machines by name."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,9 +30,18 @@ def test_a_name_of_another_form_is_refused(name):
 def test_no_gpu_computes_twice_to_save_memory(num_devices):
     devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA A100")] * num_devices)
     mesh = SimpleNamespace(devices=devices, size=num_devices)
-    assert compiler_options(mesh) == {"xla_disable_hlo_passes": "rematerialization"}
+    assert compiler_options(mesh)["xla_disable_hlo_passes"] == "rematerialization"
     with_library = compiler_options(mesh, has_library_products=True)
     assert with_library == {**compiler_options(mesh), "xla_gpu_enable_triton_gemm": False}
+
+
+def test_no_product_that_xla_tries_has_its_operands_come_by_the_copy_engine():
+    devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")])
+    options = compiler_options(SimpleNamespace(devices=devices, size=1))
+    lines = Path(options["xla_gpu_gemm_autotuner_override_file"]).read_text().splitlines()
+    tried = [line for line in lines if not line.startswith("#")]
+    assert len(tried) > 8 and len(set(tried)) == len(tried)
+    assert all(line.startswith("config {") and "tma" not in line for line in tried)
 
 
 def test_other_devices_are_no_chip_and_have_no_options():
