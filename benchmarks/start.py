@@ -130,7 +130,7 @@ def start_once(options: argparse.Namespace) -> dict[str, Any]:
             engine.start()
             watch.ready()
             traffic_seconds = crowd.run(engine, config, model, options.fill)
-            report = _report(engine, crowd, watch, is_filled=options.fill > 1)
+            report = _report(engine, crowd, watch, is_filled=options.fill > 0)
             engine.stop()
     except Exception as error:
         return {"is_clean": False, "failure": f"{type(error).__name__}: {error}"}
