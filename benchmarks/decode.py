@@ -7,7 +7,8 @@ after a warm-up of as many runs as are measured, the table gives the median, P10
 The context is the average one in the middle of the measurement. The roofline is the least time in which the device can
 read what a step must read: every weight once (of the embedding only the rows looked up), and all keys and values.
 
-A step is *starved* if the device had finished the step before it when it was dispatched: the host was too slow.
+A step is *starved* if the device had finished the step before it when it was dispatched: the host was too slow. The
+dispatch is the host's time in the call that launches a step.
 """
 
 import argparse
@@ -55,6 +56,7 @@ class Result:
     roofline_ms: float | None
     roofline_fraction: float | None
     starved_steps: float
+    dispatch_ms: float
     prefill_seconds: float
 
 
@@ -96,19 +98,22 @@ class Timeline:
 
 
 class WatchedRunner:
-    """A runner that counts the steps dispatched after the device had run dry."""
+    """A runner that counts the steps dispatched after the device had run dry, and times the dispatches."""
 
     def __init__(self, runner: Runner):
         self._runner = runner
         self._last: Any = None
         self.starved: list[bool] = []
+        self.dispatch_ms: list[float] = []
 
     def set_page_row(self, page_row: np.ndarray) -> None:
         self._runner.set_page_row(page_row)
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         self.starved.append(self._last is None or self._last.is_ready())
+        started = time.perf_counter()
         self._last = self._runner.run(bucket, packed)
+        self.dispatch_ms.append(1000 * (time.perf_counter() - started))
         return self._last
 
     def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
@@ -234,6 +239,7 @@ def _measure(
         roofline_ms=roofline_ms,
         roofline_fraction=roofline_ms / step_ms if roofline_ms else None,
         starved_steps=float(np.mean(watched.starved[-len(times) :])),
+        dispatch_ms=statistics.median(watched.dispatch_ms[-len(times) :]),
         prefill_seconds=first_full - started,
     )
 
@@ -287,7 +293,7 @@ def _row(result: Result) -> str:
         f"{result.model} tp {result.tp} batch {result.batch:4d} context {result.context:6d}: "
         f"{result.step_ms:7.3f} ms a step (P10 {result.step_ms_p10:.3f}, P90 {result.step_ms_p90:.3f}), "
         f"{result.tokens_per_second:8.0f} tokens/s, {fraction}, {result.starved_steps:.0%} of steps starved, "
-        f"prefill {result.prefill_seconds:.2f} s"
+        f"dispatch {result.dispatch_ms:.3f} ms, prefill {result.prefill_seconds:.2f} s"
     )
 
 
