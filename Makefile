@@ -108,7 +108,8 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py \
-	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_peers_on_one_gpu.py tests/kernels/test_peers_gpu.py
+	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_floor_gpu.py \
+	    tests/kernels/test_peers_on_one_gpu.py tests/kernels/test_peers_gpu.py
 
 # The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON as it is: it must have jax's CUDA build.
 bench-gpu:

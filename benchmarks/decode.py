@@ -18,7 +18,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,8 @@ class Timeline:
         return sum(num_tokens == batch for _, num_tokens in self.steps)
 
     def wait(self, engine: Engine, num_requests: int) -> None:
-        self._wait(engine, lambda: self.num_finished >= num_requests)
-
-    def wait_full(self, engine: Engine, batch: int, num_steps: int) -> None:
-        """Until so many steps gave a token to each of `batch` requests."""
-        self._wait(engine, lambda: self.num_full(batch) >= num_steps)
-
-    def _wait(self, engine: Engine, is_over: Callable[[], bool]) -> None:
         with self._changed:
-            while not is_over():
+            while self.num_finished < num_requests:
                 self._changed.wait(timeout=1.0)
                 if engine.failure is not None:
                     raise RuntimeError(f"the engine died: {engine.failure}")
@@ -145,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(_measure(options, model, engine, timeline, watched, batch, context))
             print(_row(results[-1]), flush=True)
     if options.profile:
-        print(_profile(options, model, engine, timeline, results[-1].step_ms))
+        print(_profile(options, model, engine, timeline))
     engine.stop()
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
@@ -261,19 +254,15 @@ def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, bat
         engine.submit(str(index), prompt, params)
 
 
-def _profile(
-    options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline, step_ms: float
-) -> str:
-    """The kernels of a decode step of the last case, by a profile of its measured steps alone."""
+def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline) -> str:
+    """The kernels of a decode step of the last case, with prefill's among them."""
     batch, context = options.batch[-1], options.context[-1]
-    num_steps = options.runs * options.steps
     timeline.reset()
-    _submit(options, model, engine, batch, context)
-    timeline.wait_full(engine, batch, num_steps)  # the warm-up
+    # The profiler must be there before the steps: it does not get along with command buffers that are in flight.
     with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
-        timeline.wait_full(engine, batch, timeline.num_full(batch) + num_steps // 2)
-    timeline.wait(engine, batch)
-    return kernel_table(options.profile, step_ms=step_ms)
+        _submit(options, model, engine, batch, context)
+        timeline.wait(engine, batch)
+    return kernel_table(options.profile, num_steps=timeline.num_full(batch))
 
 
 def _roofline_ms(options: argparse.Namespace, model: ModelConfig, batch: int, context: int) -> float | None:

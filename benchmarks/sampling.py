@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from meshserve.kernels.sampling import implementation
 from meshserve.runtime.control_batch import ADJUSTS, SAMPLES, ControlShape
 from meshserve.runtime.controls import ControlState, sample_controlled
 from meshserve.runtime.model_sizes import named_model
@@ -129,8 +130,12 @@ def _measured(mesh: Mesh, batch: int, options: argparse.Namespace) -> Iterator[t
         yield path, figures
 
 
-def _is_unrolled(mesh: Mesh) -> bool:
-    return bool(mesh.devices.flat[0].platform == "gpu")  # as a server has it
+def _sampler(mesh: Mesh, vocab_size: int) -> Callable[..., jax.Array]:
+    """`sample` as a server on these devices has it."""
+    device = mesh.devices.flat[0]
+    return partial(
+        sample, vocab_size=vocab_size, is_unrolled=device.platform == "gpu", find_floor=implementation(device)
+    )
 
 
 def _random_logits(mesh: Mesh, batch: int, vocab_size: int, seed: int) -> jax.Array:
@@ -144,7 +149,7 @@ def _step_program(
     mesh: Mesh, logits: Sequence[jax.Array], vocab_size: int, mode: SamplingMode, fields: dict[str, float]
 ) -> Callable[[jax.Array], jax.Array]:
     """positions -> the next ones, after one sampling from each of `logits`."""
-    batch = logits[0].shape[0]
+    batch, choose = logits[0].shape[0], _sampler(mesh, vocab_size)
 
     def program(logits: Sequence[jax.Array], positions: jax.Array) -> jax.Array:
         for copy in logits:
@@ -157,7 +162,7 @@ def _step_program(
                 seed_high=jnp.zeros(batch, jnp.uint32),
                 position=positions,
             )
-            positions = 1 + sample(copy, params, mode, vocab_size=vocab_size, is_unrolled=_is_unrolled(mesh))
+            positions = 1 + choose(copy, params, mode)
         return positions
 
     sharded = jax.shard_map(program, mesh=mesh, in_specs=(_VOCAB, _ANY), out_specs=_ANY, check_vma=False)
@@ -179,7 +184,7 @@ def _control_program(mesh: Mesh, logits: jax.Array, vocab_size: int) -> Callable
     """Control vector, (control state, last tokens) -> the latter after a step."""
     shape = ControlShape(logits.shape[0])
     state = ControlState(_VOCAB, _VOCAB)
-    program = partial(sample_controlled, shape=shape, vocab_size=vocab_size, is_unrolled=_is_unrolled(mesh))
+    program = partial(sample_controlled, shape=shape, vocab_size=vocab_size, choose=_sampler(mesh, vocab_size))
     specs, results = (state, _ANY, _VOCAB, _ANY, _ANY), (state, _ANY, _ANY)
     sharded = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
     compiled = jax.jit(sharded, donate_argnums=(0, 1), compiler_options=compiler_options(mesh))

@@ -131,6 +131,7 @@ class DryServer:
             max_running=shape.max_running,
             real_vocab_size=self.model.vocab_size,
             is_unrolled=self._kernels.is_unrolled,
+            find_floor=self._kernels.find_floor,
         )
 
     def compile(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Compiled:

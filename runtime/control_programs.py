@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from meshserve.kernels.sampling import FindFloor
 from meshserve.sharding.memory import added_bytes, shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 from meshserve.sharding.targets import compiler_options
@@ -24,6 +25,7 @@ from .compiles import ProgramKey, compile_all
 from .control_batch import WORD_BITS, ControlShape, Logprobs, Sampled, control_sizes, next_size
 from .controls import ControlState, prompt_logprobs, sample_controlled, set_control_row
 from .model import specs_of
+from .sampling import sample
 
 _VOCAB_AXES = (None, "vocab")
 _REPLICATED = PartitionSpec()
@@ -43,6 +45,7 @@ class ControlPrograms:
     max_running: int
     real_vocab_size: int  # without padding to whole shards
     is_unrolled: bool
+    find_floor: FindFloor | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -84,7 +87,8 @@ class ControlPrograms:
     def step_output_bytes(self) -> int:
         """What the largest step leaves on each device for these programs to work on."""
         return max(
-            shard_bytes((self._logits(bucket.num_requests), self._hidden(bucket.num_tokens))) for bucket in self._single
+            shard_bytes((self._logits(bucket.num_requests), self._hidden(0 if bucket.is_decode else bucket.num_tokens)))
+            for bucket in self._single
         )
 
     def scratch_bytes(self, added: Mapping[ProgramKey, int]) -> int:
@@ -147,7 +151,10 @@ class ControlPrograms:
 
     def _lower_sampler(self, num_requests: int) -> jax.stages.Lowered:
         shape = ControlShape(num_requests)
-        program = partial(sample_controlled, shape=shape, vocab_size=self.real_vocab_size, is_unrolled=self.is_unrolled)
+        choose = partial(
+            sample, vocab_size=self.real_vocab_size, is_unrolled=self.is_unrolled, find_floor=self.find_floor
+        )
+        program = partial(sample_controlled, shape=shape, vocab_size=self.real_vocab_size, choose=choose)
         state = ControlState(*[partition_spec(_VOCAB_AXES)] * 2)
         sharded = self._sharded(
             program,

@@ -18,7 +18,7 @@ State: the history and the bias of each running request, token by token, sharded
 when a request that needs it gets its row (`ControlRow`), and counts its tokens itself from then on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -41,7 +41,7 @@ from .control_batch import (
     Sampled,
 )
 from .request import MAX_LOGPROBS
-from .sampling import SamplingBatch, local_token_ids, sample
+from .sampling import SamplingBatch, local_token_ids
 
 _CHUNK_TOKENS = 128  # of the vocabulary, whose largest logit stands for them in the search for the top ones
 _BLOCK_TOKENS = 64  # of a prompt, whose logits exist at the same time
@@ -65,7 +65,7 @@ def sample_controlled(
     *,
     shape: ControlShape,
     vocab_size: int,
-    is_unrolled: bool,
+    choose: Callable[[jax.Array, SamplingBatch, jax.Array], jax.Array],
 ) -> tuple[ControlState[jax.Array], jax.Array, Sampled[jax.Array]]:
     """Samples a step's rows anew, written per shard.
 
@@ -74,6 +74,7 @@ def sample_controlled(
       logits: [B, V / shards] float32, of the step.
       packed: see `ControlShape.fields`.
       masks: [B, ceil(V / 32)] uint32, the same on every shard.
+      choose: `sampling.sample`, of logits, parameters and mode.
     """
     fields = {name: packed[place] for name, place in shape.fields.items()}
     rows, flags = fields["rows"], fields["flags"]
@@ -91,7 +92,7 @@ def sample_controlled(
         seed_high=jax.lax.bitcast_convert_type(fields["seed_high"], jnp.uint32),
         position=fields["sample_position"],
     )
-    tokens = sample(allowed, params, fields["mode"][0], vocab_size=vocab_size, is_unrolled=is_unrolled)
+    tokens = choose(allowed, params, fields["mode"][0])
     logprobs = jax.lax.cond(
         fields["has_logprobs"][0] != 0,
         partial(_logprobs, vocab_size=vocab_size),

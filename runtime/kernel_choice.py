@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.kernels import decode_layers, paged_attention
+from meshserve.kernels import decode_layers, paged_attention, sampling
 from meshserve.kernels.cuda import build
 from meshserve.kernels.peers import Peers
 from meshserve.kernels.peers import gpu as peers_gpu
@@ -89,6 +89,7 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
         is_unrolled=is_gpu,
         has_statistics_apart=is_gpu,
         has_library_products=config.products == "library",
+        find_floor=sampling.implementation(device) if "cuda" in (attention, decode) and mesh.size == 1 else None,
         peers=peers,
         peer_operations=peers_gpu if peers is not None else None,
     )

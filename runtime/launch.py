@@ -225,6 +225,7 @@ def make_runner(
             max_running=config.max_running,
             real_vocab_size=model.vocab_size,
             is_unrolled=kernels.is_unrolled,
+            find_floor=kernels.find_floor,
         )
         controls = Controls(declared, num_threads=config.compile_threads)
     num_pages = config.num_pages

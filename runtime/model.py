@@ -20,6 +20,7 @@ from flax import nnx
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
 from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, WriteKV, write_kv
 from meshserve.kernels.peers import PeerOperations, Peers
+from meshserve.kernels.sampling import FindFloor
 from meshserve.sharding.collectives import PeerSum, all_reduce
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
@@ -47,6 +48,7 @@ class Kernels:
     is_unrolled: bool = False  # layer after layer in one program rather than a loop
     has_statistics_apart: bool = False  # in large steps, see `Attention`
     has_library_products: bool = False  # in large steps, see `targets.compiler_options`
+    find_floor: FindFloor | None = None  # what the filters of sampling keep, where one device has the vocabulary
     peers: Peers | None = None  # of the mesh, where its devices reach each other's memory
     peer_operations: PeerOperations | None = None  # given with `peers`
 

@@ -4,6 +4,7 @@ Step 7 of 10. In: float32 logits of this shard's vocabulary. Out: one token a ro
 
 The logits are never gathered. Top-k and top-p find the one logit value that separates kept from dropped tokens by a
 search over the bits of its float, four bits a round, with one small `psum` a round: exact for every k and p, no sort.
+Where one GPU has the whole vocabulary, a kernel searches (`kernels.sampling`).
 Tokens whose logit equals the threshold are all kept. Sampling is the Gumbel-max trick; its noise comes from a counter
 (request seed, position, token id), so a token depends neither on the batch, nor the step, nor the number of shards.
 
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from meshserve.kernels.sampling import FindFloor
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from .request import SamplingMode
@@ -50,7 +52,8 @@ class SamplingBatch(NamedTuple):
     position: jax.Array  # int32: of the token to be sampled
 
 
-_Filter = Callable[[jax.Array, SamplingBatch], jax.Array]  # scaled logits -> the same, dropped tokens at -inf
+# logits [B, V / shards], and their rows' parameters -> the least key [B] uint32 (see `_sortable`) of the kept tokens
+_Floor = Callable[[jax.Array, SamplingBatch], jax.Array]
 
 
 def sample(
@@ -61,6 +64,7 @@ def sample(
     vocab_size: int,
     is_unrolled: bool,
     exchange: Exchange = all_gather,
+    find_floor: FindFloor | None = None,
 ) -> jax.Array:
     """One token a row. Call inside `shard_map`.
 
@@ -72,33 +76,37 @@ def sample(
       vocab_size: of the model; padding beyond it is never chosen.
       is_unrolled: write out the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
       exchange: tells the shards each other's best token.
+      find_floor: a kernel that does the searches where one shard has the whole vocabulary.
 
     Returns:
       [B] int32 token ids, equal on every shard. Greedy rows take the largest logit, the lowest id among equals.
     """
     token_ids = local_token_ids(logits.shape[1])
+    if logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
+        logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
 
-    def best_of(filtered: _Filter | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    def best_of(floor: _Floor | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
         def best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-            if logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
-                logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
-            scores = logits if filtered is None else _random_scores(logits, params, token_ids, filtered)
+            scores = logits if floor is None else _random_scores(logits, params, token_ids, floor)
             index = jnp.argmax(scores, axis=1)
             return jnp.take_along_axis(scores, index[:, None], axis=1)[:, 0], token_ids[0] + index.astype(jnp.int32)
 
         return best
 
-    top_p = partial(_keep_top_p, is_unrolled=is_unrolled)
-    filters: dict[SamplingMode, _Filter | None] = {
+    top_p: _Floor = partial(_top_p_floor, is_unrolled=is_unrolled)
+    all_filters: _Floor = partial(_floor_of_all, is_unrolled=is_unrolled)
+    if find_floor is not None and jax.lax.axis_size(TENSOR_AXIS) == 1:
+        top_p = all_filters = _by_kernel(find_floor, logits, params, is_chosen_later=not isinstance(mode, SamplingMode))
+    floors: dict[SamplingMode, _Floor | None] = {
         SamplingMode.GREEDY: None,
-        SamplingMode.RANDOM: lambda scaled, params: scaled,
-        SamplingMode.TOP_P: lambda scaled, params: top_p(scaled, params.top_p),
-        SamplingMode.FILTERED: partial(_keep_all_filters, is_unrolled=is_unrolled),
+        SamplingMode.RANDOM: _no_floor,
+        SamplingMode.TOP_P: top_p,
+        SamplingMode.FILTERED: all_filters,
     }
     if isinstance(mode, SamplingMode):
-        score, token_id = best_of(filters[mode])(logits)
+        score, token_id = best_of(floors[mode])(logits)
     else:
-        score, token_id = jax.lax.switch(mode, [best_of(filters[mode]) for mode in SamplingMode], logits)
+        score, token_id = jax.lax.switch(mode, [best_of(floors[mode]) for mode in SamplingMode], logits)
     return _best_of_shards(score, token_id, exchange)
 
 
@@ -107,43 +115,75 @@ def local_token_ids(num_local: int) -> jax.Array:
     return jax.lax.axis_index(TENSOR_AXIS) * num_local + jnp.arange(num_local, dtype=jnp.int32)
 
 
-def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, keep: _Filter) -> jax.Array:
-    """Scores whose largest is a sample: greedy rows keep their logits, dropped tokens get -inf."""
-    is_random = params.temperature > 0.0
-    scaled = logits / jnp.where(is_random, jnp.maximum(params.temperature, _MIN_TEMPERATURE), 1.0)[:, None]
-    return jnp.where(is_random[:, None], keep(scaled, params) + _gumbel(params, token_ids), logits)
+def _temperature(params: SamplingBatch) -> jax.Array:
+    """What logits are divided by [B]; of greedy rows anything."""
+    return jnp.where(params.temperature > 0.0, jnp.maximum(params.temperature, _MIN_TEMPERATURE), 1.0)
 
 
-def _keep_all_filters(scaled: jax.Array, params: SamplingBatch, *, is_unrolled: bool) -> jax.Array:
+def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, floor: _Floor) -> jax.Array:
+    """Scores whose largest is a sample: greedy rows keep their logits, tokens below the floor get -inf."""
+    scaled = logits / _temperature(params)[:, None]
+    is_kept = _sortable(logits) >= floor(logits, params)[:, None]
+    drawn = jnp.where(is_kept, scaled + _gumbel(params, token_ids), -jnp.inf)
+    return jnp.where((params.temperature > 0.0)[:, None], drawn, logits)
+
+
+def _no_floor(logits: jax.Array, params: SamplingBatch) -> jax.Array:
+    return jnp.zeros(logits.shape[0], jnp.uint32)
+
+
+def _by_kernel(find_floor: FindFloor, logits: jax.Array, params: SamplingBatch, *, is_chosen_later: bool) -> _Floor:
+    """All filters by the kernel. Where the device chooses the mode it runs before, so that no branch holds a kernel:
+    for rows without filters it has nothing to do."""
+
+    def floor(logits: jax.Array, params: SamplingBatch) -> jax.Array:
+        return find_floor(
+            logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+        )
+
+    if not is_chosen_later:
+        return floor
+    found = floor(logits, params)
+    return lambda logits, params: found
+
+
+def _floor_of_all(logits: jax.Array, params: SamplingBatch, *, is_unrolled: bool) -> jax.Array:
     """min-p, then top-k, then top-p of what is left."""
-    kept = _keep_min_p(scaled, params.min_p)
-    kept = _keep_top_k(kept, params.top_k, is_unrolled=is_unrolled)
-    return _keep_top_p(kept, params.top_p, is_unrolled=is_unrolled)
+    floor = _min_p_floor(logits, params)
+    floor = _top_k_floor(logits, params, floor, is_unrolled=is_unrolled)
+    return _top_p_floor(logits, params, floor, is_unrolled=is_unrolled)
 
 
-def _keep_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
+def _min_p_floor(logits: jax.Array, params: SamplingBatch) -> jax.Array:
     """Rows keep the tokens that are at least `min_p` times as likely as the likeliest."""
-    highest = jax.lax.pmax(logits.max(axis=1), TENSOR_AXIS)
-    return jnp.where(logits >= (highest + jnp.log(min_p))[:, None], logits, -jnp.inf)
+    return _sortable(_highest(logits) + _temperature(params) * jnp.log(params.min_p))
 
 
-def _keep_top_k(logits: jax.Array, top_k: jax.Array, *, is_unrolled: bool) -> jax.Array:
-    """Rows with top_k > 0 keep their k largest logits; fewer than k real tokens are all kept."""
+def _top_k_floor(logits: jax.Array, params: SamplingBatch, floor: jax.Array, *, is_unrolled: bool) -> jax.Array:
+    """Of the tokens above a floor rows with top_k > 0 keep the k largest; fewer than k real tokens are all kept."""
     keys = _sortable(logits)
-    weights = jnp.isfinite(logits).astype(jnp.float32)  # counts below 2^24 are exact
-    threshold = _threshold(keys, weights, top_k.astype(jnp.float32), is_unrolled=is_unrolled)
-    return jnp.where((top_k <= 0)[:, None] | (keys >= threshold[:, None]), logits, -jnp.inf)
+    is_counted = jnp.isfinite(logits) & (keys >= floor[:, None])
+    weights = is_counted.astype(jnp.float32)  # counts below 2^24 are exact
+    threshold = _threshold(keys, weights, params.top_k.astype(jnp.float32), is_unrolled=is_unrolled)
+    return jnp.where(params.top_k > 0, jnp.maximum(threshold, floor), floor)
 
 
-def _keep_top_p(logits: jax.Array, top_p: jax.Array, *, is_unrolled: bool) -> jax.Array:
-    """Rows with top_p < 1 keep the smallest set of most likely tokens whose probability reaches p."""
-    highest = jax.lax.pmax(logits.max(axis=1), TENSOR_AXIS)
-    weights = jnp.exp(logits - highest[:, None])
+def _top_p_floor(
+    logits: jax.Array, params: SamplingBatch, floor: jax.Array | None = None, *, is_unrolled: bool
+) -> jax.Array:
+    """Of the tokens above a floor rows with top_p < 1 keep the smallest set of most likely ones that reaches p."""
+    floor = _no_floor(logits, params) if floor is None else floor
     keys = _sortable(logits)
-    target = top_p * jax.lax.psum(weights.sum(axis=1), TENSOR_AXIS)
+    weights = jnp.exp((logits - _highest(logits)[:, None]) / _temperature(params)[:, None])
+    weights = jnp.where(keys >= floor[:, None], weights, 0.0)
+    target = params.top_p * jax.lax.psum(weights.sum(axis=1), TENSOR_AXIS)
     target = jnp.maximum(target, jnp.finfo(jnp.float32).tiny)  # a p that underflows still keeps the most likely
     threshold = _threshold(keys, weights, target, is_unrolled=is_unrolled)
-    return jnp.where((top_p >= 1.0)[:, None] | (keys >= threshold[:, None]), logits, -jnp.inf)
+    return jnp.where(params.top_p < 1.0, jnp.maximum(threshold, floor), floor)
+
+
+def _highest(logits: jax.Array) -> jax.Array:
+    return jax.lax.pmax(logits.max(axis=1), TENSOR_AXIS)
 
 
 def _sortable(x: jax.Array) -> jax.Array:
@@ -159,17 +199,32 @@ def _threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, is_unr
     keys, weights [B, V / shards]; target [B] -> [B] uint32. 0 where rounding keeps even the whole row below the target.
     """
     digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
+    sums = _sums_in_one_pass if is_unrolled else _sums
 
     def fix_digit(index: jax.Array, prefix: jax.Array) -> jax.Array:
         shift = jnp.uint32(32 - _DIGIT_BITS) - jnp.uint32(_DIGIT_BITS) * index.astype(jnp.uint32)
         candidates = prefix[:, None] | (digits << shift)  # [B, 15], ascending
-        is_above = keys[:, None, :] >= candidates[:, :, None]
-        reached = jax.lax.psum(jnp.where(is_above, weights[:, None, :], 0.0).sum(axis=2), TENSOR_AXIS)
-        digit = (reached >= target[:, None]).sum(axis=1).astype(jnp.uint32)  # reached falls along the candidates
+        # What is reached falls along the candidates: as many reach the target as the digit says.
+        reached = jax.lax.psum(sums(keys, weights, candidates), TENSOR_AXIS)
+        digit = (reached >= target).sum(axis=0, dtype=jnp.uint32)
         return prefix | (digit << shift)
 
     start = jnp.zeros(keys.shape[0], jnp.uint32)
     return jax.lax.fori_loop(0, 32 // _DIGIT_BITS, fix_digit, start, unroll=is_unrolled)
+
+
+def _sums(keys: jax.Array, weights: jax.Array, candidates: jax.Array) -> jax.Array:
+    """The weights of each row's keys from each of its candidates on. [B, V], [B, V], [B, C] -> [C, B]."""
+    is_above = keys[:, None, :] >= candidates[:, :, None]
+    return jnp.where(is_above, weights[:, None, :], 0.0).sum(axis=2).T
+
+
+def _sums_in_one_pass(keys: jax.Array, weights: jax.Array, candidates: jax.Array) -> jax.Array:
+    """The same as one reduction of many values, of which a GPU's compiler makes one pass over the row, not C."""
+    columns = jnp.split(candidates, candidates.shape[1], axis=1)
+    above = [jnp.where(keys >= column, weights, 0.0) for column in columns]
+    sums = jax.lax.reduce(above, [jnp.float32(0.0)] * len(above), partial(jax.tree.map, jax.lax.add), dimensions=(1,))
+    return jnp.stack(sums)
 
 
 def _gumbel(params: SamplingBatch, token_ids: jax.Array) -> jax.Array:

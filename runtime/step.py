@@ -62,9 +62,9 @@ class DeviceState(NamedTuple, Generic[Leaf]):
 
 
 class StepOutput(NamedTuple, Generic[Leaf]):
-    """What a step brings. Logits and hidden states are None where it was several decode steps.
+    """What a step brings. Logits are None where it was several decode steps; hidden states where it was decodes alone.
 
-    They cost nothing: both exist in any case, and are free for the next step as soon as it is dispatched.
+    Logits and hidden states are free for the next step as soon as it is dispatched.
     """
 
     sampled: Leaf  # [B] int32, or [num_steps, B]
@@ -127,9 +127,13 @@ def step(
         vocab_size=model.config.vocab_size,
         is_unrolled=kernels.is_unrolled,
         exchange=kernels.exchange,
+        find_floor=kernels.find_floor,
     )
     last_tokens = state.last_tokens.at[rows].set(sampled, mode="drop")
-    return DeviceState(cache, last_tokens, page_table), StepOutput(sampled, logits, x)
+    # On a GPU x is what one call of many kernels writes: as an output, at another address in each step, it would have
+    # them all set anew in the command buffer, which costs the host longer than the step takes.
+    hidden = None if bucket.is_decode else x
+    return DeviceState(cache, last_tokens, page_table), StepOutput(sampled, logits, hidden)
 
 
 def window(
@@ -188,7 +192,8 @@ def sharded_step(
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
     output_specs = StepOutput(PartitionSpec())
     if bucket.num_steps == 1:
-        output_specs = StepOutput(PartitionSpec(), partition_spec((None, "vocab")), PartitionSpec())
+        hidden_specs = None if bucket.is_decode else PartitionSpec()
+        output_specs = StepOutput(PartitionSpec(), partition_spec((None, "vocab")), hidden_specs)
 
     def shard_step(
         weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], packed: jax.Array
@@ -347,7 +352,7 @@ class StepRunner:
 
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[jax.Array]:
         """Dispatches the log-probabilities of the tokens [T] that follow those of the last `run`. Before the next."""
-        assert self._output is not None and self._output.hidden is not None, "several decode steps hold no prompt"
+        assert self._output is not None and self._output.hidden is not None, "decodes hold no prompt"
         return self._known_controls.prompt_logprobs(self._params, self._output.hidden, targets)
 
     @property

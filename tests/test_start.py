@@ -22,7 +22,7 @@ def test_the_second_start_finds_its_programs_and_faults_are_counted(tmp_path: Pa
     assert cold["cache_misses"] > 0 and warm["cache_misses"] == 0 and warm["cache_hits"] == cold["cache_misses"]
     assert cold["late_compiles"] == 0 and cold["pages"] == 6 and cold["evicted_pages"] > 0
     assert cold["tokens"] == 48 * cold["requests"]
-    assert start.main([*flags, "--starts=1", "--fill=0.1"]) == 1
+    assert start.main([*flags, "--num-pages=40", "--starts=1", "--fill=0.1"]) == 1
     text = capsys.readouterr().out
     assert "the cache was never full" in text and "0 of 1 starts are well" in text
 

@@ -27,6 +27,7 @@ TARGETS = (
     "meshserve_prefill_attention",
     "meshserve_project_residual",
     "meshserve_decode_gate_up",
+    "meshserve_sampling_floor",
     "meshserve_peer_sum",
     "meshserve_peer_exchange",
 )

@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "floor.cuh"
 #include "launch.cuh"
 #include "prefill_launch.cuh"
 
@@ -36,6 +37,7 @@ inline std::vector<const void*> all_kernels() {
   add(gather_kernel);
   add(single_kernel<true>);
   add(single_kernel<false>);
+  add(sampling::floor_kernel);
   return kernels;
 }
 

@@ -23,6 +23,7 @@ from meshserve.runtime.control_batch import (
 )
 from meshserve.runtime.controls import ControlState
 from meshserve.runtime.request import SamplingMode
+from meshserve.runtime.sampling import sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 DEGREES = (1, 4, 8)
@@ -38,7 +39,8 @@ ANY = PartitionSpec()
 @functools.cache
 def program(tp: int, vocab_size: int = VOCAB_SIZE, shape: ControlShape = SHAPE):
     state = ControlState(VOCAB, VOCAB)
-    function = functools.partial(controls.sample_controlled, shape=shape, vocab_size=vocab_size, is_unrolled=False)
+    choose = functools.partial(sample, vocab_size=vocab_size, is_unrolled=False)
+    function = functools.partial(controls.sample_controlled, shape=shape, vocab_size=vocab_size, choose=choose)
     return jax.jit(
         jax.shard_map(
             function,

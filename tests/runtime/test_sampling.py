@@ -1,6 +1,7 @@
 """Sampling over vocabulary shards: the kept set, the frequencies and the noise, against plain numpy in float64."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -156,10 +157,31 @@ def awkward_logits(num_columns: int) -> np.ndarray:
     return np.concatenate(rows).astype(np.float32)
 
 
+def keeper(tp: int, name: str) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
+    """Logits and values of a parameter, a row each -> the same logits, what the filter drops at -inf. By the
+    searches of a loop, and by those that are written out, which must agree."""
+    floor = {"top_k": sampling._top_k_floor, "top_p": sampling._top_p_floor}[name]
+
+    def kept(logits: jax.Array, values: jax.Array, *, is_unrolled: bool) -> jax.Array:
+        params = SamplingBatch(*[jnp.ones(len(logits))] * 7)._replace(**{name: values})
+        least = floor(logits, params, sampling._no_floor(logits, params), is_unrolled=is_unrolled)
+        return jnp.where(sampling._sortable(logits) >= least[:, None], logits, -jnp.inf)
+
+    looped, unrolled = (over_shards(tp, functools.partial(kept, is_unrolled=way), 1) for way in (False, True))
+
+    def both(logits: np.ndarray, values: np.ndarray) -> jax.Array:
+        found = looped(logits, values)
+        if name == "top_k":  # else the sums' order, and with it their rounding, may differ
+            np.testing.assert_array_equal(unrolled(logits, values), found)
+        return found
+
+    return both
+
+
 @pytest.mark.parametrize("tp", DEGREES)
 def test_top_k_keeps_exactly_the_k_largest(tp: int):
     logits = awkward_logits(64)
-    keep = over_shards(tp, functools.partial(sampling._keep_top_k, is_unrolled=False), 1)
+    keep = keeper(tp, "top_k")
     for k in (0, 1, 2, 5, 20, 63, 64, 65, 2**31 - 1):
         kept = np.asarray(keep(logits, np.full(len(logits), k, np.int32)))
         for row, out in zip(logits, kept, strict=True):
@@ -180,7 +202,7 @@ def p_between_two_sums(row: np.ndarray, u: float) -> float:
 @pytest.mark.parametrize("tp", DEGREES)
 def test_top_p_keeps_exactly_the_smallest_set_that_reaches_p(tp: int):
     logits = awkward_logits(64)
-    keep = over_shards(tp, functools.partial(sampling._keep_top_p, is_unrolled=False), 1)
+    keep = keeper(tp, "top_p")
     rng = np.random.default_rng(1)
     for _ in range(8):
         top_p = [p_between_two_sums(row, u) for row, u in zip(logits, rng.random(len(logits)), strict=True)]
@@ -196,7 +218,7 @@ def test_top_p_keeps_exactly_the_smallest_set_that_reaches_p(tp: int):
 def test_a_tiny_p_keeps_the_most_likely_alone(tp: int, p: float):
     """0 is what a double such as 1e-60 becomes in float32."""
     logits = awkward_logits(64)
-    keep = over_shards(tp, functools.partial(sampling._keep_top_p, is_unrolled=False), 1)
+    keep = keeper(tp, "top_p")
     kept = np.asarray(keep(logits, np.full(len(logits), p, np.float32)))
     np.testing.assert_array_equal(kept, np.where(logits == logits.max(axis=1, keepdims=True), logits, -np.inf))
 
@@ -205,7 +227,7 @@ def test_a_tiny_p_keeps_the_most_likely_alone(tp: int, p: float):
 def test_a_p_near_1_errs_by_no_more_than_rounding(tp: int):
     """What is dropped is less likely than all that is kept, and weighs 1 - p, give or take float32."""
     logits = awkward_logits(64)
-    keep = over_shards(tp, functools.partial(sampling._keep_top_p, is_unrolled=False), 1)
+    keep = keeper(tp, "top_p")
     for p in (0.999, 1 - 1e-5, 1 - 2.0**-24):
         kept = np.isfinite(np.asarray(keep(logits, np.full(len(logits), p, np.float32))))
         for row, is_kept in zip(logits, kept, strict=True):

@@ -1,0 +1,262 @@
+// What top-k, top-p and min-p leave of a row of logits: the least key that is kept (../sampling says what a key is).
+//
+// A block of threads has a row. It finds the row's largest and least logit; then, for each filter that is on, it sums
+// the tokens' weights in 256 bins of equal width between these, picks the bin in which the filter's sum is reached,
+// copies the few keys in it to shared memory, and halves the range of keys there 8 bits at a time until one is left.
+// Weights are whole numbers, so their sums are exact and in any order the same: 1 for top-k, probability * 2^42 for top-p.
+#pragma once
+#include <cuda_runtime.h>
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+
+namespace meshserve {
+namespace sampling {
+
+constexpr int kThreads = 1024;
+constexpr int kBins = 256;
+constexpr int kBinBits = 8;
+constexpr int kWords = 3;       // of a bin's sum, for want of fast 64-bit additions in shared memory
+constexpr int kWordBits = 14;   // that a weight adds to each; leaves 18 for the number of tokens
+constexpr float kScale = 4398046511104.0f;  // 2^42, of a weight
+constexpr float kFaintest = 30.0f;          // exp(-30) * kScale rounds to 0
+constexpr int kListed = 40 * 1024;          // keys that shared memory has room for
+
+struct Row {
+  const float *logits, *temperature, *top_p, *min_p;
+  const int* top_k;
+  uint32_t* floor;
+  int vocab;
+};
+
+struct Shared {
+  uint32_t words[kWords][kBins];
+  unsigned long long sum;    // of all bins
+  unsigned long long above;  // of the bins before the one that was picked
+  int bin;
+  int num_listed;
+  uint32_t least, most;  // keys
+};
+
+__device__ inline uint32_t key_of(float x) {
+  const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ inline float logit_of(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
+
+// What a search counts, and which tokens at all.
+template <bool kIsTopP>
+struct Search {
+  float highest, temperature;
+  float per_unit;  // bins for each unit of a logit
+  uint32_t floor;
+
+  __device__ Search(float highest, float lowest, float temperature, uint32_t floor)
+      : highest(highest), temperature(temperature), floor(floor) {
+    if (floor > key_of(lowest)) lowest = logit_of(floor);
+    if (kIsTopP) lowest = fmaxf(lowest, highest - kFaintest * temperature);
+    const float range = fminf(highest - lowest, FLT_MAX);
+    per_unit = range > 0.0f ? kBins / range : 0.0f;
+  }
+
+  __device__ unsigned long long weight(float logit) const {
+    if (!kIsTopP) return isfinite(logit);
+    return __float2ull_rn(expf((logit - highest) / temperature) * kScale);
+  }
+  // From 0, the highest logits', on. Conversions saturate, and take what is no number for 0.
+  __device__ int bin(float logit) const { return min(max(__float2int_rz((highest - logit) * per_unit), 0), kBins - 1); }
+};
+
+template <class F>
+__device__ void for_each_logit(const float* logits, int vocab, F function) {
+  if (vocab % 4 == 0) {
+    const float4* fours = reinterpret_cast<const float4*>(logits);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < vocab / 4; i += kThreads) {
+      const float4 four = fours[i];
+      function(four.x);
+      function(four.y);
+      function(four.z);
+      function(four.w);
+    }
+  } else {
+    for (int i = threadIdx.x; i < vocab; i += kThreads) function(logits[i]);
+  }
+}
+
+__device__ inline void clear_bins(Shared& shared) {
+  uint32_t* words = &shared.words[0][0];
+  for (int i = threadIdx.x; i < kWords * kBins; i += kThreads) words[i] = 0;
+  __syncthreads();
+}
+
+__device__ inline void add_to_bin(Shared& shared, int bin, unsigned long long weight) {
+#pragma unroll
+  for (int word = 0; word < kWords; ++word) {
+    // The last word takes what is left: a weight of 1 has one bit more.
+    const uint32_t part = word + 1 < kWords ? (weight >> (word * kWordBits)) & ((1 << kWordBits) - 1)
+                                            : static_cast<uint32_t>(weight >> (word * kWordBits));
+    if (part) atomicAdd(&shared.words[word][bin], part);
+  }
+}
+
+// Every thread gets the sum of all bins.
+__device__ inline unsigned long long sum_bins(Shared& shared, unsigned long long* of_lane) {
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    constexpr int kBinsOfLane = kBins / 32;
+    unsigned long long sum = 0;
+    for (int i = 0; i < kBinsOfLane; ++i) {
+      const int bin = threadIdx.x * kBinsOfLane + i;
+      for (int word = 0; word < kWords; ++word) {
+        sum += static_cast<unsigned long long>(shared.words[word][bin]) << (word * kWordBits);
+      }
+    }
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const unsigned long long other = __shfl_up_sync(~0u, sum, distance);
+      if (static_cast<int>(threadIdx.x) >= distance) sum += other;
+    }
+    *of_lane = sum;  // up to the last bin of this lane
+    if (threadIdx.x == 31) shared.sum = sum;
+  }
+  __syncthreads();
+  return shared.sum;
+}
+
+// Picks the first bin with which the sum, and what is above all bins, reaches the target, which is at most all of it.
+__device__ inline void pick_bin(Shared& shared, unsigned long long of_lane, unsigned long long target) {
+  if (threadIdx.x < 32) {
+    constexpr int kBinsOfLane = kBins / 32;
+    const unsigned long long before = __shfl_up_sync(~0u, of_lane, 1);
+    unsigned long long sum = threadIdx.x ? before : 0;
+    if (sum < target && of_lane >= target) {
+      for (int i = 0; i < kBinsOfLane; ++i) {
+        const int bin = threadIdx.x * kBinsOfLane + i;
+        unsigned long long in_bin = 0;
+        for (int word = 0; word < kWords; ++word) {
+          in_bin += static_cast<unsigned long long>(shared.words[word][bin]) << (word * kWordBits);
+        }
+        if (sum + in_bin >= target) {
+          shared.bin = bin;
+          shared.above = sum;
+          break;
+        }
+        sum += in_bin;
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// The largest key such that the weights of this key and all above reach the target: for top-k its k, for top-p that
+// share of all weights. 0 if all together do not.
+template <bool kIsTopP>
+__device__ uint32_t search(const float* logits, int vocab, const Search<kIsTopP>& search, float p, int k,
+                           Shared& shared, uint32_t* list) {
+  unsigned long long of_lane = 0;
+  clear_bins(shared);
+  for_each_logit(logits, vocab, [&](float logit) {
+    if (key_of(logit) < search.floor) return;
+    if (const unsigned long long weight = search.weight(logit)) add_to_bin(shared, search.bin(logit), weight);
+  });
+  const unsigned long long sum = sum_bins(shared, &of_lane);
+  unsigned long long target = k;
+  if (kIsTopP) {
+    target = static_cast<unsigned long long>(ceil(static_cast<double>(p) * static_cast<double>(sum)));
+    target = min(max(target, 1ull), sum);
+  } else if (sum < target) {
+    return 0;
+  }
+  pick_bin(shared, of_lane, target);
+  const int picked = shared.bin;
+  if (threadIdx.x == 0) {
+    shared.num_listed = 0;
+    shared.least = ~0u;
+    shared.most = 0;
+  }
+  __syncthreads();
+  target -= shared.above;
+
+  for_each_logit(logits, vocab, [&](float logit) {
+    const uint32_t key = key_of(logit);
+    if (key < search.floor || search.bin(logit) != picked || !search.weight(logit)) return;
+    const uint32_t here = __activemask();
+    const int lane = threadIdx.x % 32, first = __ffs(here) - 1;
+    int at = 0;
+    if (lane == first) at = atomicAdd(&shared.num_listed, __popc(here));
+    at = __shfl_sync(here, at, first) + __popc(here & ((1u << lane) - 1));
+    if (at < kListed) list[at] = key;
+    atomicMin(&shared.least, key);
+    atomicMax(&shared.most, key);
+  });
+  __syncthreads();
+  uint32_t least = shared.least, most = shared.most;
+  const int num_listed = shared.num_listed;
+
+  while (least < most) {
+    const int shift = max(0, 32 - __clz(most - least) - kBinBits);
+    __syncthreads();
+    clear_bins(shared);
+    auto add = [&](uint32_t key) {
+      if (least <= key && key <= most) add_to_bin(shared, (most - key) >> shift, search.weight(logit_of(key)));
+    };
+    if (num_listed <= kListed) {
+      for (int i = threadIdx.x; i < num_listed; i += kThreads) add(list[i]);
+    } else {  // so many alike: once more from the row
+      for_each_logit(logits, vocab, [&](float logit) { add(key_of(logit)); });
+    }
+    sum_bins(shared, &of_lane);
+    pick_bin(shared, of_lane, target);
+    target -= shared.above;
+    most -= static_cast<uint32_t>(shared.bin) << shift;
+    const uint32_t width = (1u << shift) - 1;
+    least = most - least > width ? most - width : least;
+  }
+  __syncthreads();
+  return most;
+}
+
+// grid: a row of logits each.
+__global__ void __launch_bounds__(kThreads) floor_kernel(Row args) {
+  extern __shared__ uint32_t list[];
+  __shared__ Shared shared;
+  const float* logits = args.logits + static_cast<size_t>(blockIdx.x) * args.vocab;
+  const float temperature = fmaxf(args.temperature[blockIdx.x], 1e-30f);
+  const float top_p = args.top_p[blockIdx.x], min_p = args.min_p[blockIdx.x];
+  const int top_k = args.top_k[blockIdx.x];
+  uint32_t floor = 0;
+  if (args.temperature[blockIdx.x] > 0.0f && (top_k > 0 || top_p < 1.0f || min_p > 0.0f)) {
+    if (threadIdx.x == 0) {
+      shared.least = ~0u;
+      shared.most = 0;
+    }
+    __syncthreads();
+    uint32_t least = ~0u, most = 0;
+    for_each_logit(logits, args.vocab, [&](float logit) {
+      const uint32_t key = key_of(logit);
+      most = max(most, key);
+      if (isfinite(logit)) least = min(least, key);
+    });
+    least = __reduce_min_sync(~0u, least);
+    most = __reduce_max_sync(~0u, most);
+    if (threadIdx.x % 32 == 0) {
+      atomicMin(&shared.least, least);
+      atomicMax(&shared.most, most);
+    }
+    __syncthreads();
+    const float highest = logit_of(shared.most), lowest = logit_of(shared.least);
+    if (min_p > 0.0f) floor = key_of(highest + temperature * logf(min_p));
+    if (top_k > 0) {
+      const Search<false> by_count(highest, lowest, temperature, floor);
+      floor = max(floor, search(logits, args.vocab, by_count, 0.0f, top_k, shared, list));
+    }
+    if (top_p < 1.0f) {
+      const Search<true> by_weight(highest, lowest, temperature, floor);
+      floor = max(floor, search(logits, args.vocab, by_weight, top_p, 0, shared, list));
+    }
+  }
+  if (threadIdx.x == 0) args.floor[blockIdx.x] = floor;
+}
+
+}  // namespace sampling
+}  // namespace meshserve

@@ -1,0 +1,71 @@
+"""The source of kernels/cuda/floor.cuh compiled for the host, where each of 64 CUDA threads is a thread."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshserve.kernels.cuda import build
+
+from .floors import FILTERS, is_well, key_of, rows
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on PATH")
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel's source beside a cuda_runtime.h for the host, with fewer threads and less shared memory."""
+    folder = tmp_path_factory.mktemp("emulated")
+    for source in (Path(__file__).parent / "emulated_floor").iterdir():
+        shutil.copy(source, folder)
+    text = (build.SOURCES / "floor.cuh").read_text()
+    for old, new in (
+        ("kThreads = 1024", "kThreads = 64"),
+        ("kListed = 40 * 1024", "kListed = 256"),  # so that rows with more alike are tried, too
+        ("extern __shared__ uint32_t list[];", "static uint32_t list[kListed];"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / "floor.cuh").write_text(text)
+    flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", f"-I{folder}"]
+    subprocess.run([COMPILER, *flags, folder / "rows.cpp", "-o", folder / "rows.so"], check=True)
+    return ctypes.CDLL(str(folder / "rows.so"))
+
+
+def floors(library: ctypes.CDLL, logits: np.ndarray, **filters: float) -> np.ndarray:
+    num, vocab = logits.shape
+    values = {**OFF, **filters}
+    arrays = {name: np.full(num, value, np.int32 if name == "top_k" else np.float32) for name, value in values.items()}
+    found = np.zeros(num, np.uint32)
+    inputs = (logits, arrays["temperature"], arrays["top_k"], arrays["top_p"], arrays["min_p"], found)
+    library.find_floors(num, vocab, *(ctypes.c_void_p(array.ctypes.data) for array in inputs))
+    return found
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", [1_000, 1_003])
+def test_a_row_keeps_what_its_filters_keep(library: ctypes.CDLL, vocab: int, filters: dict[str, float]) -> None:
+    logits = rows(11, vocab)
+    for index, (row, floor) in enumerate(zip(logits, floors(library, logits, **filters), strict=True)):
+        assert is_well(row, floor, **filters), f"row {index}"
+
+
+def test_rows_without_filters_and_greedy_rows_keep_everything(library: ctypes.CDLL) -> None:
+    logits = rows(4, 100)
+    assert not floors(library, logits).any()
+    assert not floors(library, logits, temperature=0.0, top_k=3, top_p=0.5, min_p=0.5).any()
+
+
+def test_top_k_is_exact_among_neighbours(library: ctypes.CDLL) -> None:
+    """Floats one after another, on both sides of zero: every bit of the keys decides."""
+    keys = np.concatenate([np.arange(40, dtype=np.uint32) + 0x80000000, 0x7FFFFFFF - np.arange(40, dtype=np.uint32)])
+    bits = np.where(keys >> 31, keys & 0x7FFFFFFF, ~keys).astype(np.uint32)
+    logits = np.random.default_rng(1).permutation(bits.view(np.float32))[None]
+    order = np.sort(key_of(logits[0]))[::-1]
+    for k in (1, 2, 39, 40, 41, 79, 80):
+        assert floors(library, logits, top_k=k)[0] == order[k - 1]

@@ -1,0 +1,62 @@
+"""The kernel that finds what the filters of sampling keep, on a Hopper GPU: against sorting, and in the sampler."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from meshserve.kernels.cuda import build
+from meshserve.kernels.sampling import gpu
+from meshserve.runtime.request import SamplingMode
+from meshserve.runtime.sampling import SamplingBatch, sample
+from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
+
+from .floors import FILTERS, is_well, rows
+
+REASON = build.unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def parameters(num: int, **filters: float) -> dict[str, np.ndarray]:
+    values = {**OFF, **filters}
+    return {name: np.full(num, value, np.int32 if name == "top_k" else np.float32) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", [151_936, 50_257])
+def test_a_row_keeps_what_its_filters_keep(vocab: int, filters: dict[str, float]) -> None:
+    logits = rows(22, vocab)
+    find = jax.jit(gpu.find_floor)
+    floors = np.asarray(find(logits, **parameters(22, **filters)))
+    for index, (row, floor) in enumerate(zip(logits, floors, strict=True)):
+        assert is_well(row, floor, **filters), f"row {index}"
+    again = np.asarray(find(np.concatenate([logits[::-1]] * 8), **parameters(8 * 22, **filters)))
+    np.testing.assert_array_equal(again[:22][::-1], floors)  # nor does it matter what other rows there are
+    assert (again.reshape(8, 22) == again[:22]).all()
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_samples_are_those_of_xlas_search(filters: dict[str, float]) -> None:
+    """By the mode compiled in, and chosen on the device; rounding may move a row's least token in or out."""
+    num, vocab = 64, 151_936
+    values = parameters(num, **filters)
+    seeds = np.arange(num, dtype=np.uint32)
+    params = SamplingBatch(**values, seed_low=seeds, seed_high=seeds, position=np.zeros(num, np.int32))
+    logits = 3 * jax.random.normal(jax.random.key(3), (num, vocab), jnp.float32)
+    mode = SamplingMode.FILTERED
+
+    def tokens(mode: SamplingMode | np.ndarray, find_floor: object) -> np.ndarray:
+        choose = partial(sample, vocab_size=vocab, is_unrolled=True, find_floor=find_floor)
+        whole = PartitionSpec()
+        specs = {"in_specs": (PartitionSpec(None, TENSOR_AXIS), whole), "out_specs": whole, "check_vma": False}
+        program = jax.shard_map(lambda logits, params: choose(logits, params, mode), mesh=make_mesh(1), **specs)
+        return np.asarray(jax.jit(program)(logits, params))
+
+    expected = tokens(mode, None)
+    assert (tokens(mode, gpu.find_floor) == expected).sum() >= num - 1
+    assert (tokens(jnp.int32(mode), gpu.find_floor) == expected).sum() >= num - 1
+    assert (tokens(jnp.int32(SamplingMode.GREEDY), gpu.find_floor) == np.asarray(logits.argmax(axis=1))).all()
