@@ -201,15 +201,18 @@ def _control_program(mesh: Mesh, logits: jax.Array, vocab_size: int) -> Callable
 
 def _packed(shape: ControlShape, mode: SamplingMode, has_logprobs: bool) -> np.ndarray:
     packed = np.zeros(shape.size, np.int32)
+    is_filtered = mode is SamplingMode.FILTERED
     floats = {
-        "temperature": 0.0 if mode is SamplingMode.GREEDY else 0.8, "top_p": 0.95, "min_p": 0.02,
+        "temperature": 0.0 if mode is SamplingMode.GREEDY else 0.8,
+        "top_p": 0.95 if mode in (SamplingMode.TOP_P, SamplingMode.FILTERED) else 1.0,
+        "min_p": 0.02 if is_filtered else 0.0,
         "repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1,
     }  # fmt: skip
     for name, value in floats.items():
         packed[shape.fields[name]] = np.float32(value).view(np.int32)
     packed[shape.fields["rows"]] = np.arange(shape.num_requests)
     packed[shape.fields["flags"]] = SAMPLES | ADJUSTS
-    packed[shape.fields["top_k"]] = 20
+    packed[shape.fields["top_k"]] = 20 if is_filtered else 0
     packed[shape.fields["mode"]] = mode
     packed[shape.fields["has_logprobs"]] = has_logprobs
     return packed

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import decode
 from .config import ServeConfig
 from .control_batch import ControlBatch, ControlBuilder
 from .fields import PARAM_FIELDS, consecutive
@@ -95,7 +96,8 @@ def declare_buckets(
 
     Up to max_running tokens a bucket holds as many requests as tokens, so decodes alone waste no room; each of these
     shapes also exists with `max_decode_steps` steps, if that is more than one, and for decodes alone, if there are
-    kernels for them. These have a program for each sampling mode: a choice on the device would cost as much as a layer.
+    kernels for so many. These have a program for each sampling mode: a choice on the device would cost as much as a
+    layer.
     Steps with prefill then have no shapes below 64 tokens: where such kernels are, a step of 64 takes as long as one of
     8, and each shape takes a compile.
     """
@@ -106,7 +108,7 @@ def declare_buckets(
         num_requests = min(num_tokens, max_running)
         # A request's chunk of n tokens begins at most ceil(n / page_size) pages, a window at most one.
         num_new_pages = num_requests + num_tokens // page_size
-        if has_decode_kernels and num_tokens <= max_running:  # before the general one, so that it is found first
+        if has_decode_kernels and num_tokens <= min(max_running, decode.MAX_TOKENS):  # before the general one, so that it is found first
             sizes_of_decodes = (num_tokens, num_requests, num_new_pages)
             buckets += [Bucket(*sizes_of_decodes, is_decode=True, mode=mode) for mode in SamplingMode]
         if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):

@@ -2,8 +2,10 @@
 //
 // A block of threads has a row. It finds the row's largest and least logit; then, for each filter that is on, it sums
 // the tokens' weights in 256 bins of equal width between these, picks the bin in which the filter's sum is reached,
-// copies the few keys in it to shared memory, and halves the range of keys there 8 bits at a time until one is left.
+// copies the few keys in it to shared memory, and narrows the range of keys there by 8 bits at a time until one is left.
 // Weights are whole numbers, so their sums are exact and in any order the same: 1 for top-k, probability * 2^42 for top-p.
+// For top-p all weights are summed first, without bins: tokens so unlikely that all of them together could be dropped
+// need none, and these are most.
 #pragma once
 #include <cuda_runtime.h>
 #include <float.h>
@@ -47,21 +49,21 @@ __device__ inline float logit_of(uint32_t key) { return __uint_as_float(key >> 3
 // What a search counts, and which tokens at all.
 template <bool kIsTopP>
 struct Search {
-  float highest, temperature;
-  float per_unit;  // bins for each unit of a logit
-  uint32_t floor;
+  float highest;
+  float per_logit;  // octaves of weight for each unit of a logit
+  float per_unit;   // bins for each unit of a logit
+  uint32_t floor;   // keys below it do not count
 
+  // `lowest`: tokens below it do not count either.
   __device__ Search(float highest, float lowest, float temperature, uint32_t floor)
-      : highest(highest), temperature(temperature), floor(floor) {
-    if (floor > key_of(lowest)) lowest = logit_of(floor);
-    if (kIsTopP) lowest = fmaxf(lowest, highest - kFaintest * temperature);
-    const float range = fminf(highest - lowest, FLT_MAX);
+      : highest(highest), per_logit(static_cast<float>(M_LOG2E) / temperature), floor(max(floor, key_of(lowest))) {
+    const float range = fminf(highest - logit_of(this->floor), FLT_MAX);
     per_unit = range > 0.0f ? kBins / range : 0.0f;
   }
 
   __device__ unsigned long long weight(float logit) const {
     if (!kIsTopP) return isfinite(logit);
-    return __float2ull_rn(expf((logit - highest) / temperature) * kScale);
+    return __float2ull_rn(exp2f((logit - highest) * per_logit) * kScale);
   }
   // From 0, the highest logits', on. Conversions saturate, and take what is no number for 0.
   __device__ int bin(float logit) const { return min(max(__float2int_rz((highest - logit) * per_unit), 0), kBins - 1); }
@@ -148,10 +150,26 @@ __device__ inline void pick_bin(Shared& shared, unsigned long long of_lane, unsi
   __syncthreads();
 }
 
-// The largest key such that the weights of this key and all above reach the target: for top-k its k, for top-p that
-// share of all weights. 0 if all together do not.
+// Of all tokens that count.
+__device__ inline unsigned long long sum_weights(const float* logits, int vocab, const Search<true>& search,
+                                                 Shared& shared) {
+  unsigned long long sum = 0;
+  if (threadIdx.x == 0) shared.sum = 0;
+  __syncthreads();
+  for_each_logit(logits, vocab, [&](float logit) {
+    if (key_of(logit) >= search.floor) sum += search.weight(logit);
+  });
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(~0u, sum, distance);
+  if (threadIdx.x % 32 == 0) atomicAdd(&shared.sum, sum);
+  __syncthreads();
+  sum = shared.sum;
+  __syncthreads();
+  return sum;
+}
+
+// The largest key such that the weights of this key and all above reach the target; 0 if all together do not.
 template <bool kIsTopP>
-__device__ uint32_t search(const float* logits, int vocab, const Search<kIsTopP>& search, float p, int k,
+__device__ uint32_t search(const float* logits, int vocab, const Search<kIsTopP>& search, unsigned long long target,
                            Shared& shared, uint32_t* list) {
   unsigned long long of_lane = 0;
   clear_bins(shared);
@@ -159,14 +177,7 @@ __device__ uint32_t search(const float* logits, int vocab, const Search<kIsTopP>
     if (key_of(logit) < search.floor) return;
     if (const unsigned long long weight = search.weight(logit)) add_to_bin(shared, search.bin(logit), weight);
   });
-  const unsigned long long sum = sum_bins(shared, &of_lane);
-  unsigned long long target = k;
-  if (kIsTopP) {
-    target = static_cast<unsigned long long>(ceil(static_cast<double>(p) * static_cast<double>(sum)));
-    target = min(max(target, 1ull), sum);
-  } else if (sum < target) {
-    return 0;
-  }
+  if (sum_bins(shared, &of_lane) < target) return 0;
   pick_bin(shared, of_lane, target);
   const int picked = shared.bin;
   if (threadIdx.x == 0) {
@@ -248,11 +259,19 @@ __global__ void __launch_bounds__(kThreads) floor_kernel(Row args) {
     if (min_p > 0.0f) floor = key_of(highest + temperature * logf(min_p));
     if (top_k > 0) {
       const Search<false> by_count(highest, lowest, temperature, floor);
-      floor = max(floor, search(logits, args.vocab, by_count, 0.0f, top_k, shared, list));
+      floor = max(floor, search(logits, args.vocab, by_count, top_k, shared, list));
     }
     if (top_p < 1.0f) {
-      const Search<true> by_weight(highest, lowest, temperature, floor);
-      floor = max(floor, search(logits, args.vocab, by_weight, top_p, 0, shared, list));
+      const float faintest = fmaxf(lowest, highest - kFaintest * temperature);
+      const unsigned long long sum =
+          sum_weights(logits, args.vocab, Search<true>(highest, faintest, temperature, floor), shared);
+      const double target = ceil(static_cast<double>(top_p) * static_cast<double>(sum));
+      // Tokens of less weight than this have together less than half of what may be dropped.
+      const float droppable = 0.5f * (1.0f - top_p) * (static_cast<float>(sum) / kScale) / args.vocab;
+      const float unlikely = fmaxf(faintest, highest + temperature * logf(fminf(droppable, 1.0f)));
+      const Search<true> by_weight(highest, unlikely, temperature, floor);
+      floor = max(floor, search(logits, args.vocab, by_weight, max(1ull, static_cast<unsigned long long>(target)),
+                                shared, list));
     }
   }
   if (threadIdx.x == 0) args.floor[blockIdx.x] = floor;

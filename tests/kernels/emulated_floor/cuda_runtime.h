@@ -54,6 +54,12 @@ inline unsigned long long __shfl_up_sync(unsigned, unsigned long long value, int
   shown(0, true);
   return found;
 }
+inline unsigned long long __shfl_down_sync(unsigned, unsigned long long value, int distance) {
+  const int lane = threadIdx.x % 32;
+  const unsigned long long found = shown(value, false)[lane + distance < 32 ? lane + distance : lane];
+  shown(0, true);
+  return found;
+}
 inline uint32_t __reduce_min_sync(unsigned, uint32_t value) {
   const unsigned long long* values = shown(value, false);
   const auto found = static_cast<uint32_t>(*std::min_element(values, values + 32));
