@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import decode
 from .config import ServeConfig
 from .control_batch import ControlBatch, ControlBuilder
 from .fields import PARAM_FIELDS, consecutive
-from .limits import SchedulerLimits
+from .limits import MAX_FUSED_TOKENS, SchedulerLimits
 from .plan import StepPlan
 from .request import Request, SamplingMode
 
@@ -108,7 +107,7 @@ def declare_buckets(
         num_requests = min(num_tokens, max_running)
         # A request's chunk of n tokens begins at most ceil(n / page_size) pages, a window at most one.
         num_new_pages = num_requests + num_tokens // page_size
-        if has_decode_kernels and num_tokens <= min(max_running, decode.MAX_TOKENS):  # before the general one, so that it is found first
+        if has_decode_kernels and num_tokens <= min(max_running, MAX_FUSED_TOKENS):  # before the general: found first
             sizes_of_decodes = (num_tokens, num_requests, num_new_pages)
             buckets += [Bucket(*sizes_of_decodes, is_decode=True, mode=mode) for mode in SamplingMode]
         if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):

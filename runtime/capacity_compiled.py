@@ -5,10 +5,10 @@ large a cache has room beside them. Serves `meshserve plan --compile`, `make che
 import dataclasses
 from collections.abc import Callable
 
-from . import decode
 from .aot import DryServer, KnownKey, ProgramReport
 from .capacity import MIB, MemoryPlan, Planner
 from .compiles import ProgramKey
+from .limits import MAX_FUSED_TOKENS
 
 _SAMPLING_ALL_REDUCES = 30  # at most: a search of 8 rounds for top-p alone, two for all filters; totals and maxima
 PAGE_TOLERANCE = 0.02  # by how much prediction and compiler may differ on the number of pages
@@ -85,19 +85,18 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
         }
     else:
         expected["weights are multiplied where they lie"] = report.num_weight_slices == 0
+    num_kernels = _num_kernels(planner, report)
+    expected[f"it calls {num_kernels} kernels"] = text.num_kernels == num_kernels
     if report.is_step:
-        num_kernels, num_layers = _num_kernels(planner, report), planner.model.num_layers
+        num_layers = planner.model.num_layers
         num_sums = 2 * (num_layers if planner.target.chip.is_unrolled else 1) + 1
         least = num_sums if planner.num_devices > 1 else 0
         most = least + _SAMPLING_ALL_REDUCES
         expected |= {
             "the KV cache is updated in place": report.aliased_bytes >= cache_bytes,
-            f"it calls {num_kernels} kernels": text.num_kernels == num_kernels,
             # Two a layer, one for the embedding, and those of the searches in sampling.
             f"{least} to {most} all-reduces": least <= text.num_all_reduces <= most,
         }
-    else:
-        expected["there are no kernels"] = text.num_kernels == 0
     if report.kind in ("sample", "set row"):
         state_bytes = planner.control_state_bytes
         expected["history and bias are updated in place"] = report.aliased_bytes >= state_bytes
@@ -105,13 +104,16 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
 
 
 def _num_kernels(planner: Planner, report: ProgramReport) -> int:
-    """Calls of our kernels in a step, with sums over the mesh by XLA."""
+    """Calls of our kernels in a program, with sums over the mesh by XLA."""
     chip, config, num_layers = planner.target.chip, planner.config, planner.model.num_layers
     if chip.platform == "tpu":
-        return 2 * (num_layers if chip.is_unrolled else 1)  # to write and to attend
-    if report.kind.startswith("decode") and config.decode_layers == "cuda" and report.size <= decode.MAX_TOKENS:
-        return 1 if planner.num_devices == 1 else 5 * num_layers
-    return num_layers if config.attention == "cuda" else 0
+        return 2 * (num_layers if chip.is_unrolled else 1) if report.is_step else 0  # to write and to attend
+    filters = report.kind.startswith(("step", "decode", "sample")) and not report.kind.endswith(("greedy", "random"))
+    has_kernel = "cuda" in (config.attention, config.decode_layers) and planner.num_devices == 1
+    in_sampling = int(filters and has_kernel)
+    if report.kind.startswith("decode") and config.decode_layers == "cuda" and report.size <= MAX_FUSED_TOKENS:
+        return in_sampling + (1 if planner.num_devices == 1 else 5 * num_layers)
+    return in_sampling + (num_layers if report.is_step and config.attention == "cuda" else 0)
 
 
 def cache_that_fits(planner: Planner, report: ProgramReport, cache_bytes: int) -> int:

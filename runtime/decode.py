@@ -16,9 +16,6 @@ from meshserve.sharding.mesh import TENSOR_AXIS
 from .config import ModelConfig
 from .rope import inverse_frequencies
 
-# Beyond this many tokens the kernels read the weights more than once; a plain matrix product is better then.
-MAX_TOKENS = 128
-
 
 def run_layers(
     config: ModelConfig,

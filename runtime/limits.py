@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from .errors import InvalidRequestError
 from .request import Request
 
+# Of a step that the fused decode kernels serve. With more they read the weights more than once; plain products are
+# better then.
+MAX_FUSED_TOKENS = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:

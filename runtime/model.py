@@ -27,6 +27,7 @@ from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
 from . import decode
 from .config import ModelConfig
+from .limits import MAX_FUSED_TOKENS
 from .rope import rotate, rotation
 from .sampling import Exchange, all_gather
 
@@ -212,7 +213,7 @@ class Qwen3(nnx.Module):
           The hidden state of each token before the final norm [T, D], and the cache.
         """
         x = self.embed(token_ids, kernels.peer_sum)
-        if kernels.decode is not None and is_decode and x.shape[0] <= decode.MAX_TOKENS:
+        if kernels.decode is not None and is_decode and x.shape[0] <= MAX_FUSED_TOKENS:
             weights = layer_weights(nnx.state(self.layers))
             return decode.run_layers(self.config, weights, x, cache, batch, kernels.decode, kernels.peers)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)

@@ -1,8 +1,10 @@
 // A mesh whose ranks are streams of one GPU, for testing what peers do where there is one GPU. The shapes must be small:
-// all blocks of all ranks run at once, or a rank that waits would keep the one it waits for from starting.
+// all blocks of all ranks run at once, or a rank that waits would keep the one it waits for from starting. So would a
+// kernel that CUDA loads at its first launch, for which it waits for the device: all are loaded before.
 #include <vector>
 
 #include "launch.cuh"
+#include "preload.cuh"
 
 using namespace meshserve;
 
@@ -11,6 +13,9 @@ namespace {
 // Inboxes of `num` ranks for one channel, empty; and a stream each.
 struct Mesh {
   explicit Mesh(int num) : streams(num), peers(num) {
+    int device = 0;
+    cudaGetDevice(&device);
+    load_kernels(&device, 1);
     const size_t bytes = 2 * num * kSlotBytes;
     cudaMalloc(&memory, num * (bytes + 256));
     cudaMemset(memory, 0xFF, num * bytes);

@@ -29,7 +29,7 @@ def server(target: str = "h100:1", kernels: str = "cuda", num_layers: int = 4) -
 
 def report(kind: str = "step", size: int = 64, **text: object) -> ProgramReport:
     """As `server()` should get it."""
-    counts = {"num_kernels": 4, "num_all_reduces": 0, "num_launches": 80, "num_recomputed": 0, "weight_copy_bytes": 0}
+    counts = {"num_kernels": 5, "num_all_reduces": 0, "num_launches": 80, "num_recomputed": 0, "weight_copy_bytes": 0}
     return ProgramReport(
         kind=kind, size=size, cpu_seconds=1.0, argument_bytes=2 << 30, aliased_bytes=CACHE_BYTES, added_bytes=1 << 20,
         temp_bytes=1 << 20, peak_bytes=(2 << 30) + (1 << 20), code_bytes=0, num_weight_slices=0,
@@ -50,7 +50,7 @@ def test_a_program_of_which_everything_holds():
     [
         (report(num_recomputed=3), "nothing is computed twice"),
         (report(weight_copies=("bf16[1,2,12288,4096] cut",)), "no weights are copied: bf16[1,2,12288,4096] cut"),
-        (report(num_kernels=3), "it calls 4 kernels"),
+        (report(num_kernels=3), "it calls 5 kernels"),
         (report(num_all_reduces=31), "0 to 30 all-reduces"),
         (dataclasses.replace(report(), aliased_bytes=CACHE_BYTES - 1), "the KV cache is updated in place"),
         (dataclasses.replace(report(), temp_bytes=8 << 30), "temporaries stay below"),
@@ -67,6 +67,10 @@ def test_what_does_not_hold_is_named(found, fault):
     ("target", "kernels", "kind", "size", "num_kernels"),
     [
         ("h100:1", "cuda", "decode greedy", 64, 1),  # all layers behind one call
+        ("h100:1", "cuda", "decode top_p", 64, 2),  # and the filters' search
+        ("h100:1", "cuda", "step", 64, 5),  # attention, and the search
+        ("h100:1", "cuda", "sample", 64, 1),
+        ("h100:1", "cuda", "prompt", 64, 0),
         ("h200:4", "cuda", "decode greedy", 64, 20),  # five calls a layer, cut at the sums
         ("h200:4", "cuda", "step", 64, 4),  # attention
         ("h100:1", "xla", "step", 64, 0),
@@ -117,7 +121,8 @@ def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels
     shape = plan.cache_shape(plan.plan().served_pages)
     dry = DryServer.on(plan.target, plan.model, config=plan.config)
     programs = dry.programs(plan.buckets, shape, has_controls=True)
-    for key in [("step", 64), *[key for key in programs if key == ("decode greedy", 4)]]:
+    decodes = (("decode greedy", 4), ("decode top_p", 4), ("sample", 64))
+    for key in [("step", 64), *[key for key in decodes if key in programs]]:
         found = dry.report(key, programs[key])
         assert program_faults(plan, found, dry.cache_bytes(shape)) == []
 
