@@ -115,9 +115,9 @@ test-gpu:
 bench-gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-0.6b --random-weights --batch 1 4 \
-	    --context 82 512 --max-step-tokens 128 --attention cuda --decode-layers cuda
+	    --context 82 512 --max-step-tokens 128
 	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-8b --random-weights --batch 1 32 128 \
-	    --context 1024 --attention cuda --decode-layers cuda
+	    --context 1024
 
 # What sampling costs on the device, path by path. Uses PYTHON as it is, with a GPU if jax sees one.
 bench-sampling:

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--products", default="tuned", help="as of meshserve serve: tuned or library")
+    parser.add_argument("--products", default="auto", help="as of meshserve serve: auto, tuned or library")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument("--profile", type=Path, help="trace one more run of the last workload; prints its kernels")

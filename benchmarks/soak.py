@@ -10,6 +10,7 @@ kill the engine and be reported. Exits 1 if anything is wrong.
 import argparse
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from meshserve.runtime.weights import load_model
 from .offline_engine import parse_settings
 
 _SETTLE_SECONDS = 60.0
+_PROGRESS_SECONDS = 60.0
 _LONGEST_OUTPUT = 256  # tokens
 _CANCELLED = 0.2  # of the requests, at most
 
@@ -169,10 +171,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(engine: Engine, crowd: Crowd, max_running: int, options: argparse.Namespace) -> float:
-    """Half as many requests again as can run are kept open; then all end. Returns the seconds until then."""
-    started = time.monotonic()
+    """Half as many requests again as can run are kept open; then all end. Returns the seconds until then. Says every
+    minute how far it is."""
+    started = told = time.monotonic()
     draw = random.Random(options.seed)
     while time.monotonic() - started < options.seconds and engine.failure is None:
+        if time.monotonic() - told > _PROGRESS_SECONDS:
+            told = time.monotonic()
+            print(f"{told - started:.0f} s: {crowd.num_tokens} tokens", file=sys.stderr, flush=True)
         while crowd.num_open < max_running * 3 // 2:
             crowd.submit_one(engine)
         if draw.random() < 0.05:

@@ -255,10 +255,10 @@ class ServeConfig:
         ("auto", "off", "reference", "cuda"),
     )
     products: str = option(
-        "tuned",
+        "auto",
         "who multiplies in steps of 512 tokens and more on a GPU; tuned: what is fastest in XLA's trials at start-up; "
-        "library: cuBLAS, with less to compile and no copies of weights",
-        ("tuned", "library"),
+        "library: cuBLAS, with less to compile and, from jax 0.11 on, no copies of weights; auto: library from then on",
+        ("auto", "tuned", "library"),
     )
     all_reduce: str = option(
         "auto",

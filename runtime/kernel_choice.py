@@ -23,6 +23,9 @@ from .step import CacheShape, state_shapes
 
 _log = logging.getLogger(__name__)
 
+# Where it does not, XLA cuts every layer's weights out of the stack for cuBLAS (docs/log.md).
+_LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
+
 
 def named_kernels(
     config: ServeConfig, model: ModelConfig, *, platform: str, num_devices: int, refusal: str | None = None
@@ -88,7 +91,7 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
         decode=None if decode == "off" else decode_layers.implementation(decode, device),
         is_unrolled=is_gpu,
         has_statistics_apart=is_gpu,
-        has_library_products=config.products == "library",
+        has_library_products=config.products == "library" or (config.products == "auto" and _LIBRARY_READS_IN_PLACE),
         find_floor=sampling.implementation(device) if "cuda" in (attention, decode) and mesh.size == 1 else None,
         peers=peers,
         peer_operations=peers_gpu if peers is not None else None,
