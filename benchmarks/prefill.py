@@ -1,6 +1,6 @@
 """Times prefill through the real engine: the time from submitting prompts to the first token of the last of them.
 
-    meshserve bench prefill --model qwen3-8b --random-weights --prompts 1x1024 1x4096 8x4096 --attention cuda
+    meshserve bench prefill --model qwen3-8b --random-weights --prompts 1x1024 1x4096 8x4096
 
 A workload NxT is N prompts of T random tokens, submitted together to an idle engine; each asks for one token of output.
 After as many warm-up runs as are measured, the table gives the median, P10 and P90. For one prompt the time is its time

@@ -134,7 +134,10 @@ def _sampler(mesh: Mesh, vocab_size: int) -> Callable[..., jax.Array]:
     """`sample` as a server on these devices has it."""
     device = mesh.devices.flat[0]
     return partial(
-        sample, vocab_size=vocab_size, is_unrolled=device.platform == "gpu", find_floor=implementation(device)
+        sample,
+        vocab_size=vocab_size,
+        is_unrolled=device.platform == "gpu",
+        find_floor=implementation(device, vocab_size),
     )
 
 

@@ -1,6 +1,6 @@
 """What prompt lookup brings and costs: output tokens a second with drafts and without, through the engine.
 
-    meshserve bench speculation --model qwen3-8b --random-weights --requests 1 8 32 --set decode_layers=cuda
+    meshserve bench speculation --model qwen3-8b --random-weights --requests 1 8 32
     meshserve bench speculation --model DIRECTORY --temperature 0
 
 Two ends of what may come. At temperature 0 models, and random weights above all, fall into repeating themselves: drafts

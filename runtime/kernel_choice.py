@@ -1,6 +1,7 @@
 """Which kernels serve: chosen once at start-up from the devices, the model's shapes and the config, and logged."""
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -44,7 +45,6 @@ def named_kernels(
         refusal = refusal or _shape_refusal(config, model, num_devices)
         if refusal is not None:
             ours, layers = "reference", "off"
-            _log.warning("XLA's kernels serve, which are slower: %s", refusal)
     return dataclasses.replace(
         config,
         attention=ours if config.attention == "auto" else config.attention,
@@ -76,15 +76,16 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
     device = mesh.devices.flat[0]
     if config.attention == "tpu" and device.platform == "tpu":
         return tpu_kernels(config, model, mesh)
-    attention, decode = config.attention, config.decode_layers
-    for option, chosen in (("attention", attention), ("decode_layers", decode)):
-        if chosen == "cuda":
-            reason = build.unavailable_reason(device) or _shape_refusal(config, model, mesh.size)
-            if reason is not None:
+    attention, decode, is_gpu = config.attention, config.decode_layers, device.platform == "gpu"
+    if is_gpu or "cuda" in (attention, decode):
+        reason = build.unavailable_reason(device) or _build_refusal() or _shape_refusal(config, model, mesh.size)
+        for option, chosen in (("attention", attention), ("decode_layers", decode)):
+            if chosen == "cuda" and reason is not None:
                 raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {reason}.")
+        if reason is not None:
+            _log.warning("XLA's kernels serve, which are slower: %s", reason)
     peers = _peers(mesh, are_devices_here) if config.all_reduce == "peers" else None
     _log.info("attention: %s; decode layers: %s; sums: %s", attention, decode, "xla" if peers is None else "peers")
-    is_gpu = device.platform == "gpu"
     return Kernels(
         attend=paged_attention.implementation(attention, device),
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
@@ -92,7 +93,7 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
         is_unrolled=is_gpu,
         has_statistics_apart=is_gpu,
         has_library_products=config.products == "library" or (config.products == "auto" and _LIBRARY_READS_IN_PLACE),
-        find_floor=sampling.implementation(device) if "cuda" in (attention, decode) and mesh.size == 1 else None,
+        find_floor=sampling.implementation(device, model.vocab_size) if "cuda" in (attention, decode) else None,
         peers=peers,
         peer_operations=peers_gpu if peers is not None else None,
     )
@@ -149,6 +150,7 @@ def _shape_refusal(config: ServeConfig, model: ModelConfig, num_devices: int) ->
     return decode_layers.unsupported_reason(weights, cache)
 
 
+@functools.cache
 def _build_refusal() -> str | None:
     """Why the CUDA kernels cannot be compiled on this host; None if they are there."""
     try:

@@ -76,7 +76,10 @@ class Resharder:
             old = self._engine.runner
             assert isinstance(old, StepRunner)
             with self.compiling():
-                runner, num_pages = self._prepared(config, old, mesh)
+                try:
+                    runner, num_pages = self._prepared(config, old, mesh)
+                except ValueError as error:  # the kernels that serve do not take the new blocks
+                    raise ConfigError(str(error)) from None
                 paused_seconds = self._swap(old, runner, num_pages, layout, mesh)
             self._config = config
             _log.info("tp is %d now; the streams paused for %.2f s", tp, paused_seconds)

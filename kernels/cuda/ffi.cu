@@ -1,9 +1,9 @@
 // XLA's calls. decode_layers runs a range of layers behind one call, on one GPU or on each GPU of a mesh whose peers are
 // open; the others are its parts, for meshes where XLA must add up after the o and the down projection.
-// prefill_attention is for steps with more than decodes; sampling_floor finds what the filters of sampling keep;
-// peer_sum and peer_exchange tell peers something small. Every
-// call only launches kernels on XLA's stream, the same ones for the same shapes, so it can be captured in a command
-// buffer. Weights come stacked over layers, with the layer as an attribute: a slice of them would be a copy.
+// prefill_attention is for steps with more than decodes; sampling_floor finds what the filters of sampling keep; peer_sum
+// and peer_exchange tell peers something small. Every call only launches kernels on XLA's stream, the same ones for the
+// same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as an
+// attribute: a slice of them would be a copy.
 #include "floor.cuh"
 #include "launch.cuh"
 #include "peers_host.cuh"
@@ -198,13 +198,13 @@ ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In tiles, In p
 }
 
 ffi::Error sampling_floor(cudaStream_t stream, In logits, In temperature, In top_k, In top_p, In min_p, Out floor) {
-  const sampling::Row row = {data<float>(logits), data<float>(temperature), data<float>(top_p), data<float>(min_p),
+  const sampling::Rows rows = {data<float>(logits), data<float>(temperature), data<float>(top_p), data<float>(min_p),
                              data<int>(top_k),    data<uint32_t>(floor),    size(logits, 1)};
   constexpr int kBytes = sampling::kListed * sizeof(uint32_t);
   cudaError_t status =
       cudaFuncSetAttribute(sampling::floor_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status == cudaSuccess) {
-    sampling::floor_kernel<<<size(logits, 0), sampling::kThreads, kBytes, stream>>>(row);
+    sampling::floor_kernel<<<size(logits, 0), sampling::kThreads, kBytes, stream>>>(rows);
     status = cudaGetLastError();
   }
   if (status == cudaSuccess) return ffi::Error::Success();

@@ -24,7 +24,8 @@ constexpr float kScale = 4398046511104.0f;  // 2^42, of a weight
 constexpr float kFaintest = 30.0f;          // exp(-30) * kScale rounds to 0
 constexpr int kListed = 40 * 1024;          // keys that shared memory has room for
 
-struct Row {
+// Of all rows, [B] each but for the logits [B, vocab].
+struct Rows {
   const float *logits, *temperature, *top_p, *min_p;
   const int* top_k;
   uint32_t* floor;
@@ -102,18 +103,22 @@ __device__ inline void add_to_bin(Shared& shared, int bin, unsigned long long we
   }
 }
 
+__device__ inline unsigned long long sum_of_bin(const Shared& shared, int bin) {
+  unsigned long long sum = 0;
+#pragma unroll
+  for (int word = 0; word < kWords; ++word) {
+    sum += static_cast<unsigned long long>(shared.words[word][bin]) << (word * kWordBits);
+  }
+  return sum;
+}
+
 // Every thread gets the sum of all bins.
 __device__ inline unsigned long long sum_bins(Shared& shared, unsigned long long* of_lane) {
   __syncthreads();
   if (threadIdx.x < 32) {
     constexpr int kBinsOfLane = kBins / 32;
     unsigned long long sum = 0;
-    for (int i = 0; i < kBinsOfLane; ++i) {
-      const int bin = threadIdx.x * kBinsOfLane + i;
-      for (int word = 0; word < kWords; ++word) {
-        sum += static_cast<unsigned long long>(shared.words[word][bin]) << (word * kWordBits);
-      }
-    }
+    for (int i = 0; i < kBinsOfLane; ++i) sum += sum_of_bin(shared, threadIdx.x * kBinsOfLane + i);
     for (int distance = 1; distance < 32; distance *= 2) {
       const unsigned long long other = __shfl_up_sync(~0u, sum, distance);
       if (static_cast<int>(threadIdx.x) >= distance) sum += other;
@@ -134,10 +139,7 @@ __device__ inline void pick_bin(Shared& shared, unsigned long long of_lane, unsi
     if (sum < target && of_lane >= target) {
       for (int i = 0; i < kBinsOfLane; ++i) {
         const int bin = threadIdx.x * kBinsOfLane + i;
-        unsigned long long in_bin = 0;
-        for (int word = 0; word < kWords; ++word) {
-          in_bin += static_cast<unsigned long long>(shared.words[word][bin]) << (word * kWordBits);
-        }
+        const unsigned long long in_bin = sum_of_bin(shared, bin);
         if (sum + in_bin >= target) {
           shared.bin = bin;
           shared.above = sum;
@@ -169,7 +171,7 @@ __device__ inline unsigned long long sum_weights(const float* logits, int vocab,
 
 // The largest key such that the weights of this key and all above reach the target; 0 if all together do not.
 template <bool kIsTopP>
-__device__ uint32_t search(const float* logits, int vocab, const Search<kIsTopP>& search, unsigned long long target,
+__device__ uint32_t find_key(const float* logits, int vocab, const Search<kIsTopP>& search, unsigned long long target,
                            Shared& shared, uint32_t* list) {
   unsigned long long of_lane = 0;
   clear_bins(shared);
@@ -228,7 +230,7 @@ __device__ uint32_t search(const float* logits, int vocab, const Search<kIsTopP>
 }
 
 // grid: a row of logits each.
-__global__ void __launch_bounds__(kThreads) floor_kernel(Row args) {
+__global__ void __launch_bounds__(kThreads) floor_kernel(Rows args) {
   extern __shared__ uint32_t list[];
   __shared__ Shared shared;
   const float* logits = args.logits + static_cast<size_t>(blockIdx.x) * args.vocab;
@@ -259,7 +261,7 @@ __global__ void __launch_bounds__(kThreads) floor_kernel(Row args) {
     if (min_p > 0.0f) floor = key_of(highest + temperature * logf(min_p));
     if (top_k > 0) {
       const Search<false> by_count(highest, lowest, temperature, floor);
-      floor = max(floor, search(logits, args.vocab, by_count, top_k, shared, list));
+      floor = max(floor, find_key(logits, args.vocab, by_count, top_k, shared, list));
     }
     if (top_p < 1.0f) {
       const float faintest = fmaxf(lowest, highest - kFaintest * temperature);
@@ -270,7 +272,7 @@ __global__ void __launch_bounds__(kThreads) floor_kernel(Row args) {
       const float droppable = 0.5f * (1.0f - top_p) * (static_cast<float>(sum) / kScale) / args.vocab;
       const float unlikely = fmaxf(faintest, highest + temperature * logf(fminf(droppable, 1.0f)));
       const Search<true> by_weight(highest, unlikely, temperature, floor);
-      floor = max(floor, search(logits, args.vocab, by_weight, max(1ull, static_cast<unsigned long long>(target)),
+      floor = max(floor, find_key(logits, args.vocab, by_weight, max(1ull, static_cast<unsigned long long>(target)),
                                 shared, list));
     }
   }

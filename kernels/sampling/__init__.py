@@ -26,6 +26,7 @@ class FindFloor(Protocol):
         ...
 
 
-def implementation(device: jax.Device) -> FindFloor | None:
-    """The kernel for a device, or None where there is none."""
-    return gpu.find_floor if gpu.unavailable_reason(device) is None else None
+def implementation(device: jax.Device, vocab_size: int) -> FindFloor | None:
+    """The kernel for a device and a vocabulary, or None where there is none."""
+    is_there = gpu.unavailable_reason(device) is None and vocab_size <= gpu.MAX_VOCAB
+    return gpu.find_floor if is_there else None

@@ -6,6 +6,13 @@ FILTERS = [
     {"top_k": 1}, {"top_k": 20}, {"top_k": 5_000}, {"top_p": 0.95}, {"top_p": 0.5}, {"top_p": 1e-9}, {"min_p": 0.05},
     {"top_p": 0.9, "top_k": 50, "min_p": 0.01}, {"top_p": 0.95, "temperature": 0.3}, {"top_p": 0.999, "min_p": 1e-6},
 ]  # fmt: skip
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def parameters(num: int, **filters: float) -> dict[str, np.ndarray]:
+    """The same for each of `num` rows."""
+    values = {**OFF, **filters}
+    return {name: np.full(num, value, np.int32 if name == "top_k" else np.float32) for name, value in values.items()}
 
 
 def rows(num: int, vocab: int, seed: int = 0) -> np.ndarray:

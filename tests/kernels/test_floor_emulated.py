@@ -10,11 +10,10 @@ import pytest
 
 from meshserve.kernels.cuda import build
 
-from .floors import FILTERS, is_well, key_of, rows
+from .floors import FILTERS, is_well, key_of, parameters, rows
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on PATH")
-OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def floors(library: ctypes.CDLL, logits: np.ndarray, **filters: float) -> np.ndarray:
     num, vocab = logits.shape
-    values = {**OFF, **filters}
-    arrays = {name: np.full(num, value, np.int32 if name == "top_k" else np.float32) for name, value in values.items()}
+    arrays = parameters(num, **filters)
     found = np.zeros(num, np.uint32)
     inputs = (logits, arrays["temperature"], arrays["top_k"], arrays["top_p"], arrays["min_p"], found)
     library.find_floors(num, vocab, *(ctypes.c_void_p(array.ctypes.data) for array in inputs))

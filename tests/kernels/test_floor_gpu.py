@@ -14,16 +14,10 @@ from meshserve.runtime.request import SamplingMode
 from meshserve.runtime.sampling import SamplingBatch, sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
-from .floors import FILTERS, is_well, rows
+from .floors import FILTERS, is_well, parameters, rows
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-
-
-def parameters(num: int, **filters: float) -> dict[str, np.ndarray]:
-    values = {**OFF, **filters}
-    return {name: np.full(num, value, np.int32 if name == "top_k" else np.float32) for name, value in values.items()}
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)

@@ -83,7 +83,7 @@ class Start:
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Start]:
-    """With steps so small that sampling under controls needs more than any of them."""
+    """With steps of so few tokens that sampling under controls needs more than any of them."""
     config = ServeConfig(model="demo", tp=2, max_running=32, max_step_tokens=32, dtype="float32", cache_dir="")
     files, num_compiles, kept = find_model("demo"), 0, []
 

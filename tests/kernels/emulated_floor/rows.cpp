@@ -7,7 +7,7 @@ using namespace meshserve::sampling;
 
 extern "C" void find_floors(int num_rows, int vocab, const float* logits, const float* temperature, const int* top_k,
                             const float* top_p, const float* min_p, uint32_t* floor) {
-  const Row row = {logits, temperature, top_p, min_p, top_k, floor, vocab};
+  const Rows rows = {logits, temperature, top_p, min_p, top_k, floor, vocab};
   Block state(kThreads);
   std::vector<std::jthread> threads;
   for (unsigned t = 0; t < kThreads; ++t) {
@@ -16,7 +16,7 @@ extern "C" void find_floors(int num_rows, int vocab, const float* logits, const 
       block = &state;
       for (int i = 0; i < num_rows; ++i) {
         blockIdx = {static_cast<unsigned>(i)};
-        floor_kernel(row);
+        floor_kernel(rows);
         __syncthreads();
       }
     });
