@@ -103,9 +103,8 @@ __device__ inline void add_to_bin(Shared& shared, int bin, unsigned long long we
   }
 }
 
-__device__ inline unsigned long long sum_of_bin(const Shared& shared, int bin) {
-  unsigned long long sum = 0;
-#pragma unroll
+// The sum so far, and what is in a bin.
+__device__ inline unsigned long long with_bin(unsigned long long sum, const Shared& shared, int bin) {
   for (int word = 0; word < kWords; ++word) {
     sum += static_cast<unsigned long long>(shared.words[word][bin]) << (word * kWordBits);
   }
@@ -118,7 +117,7 @@ __device__ inline unsigned long long sum_bins(Shared& shared, unsigned long long
   if (threadIdx.x < 32) {
     constexpr int kBinsOfLane = kBins / 32;
     unsigned long long sum = 0;
-    for (int i = 0; i < kBinsOfLane; ++i) sum += sum_of_bin(shared, threadIdx.x * kBinsOfLane + i);
+    for (int i = 0; i < kBinsOfLane; ++i) sum = with_bin(sum, shared, threadIdx.x * kBinsOfLane + i);
     for (int distance = 1; distance < 32; distance *= 2) {
       const unsigned long long other = __shfl_up_sync(~0u, sum, distance);
       if (static_cast<int>(threadIdx.x) >= distance) sum += other;
@@ -139,7 +138,7 @@ __device__ inline void pick_bin(Shared& shared, unsigned long long of_lane, unsi
     if (sum < target && of_lane >= target) {
       for (int i = 0; i < kBinsOfLane; ++i) {
         const int bin = threadIdx.x * kBinsOfLane + i;
-        const unsigned long long in_bin = sum_of_bin(shared, bin);
+        const unsigned long long in_bin = with_bin(0, shared, bin);
         if (sum + in_bin >= target) {
           shared.bin = bin;
           shared.above = sum;
