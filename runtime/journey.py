@@ -33,7 +33,7 @@ class Journey:
         metrics.num_prompt_tokens += fields["num_prompt_tokens"]
 
     def sent(self, output: Output) -> None:
-        """A message has been written."""
+        """A message is handed to the call."""
         metrics, num_tokens = self._metrics, len(output.token_ids)
         metrics.num_messages += 1
         if num_tokens == 0:

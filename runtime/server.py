@@ -201,8 +201,8 @@ class Edge(pb_grpc.InferenceServiceServicer):
                         num_open_samples -= 1
                         ended = output.finish_reason.value
                         self._check_end(output)
+                    journey.sent(output)  # before: a client that hangs up on reading it cancels the rest of the write
                     await write(output)
-                    journey.sent(output)
                 outcome = ended
             except Exception as error:
                 outcome = code_of(error).name.lower()
