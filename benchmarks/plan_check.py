@@ -19,10 +19,8 @@ from meshserve.runtime.capacity_report import Asked, planner_of
 from meshserve.runtime.cli import SERVER_ONLY, add_options, serve_config
 from meshserve.runtime.config import ModelConfig, ServeConfig
 from meshserve.runtime.figures import FIGURES_IN_LOG, DeviceFigures
-from meshserve.runtime.launch import build_runner
+from meshserve.runtime.launch import build_runner, make_params_of
 from meshserve.runtime.model_files import find_model
-from meshserve.runtime.random_weights import random_model
-from meshserve.runtime.weights import load_model
 
 _TOLERANCE = 0.02
 
@@ -36,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.log is not None:
         measured = figures_in(options.log)
     else:
-        measured = start(config, planner.model, is_random=options.random_weights)
+        measured = start(config, planner.model)
     rows = list(compare(planned, measured))
     print(f"{config.model} on {options.target}, tp {config.tp}, each device:")
     print(f"{'':<16}{'planned':>18}{'measured':>18}{'difference':>12}")
@@ -52,7 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     add_options(parser, SERVER_ONLY)
     parser.add_argument("--target", required=True, help="as for `meshserve plan`")
     parser.add_argument("--jax-fraction", type=float, default=0.0, help="as for `meshserve plan`")
-    parser.add_argument("--random-weights", action="store_true", help="of a published size; needs no files")
     parser.add_argument("--log", type=Path, help="of a server, instead of starting an engine")
     return parser
 
@@ -69,13 +66,10 @@ def figures_in(log: Path) -> DeviceFigures:
     return DeviceFigures(**json.loads(lines[-1].partition(FIGURES_IN_LOG)[2]))
 
 
-def start(config: ServeConfig, model: ModelConfig, *, is_random: bool) -> DeviceFigures:
+def start(config: ServeConfig, model: ModelConfig) -> DeviceFigures:
     """The figures of a server that was made ready."""
-    if is_random:
-        runner, *_ = build_runner(config, model, random_model)
-    else:
-        weights = find_model(config.model).weights
-        runner, *_ = build_runner(config, model, lambda *target: load_model(weights, *target))
+    files = find_model(config.model, random_weights=config.random_weights)
+    runner, *_ = build_runner(config, model, make_params_of(files))
     return runner.figures
 
 

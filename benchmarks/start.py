@@ -28,15 +28,12 @@ from meshserve.runtime.cli import SERVER_ONLY, add_options, serve_config
 from meshserve.runtime.compiles import CompileWatch
 from meshserve.runtime.config import ModelConfig, ServeConfig, context_tokens
 from meshserve.runtime.engine import Engine
-from meshserve.runtime.launch import build_engine
+from meshserve.runtime.launch import build_engine, make_params_of
 from meshserve.runtime.logs import configure_logs
 from meshserve.runtime.model_files import find_model
-from meshserve.runtime.model_sizes import named_model
-from meshserve.runtime.random_weights import random_model
 from meshserve.runtime.record import StepRecord
 from meshserve.runtime.request import FinishReason, Output, SamplingParams
 from meshserve.runtime.step import StepRunner
-from meshserve.runtime.weights import load_model
 
 _OUTPUT_TOKENS = 32
 _MAX_PROMPT_TOKENS = 1024
@@ -78,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshserve bench start", description="Starts, and traffic at a full cache.")
     add_options(parser, SERVER_ONLY)
-    parser.add_argument("--random-weights", action="store_true", help="--model names a published size; no files needed")
     parser.add_argument("--starts", type=int, default=3, help="one after the other (%(default)s)")
     parser.add_argument(
         "--fill",
@@ -116,16 +112,12 @@ def start_once(options: argparse.Namespace) -> dict[str, Any]:
     """Makes an engine ready, fills its cache, stops it. Never raises: what went wrong is the report's `failure`."""
     try:
         config = dataclasses.replace(serve_config(options), max_waiting=_MAX_WAITING)
-        if options.random_weights:
-            model, make_params = named_model(config.model), random_model
-        else:
-            files = find_model(config.model)
-            model = ModelConfig.from_file(files.small / "config.json")
-            make_params = lambda *target: load_model(files.weights, *target)  # noqa: E731
+        files = find_model(config.model, random_weights=config.random_weights)
+        model = ModelConfig.from_file(files.small / "config.json")
         crowd = Crowd()
         with CompileWatch(is_strict=True) as watch:
             started = time.monotonic()
-            engine, _ = build_engine(config, model, make_params, None, crowd.deliver, crowd.record)
+            engine, _ = build_engine(config, model, make_params_of(files), None, crowd.deliver, crowd.record)
             ready_seconds = time.monotonic() - started
             engine.start()
             watch.ready()

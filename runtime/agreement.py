@@ -71,7 +71,7 @@ def common_facts(config: ServeConfig, membership: Membership, files: ModelFiles)
     facts["num_processes"] = str(membership.num_processes)
     facts |= {f"version of {name}": version for name in _PACKAGES if (version := _version(name))}
     facts["config.json"] = _digest((files.small / "config.json").read_text(encoding="utf-8"))
-    facts["weights"] = _weights_digest(files.weights)
+    facts["weights"] = _weights_digest(files.weights) if files.weights is not None else "random"
     return facts
 
 

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=_convert)
 
     plan = commands.add_parser("plan", help="what a model needs on each device of a machine, and how fast it could be")
-    add_options(plan, SERVER_ONLY | {"cpu_devices", "cache_dir", "compile_threads"})
+    add_options(plan, SERVER_ONLY | {"cpu_devices", "cache_dir", "compile_threads", "random_weights"})
     plan.add_argument("--target", required=True, help="for example h100:8, v6e:2x4 or cpu:4; tp is its size by default")
     plan.add_argument("--length", type=int, default=1024, help="tokens of the requests to count (%(default)s)")
     plan.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="decodes to reckon with (%(default)s)")

@@ -224,6 +224,9 @@ class ServeConfig:
     tp: int = option(1, "tensor-parallel degree: the number of devices in the mesh")
     cpu_devices: int = option(0, "serve on this many virtual CPU devices; 0 uses the accelerators")
     dtype: str = option("auto", "of weights, activations and KV cache", ("auto", "bfloat16", "float32"))
+    random_weights: bool = option(
+        False, "make the weights up on the devices, to measure with; --model may name a published size, as qwen3-8b"
+    )
     page_size: int = option(32, "tokens a KV page")
     num_pages: int = option(0, "KV pages of each device; 0 takes memory_fraction of what the weights leave")
     memory_fraction: float = option(0.85, "share of device memory for weights and KV cache together")

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from .kernel_choice import choose_kernels, kernels_here
 from .model_files import DEMO_MODEL, ModelFiles, find_model
 from .orbax_weights import model_layout
 from .pages import PageAllocator
+from .random_weights import random_model
 from .record import Record
 from .reshard import Resharder
 from .scheduler import Scheduler
@@ -77,7 +79,7 @@ def launch(
       MeshserveError, CheckpointError, ValueError, MemoryError: the config, the model or the devices do not allow it.
       ClusterError: the other processes do not.
     """
-    files = find_model(config.model)
+    files = find_model(config.model, random_weights=config.random_weights)
     model = ModelConfig.from_file(files.small / "config.json")
     tokenizer = Tokenizer(files.small)
     grammars = None
@@ -101,7 +103,7 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     Raises:
       As `launch`.
     """
-    files = find_model(config.model)
+    files = find_model(config.model, random_weights=config.random_weights)
     model = ModelConfig.from_file(files.small / "config.json")
     progress("waiting for the other processes")
     cluster.begin(config, files)
@@ -109,10 +111,15 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     return runner
 
 
+def make_params_of(files: ModelFiles) -> MakeParams:
+    """Loads them, or makes them up."""
+    return random_model if files.weights is None else partial(load_model, files.weights)
+
+
 def _loading(files: ModelFiles, progress: Callable[[str], None]) -> MakeParams:
     def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
         progress("loading the weights")
-        loaded = load_model(files.weights, *target)  # type: ignore[arg-type]
+        loaded = make_params_of(files)(*target)  # type: ignore[arg-type]
         progress("compiling the programs")
         return loaded
 
