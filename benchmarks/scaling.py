@@ -1,7 +1,8 @@
 """How decoding scales over the GPUs of one host: a step at several tensor-parallel degrees, and the sums alone.
 
     meshserve bench scaling --model qwen3-8b qwen3-32b --tp 1 2 4 --batch 1 32 --context 1024 --plot scaling.png
-    meshserve bench scaling --sums --tp 2 4
+    meshserve bench scaling --sums --tp 2 4                        # the sums alone: see sums.py
+    meshserve bench scaling --sums --tp 4 --check-seconds 600      # is every one of them right?
 
 A step is the served program of a decode bucket with random weights, sampling included, dispatched as the engine does it
 but without a scheduler: the host's own time a dispatch stands beside it. Figures are medians over rounds of steps that
@@ -9,28 +10,21 @@ the devices run without waiting for the host.
 
 Efficiency is the time at the smallest degree over the time at this one, per device. The share of the collectives is
 what one device saves that runs its shard alone, as a smaller model without sums (--alone).
-
-The sums are chains of calls in one program, each followed by an elementwise product, whose time is taken off.
 """
 
 import argparse
 import dataclasses
 import json
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from meshserve.kernels.peers import Peers
-from meshserve.kernels.peers import gpu as peers_gpu
 from meshserve.runtime.batch import ON_DEVICE, Bucket
 from meshserve.runtime.config import ModelConfig, ServeConfig
 from meshserve.runtime.kernel_choice import choose_kernels
@@ -48,9 +42,10 @@ from meshserve.sharding.mesh import (
     use_dispatch_threads,
 )
 
+from . import sums
+from .timing import time_steps
+
 _DTYPE = jnp.dtype("bfloat16")
-_DISPATCHES = 8  # timed on their own: few enough that the host never waits for room in the queue
-_CHAIN = 40  # sums in a program: as many as let 1e-20 grow by a factor of 8 each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,9 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         use_cpu_devices(options.cpu_devices)
     elif not options.one_dispatcher:
         use_dispatch_threads()
-    rows: list[dict[str, Any]] = []
+    is_well = True
     if options.sums:
-        rows = measure_sums(options)
+        rows = sums.check(options) if options.check_seconds else sums.measure(options)
+        is_well = not any(row.get("num_wrong") for row in rows)
     else:
         steps = with_efficiency(measure_steps(options))
         rows = [dataclasses.asdict(step) for step in steps]
@@ -96,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plot(steps, options.plot)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
-    return 0
+    return 0 if is_well else 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,15 +110,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", default="auto", help="cuda, reference or auto (%(default)s)")
     parser.add_argument("--sums", action="store_true", help="time the sums over the mesh, not steps")
     parser.add_argument("--kilobytes", nargs="+", type=float, default=[4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--check-seconds", type=float, default=0.0, help="of each degree: check them instead")
     parser.add_argument("--all-reduce", default="auto", help="peers, xla or auto (%(default)s)")
     parser.add_argument("--one-dispatcher", action="store_true", help="one thread dispatches to all GPUs")
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="draw the steps here (needs matplotlib)")
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     return parser
-
-
-# ---- steps -----------------------------------------------------------------------------------------------------------
 
 
 def measure_steps(options: argparse.Namespace) -> list[Step]:
@@ -176,7 +170,7 @@ def _time_model(
         kernels = choose_kernels(config, model, mesh)
         runner, packed = make_runner(options, model, mesh, kernels, batch=batch, made=(structure, params))
         run = partial(runner.run, bucket_of(batch), packed)
-        times, dispatch_ms = _time_steps(run, options.rounds, options.steps)
+        times, dispatch_ms = time_steps(run, options.rounds, options.steps)
         median, p10, p90 = (float(np.percentile(times, q)) for q in (50, 10, 90))
         yield median, p10, p90, dispatch_ms, runner.compile_seconds
         runner.release()
@@ -257,24 +251,6 @@ def _random_block(shape: tuple[int, ...], seed: int) -> jax.Array:
     return jax.lax.bitcast_convert_type((bits & 0x807F) | 0x3C80, _DTYPE)
 
 
-def _time_steps(run: Callable[[], jax.Array], rounds: int, steps: int) -> tuple[list[float], float]:
-    """Milliseconds a step of each round, after as many rounds untimed; and the host's median time a dispatch."""
-    times, dispatches = [], []
-    for number in range(2 * rounds):
-        started = time.perf_counter()
-        for _ in range(steps):
-            sampled = run()
-        jax.block_until_ready(sampled)
-        if number >= rounds:
-            times.append(1000 * (time.perf_counter() - started) / steps)
-        started = time.perf_counter()
-        for _ in range(_DISPATCHES):
-            sampled = run()
-        dispatches.append(1000 * (time.perf_counter() - started) / _DISPATCHES)
-        jax.block_until_ready(sampled)
-    return times, statistics.median(dispatches)
-
-
 def with_efficiency(steps: Sequence[Step]) -> list[Step]:
     """Relative to the smallest degree of the same model and batch."""
     smallest: dict[tuple[str, int], Step] = {}
@@ -310,57 +286,6 @@ def plot(steps: Sequence[Step], path: Path) -> None:
     axes.minorticks_off()
     axes.legend()
     figure.savefig(path, dpi=150)
-
-
-# ---- sums ------------------------------------------------------------------------------------------------------------
-
-
-def measure_sums(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Microseconds of a sum over the mesh, by degree, size and implementation."""
-    rows = []
-    for tp in options.tp:
-        mesh = make_mesh(tp)
-        for kilobytes in options.kilobytes:
-            num_elements = int(kilobytes * 1024) // 2
-            implementations = _sums(mesh)
-            per_call = {name: _time_chain(options, mesh, num_elements, add) for name, add in implementations.items()}
-            base = per_call.pop("nothing")
-            row = {"tp": tp, "kilobytes": kilobytes, **{name: 1000 * (ms - base) for name, ms in per_call.items()}}
-            rows.append(row)
-            figures = ", ".join(f"{name} {row[name]:6.1f} us" for name in per_call)
-            print(f"tp {tp} {kilobytes:7.0f} KB: {figures} (product alone {1000 * base:.1f} us)", flush=True)
-    return rows
-
-
-def _sums(mesh: Mesh) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    sums: dict[str, Callable[[jax.Array], jax.Array]] = {
-        "nothing": lambda x: x,
-        "psum": lambda x: jax.lax.psum(x, TENSOR_AXIS),
-    }
-    if mesh.devices.flat[0].platform == "gpu":
-        peers: Peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
-        sums["peers"] = partial(peers_gpu.peer_sum, peers=peers)
-    return sums
-
-
-def _time_chain(
-    options: argparse.Namespace, mesh: Mesh, num_elements: int, add: Callable[[jax.Array], jax.Array]
-) -> float:
-    """Milliseconds of one of a chain of sums, each with a product that keeps XLA from taking them together."""
-
-    def chain(x: jax.Array, factor: jax.Array) -> jax.Array:
-        for _ in range(_CHAIN):
-            x = jax.lax.optimization_barrier(add(x)) * factor
-        return x
-
-    spec = PartitionSpec(TENSOR_AXIS)
-    program = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
-    draw = np.random.default_rng(0)
-    x = jnp.asarray(1e-20 * draw.standard_normal(mesh.size * num_elements), jnp.bfloat16)
-    factor = jnp.asarray(draw.uniform(0.9, 1.1, mesh.size * num_elements), jnp.bfloat16)
-    x, factor = (jax.device_put(array, jax.sharding.NamedSharding(mesh, spec)) for array in (x, factor))
-    times, _ = _time_steps(partial(program, x, factor), options.rounds, options.steps)
-    return statistics.median(times) / _CHAIN
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the kernel benchmarks share: large random arrays, and times of rows of calls."""
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_DISPATCHES = 8  # timed on their own: few enough that the host never waits for room in the queue
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -44,3 +47,21 @@ def timed_ms(
         jax.block_until_ready(state)
         figures.append((time.perf_counter() - start) * 1e3 / calls / per_state)
     return figures[rounds:], state
+
+
+def time_steps(run: Callable[[], jax.Array], rounds: int, steps: int) -> tuple[list[float], float]:
+    """Milliseconds a step of each round, after as many rounds untimed; and the host's median time a dispatch."""
+    times, dispatches = [], []
+    for number in range(2 * rounds):
+        started = time.perf_counter()
+        for _ in range(steps):
+            sampled = run()
+        jax.block_until_ready(sampled)
+        if number >= rounds:
+            times.append(1000 * (time.perf_counter() - started) / steps)
+        started = time.perf_counter()
+        for _ in range(_DISPATCHES):
+            sampled = run()
+        dispatches.append(1000 * (time.perf_counter() - started) / _DISPATCHES)
+        jax.block_until_ready(sampled)
+    return times, statistics.median(dispatches)

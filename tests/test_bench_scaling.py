@@ -4,9 +4,10 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
-from meshserve.benchmarks import scaling
+from meshserve.benchmarks import scaling, sums
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.orbax_weights import model_layout
 
@@ -47,6 +48,20 @@ def test_sums_are_timed_by_size_and_written(tmp_path: Path) -> None:
     rows = json.loads(file.read_text())
     assert [(row["tp"], row["kilobytes"]) for row in rows] == [(2, 4.0), (2, 8.0)]
     assert all(set(row) == {"tp", "kilobytes", "psum"} for row in rows)
+
+
+def test_every_sum_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sums.json"
+    options = ["--sums", "--tp", "2", "4", "--kilobytes", "1", "2", "--check-seconds", "0.01", f"--json={file}"]
+    assert scaling.main(options) == 0
+    rows = json.loads(file.read_text())
+    assert [(row["tp"], row["implementation"], row["num_wrong"]) for row in rows] == [(2, "psum", 0), (4, "psum", 0)]
+    assert all(row["num_sums"] >= 2000 for row in rows)
+    wrong = {"psum": lambda x: jax.lax.psum(x, "tensor").at[3].add(0.25)}
+    monkeypatch.setattr(sums, "implementations", lambda mesh: wrong)
+    assert scaling.main(options) == 1
+    rows = json.loads(file.read_text())
+    assert all(row["num_wrong"] == row["tp"] * row["num_sums"] for row in rows)
 
 
 def test_the_plot_is_drawn(tmp_path: Path) -> None:

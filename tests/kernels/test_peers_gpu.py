@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from meshserve.benchmarks.sums import shares_of, wrong_elements
 from meshserve.kernels.cuda import build
 from meshserve.kernels.decode_layers import cases, gpu
 from meshserve.kernels.decode_layers import reference as layers_reference
@@ -50,22 +51,12 @@ def over(mesh: Mesh, function, num_results: int = 1):
     return program(ranks)
 
 
-def draw(rank: jax.Array, number: jax.Array | int, num_elements: int) -> jax.Array:
-    """bfloat16 of either sign and many sizes, another array for each rank and number."""
-    words = jnp.arange(num_elements, dtype=jnp.uint32) * jnp.uint32(2654435761)
-    words = words ^ (jnp.uint32(number) * jnp.uint32(40503) + rank.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
-    words = (words ^ (words >> 15)) * jnp.uint32(0x85EBCA6B)
-    words = words ^ (words >> 13)
-    bits = (words & 0x81FF) | 0x3E00  # 2^-3 to 2^0.. in size
-    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
-
-
 @pytest.mark.parametrize("kilobytes", KILOBYTES)
 def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, peers: Peers, kilobytes: int) -> None:
     num_elements = kilobytes * 512
 
     def both(rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = draw(rank[0], kilobytes, num_elements)
+        x = shares_of(rank[0], kilobytes, num_elements)
         return x[None], peers_gpu.peer_sum(x, peers)[None]
 
     shares, sums = (np.asarray(a, np.float64) for a in over(mesh, both, 2))
@@ -78,24 +69,10 @@ def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, peers: Peers, kilobytes: i
 
 @pytest.mark.parametrize("kilobytes", [8, 64, 512])
 def test_thousands_of_sums_are_all_right(mesh: Mesh, peers: Peers, kilobytes: int) -> None:
-    """Every element of each compared on the device with the gathered shares added up there, bit for bit."""
-    num_sums, num_elements = 3000, kilobytes * 512
-
-    def count_wrong(rank: jax.Array) -> jax.Array:
-        def add(number: jax.Array, wrong: jax.Array) -> jax.Array:
-            x = draw(rank[0], number, num_elements)
-            shares = [draw(jnp.int32(other), number, num_elements).astype(jnp.float32) for other in range(mesh.size)]
-            expected = sum(shares[1:], start=shares[0]).astype(jnp.bfloat16)
-            got = peers_gpu.peer_sum(x, peers)
-            return wrong + (jax.lax.bitcast_convert_type(got, jnp.uint16) != bits_of(expected)).sum()
-
-        return jax.lax.fori_loop(0, num_sums, add, jnp.int32(0))[None]
-
-    assert not np.asarray(over(mesh, count_wrong)).any()
-
-
-def bits_of(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint16)
+    """Every element of each compared on the device with the sum of what all ranks drew, bit for bit."""
+    add = partial(peers_gpu.peer_sum, peers=peers)
+    count = wrong_elements(mesh, add, num_elements=kilobytes * 512, tolerance=0.0, num_sums=3000)
+    assert not np.asarray(count(0)).any()
 
 
 def test_what_looks_like_an_empty_slot_arrives_too(mesh: Mesh, peers: Peers) -> None:
