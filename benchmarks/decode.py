@@ -29,11 +29,8 @@ from meshserve.runtime.batch import Bucket
 from meshserve.runtime.config import ModelConfig, ServeConfig
 from meshserve.runtime.control_batch import Logprobs, Sampled
 from meshserve.runtime.engine import Engine, Runner
-from meshserve.runtime.launch import MakeParams, build_engine
-from meshserve.runtime.model_sizes import named_model
-from meshserve.runtime.random_weights import random_model
+from meshserve.runtime.launch import build_engine, open_model
 from meshserve.runtime.request import Output, SamplingParams
-from meshserve.runtime.weights import load_model
 
 from .kernel_times import kernel_table
 
@@ -121,15 +118,11 @@ class WatchedRunner:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    model = (
-        named_model(options.model)
-        if options.random_weights
-        else ModelConfig.from_file(Path(options.model) / "config.json")
-    )
+    model, make_params = open_model(options.model, random_weights=options.random_weights)
     num_steps = 2 * options.runs * options.steps  # warm-up and measurement
     config = _serve_config(options, num_steps)
     timeline = Timeline()
-    engine, mesh = build_engine(config, model, _make_params(options), None, timeline.deliver)
+    engine, mesh = build_engine(config, model, make_params, None, timeline.deliver)
     engine.runner = watched = WatchedRunner(engine.runner)
     engine.start()
     results = []
@@ -192,12 +185,6 @@ def _num_prefill_steps(options: argparse.Namespace, batch: int, context: int) ->
     return -(-batch * context // options.max_step_tokens) + _PREFILL_STEPS
 
 
-def _make_params(options: argparse.Namespace) -> MakeParams:
-    if options.random_weights:
-        return random_model
-    return lambda *target: load_model(Path(options.model), *target)
-
-
 def _measure(
     options: argparse.Namespace,
     model: ModelConfig,
@@ -212,6 +199,8 @@ def _measure(
     _submit(options, model, engine, batch, context)
     timeline.wait(engine, batch)
     times = [moment for moment, num_tokens in timeline.steps if num_tokens == batch]
+    if len(times) < options.runs * options.steps + 2:
+        raise ValueError(f"batch {batch} did not decode together for long enough. Raise --runs, --steps or --context.")
     first_full = times[0]
     times = times[-(options.runs * options.steps + 1) - 1 : -1]
     runs = [

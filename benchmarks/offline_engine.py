@@ -4,16 +4,13 @@ import dataclasses
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from meshserve.runtime.config import ConfigError, ModelConfig, ServeConfig
 from meshserve.runtime.engine import Engine
-from meshserve.runtime.launch import build_engine
-from meshserve.runtime.random_weights import random_model
+from meshserve.runtime.launch import MakeParams, build_engine
 from meshserve.runtime.record import Record
 from meshserve.runtime.request import FinishReason, Output, SamplingParams
-from meshserve.runtime.weights import load_model
 
 from .token_times import RunTimes, TokenClock
 from .workloads import Work
@@ -57,15 +54,13 @@ def config_for(batches: Sequence[Sequence[Work]], settings: Mapping[str, Any]) -
 class OfflineEngine:
     """A running engine. Use it as a context manager; not by several threads."""
 
-    def __init__(self, config: ServeConfig, model: ModelConfig, weights: Path | None, record: Record | None = None):
-        """Without `weights` they are made up on the device."""
+    def __init__(self, config: ServeConfig, model: ModelConfig, make_params: MakeParams, record: Record | None = None):
         self._changed = threading.Condition()
         self._clock = TokenClock()
         self._began = 0.0
         self._num_open = 0
         self._fault = ""
         self.tokens: list[list[int]] = []  # of the last run, request by request
-        make_params = random_model if weights is None else lambda *target: load_model(weights, *target)
         self.engine, _ = build_engine(config, model, make_params, None, self._deliver, record)
 
     def __enter__(self) -> "OfflineEngine":

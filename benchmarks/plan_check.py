@@ -17,10 +17,9 @@ from pathlib import Path
 
 from meshserve.runtime.capacity_report import Asked, planner_of
 from meshserve.runtime.cli import SERVER_ONLY, add_options, serve_config
-from meshserve.runtime.config import ModelConfig, ServeConfig
+from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.figures import FIGURES_IN_LOG, DeviceFigures
-from meshserve.runtime.launch import build_runner, make_params_of
-from meshserve.runtime.model_files import find_model
+from meshserve.runtime.launch import build_runner, open_model
 
 _TOLERANCE = 0.02
 
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.log is not None:
         measured = figures_in(options.log)
     else:
-        measured = start(config, planner.model)
+        measured = start(config)
     rows = list(compare(planned, measured))
     print(f"{config.model} on {options.target}, tp {config.tp}, each device:")
     print(f"{'':<16}{'planned':>18}{'measured':>18}{'difference':>12}")
@@ -66,10 +65,10 @@ def figures_in(log: Path) -> DeviceFigures:
     return DeviceFigures(**json.loads(lines[-1].partition(FIGURES_IN_LOG)[2]))
 
 
-def start(config: ServeConfig, model: ModelConfig) -> DeviceFigures:
+def start(config: ServeConfig) -> DeviceFigures:
     """The figures of a server that was made ready."""
-    files = find_model(config.model, random_weights=config.random_weights)
-    runner, *_ = build_runner(config, model, make_params_of(files))
+    model, make_params = open_model(config.model, random_weights=config.random_weights)
+    runner, *_ = build_runner(config, model, make_params)
     return runner.figures
 
 

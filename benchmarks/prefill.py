@@ -21,12 +21,9 @@ import numpy as np
 
 from meshserve.runtime.config import ModelConfig, ServeConfig
 from meshserve.runtime.engine import Engine
-from meshserve.runtime.launch import build_engine
+from meshserve.runtime.launch import build_engine, open_model
 from meshserve.runtime.model import LIBRARY_ROWS
-from meshserve.runtime.model_sizes import named_model
-from meshserve.runtime.random_weights import random_model
 from meshserve.runtime.request import SamplingParams
-from meshserve.runtime.weights import load_model
 
 from .decode import Timeline
 from .kernel_times import kernel_table
@@ -48,12 +45,7 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    model = (
-        named_model(options.model)
-        if options.random_weights
-        else ModelConfig.from_file(Path(options.model) / "config.json")
-    )
-    make_params = random_model if options.random_weights else lambda *target: load_model(Path(options.model), *target)
+    model, make_params = open_model(options.model, random_weights=options.random_weights)
     timeline = Timeline()
     engine, _ = build_engine(_serve_config(options), model, make_params, None, timeline.deliver)
     engine.start()

@@ -14,17 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from meshserve.runtime.compiles import CompileWatch
-from meshserve.runtime.config import ModelConfig, ServeConfig
+from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.engine import Engine
-from meshserve.runtime.launch import build_engine
-from meshserve.runtime.model_sizes import named_model
-from meshserve.runtime.random_weights import random_model
+from meshserve.runtime.launch import build_engine, open_model
 from meshserve.runtime.request import FinishReason, Output, RequestOptions, SamplingParams
-from meshserve.runtime.weights import load_model
 
 from .offline_engine import parse_settings
 
@@ -121,8 +117,7 @@ class Crowd:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    directory = Path(options.model)
-    model = named_model(options.model) if options.random_weights else ModelConfig.from_file(directory / "config.json")
+    model, make_params = open_model(options.model, random_weights=options.random_weights)
     settings: dict[str, Any] = dict(
         tp=options.tp,
         cpu_devices=options.cpu_devices,
@@ -135,7 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decode_layers=options.decode_layers,
     )
     config = ServeConfig(model=options.model, **{**settings, **parse_settings(options.set)})
-    make_params = random_model if options.random_weights else lambda *target: load_model(directory, *target)
     crowd = Crowd(model.vocab_size, config.max_context, options.seed, options.controlled)
     started = time.monotonic()
     with CompileWatch(is_strict=True) as watch:

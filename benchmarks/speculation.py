@@ -17,8 +17,7 @@ from pathlib import Path
 
 import jax
 
-from meshserve.runtime.config import ModelConfig
-from meshserve.runtime.model_sizes import named_model
+from meshserve.runtime.launch import open_model
 from meshserve.runtime.record import StepRecord
 
 from .offline_engine import OfflineEngine, config_for, parse_settings
@@ -56,8 +55,7 @@ class _Side:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    weights = Path(options.model)
-    model = ModelConfig.from_file(weights / "config.json") if weights.is_dir() else named_model(options.model)
+    model, make_params = open_model(options.model, random_weights=options.random_weights)
     workloads = {number: _draw(options, number, model.vocab_size) for number in options.requests}
     settings = {"tp": options.tp, "cpu_devices": options.cpu_devices, **parse_settings(options.set)}
     sides: dict[int, dict[tuple[int, float], _Side]] = {}
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records: list[StepRecord] = []
         chosen = {"model": options.model, **settings, "draft_tokens": draft_tokens}
         config = config_for([work for works in workloads.values() for work in works], chosen)
-        with OfflineEngine(config, model, None if options.random_weights else weights, records.append) as engine:
+        with OfflineEngine(config, model, make_params, records.append) as engine:
             sides[draft_tokens] = {
                 (number, temperature): _run(engine, records, works, temperature)
                 for number, works in workloads.items()

@@ -28,9 +28,8 @@ from meshserve.runtime.cli import SERVER_ONLY, add_options, serve_config
 from meshserve.runtime.compiles import CompileWatch
 from meshserve.runtime.config import ModelConfig, ServeConfig, context_tokens
 from meshserve.runtime.engine import Engine
-from meshserve.runtime.launch import build_engine, make_params_of
+from meshserve.runtime.launch import build_engine, open_model
 from meshserve.runtime.logs import configure_logs
-from meshserve.runtime.model_files import find_model
 from meshserve.runtime.record import StepRecord
 from meshserve.runtime.request import FinishReason, Output, SamplingParams
 from meshserve.runtime.step import StepRunner
@@ -112,12 +111,11 @@ def start_once(options: argparse.Namespace) -> dict[str, Any]:
     """Makes an engine ready, fills its cache, stops it. Never raises: what went wrong is the report's `failure`."""
     try:
         config = dataclasses.replace(serve_config(options), max_waiting=_MAX_WAITING)
-        files = find_model(config.model, random_weights=config.random_weights)
-        model = ModelConfig.from_file(files.small / "config.json")
+        model, make_params = open_model(config.model, random_weights=config.random_weights)
         crowd = Crowd()
         with CompileWatch(is_strict=True) as watch:
             started = time.monotonic()
-            engine, _ = build_engine(config, model, make_params_of(files), None, crowd.deliver, crowd.record)
+            engine, _ = build_engine(config, model, make_params, None, crowd.deliver, crowd.record)
             ready_seconds = time.monotonic() - started
             engine.start()
             watch.ready()

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import jax
 
-from meshserve.runtime.config import ModelConfig
-from meshserve.runtime.model_sizes import named_model
+from meshserve.runtime.launch import open_model
 
 from .offline_engine import OfflineEngine, config_for, parse_settings
 from .token_times import RunTimes, percentile
@@ -49,13 +48,12 @@ class Throughput:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    weights = Path(options.model)
-    model = ModelConfig.from_file(weights / "config.json") if weights.is_dir() else named_model(options.model)
+    model, make_params = open_model(options.model, random_weights=options.random_weights)
     batches = [_draw(options, seed, model.vocab_size) for seed in range(options.runs + 1)]
     settings = {"tp": options.tp, "cpu_devices": options.cpu_devices, **parse_settings(options.set)}
     config = config_for(batches, {"model": options.model, **settings})
     is_fixed = options.workload == "fixed"
-    with OfflineEngine(config, model, None if options.random_weights else weights) as engine:
+    with OfflineEngine(config, model, make_params) as engine:
         engine.run(batches[-1], options.temperature)
         times = [engine.run(batch, options.temperature) for batch in batches[:-1]]
         prefills = [

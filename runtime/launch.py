@@ -111,15 +111,24 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     return runner
 
 
-def make_params_of(files: ModelFiles) -> MakeParams:
-    """Loads them, or makes them up."""
+def open_model(name: str, *, random_weights: bool) -> tuple[ModelConfig, MakeParams]:
+    """What an engine without a tokenizer needs of `model` and `random_weights` of a `ServeConfig`.
+
+    Raises:
+      MeshserveError: there is no such model, or it is not implemented.
+    """
+    files = find_model(name, random_weights=random_weights)
+    return ModelConfig.from_file(files.small / "config.json"), _make_params(files)
+
+
+def _make_params(files: ModelFiles) -> MakeParams:
     return random_model if files.weights is None else partial(load_model, files.weights)
 
 
 def _loading(files: ModelFiles, progress: Callable[[str], None]) -> MakeParams:
     def load(*target: object) -> tuple[nnx.GraphDef, nnx.State]:
         progress("loading the weights")
-        loaded = make_params_of(files)(*target)  # type: ignore[arg-type]
+        loaded = _make_params(files)(*target)  # type: ignore[arg-type]
         progress("compiling the programs")
         return loaded
 

@@ -1,23 +1,21 @@
 """`meshserve bench prefill` and the benchmark of its attention, on small shapes."""
 
-import dataclasses
 import json
 
 import pytest
 
 from meshserve.benchmarks import prefill, prefill_kernels
-from meshserve.runtime.model_sizes import named_model
+from meshserve.runtime import model_sizes
 
 
 def test_linear_work_of_a_token():
-    assert prefill.linear_flops(named_model("qwen3-8b")) == pytest.approx(13.9e9, rel=1e-3)
+    assert prefill.linear_flops(model_sizes.named_model("qwen3-8b")) == pytest.approx(13.9e9, rel=1e-3)
 
 
 def test_each_workload_is_prefilled_whole(tmp_path, capsys, monkeypatch):
-    tiny = dataclasses.replace(named_model("qwen3-0.6b"), num_layers=1, embed_dim=64, mlp_dim=128, vocab_size=512)
-    monkeypatch.setattr(prefill, "named_model", lambda name: tiny)
+    monkeypatch.setitem(model_sizes._SIZES, "qwen3-0.6b", (1, 64, 128, 8, True))
     target = tmp_path / "prefill.json"
-    arguments = "--model tiny --random-weights --prompts 1x5 2x9 --runs 1 --max-step-tokens 4 --page-size 16"
+    arguments = "--model qwen3-0.6b --random-weights --prompts 1x5 2x9 --runs 1 --max-step-tokens 4 --page-size 16"
     assert prefill.main([*arguments.split(), "--json", str(target)]) == 0
     rows = json.loads(target.read_text())
     assert [(row["prompts"], row["tokens"]) for row in rows] == [(1, 5), (2, 9)]

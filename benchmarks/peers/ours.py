@@ -1,22 +1,21 @@
 """meshserve's engine with random weights, all requests at once."""
 
 import atexit
-from pathlib import Path
 
 import jax
 
 from meshserve.benchmarks.offline_engine import OfflineEngine, config_for
 from meshserve.benchmarks.token_times import RunTimes
 from meshserve.benchmarks.workloads import Work
-from meshserve.runtime.config import ModelConfig
+from meshserve.runtime.launch import open_model
 
 from .job import Job, Run, serve_job
 
 
 def start(job: Job) -> tuple[str, Run]:
-    model = ModelConfig.from_file(Path(job.model_dir) / "config.json")
+    model, make_params = open_model(job.model_dir, random_weights=True)
     config = config_for(job.batches, {"model": job.model_dir, "dtype": job.dtype, **job.settings})
-    engine = OfflineEngine(config, model, weights=None)
+    engine = OfflineEngine(config, model, make_params)
     engine.engine.start()
     atexit.register(engine.engine.stop)
 
