@@ -15,7 +15,8 @@ what one device saves that runs its shard alone, as a smaller model without sums
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,7 @@ from meshserve.sharding.mesh import (
 )
 
 from . import sums
+from .kernel_times import kernel_table
 from .timing import time_steps
 
 _DTYPE = jnp.dtype("bfloat16")
@@ -114,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--all-reduce", default="auto", help="peers, xla or auto (%(default)s)")
     parser.add_argument("--one-dispatcher", action="store_true", help="one thread dispatches to all GPUs")
     parser.add_argument("--cpu-devices", type=int, default=0)
+    parser.add_argument("--profile", type=Path, help="trace steps of the last case, once more; prints the kernels")
     parser.add_argument("--plot", type=Path, help="draw the steps here (needs matplotlib)")
     parser.add_argument("--json", type=Path, help="write the rows here, too")
     return parser
@@ -173,7 +176,18 @@ def _time_model(
         times, dispatch_ms = time_steps(run, options.rounds, options.steps)
         median, p10, p90 = (float(np.percentile(times, q)) for q in (50, 10, 90))
         yield median, p10, p90, dispatch_ms, runner.compile_seconds
+        if options.profile and (tp, batch) == (options.tp[-1], options.batch[-1]):
+            print(_kernels(options.profile, run, num_steps=options.steps, num_devices=tp))
         runner.release()
+
+
+def _kernels(folder: Path, run: Callable[[], object], *, num_steps: int, num_devices: int) -> str:
+    """The kernels of a step on one device, on the average of all."""
+    with jax.profiler.trace(str(folder)):
+        for _ in range(num_steps):
+            output = run()
+        jax.block_until_ready(output)
+    return kernel_table(folder, num_steps=num_steps * num_devices)
 
 
 def bucket_of(batch: int) -> Bucket:
@@ -245,10 +259,16 @@ def _ones(shape: tuple[int, ...], _: int) -> jax.Array:
 
 
 def _random_block(shape: tuple[int, ...], seed: int) -> jax.Array:
+    """Part after part of the first dimension: the generator takes twice the memory of what it gives."""
     rank = jax.lax.axis_index(TENSOR_AXIS).astype(jnp.uint32)
-    key = jnp.stack([jnp.uint32(seed), rank, jnp.uint32(1), jnp.uint32(2)])
-    _, bits = jax.lax.rng_bit_generator(key, shape, jnp.uint16)
-    return jax.lax.bitcast_convert_type((bits & 0x807F) | 0x3C80, _DTYPE)
+
+    def make(part: jax.Array) -> jax.Array:
+        key = jnp.stack([jnp.uint32(seed), rank, part, jnp.uint32(2)])
+        _, bits = jax.lax.rng_bit_generator(key, (shape[0] // num_parts, *shape[1:]), jnp.uint16)
+        return jax.lax.bitcast_convert_type((bits & 0x807F) | 0x3C80, _DTYPE)
+
+    num_parts = math.gcd(shape[0], 64)
+    return jax.lax.map(make, jnp.arange(num_parts, dtype=jnp.uint32)).reshape(shape)
 
 
 def with_efficiency(steps: Sequence[Step]) -> list[Step]:

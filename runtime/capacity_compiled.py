@@ -113,7 +113,7 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     in_sampling = int(filters and has_kernel)
     if report.kind.startswith("decode") and config.decode_layers == "cuda" and report.size <= MAX_FUSED_TOKENS:
         return in_sampling + (1 if planner.num_devices == 1 else 5 * num_layers)
-    return in_sampling + (num_layers if report.is_step and config.attention == "cuda" else 0)
+    return in_sampling + (2 * num_layers if report.is_step and config.attention == "cuda" else 0)  # heads, attention
 
 
 def cache_that_fits(planner: Planner, report: ProgramReport, cache_bytes: int) -> int:

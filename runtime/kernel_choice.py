@@ -89,6 +89,7 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
     return Kernels(
         attend=paged_attention.implementation(attention, device),
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
+        prepare=paged_attention.PREPARERS.get(attention),
         decode=None if decode == "off" else decode_layers.implementation(decode, device),
         is_unrolled=is_gpu,
         has_statistics_apart=is_gpu,

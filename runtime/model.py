@@ -9,6 +9,7 @@ built abstractly (`abstract_model`) and declare each parameter once: its global 
 T tokens, D embed, K groups of heads (KV heads, repeats counted), G query heads a group, H head dim, F mlp, V vocab.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +19,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
-from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, WriteKV, write_kv
+from meshserve.kernels.paged_attention import (
+    HeadSettings,
+    PagedAttention,
+    PagedBatch,
+    PrepareHeads,
+    WriteKV,
+    write_kv,
+)
 from meshserve.kernels.peers import PeerOperations, Peers
 from meshserve.kernels.sampling import FindFloor
 from meshserve.sharding.collectives import PeerSum, all_reduce
@@ -32,7 +40,9 @@ from .rope import rotate, rotation
 from .sampling import Exchange, all_gather
 
 LARGE_STEP_TOKENS = 512  # from here on a step takes the time of its multiplications, not that of its launches
+LIBRARY_TOKENS = 64  # of a step that is not fused, from which a library's products are no slower than XLA's own
 LIBRARY_ROWS = 8  # of the output head, at least, in a step with a library's products
+LAUNCHED_TOKENS = 64  # of a step with prompts, from which the host is ahead of a GPU that it tells kernel after kernel
 
 
 class Weight(nnx.Param):
@@ -45,6 +55,7 @@ class Kernels:
 
     attend: PagedAttention
     write: WriteKV = write_kv
+    prepare: PrepareHeads | None = None  # in place of `write` and what comes before it
     decode: DecodeKernels | None = None  # fused layers for steps of few tokens
     is_unrolled: bool = False  # layer after layer in one program rather than a loop
     has_statistics_apart: bool = False  # in large steps, see `Attention`
@@ -52,6 +63,10 @@ class Kernels:
     find_floor: FindFloor | None = None  # what the filters of sampling keep, where one device has the vocabulary
     peers: Peers | None = None  # of the mesh, where its devices reach each other's memory
     peer_operations: PeerOperations | None = None  # given with `peers`
+
+    def are_fused(self, num_tokens: int, *, is_decode: bool) -> bool:
+        """Whether a step's layers are fused."""
+        return self.decode is not None and is_decode and num_tokens <= MAX_FUSED_TOKENS
 
     @property
     def peer_sum(self) -> PeerSum | None:
@@ -76,6 +91,7 @@ class StepContext(NamedTuple):
     sin: jax.Array
     attend: PagedAttention
     write: WriteKV = write_kv
+    prepare: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # `PrepareHeads` with its settings
     peer_sum: PeerSum | None = None
     has_statistics_apart: bool = False
 
@@ -125,11 +141,21 @@ class Attention(nnx.Module):
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
         """x [T, D] -> ([T, D] summed over the mesh, the cache with this step's keys and values)."""
-        num_tokens, groups = x.shape[0], self.qkv.shape[0]
         rows = project(x, self.qkv[...].reshape(-1, x.shape[1]))
         if not isinstance(layer, int):  # in a loop: else the TPU compiler splits the weights rather than the rows
             rows = jax.lax.optimization_barrier(rows)
-        heads = rows.reshape(num_tokens, groups, -1, self.head_dim)
+        if context.prepare is not None:
+            q, cache = context.prepare(rows, cache, context.batch, layer=layer)
+        else:
+            q, cache = self._prepare(rows, cache, layer, context)
+        attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
+        return all_reduce(project(attended.reshape(x.shape[0], -1), self.out[...]), context.peer_sum), cache
+
+    def _prepare(
+        self, rows: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """What `PrepareHeads` describes, by XLA."""
+        heads = rows.reshape(rows.shape[0], self.qkv.shape[0], -1, self.head_dim)
         q, k, v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
         of_q = of_k = None
         if context.has_statistics_apart:
@@ -138,9 +164,7 @@ class Attention(nnx.Module):
             of_q, of_k = inverse[:, :, :-1], inverse[:, :, -1]
         q = rotate(rms_norm(q, self.q_norm[...], self.eps, of_q), context.cos, context.sin)
         k = rotate(rms_norm(k, self.k_norm[...], self.eps, of_k), context.cos, context.sin)
-        cache = context.write(cache, k, v, context.batch, layer=layer)
-        attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
-        return all_reduce(project(attended.reshape(num_tokens, -1), self.out[...]), context.peer_sum), cache
+        return q, context.write(cache, k, v, context.batch, layer=layer)
 
 
 class MLP(nnx.Module):
@@ -213,12 +237,19 @@ class Qwen3(nnx.Module):
           The hidden state of each token before the final norm [T, D], and the cache.
         """
         x = self.embed(token_ids, kernels.peer_sum)
-        if kernels.decode is not None and is_decode and x.shape[0] <= MAX_FUSED_TOKENS:
-            weights = layer_weights(nnx.state(self.layers))
+        weights = layer_weights(nnx.state(self.layers))
+        if kernels.decode is not None and kernels.are_fused(x.shape[0], is_decode=is_decode):
             return decode.run_layers(self.config, weights, x, cache, batch, kernels.decode, kernels.peers)
+        attend = kernels.attend
+        if kernels.decode is not None and is_decode:
+            attend = partial(decode.attend, kernels.decode)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
+        prepare = None
+        if kernels.prepare is not None:
+            settings = HeadSettings(weights.q_norm, weights.k_norm, cos, sin, self.config.rms_norm_eps)
+            prepare = partial(kernels.prepare, settings=settings)
         is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
-        context = StepContext(batch, cos, sin, kernels.attend, kernels.write, kernels.peer_sum, is_apart)
+        context = StepContext(batch, cos, sin, attend, kernels.write, prepare, kernels.peer_sum, is_apart)
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return self.layer(index, *carry, context)

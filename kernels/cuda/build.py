@@ -25,6 +25,7 @@ TARGETS = (
     "meshserve_decode_qkv",
     "meshserve_paged_attention",
     "meshserve_prefill_attention",
+    "meshserve_prepare_heads",
     "meshserve_project_residual",
     "meshserve_decode_gate_up",
     "meshserve_sampling_floor",

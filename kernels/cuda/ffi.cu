@@ -1,10 +1,11 @@
 // XLA's calls. decode_layers runs a range of layers behind one call, on one GPU or on each GPU of a mesh whose peers are
 // open; the others are its parts, for meshes where XLA must add up after the o and the down projection.
-// prefill_attention is for steps with more than decodes; sampling_floor finds what the filters of sampling keep; peer_sum
+// prepare_heads and prefill_attention are for steps with more than decodes; sampling_floor finds what the filters of sampling keep; peer_sum
 // and peer_exchange tell peers something small. Every call only launches kernels on XLA's stream, the same ones for the
 // same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as an
 // attribute: a slice of them would be a copy.
 #include "floor.cuh"
+#include "heads.cuh"
 #include "launch.cuh"
 #include "peers_host.cuh"
 #include "prefill_launch.cuh"
@@ -197,6 +198,36 @@ ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In tiles, In p
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
 }
 
+ffi::Error prepare_heads(cudaStream_t stream, In rows, In q_norm, In k_norm, In cosines, In sines, In cache,
+                         In page_table, In positions, In requests, Out q, Out cache_out, int32_t layer, float epsilon) {
+  Shapes shapes;
+  add_cache(shapes, cache, page_table);
+  const size_t norm = static_cast<size_t>(layer) * shapes.head_dim;
+  heads::Args args = {};
+  args.rows = data<bf16>(rows);
+  args.q_gain = data<bf16>(q_norm) + norm;
+  args.k_gain = data<bf16>(k_norm) + norm;
+  args.cosines = data<float>(cosines);
+  args.sines = data<float>(sines);
+  args.positions = data<int>(positions);
+  args.requests = data<int>(requests);
+  args.page_table = data<int>(page_table);
+  args.q = data<bf16>(q);
+  args.pages = data<bf16>(cache_out) + layer * (cache.element_count() / shapes.layers);
+  args.num_tokens = size(rows, 0);
+  args.kv_heads = shapes.kv_heads;
+  args.group = size(rows, 1) / (shapes.kv_heads * shapes.head_dim) - 2;
+  args.max_pages = shapes.max_pages;
+  args.page_size = shapes.page_size;
+  args.epsilon = epsilon;
+  const auto kernel = shapes.head_dim == 128 ? heads::prepare_kernel<128> : heads::prepare_kernel<64>;
+  const int num_threads = args.num_tokens * args.kv_heads * (shapes.head_dim / 4);
+  kernel<<<(num_threads + heads::kThreads - 1) / heads::kThreads, heads::kThreads, 0, stream>>>(args);
+  const cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInternal, cudaGetErrorString(status));
+}
+
 ffi::Error sampling_floor(cudaStream_t stream, In logits, In temperature, In top_k, In top_p, In min_p, Out floor) {
   const sampling::Rows rows = {data<float>(logits), data<float>(temperature), data<float>(top_p), data<float>(min_p),
                              data<int>(top_k),    data<uint32_t>(floor),    size(logits, 1)};
@@ -310,6 +341,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prefill_attention, prefill_attention,
                                   .Ret<In>()  // next_item
                                   .Attr<int32_t>("layer")
                                   .Attr<float>("scale"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prepare_heads, prepare_heads,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<In>()  // rows
+                                  .Arg<In>()  // q_norm
+                                  .Arg<In>()  // k_norm
+                                  .Arg<In>()  // cosines
+                                  .Arg<In>()  // sines
+                                  .Arg<In>()  // cache, aliased with the second result
+                                  .Arg<In>()  // page_table
+                                  .Arg<In>()  // positions
+                                  .Arg<In>()  // requests
+                                  .Ret<In>()  // q
+                                  .Ret<In>()  // cache
+                                  .Attr<int32_t>("layer")
+                                  .Attr<float>("epsilon"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_project_residual, project_residual,

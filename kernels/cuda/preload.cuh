@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "floor.cuh"
+#include "heads.cuh"
 #include "launch.cuh"
 #include "prefill_launch.cuh"
 
@@ -33,6 +34,8 @@ inline std::vector<const void*> all_kernels() {
   add(attention_kernel<128>);
   add(prefill::attention_kernel<64>);
   add(prefill::attention_kernel<128>);
+  add(heads::prepare_kernel<64>);
+  add(heads::prepare_kernel<128>);
   add(prepare_kernel);
   add(gather_kernel);
   add(single_kernel<true>);

@@ -60,6 +60,28 @@ def write_kv(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *,
     )
 
 
+class HeadSettings(NamedTuple):
+    """What the heads of every layer of a step are prepared with."""
+
+    q_norm: jax.Array  # [L, H]: gains of the query heads' RMSNorm
+    k_norm: jax.Array  # [L, H]
+    cos: jax.Array  # [T, H / 2] float32: of the rotary angles
+    sin: jax.Array
+    epsilon: float  # added to the mean square in each RMSNorm
+
+
+class PrepareHeads(Protocol):
+    """All that lies between the projection to query, key and value and attention, in one pass."""
+
+    def __call__(
+        self, rows: jax.Array, cache: jax.Array, batch: PagedBatch, settings: HeadSettings, *, layer: int | jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Args: rows [T, K * (G + 2) * H], of each kv head its query heads, then its key, then its value; cache
+        [L, P, K, 2, S, H]. Returns q [T, K, G, H], normalised and turned to its position, and the cache with each token's
+        key, treated likewise, and value; padding tokens write nothing and their q means nothing."""
+        ...
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "reference": reference.paged_attention,
     "cuda": gpu.paged_attention,
@@ -68,6 +90,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 }
 # Where XLA's own scatter, `write_kv`, is not the best.
 WRITERS: dict[str, WriteKV] = {"tpu": tpu_write.write_kv, "tpu_interpreted": tpu_write.interpreted}
+# Where one pass over the heads beats what XLA makes of their parts.
+PREPARERS: dict[str, PrepareHeads] = {"cuda": gpu.prepare_heads}
 
 
 def implementation(name: str, device: jax.Device | None = None) -> PagedAttention:

@@ -1,4 +1,4 @@
-"""Paged attention on an NVIDIA Hopper GPU, in bfloat16: the kernel of ../cuda/prefill.cuh.
+"""Paged attention on an NVIDIA Hopper GPU, in bfloat16: the kernels of ../cuda/prefill.cuh and ../cuda/heads.cuh.
 
 Prefill chunks and decodes in one call; memory beside the result is one table of tiles. A tile's keys are walked by one
 block of threads, so a lone decode of a long context keeps few multiprocessors busy: steps of decodes alone are for the
@@ -16,7 +16,7 @@ from meshserve.kernels.cuda import build
 from .tiles import plan_tiles
 
 if TYPE_CHECKING:
-    from . import PagedBatch
+    from . import HeadSettings, PagedBatch
 
 unavailable_reason = build.unavailable_reason
 _TILE_ROWS = 128  # of the kernel: tokens times query heads a kv head
@@ -32,9 +32,7 @@ def paged_attention(
       ValueError: a shape or type is none of these.
       KernelBuildError: not a Hopper GPU, or the kernels cannot be compiled.
     """
-    if isinstance(layer, jax.Array):
-        raise TypeError("layer is an array; the CUDA kernels need a Python number (unroll the layers)")
-    _check(q, cache)
+    _check(q.shape[2], q.dtype, cache, layer)
     build.load()
     counter = jax.ShapeDtypeStruct((1,), jnp.int32)
     attended, _ = jax.ffi.ffi_call("meshserve_prefill_attention", (jax.ShapeDtypeStruct(q.shape, q.dtype), counter))(
@@ -49,14 +47,47 @@ def paged_attention(
     return attended
 
 
-def _check(q: jax.Array, cache: jax.Array) -> None:
-    """The kernel does not look: it would compute nonsense."""
-    group, head_dim, page_size = q.shape[2], q.shape[3], cache.shape[4]
+def prepare_heads(
+    rows: jax.Array, cache: jax.Array, batch: "PagedBatch", settings: "HeadSettings", *, layer: int | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """See `PrepareHeads`. The shapes of `paged_attention`.
+
+    Raises:
+      As `paged_attention`.
+    """
+    num_tokens, kv_heads, head_dim = rows.shape[0], cache.shape[2], cache.shape[5]
+    group = rows.shape[1] // (kv_heads * head_dim) - 2
+    _check(group, rows.dtype, cache, layer)
+    build.load()
+    q = jax.ShapeDtypeStruct((num_tokens, kv_heads, group, head_dim), rows.dtype)
+    q, cache = jax.ffi.ffi_call(
+        "meshserve_prepare_heads", (q, jax.ShapeDtypeStruct(cache.shape, cache.dtype)), input_output_aliases={5: 1}
+    )(
+        rows,
+        settings.q_norm,
+        settings.k_norm,
+        settings.cos,
+        settings.sin,
+        cache,
+        batch.page_table,
+        batch.positions,
+        batch.token_request,
+        layer=np.int32(layer),
+        epsilon=np.float32(settings.epsilon),
+    )
+    return q, cache
+
+
+def _check(group: int, dtype: jnp.dtype, cache: jax.Array, layer: int | jax.Array) -> None:
+    """The kernels do not look: they would compute nonsense."""
+    if isinstance(layer, jax.Array):
+        raise TypeError("layer is an array; the CUDA kernels need a Python number (unroll the layers)")
+    page_size, head_dim = cache.shape[4:]
     checks = (
         (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are built"),
         (1 <= group <= 8, f"{group} query heads a kv head; 1 to 8 are supported"),
         (page_size % 16 == 0, f"pages have {page_size} tokens; a multiple of 16 is needed"),
-        (q.dtype == cache.dtype == jnp.bfloat16, f"q is {q.dtype}, the cache {cache.dtype}; bfloat16 is needed"),
+        (dtype == cache.dtype == jnp.bfloat16, f"heads are {dtype}, the cache {cache.dtype}; bfloat16 is needed"),
     )
     for holds, reason in checks:
         if not holds:

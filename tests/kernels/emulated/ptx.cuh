@@ -5,6 +5,7 @@
 #include <atomic>
 #include <barrier>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -74,6 +75,8 @@ inline float sum_over_lanes(float value, int lanes) {
   }
   return value;
 }
+
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 inline uint32_t bits_of(float value) {
   uint32_t bits;

@@ -1,0 +1,63 @@
+"""The source of kernels/cuda/heads.cuh compiled for the host, where each of 128 CUDA threads is a thread."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshserve.kernels.cuda import build
+
+from . import heads
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on PATH")
+
+
+class Args(ctypes.Structure):
+    """As in heads.cuh."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in "rows q_gain k_gain cosines sines positions requests page_table q pages".split()
+        ),
+        *((name, ctypes.c_int) for name in "num_tokens kv_heads group max_pages page_size".split()),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel's source beside a ptx.cuh for the host, with fewer threads."""
+    folder = tmp_path_factory.mktemp("emulated")
+    for source in (Path(__file__).parent / "emulated").iterdir():
+        shutil.copy(source, folder)
+    text = (build.SOURCES / "heads.cuh").read_text()
+    assert text.count("kThreads = 256") == 1
+    (folder / "heads.cuh").write_text(text.replace("kThreads = 256", "kThreads = 128"))
+    flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
+    subprocess.run([COMPILER, *flags, folder / "heads.cpp", "-o", folder / "heads.so"], check=True)
+    return ctypes.CDLL(str(folder / "heads.so"))
+
+
+@pytest.mark.parametrize("case", heads.CASES, ids=str)
+def test_heads_are_normalised_turned_and_written(library: ctypes.CDLL, case: heads.Case) -> None:
+    inputs = heads.make_inputs(case)
+    settings, batch = inputs.settings, inputs.batch
+    num_tokens = inputs.rows.shape[0]
+    q = np.full((num_tokens, case.kv_heads, case.group, case.head_dim), np.nan, inputs.rows.dtype)
+    cache = np.array(inputs.cache)
+    arrays = [
+        np.asarray(array)
+        for array in (
+            inputs.rows, settings.q_norm[heads.LAYER], settings.k_norm[heads.LAYER], settings.cos, settings.sin,
+            batch.positions, batch.token_request, batch.page_table,
+        )
+    ]  # fmt: skip
+    pointers = (array.ctypes.data for array in (*arrays, q, cache[heads.LAYER]))
+    numbers = (num_tokens, case.kv_heads, case.group, batch.page_table.shape[1], case.page_size, settings.epsilon)
+    library.prepare_heads(case.head_dim, ctypes.byref(Args(*pointers, *numbers)))
+    heads.check(inputs, q, cache)
