@@ -2,7 +2,7 @@
 
 A step of few tokens is a stream of weights: what counts is how few kernels it is cut into. On one device the whole
 stack is one call, and so it is on each device of a mesh whose devices are peers; elsewhere each layer is cut at the two
-sums over the shards. In a step of more decodes than that only attention is theirs.
+sums over the shards.
 """
 
 import jax
@@ -15,15 +15,6 @@ from meshserve.sharding.mesh import TENSOR_AXIS
 
 from .config import ModelConfig
 from .rope import inverse_frequencies
-
-
-def attend(
-    kernels: DecodeKernels, q: jax.Array, cache: jax.Array, batch: PagedBatch, *, layer: int, scale: float
-) -> jax.Array:
-    """As `PagedAttention`, for a step whose tokens are all decodes."""
-    tokens = DecodeBatch(batch.positions, batch.page_table[batch.token_request])
-    settings = LayerSettings(epsilon=0.0, softmax_scale=scale)  # attention alone needs no epsilon
-    return kernels.attention(q, cache, tokens, settings=settings, layer=layer).reshape(q.shape)
 
 
 def run_layers(

@@ -42,7 +42,6 @@ from .sampling import Exchange, all_gather
 LARGE_STEP_TOKENS = 512  # from here on a step takes the time of its multiplications, not that of its launches
 LIBRARY_TOKENS = 64  # of a step that is not fused, from which a library's products are no slower than XLA's own
 LIBRARY_ROWS = 8  # of the output head, at least, in a step with a library's products
-LAUNCHED_TOKENS = 64  # of a step with prompts, from which the host is ahead of a GPU that it tells kernel after kernel
 
 
 class Weight(nnx.Param):
@@ -240,16 +239,13 @@ class Qwen3(nnx.Module):
         weights = layer_weights(nnx.state(self.layers))
         if kernels.decode is not None and kernels.are_fused(x.shape[0], is_decode=is_decode):
             return decode.run_layers(self.config, weights, x, cache, batch, kernels.decode, kernels.peers)
-        attend = kernels.attend
-        if kernels.decode is not None and is_decode:
-            attend = partial(decode.attend, kernels.decode)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         prepare = None
         if kernels.prepare is not None:
             settings = HeadSettings(weights.q_norm, weights.k_norm, cos, sin, self.config.rms_norm_eps)
             prepare = partial(kernels.prepare, settings=settings)
         is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
-        context = StepContext(batch, cos, sin, attend, kernels.write, prepare, kernels.peer_sum, is_apart)
+        context = StepContext(batch, cos, sin, kernels.attend, kernels.write, prepare, kernels.peer_sum, is_apart)
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return self.layer(index, *carry, context)

@@ -30,7 +30,7 @@ from .config import ModelConfig
 from .control_batch import Logprobs, Sampled
 from .control_programs import Controls
 from .figures import DeviceFigures
-from .model import LAUNCHED_TOKENS, LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
+from .model import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
 from .request import SamplingMode
 from .sampling import SamplingBatch, sample
 
@@ -210,11 +210,8 @@ def sharded_step(
     # With few rows cuBLAS takes the output head in float32, after a conversion of the whole table.
     is_large = bucket.num_tokens >= LIBRARY_TOKENS and bucket.num_requests >= LIBRARY_ROWS
     is_fused = kernels.are_fused(bucket.num_tokens, is_decode=bucket.is_decode)
-    options = compiler_options(
-        mesh,
-        has_library_products=kernels.has_library_products and is_large and not is_fused,
-        is_captured=bucket.is_decode or bucket.num_tokens < LAUNCHED_TOKENS,
-    )
+    has_library_products = kernels.has_library_products and is_large and not is_fused
+    options = compiler_options(mesh, has_library_products=has_library_products)
     return jax.jit(program, donate_argnums=1, compiler_options=options)
 
 

@@ -118,7 +118,6 @@ _GPU_OPTIONS = {
     "xla_disable_hlo_passes": "rematerialization",
     "xla_gpu_gemm_autotuner_override_file": str(Path(__file__).with_name("gpu_products.txtpb")),
 }
-_NEVER = 2**31 - 1  # kernels in a row, from which a command buffer is made
 _SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){0,2})")
 
 
@@ -163,21 +162,15 @@ def chip_of(device: jax.Device) -> Chip | None:
     return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind != "cpu"), None)
 
 
-def compiler_options(
-    mesh: Mesh, *, has_library_products: bool = False, is_captured: bool = True
-) -> dict[str, str | bool | int]:
+def compiler_options(mesh: Mesh, *, has_library_products: bool = False) -> dict[str, str | bool]:
     """XLA's options for programs over this mesh.
 
     With `has_library_products` cuBLAS multiplies on a GPU, without a trial of XLA's own kernels: it then reads a
-    layer's weights where they lie, while after a trial XLA copies them out for it first. Unless `is_captured`, a GPU's
-    kernels are launched one after the other while the first ones run: a command buffer begins only when all its kernels
-    have been told the addresses of this call.
+    layer's weights where they lie, while after a trial XLA copies them out for it first.
     """
     device = mesh.devices.flat[0]
     if device.platform == "gpu":
-        products: dict[str, str | bool | int] = {"xla_gpu_enable_triton_gemm": False} if has_library_products else {}
-        launches: dict[str, str | bool | int] = {} if is_captured else {"xla_gpu_graph_min_graph_size": _NEVER}
-        return {**_GPU_OPTIONS, **products, **launches}
+        return {**_GPU_OPTIONS, **({"xla_gpu_enable_triton_gemm": False} if has_library_products else {})}
     chip = chip_of(device)
     if chip is None:
         return {}

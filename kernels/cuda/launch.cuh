@@ -80,6 +80,7 @@ class Step {
   void layers(const bf16* x, bf16* out, int first, int num_layers, const Peers* peers) {
     const Scratch& s = scratch;
     auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes_.embed; };
+    is_mesh_ = peers != nullptr;
     prepare(x, gain(weights.input_norm, first), true);
     for (int layer = first; layer < first + num_layers; ++layer) {
       qkv(layer, s.q);
@@ -243,6 +244,7 @@ class Step {
     args.sums_in = scratch.sums;
     args.norm_tiles = shapes_.embed / kTileRows;
     args.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
+    args.follows_gather = is_mesh_;
     return args;
   }
 
@@ -428,7 +430,7 @@ class Step {
   Shapes shapes_;
   Tuning tuning_;
   cudaStream_t stream_;
-  bool is_first_ = true;
+  bool is_first_ = true, is_mesh_ = false;
   std::string error_;
 };
 
