@@ -116,7 +116,8 @@ def wrong_elements(
         def of_sum(index: jax.Array, num_wrong: jax.Array) -> jax.Array:
             number = first[0] + index
             shares = [shares_of(other, number, num_elements).astype(jnp.float32) for other in range(mesh.size)]
-            exact = jax.lax.reduce_precision(sum(shares[1:], start=shares[0]), *_BFLOAT16_BITS)  # which XLA may not leave out
+            # Not a conversion to bfloat16 and back, which XLA leaves out.
+            exact = jax.lax.reduce_precision(sum(shares[1:], start=shares[0]), *_BFLOAT16_BITS)
             got = add(shares_of(rank[0], number, num_elements)).astype(jnp.float32)
             allowed = tolerance * sum(map(jnp.abs, shares))
             return num_wrong + (~(jnp.abs(got - exact) <= allowed)).sum(dtype=jnp.int32)  # one that is no number, too

@@ -259,8 +259,9 @@ class ServeConfig:
     )
     products: str = option(
         "auto",
-        "who multiplies in steps of 512 tokens and more on a GPU; tuned: what is fastest in XLA's trials at start-up; "
-        "library: cuBLAS, with less to compile and, from jax 0.11 on, no copies of weights; auto: library from then on",
+        "who multiplies on a GPU in steps of 64 tokens and more that are not fused; tuned: what is fastest in XLA's "
+        "trials at start-up; library: cuBLAS, with less to compile and, from jax 0.11 on, no copies of weights; auto: "
+        "library from then on",
         ("auto", "tuned", "library"),
     )
     all_reduce: str = option(

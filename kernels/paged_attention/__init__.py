@@ -77,8 +77,8 @@ class PrepareHeads(Protocol):
         self, rows: jax.Array, cache: jax.Array, batch: PagedBatch, settings: HeadSettings, *, layer: int | jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Args: rows [T, K * (G + 2) * H], of each kv head its query heads, then its key, then its value; cache
-        [L, P, K, 2, S, H]. Returns q [T, K, G, H], normalised and turned to its position, and the cache with each token's
-        key, treated likewise, and value; padding tokens write nothing and their q means nothing."""
+        [L, P, K, 2, S, H]. Returns q [T, K, G, H], normalised and turned to its position, and the cache with each
+        token's key, treated likewise, and value; padding tokens write nothing and their q means nothing."""
         ...
 
 

@@ -59,10 +59,11 @@ def prepare_heads(
     group = rows.shape[1] // (kv_heads * head_dim) - 2
     _check(group, rows.dtype, cache, layer)
     build.load()
-    q = jax.ShapeDtypeStruct((num_tokens, kv_heads, group, head_dim), rows.dtype)
-    q, cache = jax.ffi.ffi_call(
-        "meshserve_prepare_heads", (q, jax.ShapeDtypeStruct(cache.shape, cache.dtype)), input_output_aliases={5: 1}
-    )(
+    results = (
+        jax.ShapeDtypeStruct((num_tokens, kv_heads, group, head_dim), rows.dtype),
+        jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+    )
+    q, cache = jax.ffi.ffi_call("meshserve_prepare_heads", results, input_output_aliases={5: 1})(
         rows,
         settings.q_norm,
         settings.k_norm,

@@ -1,9 +1,9 @@
 """The protocol of kernels/cuda/peers.cuh as a model, in every order in which its steps can happen.
 
-A rank that has ended a round sends a word of the next one to every inbox; a word arrives at any later time. The kernel of
-a round takes one word from each slot of its own, its own one first, the others in any order. Kernels of the rounds to
-come may have started, too, and take what they find. No word may fall on one that has not been taken, and nobody may take
-another round's.
+A rank that has ended a round sends a word of the next one to every inbox; a word arrives at any later time. The kernel
+of a round takes one word from each slot of its own, its own one first, the others in any order. Kernels of the rounds
+to come may have started, too, and take what they find. No word may fall on one that has not been taken, and nobody may
+take another round's.
 """
 
 import itertools

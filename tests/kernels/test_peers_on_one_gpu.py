@@ -64,8 +64,8 @@ CASES = [
     for case in cases.CASES
     if case.name in ("one-token", "page-borders", "padding-rows", "batch-16", "batch-30")
 ]
-# One layer: the blocks of a second layer's attention, waiting, would leave no room for the rank they wait for. Those of a
-# batch of 128 leave none in the first: two GPUs are needed for it.
+# One layer: the blocks of a second layer's attention, waiting, would leave no room for the rank they wait for. A batch
+# of 128 waits in vain in the first already: it needs two GPUs.
 CASES += [
     dataclasses.replace(case, kv_heads=4, mlp=512, embed=256, num_layers=1)
     for case in cases.CASES
