@@ -105,7 +105,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 
 # The CUDA kernels against their reference, on a machine with a Hopper GPU. Without tests/conftest.py, which takes the CPU.
 # Some tests need two or four GPUs, one starts a process beside it: hence no preallocation.
-test-gpu: export XLA_PYTHON_CLIENT_MEM_FRACTION := 0.4
+test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py tests/kernels/test_heads_gpu.py \
 	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_floor_gpu.py \

@@ -57,15 +57,15 @@ class Kernels:
     prepare: PrepareHeads | None = None  # in place of `write` and what comes before it
     decode: DecodeKernels | None = None  # fused layers for steps of few tokens
     is_unrolled: bool = False  # layer after layer in one program rather than a loop
-    has_statistics_apart: bool = False  # in large steps, see `Attention`
-    has_library_products: bool = False  # in large steps, see `targets.compiler_options`
+    has_statistics_apart: bool = False  # in large steps without `prepare`, see `Attention`
+    has_library_products: bool = False  # in steps of LIBRARY_TOKENS and more, see `targets.compiler_options`
     find_floor: FindFloor | None = None  # what the filters of sampling keep, where one device has the vocabulary
     peers: Peers | None = None  # of the mesh, where its devices reach each other's memory
     peer_operations: PeerOperations | None = None  # given with `peers`
 
-    def are_fused(self, num_tokens: int, *, is_decode: bool) -> bool:
-        """Whether a step's layers are fused."""
-        return self.decode is not None and is_decode and num_tokens <= MAX_FUSED_TOKENS
+    def fused(self, num_tokens: int, *, is_decode: bool) -> DecodeKernels | None:
+        """The fused layers, for a step that they serve."""
+        return self.decode if is_decode and num_tokens <= MAX_FUSED_TOKENS else None
 
     @property
     def peer_sum(self) -> PeerSum | None:
@@ -237,8 +237,9 @@ class Qwen3(nnx.Module):
         """
         x = self.embed(token_ids, kernels.peer_sum)
         weights = layer_weights(nnx.state(self.layers))
-        if kernels.decode is not None and kernels.are_fused(x.shape[0], is_decode=is_decode):
-            return decode.run_layers(self.config, weights, x, cache, batch, kernels.decode, kernels.peers)
+        fused = kernels.fused(x.shape[0], is_decode=is_decode)
+        if fused is not None:
+            return decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.peers)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         prepare = None
         if kernels.prepare is not None:

@@ -209,7 +209,7 @@ def sharded_step(
     )
     # With few rows cuBLAS takes the output head in float32, after a conversion of the whole table.
     is_large = bucket.num_tokens >= LIBRARY_TOKENS and bucket.num_requests >= LIBRARY_ROWS
-    is_fused = kernels.are_fused(bucket.num_tokens, is_decode=bucket.is_decode)
+    is_fused = kernels.fused(bucket.num_tokens, is_decode=bucket.is_decode) is not None
     has_library_products = kernels.has_library_products and is_large and not is_fused
     options = compiler_options(mesh, has_library_products=has_library_products)
     return jax.jit(program, donate_argnums=1, compiler_options=options)

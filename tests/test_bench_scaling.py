@@ -64,6 +64,16 @@ def test_every_sum_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(row["num_wrong"] == row["tp"] * row["num_sums"] for row in rows)
 
 
+def test_a_step_is_timed_and_traced_on_weights_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload = ["--model", "qwen3-0.6b", "--layers", "1", "--tp", "2", "--batch", "1", "2", "--context", "16"]
+    kernels = ["--attention", "reference", "--decode-layers", "off", "--rounds", "1", "--steps", "1"]
+    file, traces = tmp_path / "steps.json", tmp_path / "traces"
+    assert scaling.main([*workload, *kernels, f"--json={file}", f"--profile={traces}"]) == 0
+    assert [(row["tp"], row["batch"]) for row in json.loads(file.read_text())] == [(2, 1), (2, 2)]
+    assert len(list(traces.rglob("*.xplane.pb"))) == 1
+    assert capsys.readouterr().out.count("ms in kernels") == 1
+
+
 def test_the_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     scaling.plot([STEP, dataclasses.replace(STEP, tp=2, step_ms=5.0)], tmp_path / "scaling.png")

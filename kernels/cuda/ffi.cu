@@ -1,9 +1,9 @@
 // XLA's calls. decode_layers runs a range of layers behind one call, on one GPU or on each GPU of a mesh whose peers are
 // open; the others are its parts, for meshes where XLA must add up after the o and the down projection.
-// prepare_heads and prefill_attention are for steps with more than decodes; sampling_floor finds what the filters of sampling keep; peer_sum
-// and peer_exchange tell peers something small. Every call only launches kernels on XLA's stream, the same ones for the
-// same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as an
-// attribute: a slice of them would be a copy.
+// prepare_heads and prefill_attention are for steps that are not fused; sampling_floor finds what the filters of sampling
+// keep; peer_sum and peer_exchange tell peers something small. Every call only launches kernels on XLA's stream, the same
+// ones for the same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as
+// an attribute: a slice of them would be a copy.
 #include "floor.cuh"
 #include "heads.cuh"
 #include "launch.cuh"

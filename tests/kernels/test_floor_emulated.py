@@ -1,39 +1,30 @@
 """The source of kernels/cuda/floor.cuh compiled for the host, where each of 64 CUDA threads is a thread."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshserve.kernels.cuda import build
-
+from . import on_host
 from .floors import FILTERS, is_well, key_of, parameters, rows
 
-COMPILER = shutil.which("c++") or shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on PATH")
+pytestmark = on_host.needs_compiler
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel's source beside a cuda_runtime.h for the host, with fewer threads and less shared memory."""
     folder = tmp_path_factory.mktemp("emulated")
-    for source in (Path(__file__).parent / "emulated_floor").iterdir():
-        shutil.copy(source, folder)
-    text = (build.SOURCES / "floor.cuh").read_text()
-    for old, new in (
+    return on_host.compiled(
+        folder,
+        "emulated_floor",
+        "rows.cpp",
+        "floor.cuh",
         ("kThreads = 1024", "kThreads = 64"),
         ("kListed = 40 * 1024", "kListed = 256"),  # so that rows with more alike are tried, too
         ("extern __shared__ uint32_t list[];", "static uint32_t list[kListed];"),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    (folder / "floor.cuh").write_text(text)
-    flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", f"-I{folder}"]
-    subprocess.run([COMPILER, *flags, folder / "rows.cpp", "-o", folder / "rows.so"], check=True)
-    return ctypes.CDLL(str(folder / "rows.so"))
+        flags=(f"-I{folder}",),
+    )
 
 
 def floors(library: ctypes.CDLL, logits: np.ndarray, **filters: float) -> np.ndarray:

@@ -1,19 +1,13 @@
 """The source of kernels/cuda/heads.cuh compiled for the host, where each of 128 CUDA threads is a thread."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshserve.kernels.cuda import build
+from . import heads, on_host
 
-from . import heads
-
-COMPILER = shutil.which("c++") or shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on PATH")
+pytestmark = on_host.needs_compiler
 
 
 class Args(ctypes.Structure):
@@ -33,14 +27,7 @@ class Args(ctypes.Structure):
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel's source beside a ptx.cuh for the host, with fewer threads."""
     folder = tmp_path_factory.mktemp("emulated")
-    for source in (Path(__file__).parent / "emulated").iterdir():
-        shutil.copy(source, folder)
-    text = (build.SOURCES / "heads.cuh").read_text()
-    assert text.count("kThreads = 256") == 1
-    (folder / "heads.cuh").write_text(text.replace("kThreads = 256", "kThreads = 128"))
-    flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
-    subprocess.run([COMPILER, *flags, folder / "heads.cpp", "-o", folder / "heads.so"], check=True)
-    return ctypes.CDLL(str(folder / "heads.so"))
+    return on_host.compiled(folder, "emulated", "heads.cpp", "heads.cuh", ("kThreads = 256", "kThreads = 128"))
 
 
 @pytest.mark.parametrize("case", heads.CASES, ids=str)

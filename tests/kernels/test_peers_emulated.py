@@ -4,30 +4,21 @@ It shows that words go where they belong, in every order that threads happen to 
 """
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from meshserve.kernels.cuda import build
+from . import on_host
 
-COMPILER = shutil.which("c++") or shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on PATH")
+pytestmark = on_host.needs_compiler
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels' source beside a ptx.cuh for the host."""
-    folder = tmp_path_factory.mktemp("emulated")
-    for source in (*(Path(__file__).parent / "emulated").iterdir(), build.SOURCES / "peers.cuh"):
-        shutil.copy(source, folder)
-    flags = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
-    subprocess.run([COMPILER, *flags, folder / "mesh.cpp", "-o", folder / "mesh.so"], check=True)
-    return ctypes.CDLL(str(folder / "mesh.so"))
+    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "emulated", "mesh.cpp", "peers.cuh")
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:

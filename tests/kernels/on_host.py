@@ -1,0 +1,34 @@
+"""CUDA sources compiled for the host, beside files that stand in for CUDA: every CUDA thread is a thread."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshserve.kernels.cuda import build
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on PATH")
+
+
+def compiled(
+    folder: Path, stand_ins: str, program: str, kernel: str, *replaced: tuple[str, str], flags: tuple[str, ...] = ()
+) -> ctypes.CDLL:
+    """The program of tests/kernels/`stand_ins` with the source `kernel` of kernels/cuda, built in an empty folder.
+
+    `replaced`: parts of that source, each of which it has once, and what takes their place.
+    """
+    assert COMPILER is not None
+    for source in (Path(__file__).parent / stand_ins).iterdir():
+        shutil.copy(source, folder)
+    text = (build.SOURCES / kernel).read_text()
+    for old, new in replaced:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / kernel).write_text(text)
+    library = folder / "program.so"
+    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *flags]
+    subprocess.run([COMPILER, *options, folder / program, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
