@@ -3,6 +3,7 @@
     meshserve bench scaling --model qwen3-8b qwen3-32b --tp 1 2 4 --batch 1 32 --context 1024 --plot scaling.png
     meshserve bench scaling --sums --tp 2 4                        # the sums alone: see sums.py
     meshserve bench scaling --sums --tp 4 --check-seconds 600      # is every one of them right?
+    meshserve bench scaling --tp 4 --check-seconds 600             # those of a step: see repeats.py
 
 A step is the served program of a decode bucket with random weights, sampling included, dispatched as the engine does it
 but without a scheduler: the host's own time a dispatch stands beside it. Figures are medians over rounds of steps that
@@ -19,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +45,7 @@ from meshserve.sharding.mesh import (
     use_dispatch_threads,
 )
 
-from . import sums
+from . import repeats, sums
 from .kernel_times import kernel_table
 from .timing import time_steps
 
@@ -86,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.sums:
         rows = sums.check(options) if options.check_seconds else sums.measure(options)
         is_well = not any(row.get("num_wrong") for row in rows)
+    elif options.check_seconds:
+        rows = check_steps(options)
+        is_well = not any(row["num_changed"] or row["num_unlike"] for row in rows)
     else:
         steps = with_efficiency(measure_steps(options))
         rows = [dataclasses.asdict(step) for step in steps]
@@ -112,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", default="auto", help="cuda, reference or auto (%(default)s)")
     parser.add_argument("--sums", action="store_true", help="time the sums over the mesh, not steps")
     parser.add_argument("--kilobytes", nargs="+", type=float, default=[4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
-    parser.add_argument("--check-seconds", type=float, default=0.0, help="of each degree: check them instead")
+    parser.add_argument("--check-seconds", type=float, default=0.0, help="of each degree: check instead")
     parser.add_argument("--all-reduce", default="auto", help="peers, xla or auto (%(default)s)")
     parser.add_argument("--one-dispatcher", action="store_true", help="one thread dispatches to all GPUs")
     parser.add_argument("--cpu-devices", type=int, default=0)
@@ -126,9 +131,7 @@ def measure_steps(options: argparse.Namespace) -> list[Step]:
     """Every model at every degree that divides its heads, with every batch."""
     steps = []
     for name in options.model:
-        model = named_model(name)
-        if options.layers:
-            model = dataclasses.replace(model, num_layers=options.layers)
+        model = _model(options, name)
         for tp in options.tp:
             alone_ms: list[float] = []
             if options.alone and tp > 1:
@@ -144,6 +147,44 @@ def measure_steps(options: argparse.Namespace) -> list[Step]:
                 )  # fmt: skip
                 print(steps[-1].text(), flush=True)
     return steps
+
+
+def check_steps(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Steps of every model at every degree, all batches in turn for `check_seconds`. Prints a row for each batch."""
+    rows = []
+    for name in options.model:
+        model = _model(options, name)
+        for tp in options.tp:
+            mesh = make_mesh(tp)
+            structure, params = random_params(model, mesh)
+            cases = []
+            for batch in options.batch:
+                kernels = choose_kernels(_config(options, tp, batch), model, mesh)
+                cache = _state_shapes(options, model, tp, batch).cache
+                case = repeats.Repeats(structure, params, kernels, cache, mesh, batch=batch, context=options.context)
+                cases.append(case)
+            seconds = repeats.run_for(cases, options.check_seconds)
+            for case in cases:
+                found = case.found
+                rows.append({"model": name, "tp": tp, "batch": case.batch, "seconds": seconds, **vars(found)})
+                print(
+                    f"{name:10} tp {tp} batch {case.batch:4}: {found.num_steps:,} steps, {found.num_changed:,} "
+                    f"elements unlike the first step's, {found.num_unlike:,} steps unlike on two devices",
+                    flush=True,
+                )
+    return rows
+
+
+def _model(options: argparse.Namespace, name: str) -> ModelConfig:
+    model = named_model(name)
+    return dataclasses.replace(model, num_layers=options.layers) if options.layers else model
+
+
+def _config(options: argparse.Namespace, tp: int, batch: int) -> ServeConfig:
+    return ServeConfig(
+        model="random", tp=tp, page_size=options.page_size, max_running=batch, attention=options.attention,
+        decode_layers=options.decode_layers, all_reduce=options.all_reduce,
+    )  # fmt: skip
 
 
 def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
@@ -166,11 +207,7 @@ def _time_model(
     mesh = make_mesh(tp)
     structure, params = random_params(model, mesh)
     for batch in options.batch:
-        config = ServeConfig(
-            model="random", tp=tp, page_size=options.page_size, max_running=batch, attention=options.attention,
-            decode_layers=options.decode_layers, all_reduce=options.all_reduce,
-        )  # fmt: skip
-        kernels = choose_kernels(config, model, mesh)
+        kernels = choose_kernels(_config(options, tp, batch), model, mesh)
         runner, packed = make_runner(options, model, mesh, kernels, batch=batch, made=(structure, params))
         run = partial(runner.run, bucket_of(batch), packed)
         times, dispatch_ms = time_steps(run, options.rounds, options.steps)

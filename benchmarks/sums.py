@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for tp in options.tp:
         mesh = make_mesh(tp)
-        timed = {"nothing": lambda x: x, **implementations(mesh)}
+        timed = {"nothing": lambda x: x, **implementations(mesh, options.all_reduce)}
         for kilobytes in options.kilobytes:
             per_call = {name: _time_chain(options, mesh, _num_elements(kilobytes), add) for name, add in timed.items()}
             base = per_call.pop("nothing")
@@ -54,7 +54,7 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for tp in options.tp:
         mesh = make_mesh(tp)
-        for name, add in implementations(mesh).items():
+        for name, add in implementations(mesh, options.all_reduce).items():
             tolerance = 0.0 if name == "peers" else tp * _HALF_STEP
             programs = [wrong_elements(mesh, add, _num_elements(size), tolerance) for size in options.kilobytes]
             num_wrong = num_sums = 0
@@ -73,10 +73,12 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def implementations(mesh: Mesh) -> Mapping[str, Sum]:
-    """Those that run here; call them inside `shard_map`."""
-    found: dict[str, Sum] = {"psum": lambda x: jax.lax.psum(x, TENSOR_AXIS)}
-    if mesh.devices.flat[0].platform == "gpu":
+def implementations(mesh: Mesh, all_reduce: str = "auto") -> Mapping[str, Sum]:
+    """Those that run here, or the one that serves with such an `all_reduce`; call them inside `shard_map`."""
+    found: dict[str, Sum] = {}
+    if all_reduce != "peers":
+        found["psum"] = lambda x: jax.lax.psum(x, TENSOR_AXIS)
+    if all_reduce != "xla" and mesh.devices.flat[0].platform == "gpu":
         peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
         found["peers"] = partial(peers_gpu.peer_sum, peers=peers)
     return found

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from .errors import InvalidRequestError
 from .request import Request
 
-# Of a step that the fused decode kernels serve. With more they read the weights more than once; plain products are
-# better then.
-MAX_FUSED_TOKENS = 128
+# Of a step that the fused decode kernels serve. With more, cuBLAS's products and the attention of steps with prompts
+# take less time (docs/log.md).
+MAX_FUSED_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)

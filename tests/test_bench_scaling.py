@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshserve.benchmarks import scaling, sums
+from meshserve.benchmarks import repeats, scaling, sums
+from meshserve.runtime import model
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.orbax_weights import model_layout
 
@@ -58,7 +59,7 @@ def test_every_sum_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [(row["tp"], row["implementation"], row["num_wrong"]) for row in rows] == [(2, "psum", 0), (4, "psum", 0)]
     assert all(row["num_sums"] >= 2000 for row in rows)
     wrong = {"psum": lambda x: jax.lax.psum(x, "tensor").at[3].add(0.25)}
-    monkeypatch.setattr(sums, "implementations", lambda mesh: wrong)
+    monkeypatch.setattr(sums, "implementations", lambda mesh, all_reduce: wrong)
     assert scaling.main(options) == 1
     rows = json.loads(file.read_text())
     assert all(row["num_wrong"] == row["tp"] * row["num_sums"] for row in rows)
@@ -78,3 +79,25 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     scaling.plot([STEP, dataclasses.replace(STEP, tp=2, step_ms=5.0)], tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_are_compared_with_the_first_and_among_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = ["--model", "qwen3-0.6b", "--layers", "2", "--tp", "2", "--batch", "1", "3", "--context", "16"]
+    kernels = ["--attention", "reference", "--decode-layers", "off"]
+    monkeypatch.setattr(repeats, "_REPEATS", 2)
+    file = tmp_path / "steps.json"
+    options = [*workload, *kernels, "--check-seconds", "0.01", f"--json={file}"]
+    assert scaling.main(options) == 0
+    for row in json.loads(file.read_text()):
+        assert row["num_steps"] >= 3 and row["num_changed"] == row["num_unlike"] == 0
+
+    def wrong_on_one_device(x: jax.Array, peer_sum: object = None) -> jax.Array:
+        return jax.lax.psum(x, "tensor") + jax.lax.axis_index("tensor").astype(x.dtype)
+
+    monkeypatch.setattr(model, "all_reduce", wrong_on_one_device)
+    assert scaling.main(options) == 1
+    rows = json.loads(file.read_text())
+    assert [row["batch"] for row in rows] == [1, 3]
+    assert all(row["num_unlike"] >= 2 and row["num_changed"] > 0 for row in rows)

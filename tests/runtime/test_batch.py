@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshserve.runtime.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket, declare_buckets
 from meshserve.runtime.control_batch import SAMPLES, ControlBuilder, ControlShape
 from meshserve.runtime.errors import InvalidRequestError
-from meshserve.runtime.limits import SchedulerLimits
+from meshserve.runtime.limits import MAX_FUSED_TOKENS, SchedulerLimits
 from meshserve.runtime.pages import PageAllocator
 from meshserve.runtime.plan import Chunk, StepPlan
 from meshserve.runtime.request import FinishReason, Request, SamplingMode, SamplingParams
@@ -229,7 +229,7 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
             for mode in SamplingMode:
                 bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [], num_steps), mode)
                 assert bucket.num_steps == num_steps and bucket.num_tokens < 2 * num_decodes
-                has_mode = num_steps == 1 and bucket.num_tokens <= 128  # what the kernels take
+                has_mode = num_steps == 1 and bucket.num_tokens <= MAX_FUSED_TOKENS
                 assert bucket.is_decode == (has_mode or num_steps > 1)
                 assert bucket.mode == (mode if has_mode else ANY_MODE)
 
