@@ -270,7 +270,7 @@ class ServeConfig:
         "auto: xla",
         ("auto", "xla", "peers"),
     )
-    dispatch_threads: bool = option(False, "on GPUs, XLA dispatches to each from a thread of its own")
+    dispatch_threads: bool = option(True, "on several GPUs, XLA dispatches to each from a thread of its own")
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(50051, "port to bind; 0 takes a free one")
     drain_seconds: float = option(30.0, "after SIGTERM, the time running requests have to finish")

@@ -185,7 +185,7 @@ def build_runner(
     """
     if config.cpu_devices:
         use_cpu_devices(config.cpu_devices)
-    elif config.dispatch_threads:
+    elif config.dispatch_threads and config.tp > 1:
         use_dispatch_threads()
     if config.cache_dir:
         use_cache(Path(config.cache_dir).expanduser())
