@@ -135,6 +135,7 @@ class Step {
     args.kv_heads = shapes_.kv_heads;
     args.group = shapes_.group;
     args.head_dim = shapes_.head_dim;
+    args.holds_back = is_mesh_;
     int tiles = (shapes_.qkv_rows() + kTileRows - 1) / kTileRows;
     project<Epilogue::kQkv>("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles,
                             tuning_.qkv_splits);
@@ -244,7 +245,6 @@ class Step {
     args.sums_in = scratch.sums;
     args.norm_tiles = shapes_.embed / kTileRows;
     args.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
-    args.follows_gather = is_mesh_;
     return args;
   }
 

@@ -146,9 +146,10 @@ __global__ void __launch_bounds__(kPeerThreads) single_kernel(const __grid_const
 // had waited for all kernels before it: what they wrote can be read (past the L1, which may hold what was there before)
 // and what they read can be overwritten. It waits in the end, so that whoever waits for it knows that all before ended.
 //
-// Words that it finds are of its own round: while a gather runs, the projection after it lets no kernel start. Else, where
-// kernels are small and a peer is late, the gather of the next layer would start, too, and take what this one has yet to
-// empty.
+// Words that it finds are of its own round: two gathers in a row may run at once, the second gather of a layer and what
+// follows it may not, as the projection to query, key and value lets no kernel start before that gather has ended. Else,
+// where kernels are small and a peer is late, the gather of the next layer would start, too, and take what this one has
+// yet to empty.
 constexpr bool kWaitsForWords = true;
 
 struct GatherArgs {

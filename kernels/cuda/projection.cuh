@@ -77,7 +77,7 @@ struct ProjectionArgs {
   const int* page_table;
   const int* positions;
   int max_pages, page_size, kv_heads, group, head_dim;
-  bool follows_gather;        // on a mesh: the next kernel starts when the gather before this one has ended, see peers.cuh
+  bool holds_back;            // on a mesh: the next kernel starts when the gather before this one has ended, see peers.cuh
 };
 
 // kShare: the result, rounded to bf16, goes to the inboxes of the mesh's GPUs.
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
     barrier_init(sums_full, 1);
     barrier_init_fence();
     if (kIsNarrow<N>) barrier_expect_bytes(sums_full, N * kTileRows * 4);
-    if (!args.follows_gather) let_next_kernel_start();
+    if (!args.holds_back) let_next_kernel_start();
   }
   __syncthreads();
   // The blocks of a cluster write into each other's shared memory at the end; all must have started by then.
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
 #pragma unroll 1
       for (int i = 0; i < ahead; ++i) fetch_weights(i, i);
       wait_for_previous_kernel();
-      if (args.follows_gather) let_next_kernel_start();
+      if (args.holds_back) let_next_kernel_start();
       fence_before_copies();
 #pragma unroll 1
       for (int i = 0; i < ahead; ++i) fetch_input(i, i);

@@ -89,8 +89,13 @@ def test_one_slot_a_rank_does_not() -> None:
         explore(2, 3, 1)
 
 
-def test_nor_do_two_where_the_kernel_of_the_round_after_next_has_started() -> None:
-    """Why the projection after a gather lets no kernel start before that has ended."""
-    assert explore(2, 6, 2, num_kernels=2) > 100
+@pytest.mark.parametrize(("num_ranks", "num_rounds"), [(2, 6), (3, 3)])
+def test_two_do_where_the_kernel_of_the_next_round_has_started(num_ranks: int, num_rounds: int) -> None:
+    """Both gathers of a layer may run at once."""
+    assert explore(num_ranks, num_rounds, 2, num_kernels=2) > 100
+
+
+def test_they_do_not_where_the_kernel_of_the_round_after_next_has_started() -> None:
+    """Why the projection to query, key and value lets no kernel start before the gather before it has ended."""
     with pytest.raises(BrokenError, match=r"took a word of round 0 in round 2"):
         explore(2, 6, 2, num_kernels=3)
