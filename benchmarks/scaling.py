@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each request (%(default)s)")
     parser.add_argument("--layers", type=int, default=0, help="of each model; 0: all (%(default)s)")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=20, help="of a round (%(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="of a round (%(default)s)")
     parser.add_argument("--alone", action="store_true", help="time one shard alone, too")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--decode-layers", default="auto", help="cuda, reference, off or auto (%(default)s)")

@@ -27,6 +27,7 @@ from .batch import Bucket
 from .compiles import ProgramKey
 from .config import ModelConfig, ServeConfig
 from .control_programs import ControlPrograms
+from .kept import kept_shapes
 from .kernel_choice import choose_kernels
 from .model import Kernels, abstract_model
 from .step import (
@@ -132,7 +133,12 @@ class DryServer:
             real_vocab_size=self.model.vocab_size,
             is_unrolled=self._kernels.is_unrolled,
             find_floor=self._kernels.find_floor,
+            keeps_outputs=self._kernels.keeps_outputs,
         )
+
+    def kept_bytes(self, buckets: Sequence[Bucket]) -> int:
+        """What the steps of these keep on each device beside their programs."""
+        return shard_bytes(kept_shapes(self._kernels, self._placed_model[1], buckets, self.mesh))
 
     def compile(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Compiled:
         """The program of a bucket.

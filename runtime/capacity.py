@@ -18,6 +18,7 @@ from .batch import Bucket, server_buckets
 from .config import ModelConfig, ServeConfig, context_tokens, serving_dtype
 from .control_batch import WORD_BITS, control_sizes
 from .figures import DeviceFigures
+from .kept import kept_keys
 from .model import abstract_model
 from .orbax_weights import model_layout
 from .step import CacheShape, cache_page_bytes
@@ -148,11 +149,22 @@ class Planner:
         return -(-self.model.vocab_size // WORD_BITS) * 4 * sum(control_sizes(self.config.max_running))
 
     def _scratch_bytes(self) -> int:
-        """Of the largest program, a step or what samples after it."""
-        step = self._step_scratch_bytes()
-        if not self.config.controls:
-            return step
-        return max(step, control_scratch_estimate(self.model, self.layout, self.buckets[-1], self.dtype))
+        """Of the largest program, a step or what samples after it, and what steps keep beside it (see `kept`)."""
+        scratch = self._step_scratch_bytes()
+        if self.config.controls:
+            scratch = max(scratch, control_scratch_estimate(self.model, self.layout, self.buckets[-1], self.dtype))
+        if self.target.chip.platform == "gpu":  # the outputs of the largest are counted already
+            scratch += self._output_bytes(self.buckets) - self._output_bytes(self.buckets[-1:])
+        return scratch
+
+    def _output_bytes(self, buckets: Iterable[Bucket]) -> int:
+        """Of the logits and hidden states of steps, each shape once."""
+        item_bytes = {
+            "logits": self.layout.vocab_size // self.layout.num_shards * 4,
+            "hidden": self.model.embed_dim * self.dtype.itemsize,
+        }
+        kept = {key for bucket in buckets for key in kept_keys(bucket)}
+        return sum(size * item_bytes[name] for name, size in kept)
 
     def _step_scratch_bytes(self) -> int:
         """Where XLA's path attends, it gathers a page of every token's request at a time."""

@@ -53,11 +53,12 @@ def compile_plan(
     faults = [
         fault for report in reports.values() for fault in program_faults(planner, report, server.cache_bytes(shape))
     ]
-    last, kept_bytes = planner.buckets[-1], 0
+    last = planner.buckets[-1]
+    kept_bytes = server.kept_bytes(planner.buckets) - server.kept_bytes([last])
     if has_controls:
         controls = server.controls(planner.buckets, shape)
         scratch = controls.scratch_bytes({key: reports[key].added_bytes for key in controls.to_lower()})
-        kept_bytes = controls.resident_bytes + max(0, scratch - reports[last.kind, last.num_tokens].added_bytes)
+        kept_bytes += controls.resident_bytes + max(0, scratch - reports[last.kind, last.num_tokens].added_bytes)
     if planner.target.chip.platform == "gpu":
         largest = cache_that_fits(planner, reports[last.kind, last.num_tokens], server.cache_bytes(shape))
     else:

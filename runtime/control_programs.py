@@ -46,6 +46,7 @@ class ControlPrograms:
     real_vocab_size: int  # without padding to whole shards
     is_unrolled: bool
     find_floor: FindFloor | None = None
+    keeps_outputs: bool = False  # steps do, see `kept`
 
     @property
     def vocab_size(self) -> int:
@@ -85,7 +86,9 @@ class ControlPrograms:
 
     @property
     def step_output_bytes(self) -> int:
-        """What the largest step leaves on each device for these programs to work on."""
+        """What the largest step leaves on each device for these programs to work on, unless it keeps it anyway."""
+        if self.keeps_outputs:
+            return 0
         return max(
             shard_bytes((self._logits(bucket.num_requests), self._hidden(0 if bucket.is_decode else bucket.num_tokens)))
             for bucket in self._single

@@ -92,6 +92,7 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
         prepare=paged_attention.PREPARERS.get(attention),
         decode=None if decode == "off" else decode_layers.implementation(decode, device),
         is_unrolled=is_gpu,
+        keeps_outputs=is_gpu,
         has_statistics_apart=is_gpu,
         has_library_products=config.products == "library" or (config.products == "auto" and _LIBRARY_READS_IN_PLACE),
         find_floor=sampling.implementation(device, model.vocab_size) if "cuda" in (attention, decode) else None,

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout
-from meshserve.sharding.memory import added_bytes, check_weights_fit, num_pages_that_fit
+from meshserve.sharding.memory import added_bytes, check_weights_fit, num_pages_that_fit, shard_bytes
 from meshserve.sharding.mesh import make_mesh, use_cpu_devices, use_dispatch_threads
 
 from .agreement import Cluster
@@ -27,6 +27,7 @@ from .control_batch import ControlBuilder
 from .control_programs import ControlPrograms, Controls
 from .engine import Engine
 from .figures import FIGURES_IN_LOG
+from .kept import kept_shapes
 from .kernel_choice import choose_kernels, kernels_here
 from .model_files import DEMO_MODEL, ModelFiles, find_model
 from .orbax_weights import model_layout
@@ -242,6 +243,7 @@ def make_runner(
             real_vocab_size=model.vocab_size,
             is_unrolled=kernels.is_unrolled,
             find_floor=kernels.find_floor,
+            keeps_outputs=kernels.keeps_outputs,
         )
         controls = Controls(declared, num_threads=config.compile_threads)
     num_pages = config.num_pages
@@ -250,6 +252,7 @@ def make_runner(
         scratch = added_bytes(lower_step(structure, params, kernels, buckets[-1], placed, mesh).compile())
         if controls is not None:
             scratch = max(scratch, controls.scratch_bytes) + controls.device_bytes
+        scratch += shard_bytes(kept_shapes(kernels, params, buckets, mesh))
         kept = scratch + (config.reserve_mib << 20) + kept_bytes
         page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
         num_pages = num_pages_that_fit(measured or mesh, config.memory_fraction, page_bytes, kept)

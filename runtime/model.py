@@ -59,6 +59,7 @@ class Kernels:
     is_unrolled: bool = False  # layer after layer in one program rather than a loop
     has_statistics_apart: bool = False  # in large steps without `prepare`, see `Attention`
     has_library_products: bool = False  # in steps of LIBRARY_TOKENS and more, see `targets.compiler_options`
+    keeps_outputs: bool = False  # of steps, see `kept`
     find_floor: FindFloor | None = None  # what the filters of sampling keep, where one device has the vocabulary
     peers: Peers | None = None  # of the mesh, where its devices reach each other's memory
     peer_operations: PeerOperations | None = None  # given with `peers`

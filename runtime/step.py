@@ -10,7 +10,7 @@ table of each row's pages. A row is the place of a running request in those tabl
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from .config import ModelConfig
 from .control_batch import Logprobs, Sampled
 from .control_programs import Controls
 from .figures import DeviceFigures
+from .kept import KeptKey, kept_keys, kept_shapes
 from .model import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
 from .request import SamplingMode
 from .sampling import SamplingBatch, sample
@@ -64,12 +65,17 @@ class DeviceState(NamedTuple, Generic[Leaf]):
 class StepOutput(NamedTuple, Generic[Leaf]):
     """What a step brings. Logits are None where it was several decode steps; hidden states where it was decodes alone.
 
-    Logits and hidden states are free for the next step as soon as it is dispatched.
+    Logits and hidden states are free for the next step as soon as it is dispatched; see `kept`.
     """
 
     sampled: Leaf  # [B] int32, or [num_steps, B]
     logits: Leaf | None = None  # [B, V] float32, sharded by vocabulary: after the last token of each request
     hidden: Leaf | None = None  # [T, D], before the final norm
+
+    @property
+    def kept(self) -> tuple[Leaf, ...]:
+        """As `kept_keys` has it."""
+        return tuple(leaf for leaf in (self.logits, self.hidden) if leaf is not None)
 
 
 def cache_page_bytes(config: ModelConfig, layout: ShardLayout, page_size: int, dtype: jnp.dtype) -> int:
@@ -130,8 +136,6 @@ def step(
         find_floor=kernels.find_floor,
     )
     last_tokens = state.last_tokens.at[rows].set(sampled, mode="drop")
-    # On a GPU x is what one call of many kernels writes: as an output, at another address in each step, it would have
-    # them all set anew in the command buffer, which costs the host longer than the step takes.
     hidden = None if bucket.is_decode else x
     return DeviceState(cache, last_tokens, page_table), StepOutput(sampled, logits, hidden)
 
@@ -182,28 +186,31 @@ def set_page_row(page_table: jax.Array, page_row: jax.Array) -> jax.Array:
 def sharded_step(
     structure: nnx.GraphDef, abstract: nnx.State, kernels: Kernels, bucket: Bucket, mesh: Mesh
 ) -> jax.stages.Wrapped:
-    """The step of a bucket over the mesh: (weights, state, packed) -> (state, output); the state is donated.
+    """The step of a bucket over the mesh: (weights, state, kept, packed) -> (state, output). The state and what is kept
+    are donated.
 
-    The weights are `weights_of` the parameters: flattening their tree at each call would cost the host 50 us.
+    The weights are `weights_of` the parameters: flattening their tree at each call would cost the host 50 us. Kept are
+    the arrays of `kept_keys`, if `kernels` keeps them, else none.
     """
     tree = jax.tree.structure(abstract)
     weight_specs = tuple(jax.tree.leaves(specs_of(abstract)))
     function = step if bucket.num_steps == 1 else window
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
+    kept_specs = tuple(shape.sharding.spec for shape in kept_shapes(kernels, abstract, [bucket], mesh).values())
     output_specs = StepOutput(PartitionSpec())
     if bucket.num_steps == 1:
         hidden_specs = None if bucket.is_decode else PartitionSpec()
         output_specs = StepOutput(PartitionSpec(), partition_spec((None, "vocab")), hidden_specs)
 
     def shard_step(
-        weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], packed: jax.Array
+        weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], _: tuple[jax.Array, ...], packed: jax.Array
     ) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
         return function(structure, kernels, bucket, jax.tree.unflatten(tree, weights), state, packed)
 
     program = jax.shard_map(
         shard_step,
         mesh=mesh,
-        in_specs=(weight_specs, state_specs, PartitionSpec()),
+        in_specs=(weight_specs, state_specs, kept_specs, PartitionSpec()),
         out_specs=(state_specs, output_specs),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
@@ -212,7 +219,7 @@ def sharded_step(
     is_fused = kernels.fused(bucket.num_tokens, is_decode=bucket.is_decode) is not None
     has_library_products = kernels.has_library_products and is_large and not is_fused
     options = compiler_options(mesh, has_library_products=has_library_products)
-    return jax.jit(program, donate_argnums=1, compiler_options=options)
+    return jax.jit(program, donate_argnums=(1, 2), keep_unused=True, compiler_options=options)
 
 
 def weights_of(params: nnx.State) -> tuple[Leaf, ...]:
@@ -230,7 +237,8 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """The step of a bucket, ready to be compiled. `params` and `state` may be shapes with shardings."""
     packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(mesh, ()))
-    return sharded_step(structure, params, kernels, bucket, mesh).lower(weights_of(params), state, packed)
+    kept = tuple(kept_shapes(kernels, params, [bucket], mesh).values())
+    return sharded_step(structure, params, kernels, bucket, mesh).lower(weights_of(params), state, kept, packed)
 
 
 def lower_set_page_row(page_table: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stages.Lowered:
@@ -240,10 +248,10 @@ def lower_set_page_row(page_table: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stag
     return program.lower(page_table, page_row)
 
 
-def lower_allocate(shapes: DeviceState[jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
-    """A new state, ready to be compiled."""
+def lower_allocate(shapes: Any) -> jax.stages.Lowered:
+    """Arrays of zeros in place of a tree of shapes, ready to be compiled."""
 
-    def zeros() -> DeviceState[jax.Array]:
+    def zeros() -> Any:
         return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes)).lower()
@@ -270,18 +278,22 @@ class StepRunner:
     ):
         self._controls, self._mesh = controls, mesh
         self._output: StepOutput[jax.Array] | None = None  # of the last step
+        self._kept: dict[KeptKey, jax.Array]
         self._shapes = shapes = placed_state(state_shapes, mesh)
         started = time.monotonic()
         lowered = (lower_step(structure, params, kernels, bucket, shapes, mesh) for bucket in buckets)
         programs = compile_all(lowered, len(buckets), num_threads)
         self._programs: Mapping[Bucket, jax.stages.Compiled] = dict(zip(buckets, programs, strict=True))
         self._set_page_row = lower_set_page_row(shapes.page_table, mesh).compile()
-        self._allocate = lower_allocate(shapes).compile()
+        self._kept_shapes = kept_shapes(kernels, params, buckets, mesh)
+        self._kept_keys = {bucket: kept_keys(bucket) if kernels.keeps_outputs else () for bucket in buckets}
+        self._allocate = lower_allocate((shapes, self._kept_shapes)).compile()
         self.compile_seconds = time.monotonic() - started
 
     def start(self, params: nnx.State) -> None:
         """Takes the parameters and allocates the cache; from now on it can run."""
-        self._params, self._state = params, self._allocate()
+        self._params = params
+        self._state, self._kept = self._allocate()
         self._weights: tuple[jax.Array, ...] = weights_of(params)
         if self._controls is not None:
             self._controls.allocate()
@@ -295,7 +307,7 @@ class StepRunner:
     def device_bytes(self) -> int:
         """What parameters and state take on each device."""
         controls = self._controls.device_bytes if self._controls is not None else 0
-        return shard_bytes((self._params, self._state)) + controls
+        return shard_bytes((self._params, self._state, self._kept)) + controls
 
     @property
     def figures(self) -> DeviceFigures:
@@ -305,7 +317,8 @@ class StepRunner:
         return DeviceFigures(
             limit_bytes=device.memory_stats()["bytes_limit"] if device.platform != "cpu" else 0,
             weight_bytes=shard_bytes(self._params),
-            scratch_bytes=max(*scratch, controls.scratch_bytes if controls is not None else 0),
+            scratch_bytes=max(*scratch, controls.scratch_bytes if controls is not None else 0)
+            + shard_bytes(self._kept_shapes),
             control_bytes=controls.device_bytes if controls is not None else 0,
             page_bytes=shard_bytes(cache) // cache.shape[1],
             num_pages=cache.shape[1],
@@ -314,7 +327,7 @@ class StepRunner:
 
     def release(self) -> nnx.State:
         """Gives up the device state, whose memory is free at once, and returns the parameters. The runner is spent."""
-        for array in self._state:
+        for array in (*self._state, *self._kept.values()):
             array.delete()
         self._output = None
         if self._controls is not None:
@@ -330,7 +343,11 @@ class StepRunner:
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
         self._output = None  # its memory is free for this step
-        self._state, self._output = self._programs[bucket](self._weights, self._state, packed)
+        keys = self._kept_keys[bucket]
+        kept = tuple(self._kept[key] for key in keys)
+        self._state, self._output = self._programs[bucket](self._weights, self._state, kept, packed)
+        if keys:
+            self._kept.update(zip(keys, self._output.kept, strict=True))
         self._output.sampled.copy_to_host_async()
         return self._output.sampled
 

@@ -19,6 +19,7 @@ from meshserve.runtime.batch import server_buckets
 from meshserve.runtime.capacity_compiled import program_faults
 from meshserve.runtime.compiles import CompileWatch
 from meshserve.runtime.config import ModelConfig, ServeConfig
+from meshserve.runtime.kernel_choice import choose_kernels
 from meshserve.runtime.model_files import find_model
 from meshserve.runtime.orbax_weights import model_layout
 from meshserve.runtime.step import CacheShape, StepRunner
@@ -81,11 +82,16 @@ class Start:
     kept_bytes: int  # of each device, when the cache's size was chosen
 
 
-@pytest.fixture(scope="module")
-def start() -> Iterator[Start]:
+@pytest.fixture(scope="module", params=[False, True], ids=["", "keeps outputs"])
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     """With steps of so few tokens that sampling under controls needs more than any of them."""
+
+    def choose(*args):
+        return dataclasses.replace(choose_kernels(*args), keeps_outputs=request.param)
+
     config = ServeConfig(model="demo", tp=2, max_running=32, max_step_tokens=32, dtype="float32", cache_dir="")
     files, num_compiles, kept = find_model("demo"), 0, []
+    jax.clear_caches()  # of the start before
 
     def load(*place):
         nonlocal num_compiles
@@ -99,6 +105,7 @@ def start() -> Iterator[Start]:
 
     with CompileWatch() as watch, pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "num_pages_that_fit", num_pages)
+        patch.setattr(launch, "choose_kernels", choose)
         runner, *_ = launch.build_runner(config, ModelConfig.from_file(files.small / "config.json"), load)
         yield Start(config, runner, watch.counts.num_compiles - num_compiles, *kept)
 

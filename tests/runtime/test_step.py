@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from meshserve.kernels.paged_attention import implementation
 from meshserve.runtime.batch import Bucket
 from meshserve.runtime.config import ModelConfig
+from meshserve.runtime.kept import kept_shapes
 from meshserve.runtime.model import Kernels, abstract_model
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.request import SamplingMode
@@ -63,13 +64,15 @@ class Case:
     def state(self, shape: CacheShape = SHAPE) -> DeviceState:
         return state_shapes(self.config, self.layout, shape, BFLOAT16)
 
-    def program(self, bucket: Bucket = BUCKET, *, is_unrolled: bool = False) -> jax.stages.Wrapped:
-        kernels = Kernels(attend=implementation("reference"), is_unrolled=is_unrolled)
+    def program(self, bucket: Bucket = BUCKET, **kernels_options: bool) -> jax.stages.Wrapped:
+        kernels = Kernels(attend=implementation("reference"), **kernels_options)
         return sharded_step(*self.params(), kernels, bucket, self.mesh)
 
-    def arguments(self, shape: CacheShape = SHAPE, bucket: Bucket = BUCKET) -> tuple[object, ...]:
+    def arguments(
+        self, shape: CacheShape = SHAPE, bucket: Bucket = BUCKET, kept: tuple[jax.ShapeDtypeStruct, ...] = ()
+    ) -> tuple[object, ...]:
         packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32)
-        return weights_of(self.params()[1]), self.state(shape), packed
+        return weights_of(self.params()[1]), self.state(shape), kept, packed
 
 
 @pytest.mark.parametrize("tp", DEGREES)
@@ -161,3 +164,15 @@ def test_the_state_is_donated():
     assert aliases is not None and len(re.findall(r"alias\)", aliases[1])) == 3, header
     cache_bytes = 6 * cache_page_bytes(TINY, case.layout, 4, BFLOAT16)
     assert compiled.memory_analysis().alias_size_in_bytes == cache_bytes + 4 * 2 + 4 * 2 * 3
+
+
+def test_kept_outputs_are_written_where_they_lay():
+    case, bucket = Case(TINY, 2), Bucket(num_tokens=4, num_requests=2, num_new_pages=2)
+    kernels = Kernels(attend=implementation("reference"), keeps_outputs=True)
+    kept = tuple(kept_shapes(kernels, case.params()[1], [bucket], case.mesh).values())
+    arguments = case.arguments(bucket=bucket, kept=kept)
+    compiled = case.program(bucket, keeps_outputs=True).lower(*arguments).compile()
+    logits_bytes, hidden_bytes = 2 * case.layout.vocab_size // 2 * 4, 4 * TINY.embed_dim * 2
+    plain = case.program(bucket).lower(*case.arguments(bucket=bucket)).compile().memory_analysis()
+    in_place = compiled.memory_analysis().alias_size_in_bytes - plain.alias_size_in_bytes
+    assert in_place == logits_bytes + hidden_bytes

@@ -1,0 +1,46 @@
+"""The memory that steps write their logits and hidden states to, the same each time.
+
+An output at another address in each step moves the temporaries, too, and XLA then sets every kernel of a command buffer
+anew. With several GPUs that takes the host longer than the step takes them (docs/log.md). So a step is given the arrays
+that the last one of its shape brought, donated, and brings them back.
+"""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshserve.sharding.mesh import named_sharding
+
+from .batch import Bucket
+from .model import Kernels
+
+KeptKey = tuple[str, int]  # "logits" of so many requests, "hidden" states of so many tokens
+
+
+def kept_keys(bucket: Bucket) -> tuple[KeptKey, ...]:
+    """What a bucket's step keeps, in the order of `StepOutput`."""
+    if bucket.num_steps > 1:
+        return ()
+    logits = ("logits", bucket.num_requests)
+    return (logits,) if bucket.is_decode else (logits, ("hidden", bucket.num_tokens))
+
+
+def kept_shapes(
+    kernels: Kernels, params: nnx.State, buckets: Iterable[Bucket], mesh: Mesh
+) -> dict[KeptKey, jax.ShapeDtypeStruct]:
+    """What the steps of all these buckets keep, with shardings; nothing where `kernels` does not. `params` may be
+    shapes."""
+    if not kernels.keeps_outputs:
+        return {}
+    embedding = params["embedding"].get_value()
+    vocab_size, embed_dim = embedding.shape
+
+    def shape(name: str, size: int) -> jax.ShapeDtypeStruct:
+        if name == "logits":
+            return jax.ShapeDtypeStruct((size, vocab_size), jnp.float32, sharding=named_sharding(mesh, (None, "vocab")))
+        return jax.ShapeDtypeStruct((size, embed_dim), embedding.dtype, sharding=named_sharding(mesh, ()))
+
+    return {key: shape(*key) for bucket in buckets for key in kept_keys(bucket)}

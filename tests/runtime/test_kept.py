@@ -1,0 +1,60 @@
+"""Logits and hidden states stay where they are, and nothing else changes by it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from meshserve.runtime import launch
+from meshserve.runtime.config import ModelConfig, ServeConfig
+from meshserve.runtime.kernel_choice import choose_kernels
+from meshserve.runtime.model_files import find_model
+from meshserve.runtime.step import StepRunner
+from meshserve.runtime.weights import load_model
+
+CONFIG = ServeConfig(
+    model="demo", tp=2, max_running=4, max_step_tokens=16, max_decode_steps=2, num_pages=8, dtype="float32",
+    controls=False, cache_dir="",
+)  # fmt: skip
+
+
+def make_runner(monkeypatch: pytest.MonkeyPatch, *, keeps_outputs: bool) -> StepRunner:
+    def choose(*args: object) -> object:
+        return dataclasses.replace(choose_kernels(*args), keeps_outputs=keeps_outputs)
+
+    monkeypatch.setattr(launch, "choose_kernels", choose)
+    files = find_model("demo")
+    model = ModelConfig.from_file(files.small / "config.json")
+    return launch.build_runner(CONFIG, model, lambda *place: load_model(files.weights, *place))[0]
+
+
+def addresses(runner: StepRunner) -> dict[tuple[str, int], list[int]]:
+    return {
+        key: [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+        for key, array in runner._kept.items()
+    }
+
+
+def run_all(runner: StepRunner) -> list[list[int]]:
+    """A step of each shape and then another one: what the second samples depends on the first."""
+    sampled = []
+    for bucket in sorted(runner._programs, key=lambda bucket: bucket.num_tokens) * 2:
+        packed = np.zeros(bucket.size, np.int32)
+        packed[bucket.fields["token_ids"]] = np.arange(bucket.num_tokens) + 100
+        packed[bucket.fields["positions"]] = np.arange(bucket.num_tokens)
+        sampled.append(np.asarray(runner.run(bucket, packed)).ravel().tolist())
+    return sampled
+
+
+def test_steps_of_all_shapes_take_turns_with_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    without, with_kept = (make_runner(monkeypatch, keeps_outputs=keeps) for keeps in (False, True))
+    assert not without._kept
+    before = addresses(with_kept)
+    assert before.keys() == {("logits", 1), ("logits", 2), ("logits", 4)} | {("hidden", 2**n) for n in range(5)}
+    assert any(bucket.num_steps > 1 for bucket in with_kept._programs), "these keep nothing, but take their turn"
+    assert run_all(with_kept) == run_all(without)
+    assert addresses(with_kept) == before
+    assert with_kept.device_bytes > without.device_bytes
+    kept = list(with_kept._kept.values())
+    with_kept.release()
+    assert all(array.is_deleted() for array in kept)
