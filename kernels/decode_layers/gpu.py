@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels import peers
-from meshserve.kernels.cuda import build
+from meshserve.kernels.cuda import build, operands
 from meshserve.kernels.peers import gpu as peers_gpu
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def decode_layers(
         *weights,
         cache,
         batch.page_table,
-        batch.positions,
+        operands.beside_tokens(batch.positions),
         inverse_frequencies,
         first_layer=np.int32(layers.start),
         num_layers=np.int32(len(layers)),
@@ -140,7 +140,7 @@ def qkv(
         weights.k_norm,
         cache,
         batch.page_table,
-        batch.positions,
+        operands.beside_tokens(batch.positions),
         inverse_frequencies,
         layer=np.int32(layer),
         epsilon=np.float32(settings.epsilon),
@@ -165,7 +165,7 @@ def attention(
         q,
         cache,
         batch.page_table,
-        batch.positions,
+        operands.beside_tokens(batch.positions),
         layer=np.int32(layer),
         scale=np.float32(settings.softmax_scale),
         tuning=launch.attribute(),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshserve.kernels.cuda import build
+from meshserve.kernels.cuda import build, operands
 
 from .tiles import plan_tiles
 
@@ -34,13 +34,13 @@ def paged_attention(
     """
     _check(q.shape[2], q.dtype, cache, layer)
     build.load()
-    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
+    counter = jax.ShapeDtypeStruct((2 * q.shape[0],), jnp.int32)  # one is used; see `operands`
     attended, _ = jax.ffi.ffi_call("meshserve_prefill_attention", (jax.ShapeDtypeStruct(q.shape, q.dtype), counter))(
         q,
         cache,
         plan_tiles(batch, tile_tokens=_TILE_ROWS // q.shape[2]),
         batch.page_table,
-        batch.positions,
+        operands.beside_tokens(batch.positions),
         layer=np.int32(layer),
         scale=np.float32(scale),
     )
@@ -71,8 +71,8 @@ def prepare_heads(
         settings.sin,
         cache,
         batch.page_table,
-        batch.positions,
-        batch.token_request,
+        operands.beside_tokens(batch.positions),
+        operands.beside_tokens(batch.token_request),
         layer=np.int32(layer),
         epsilon=np.float32(settings.epsilon),
     )

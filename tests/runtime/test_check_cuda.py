@@ -5,6 +5,8 @@ The latter need jax's CUDA build: pip install "jax[cuda13]", or "jax[cuda13-loca
 
 import dataclasses
 import importlib.util
+import math
+import re
 
 import pytest
 
@@ -125,6 +127,22 @@ def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels
     for key in [("step", 64), *[key for key in decodes if key in programs]]:
         found = dry.report(key, programs[key])
         assert program_faults(plan, found, dry.cache_bytes(shape)) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "size"), [("decode greedy", 4), ("step", 64)])
+def test_small_operands_have_no_room_in_the_memory_of_the_sampled_tokens(kind, size):
+    """Else the kernels of a call are set anew in every step."""
+    plan = server(num_layers=2)
+    dry = DryServer.on(plan.target, plan.model, config=plan.config)
+    bucket = next(bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == (kind, size))
+    text = dry.compile(bucket, plan.cache_shape(1000)).as_text()
+    calls = [line for line in text.splitlines() if re.search(r'"meshserve_(decode|prefill|prepare)_\w+"', line)]
+    assert len(calls) == (1 if bucket.is_decode else 4)
+    for call in calls:
+        shapes = [[int(size) for size in shape.split(",")] for shape in re.findall(r"s32\[([\d,]+)\]", call)]
+        assert len(shapes) >= 2, "positions and the page table"
+        assert min(map(math.prod, shapes)) > bucket.num_requests, call
 
 
 @needs_compiler
