@@ -22,7 +22,6 @@ import numpy as np
 from meshserve.runtime.config import ModelConfig, ServeConfig
 from meshserve.runtime.engine import Engine
 from meshserve.runtime.launch import build_engine, open_model
-from meshserve.runtime.model import LIBRARY_ROWS
 from meshserve.runtime.request import SamplingParams
 
 from .decode import Timeline
@@ -96,7 +95,7 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
         page_size=options.page_size,
         num_pages=most_prompts * -(-max_context // options.page_size),
         max_context=max_context,
-        max_running=min(max(LIBRARY_ROWS, most_prompts), options.max_step_tokens),  # else --products has no effect
+        max_running=min(most_prompts, options.max_step_tokens),
         max_step_tokens=options.max_step_tokens,
         attention=options.attention,
         products=options.products,

@@ -125,7 +125,9 @@ def step(
         seed_high=jax.lax.bitcast_convert_type(fields["seed_high"], jnp.uint32),
         position=fields["sample_position"],
     )
-    logits = model.logits(x if bucket.is_decode else x[fields["last_index"]])
+    last = x if bucket.is_decode else x[fields["last_index"]]
+    num_rows = LIBRARY_ROWS if _has_library_products(kernels, bucket) else 0
+    logits = model.logits(_padded(last, num_rows))[: len(last)]
     sampled = sample(
         logits,
         sampling,
@@ -214,12 +216,18 @@ def sharded_step(
         out_specs=(state_specs, output_specs),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
-    # With few rows cuBLAS takes the output head in float32, after a conversion of the whole table.
-    is_large = bucket.num_tokens >= LIBRARY_TOKENS and bucket.num_requests >= LIBRARY_ROWS
-    is_fused = kernels.fused(bucket.num_tokens, is_decode=bucket.is_decode) is not None
-    has_library_products = kernels.has_library_products and is_large and not is_fused
-    options = compiler_options(mesh, has_library_products=has_library_products)
+    options = compiler_options(mesh, has_library_products=_has_library_products(kernels, bucket))
     return jax.jit(program, donate_argnums=(1, 2), keep_unused=True, compiler_options=options)
+
+
+def _has_library_products(kernels: Kernels, bucket: Bucket) -> bool:
+    is_fused = kernels.fused(bucket.num_tokens, is_decode=bucket.is_decode) is not None
+    return kernels.has_library_products and bucket.num_tokens >= LIBRARY_TOKENS and not is_fused
+
+
+def _padded(x: jax.Array, num_rows: int) -> jax.Array:
+    """x [B, D] with zeros up to so many rows, if it has fewer."""
+    return jnp.pad(x, ((0, num_rows - len(x)), (0, 0))) if len(x) < num_rows else x
 
 
 def weights_of(params: nnx.State) -> tuple[Leaf, ...]:

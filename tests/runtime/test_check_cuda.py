@@ -146,6 +146,18 @@ def test_small_operands_have_no_room_in_the_memory_of_the_sampled_tokens(kind, s
 
 
 @needs_compiler
+def test_a_server_of_one_request_has_products_of_the_library_too():
+    """Else XLA tries its own for every size of step. The head has rows of padding, so that its table stays as it is."""
+    plan = server(num_layers=2)
+    dry = DryServer.on(plan.target, plan.model, config=plan.config)
+    (bucket,) = (bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == ("step", 64))
+    text = dry.compile(dataclasses.replace(bucket, num_requests=1), plan.cache_shape(1000)).as_text()
+    assert len(re.findall(r"custom_call_target=\"__cublas", text)) == 2 * 4 + 1, "four a layer, and the head"
+    assert "__triton_gemm" not in text
+    assert "f32[151936,4096]" not in text
+
+
+@needs_compiler
 def test_products_of_the_library_read_weights_where_they_lie():
     """And add up the residual stream, too: a launch less a layer."""
     launches = {}

@@ -154,6 +154,16 @@ def test_a_step_of_one_sampling_mode_chooses_nothing_on_the_device(mode: Samplin
     assert "cond" in dict(executed(jax.make_jaxpr(switched)(*case.arguments()).jaxpr))
 
 
+def test_a_head_of_few_rows_is_padded_beside_the_products_of_a_library():
+    case, bucket = Case(TINY, 1), Bucket(num_tokens=64, num_requests=1, num_new_pages=3)
+    for has_library_products, num_rows in ((False, 1), (True, 8)):
+        program = case.program(bucket, has_library_products=has_library_products)
+        _, output = jax.eval_shape(program, *case.arguments(bucket=bucket))
+        assert output.logits.shape == (1, TINY.vocab_size)
+        text = str(jax.make_jaxpr(program)(*case.arguments(bucket=bucket)))
+        assert f"f32[{num_rows},{TINY.vocab_size}] = dot_general" in text
+
+
 def test_the_state_is_donated():
     """Cache and tables are updated in place: every byte of the state that comes out lies where one came in."""
     case, bucket = Case(TINY, 2), Bucket(num_tokens=4, num_requests=2, num_new_pages=2)
