@@ -6,6 +6,7 @@ Serves `meshserve plan`. Needs neither devices nor weights. `capacity_compiled` 
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -154,17 +155,9 @@ class Planner:
         if self.config.controls:
             scratch = max(scratch, control_scratch_estimate(self.model, self.layout, self.buckets[-1], self.dtype))
         if self.target.chip.platform == "gpu":  # the outputs of the largest are counted already
-            scratch += self._output_bytes(self.buckets) - self._output_bytes(self.buckets[-1:])
+            kept = partial(output_bytes, self.model, self.layout, dtype=self.dtype)
+            scratch += kept(self.buckets) - kept(self.buckets[-1:])
         return scratch
-
-    def _output_bytes(self, buckets: Iterable[Bucket]) -> int:
-        """Of the logits and hidden states of steps, each shape once."""
-        item_bytes = {
-            "logits": self.layout.vocab_size // self.layout.num_shards * 4,
-            "hidden": self.model.embed_dim * self.dtype.itemsize,
-        }
-        kept = {key for bucket in buckets for key in kept_keys(bucket)}
-        return sum(size * item_bytes[name] for name, size in kept)
 
     def _step_scratch_bytes(self) -> int:
         """Where XLA's path attends, it gathers a page of every token's request at a time."""
@@ -208,6 +201,15 @@ def scratch_estimate(model: ModelConfig, layout: ShardLayout, bucket: Bucket, dt
     """
     tokens = bucket.num_tokens * (3 * model.embed_dim + 2 * layout.mlp_dim // layout.num_shards) * dtype.itemsize
     return tokens + 3 * bucket.num_requests * (layout.vocab_size // layout.num_shards) * 4
+
+
+def output_bytes(model: ModelConfig, layout: ShardLayout, buckets: Iterable[Bucket], dtype: jnp.dtype) -> int:
+    """Of the logits and hidden states of steps on one device, each shape once."""
+    item_bytes = {
+        "logits": layout.vocab_size // layout.num_shards * 4,
+        "hidden": model.embed_dim * dtype.itemsize,
+    }
+    return sum(size * item_bytes[name] for name, size in {key for bucket in buckets for key in kept_keys(bucket)})
 
 
 def control_scratch_estimate(model: ModelConfig, layout: ShardLayout, bucket: Bucket, dtype: jnp.dtype) -> int:

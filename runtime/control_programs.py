@@ -24,6 +24,7 @@ from .batch import Bucket
 from .compiles import ProgramKey, compile_all
 from .control_batch import WORD_BITS, ControlShape, Logprobs, Sampled, control_sizes, next_size
 from .controls import ControlState, prompt_logprobs, sample_controlled, set_control_row
+from .kept import hidden_shape, logits_shape
 from .model import specs_of
 from .sampling import sample
 
@@ -51,11 +52,7 @@ class ControlPrograms:
     @property
     def vocab_size(self) -> int:
         """Padded to whole shards."""
-        return self._embedding.shape[0]
-
-    @property
-    def _embedding(self) -> jax.Array:
-        return self.params["embedding"].get_value()
+        return self._logits(1).shape[1]
 
     @cached_property
     def sampler_sizes(self) -> tuple[int, ...]:
@@ -128,13 +125,13 @@ class ControlPrograms:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(self.mesh, axes))
 
     def _logits(self, num_requests: int) -> jax.ShapeDtypeStruct:
-        return self._shape((num_requests, self.vocab_size), jnp.float32, _VOCAB_AXES)
+        return logits_shape(self.params, num_requests, self.mesh)
 
     def _masks(self, num_requests: int) -> jax.ShapeDtypeStruct:
         return self._shape((num_requests, -(-self.real_vocab_size // WORD_BITS)), jnp.uint32)
 
     def _hidden(self, num_tokens: int) -> jax.ShapeDtypeStruct:
-        return self._shape((num_tokens, self._embedding.shape[1]), self._embedding.dtype)
+        return hidden_shape(self.params, num_tokens, self.mesh)
 
     def _sharded(
         self, program: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any

@@ -35,12 +35,20 @@ def kept_shapes(
     shapes."""
     if not kernels.keeps_outputs:
         return {}
+    shape_of = {"logits": logits_shape, "hidden": hidden_shape}
+    keys = [key for bucket in buckets for key in kept_keys(bucket)]
+    return {(name, size): shape_of[name](params, size, mesh) for name, size in keys}
+
+
+def logits_shape(params: nnx.State, num_requests: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """[B, V] float32, with its sharding; V is padded to whole shards."""
+    vocab_size, _ = params["embedding"].get_value().shape
+    sharding = named_sharding(mesh, (None, "vocab"))
+    return jax.ShapeDtypeStruct((num_requests, vocab_size), jnp.float32, sharding=sharding)
+
+
+def hidden_shape(params: nnx.State, num_tokens: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """[T, D] of the parameters' type, with its sharding."""
     embedding = params["embedding"].get_value()
-    vocab_size, embed_dim = embedding.shape
-
-    def shape(name: str, size: int) -> jax.ShapeDtypeStruct:
-        if name == "logits":
-            return jax.ShapeDtypeStruct((size, vocab_size), jnp.float32, sharding=named_sharding(mesh, (None, "vocab")))
-        return jax.ShapeDtypeStruct((size, embed_dim), embedding.dtype, sharding=named_sharding(mesh, ()))
-
-    return {key: shape(*key) for bucket in buckets for key in kept_keys(bucket)}
+    sharding = named_sharding(mesh, ())
+    return jax.ShapeDtypeStruct((num_tokens, embedding.shape[1]), embedding.dtype, sharding=sharding)

@@ -313,7 +313,7 @@ class StepRunner:
 
     @property
     def device_bytes(self) -> int:
-        """What parameters and state take on each device."""
+        """What parameters, state and kept outputs take on each device."""
         controls = self._controls.device_bytes if self._controls is not None else 0
         return shard_bytes((self._params, self._state, self._kept)) + controls
 
@@ -350,7 +350,7 @@ class StepRunner:
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
-        self._output = None  # its memory is free for this step
+        self._output = None  # its memory is free for this step, or kept for the next of its shape
         keys = self._kept_keys[bucket]
         kept = tuple(self._kept[key] for key in keys)
         self._state, self._output = self._programs[bucket](self._weights, self._state, kept, packed)

@@ -6,11 +6,18 @@ import jax.numpy as jnp
 import pytest
 
 from meshserve.benchmarks import plan_check
-from meshserve.runtime.capacity import weight_bytes
+from meshserve.kernels.paged_attention import implementation
+from meshserve.runtime.batch import server_buckets
+from meshserve.runtime.capacity import output_bytes, weight_bytes
 from meshserve.runtime.cli import main
-from meshserve.runtime.model import abstract_model
+from meshserve.runtime.config import ServeConfig
+from meshserve.runtime.kept import kept_shapes
+from meshserve.runtime.model import Kernels, abstract_model
 from meshserve.runtime.model_sizes import named_model
+from meshserve.runtime.orbax_weights import model_layout
 from meshserve.sharding.layout import shard_layout
+from meshserve.sharding.memory import shard_bytes
+from meshserve.sharding.mesh import make_mesh
 
 
 def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
@@ -39,6 +46,16 @@ def test_on_one_device_the_weights_are_the_whole_model():
     )
     assert abstract_model(model, layout, jnp.dtype("bfloat16"))
     assert weight_bytes(model, layout, jnp.dtype("bfloat16")) == 2 * model.num_params
+
+
+def test_what_steps_keep_is_planned_as_it_is_allocated():
+    model, dtype = named_model("qwen3-8b"), jnp.dtype("bfloat16")
+    layout = model_layout(model, 4)
+    buckets = server_buckets(ServeConfig(decode_layers="cuda", max_running=256, max_step_tokens=4096))
+    _, params = abstract_model(model, layout, dtype)
+    kernels = Kernels(attend=implementation("reference"), keeps_outputs=True)
+    allocated = shard_bytes(kept_shapes(kernels, params, buckets, make_mesh(4)))
+    assert output_bytes(model, layout, buckets, dtype) == allocated > 100 << 20
 
 
 def test_a_degree_of_its_own_and_a_directory(capsys):
