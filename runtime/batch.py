@@ -91,7 +91,8 @@ def declare_buckets(
     max_decode_steps: int = 1,
     has_decode_kernels: bool = False,
 ) -> tuple[Bucket, ...]:
-    """The finite set of shapes: token counts are powers of two and the budget itself, smallest first.
+    """The finite set of shapes: token counts are powers of two and the budget itself, smallest first. Where decodes are
+    more than the fused layers take, there is a size between two powers, too.
 
     Up to max_running tokens a bucket holds as many requests as tokens, so decodes alone waste no room; each of these
     shapes also exists with `max_decode_steps` steps, if that is more than one, and for decodes alone, if there are
@@ -101,6 +102,8 @@ def declare_buckets(
     8, and each shape takes a compile.
     """
     sizes = [2**power for power in range(max_step_tokens.bit_length()) if 2**power < max_step_tokens]
+    if has_decode_kernels:  # decodes that are not fused are padded less
+        sizes += [3 * size // 2 for size in sizes if size > MAX_FUSED_TOKENS and 3 * size // 2 < max_running]
     sizes = sorted({*sizes, max_running, max_step_tokens})
     buckets = []
     for num_tokens in sizes:
