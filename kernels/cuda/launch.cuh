@@ -287,50 +287,60 @@ class Step {
   template <Epilogue E>
   void project(const char* name, ArgsOf<E> args, const bf16* matrix, int rows, int columns, const bf16* input,
                int tiles, int splits) {
-    switch (args.batch <= 8 ? 8 : args.batch <= 16 ? 16 : args.batch <= 32 ? 32 : args.batch <= 64 ? 64 : 128) {
+    switch (args.batch <= 8 ? 8 : args.batch <= 16 ? 16 : args.batch <= 32 ? 32 : 64) {
       case 8: return project_tiled<8, E>(name, args, matrix, rows, columns, input, tiles, splits);
       case 16: return project_tiled<16, E>(name, args, matrix, rows, columns, input, tiles, splits);
       case 32: return project_tiled<32, E>(name, args, matrix, rows, columns, input, tiles, splits);
-      case 64: return project_tiled<64, E>(name, args, matrix, rows, columns, input, tiles, splits);
-      default: return project_tiled<128, E>(name, args, matrix, rows, columns, input, tiles, splits);
+      default: return project_tiled<64, E>(name, args, matrix, rows, columns, input, tiles, splits);
     }
   }
 
   static int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); }
 
-  // Ranges of k (a power of two), of at least 4 blocks of k each. Two blocks fit on an SM: enough to give every SM one;
-  // between one and two an SM, long ones are halved once more, as they would end unevenly. Where a block takes a whole
-  // SM: as many as fit at once, in clusters of 4, as some GPCs have no room for a second cluster of 8.
-  static int choose_splits(int tiles, int k_blocks, bool takes_sm) {
+  // Ranges of k, as measured on H200s for the shapes of Qwen3 and their shards. Two blocks fit on an SM; some three
+  // quarters of the places leave room for the next kernel's weights: as many ranges as fill these, of 8 blocks of k or
+  // more, and of 24 where they are uneven. Too few blocks for the GPU are worse than ranges of 4.
+  static int choose_splits(int tiles, int k_blocks, bool is_narrow) {
+    constexpr int kFewestBlocks = 120, kMostBlocks = 224, kMostUnevenBlocks = 208;
     int splits = 1;
-    auto may_double = [&] { return 2 * splits <= kMaxSplits && k_blocks / (2 * splits) >= 4; };
-    if (takes_sm) {
-      while (splits < 4 && 2 * splits * tiles <= kMultiprocessors && may_double()) splits *= 2;
-      return splits;
+    for (int s = 2; s <= kMaxSplits; ++s) {
+      const int range = k_blocks / s;
+      const bool fits = k_blocks % s == 0 ? tiles * s <= kMostBlocks && range >= 8
+                                          : tiles * s <= kMostUnevenBlocks && range >= 24;
+      const bool is_power = (s & (s - 1)) == 0, is_needed = tiles * splits < kFewestBlocks && is_power && range >= 4;
+      if (fits || is_needed) splits = s;
     }
-    while (tiles * splits < kMultiprocessors - 12 && may_double()) splits *= 2;
-    const int blocks = tiles * splits;
-    const bool is_uneven = blocks > kMultiprocessors && blocks < 2 * kMultiprocessors;
-    if (is_uneven && k_blocks / splits >= 32 && may_double()) splits *= 2;
-    return splits;
+    // More than run at once, where the ranges stay long, or are not short and fill the SMs more evenly. Many tokens make
+    // a range dearer.
+    const int range = k_blocks / (2 * splits), blocks = tiles * splits;
+    if (2 * splits > kMaxSplits || blocks <= kMultiprocessors || blocks >= 2 * kMultiprocessors) return splits;
+    const bool is_evener = evenness(2 * blocks) > evenness(blocks) + 0.1;
+    return range >= 40 || (range >= (is_narrow ? 16 : 24) && is_evener) ? 2 * splits : splits;
+  }
+
+  // The SMs' mean share of the blocks over the largest.
+  static double evenness(int blocks) {
+    return static_cast<double>(blocks) / kMultiprocessors / ((blocks + kMultiprocessors - 1) / kMultiprocessors);
   }
 
   template <int N, Epilogue E>
   void project_tiled(const char* name, ArgsOf<E>& args, const bf16* matrix, int rows, int columns,
                      const bf16* input, int tiles, int splits) {
     args.k_blocks = columns / kBlockK;
-    args.tiles = tiles;
-    const int tile_groups = (tiles + kTiles<N> - 1) / kTiles<N>;
-    if (splits == 0) splits = choose_splits(tile_groups, args.k_blocks, kTiles<N> == 2);
-    args.log2_splits = log2_of(splits);
+    if (splits == 0) splits = choose_splits(tiles, args.k_blocks, kIsNarrow<N>);
+    args.splits = splits;
+    if (splits > std::min(kMaxSplits, args.k_blocks)) {
+      if (error_.empty()) error_ = std::string(name) + ": at most one range for each 64 columns, and at most 8";
+      return;
+    }
     // The ring leaves room for two blocks on an SM: of this kernel, or of the next one that already prefetches. A range
     // that fits is one stage, which is one wait; else two blocks of k a stage, where that divides every range.
     const int split_blocks = (args.k_blocks + splits - 1) / splits, resident_bytes = split_blocks * N * kBlockK * 2;
     const bool is_resident = kIsNarrow<N> && resident_bytes <= kMaxResidentBytes;
-    const int block_bytes = 2 * kTiles<N> * kHalfTileBytes + (is_resident ? 0 : N * kBlockK * 2);
-    const int kilobytes = tuning_.ring_kilobytes ? tuning_.ring_kilobytes : kTiles<N> == 2 ? 224 : 112;
-    const int ring_bytes = 1024 * kilobytes - kOtherBytes<N> -
-                           (is_resident ? resident_bytes : 0);
+    const int block_bytes = 2 * kHalfTileBytes + (is_resident ? 0 : N * kBlockK * 2);
+    const int kilobytes = tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112;
+    const int sum_bytes = kIsNarrow<N> ? splits * split_tokens(N, splits) * kSumStride * 4 : 0;
+    const int ring_bytes = 1024 * kilobytes - kOtherBytes<N> - sum_bytes - (is_resident ? resident_bytes : 0);
     args.resident_input = is_resident ? input : nullptr;
     args.blocks_per_stage = 1;
     if (kIsNarrow<N> && args.k_blocks % splits == 0) {
@@ -344,15 +354,15 @@ class Step {
     const int stage_bytes = args.blocks_per_stage * block_bytes;
     args.stages = std::min({kMaxStages, ring_bytes / stage_bytes, split_blocks / args.blocks_per_stage});
     args.ring_bytes = std::max(args.stages * stage_bytes + (is_resident ? resident_bytes : 0),
-                               kIsNarrow<N> ? 0 : kTiles<N> * N * kSumStride * 4);
+                               kIsNarrow<N> ? 0 : N * kSumStride * 4);
     CUtensorMap weights_map, input_map;
     size_t all_rows = static_cast<size_t>(shapes_.layers) * rows;
     if (!map_matrix(&weights_map, matrix, all_rows, columns, 64, args.blocks_per_stage) ||
         !map_matrix(&input_map, input, shapes_.batch, columns, N, args.blocks_per_stage)) {
       return;
     }
-    dim3 grid(splits, (args.batch + N - 1) / N, tile_groups);
-    launch(name, projection_kernel<N, E>, grid, kProjectionThreads, args.ring_bytes + kOtherBytes<N>, splits,
+    dim3 grid(splits, (args.batch + N - 1) / N, tiles);
+    launch(name, projection_kernel<N, E>, grid, kProjectionThreads, args.ring_bytes + kOtherBytes<N> + sum_bytes, splits,
            weights_map, input_map, args);
   }
 

@@ -28,7 +28,6 @@ inline std::vector<const void*> all_kernels() {
   add_projections<16>(kernels);
   add_projections<32>(kernels);
   add_projections<64>(kernels);
-  add_projections<128>(kernels);
   auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
   add(attention_kernel<64>);
   add(attention_kernel<128>);

@@ -11,8 +11,7 @@
 // the sum of squares; who reads it scales its result by 1 / rms. So no block normalises, and activations come as bytes.
 //
 // A few tokens' activations are read by the multiplying warps themselves, all at once: behind the copies of weights
-// that the kernels after this one have already queued, the copy engine would bring them late. With many tokens a block
-// owns two tiles: reading the activations for each would take as much L2 bandwidth as the weights.
+// that the kernels after this one have already queued, the copy engine would bring them late.
 #pragma once
 #include <type_traits>
 
@@ -37,23 +36,22 @@ constexpr int kMaxSplits = 8;               // blocks of a cluster that any Hopp
 // fetched before the products. Many: the sums go to where the ring was, as shared memory and registers are short.
 template <int N>
 constexpr bool kIsNarrow = N <= 16;
-// Tiles of a block. Two need all registers and shared memory of an SM; else two blocks share it.
+// After the ring: barriers, 1 / rms and cache row of each token; then the narrow kernels' buffer of sums.
 template <int N>
-constexpr int kTiles = N == 128 ? 2 : 1;
-// After the ring: barriers, 1 / rms and cache row of each token, and the narrow kernels' buffer of sums.
-template <int N>
-constexpr int kOtherBytes = 16 * kMaxStages + 16 + N * 16 + (kIsNarrow<N> ? N * kSumStride * 4 : 0);
+constexpr int kOtherBytes = 16 * kMaxStages + 16 + N * 16;
+
+// Tokens that the splits of a tile finish, at most, each; they are dealt to them in turn.
+__host__ __device__ constexpr int split_tokens(int tokens, int splits) { return (tokens + splits - 1) / splits; }
 
 enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare };
 
 struct ProjectionArgs {
   int batch;
-  int log2_splits;            // ranges of k: the blocks of a cluster
+  int splits;                 // ranges of k: the blocks of a cluster
   int k_blocks;               // columns of the weights / 64
   int stages, blocks_per_stage;
   const bf16* resident_input; // [batch, columns], where a split's activations stay in shared memory; else null
   int ring_bytes;             // of the stages and the resident input, or of the partial sums in the same memory
-  int tiles;                  // of 128 rows
   int row_base;               // first row of this layer in the stacked weights
   int tile_step;              // rows from one tile to the next
   int second_half;            // rows from the tile's first 64 rows to its second 64
@@ -263,24 +261,23 @@ __device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token
   }
 }
 
-// Grid (splits, batch / N rounded up, tiles / kTiles rounded up), clusters of (splits, 1, 1).
-// A stage: of each tile [blocks, 64, 64] of its first rows and the same of its second, then [blocks, N, 64] of
-// activations unless these are resident.
+// Grid (splits, batch / N rounded up, tiles), clusters of (splits, 1, 1).
+// A stage: [blocks, 64, 64] of the tile's first rows and the same of its second, then [blocks, N, 64] of activations
+// unless these are resident.
 template <int N, Epilogue E>
-__global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
+__global__ void __launch_bounds__(kProjectionThreads, 2)
     projection_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
                       const __grid_constant__ ArgsOf<E> args) {
   constexpr int kInputBytes = N * kBlockK * 2;              // of a block
   constexpr int kChains = kIsNarrow<N> ? 2 : 1;             // of products: short ones hide each other's latency
-  constexpr int kTogether = N < 64 ? 1 : N == 64 ? 2 : 8;   // tokens of a warp whose loads are in flight together
+  constexpr int kTogether = N < 64 ? 1 : 2;                 // tokens of a warp whose loads are in flight together
   extern __shared__ __align__(1024) uint8_t ring[];
 
   // The shuffle tells the compiler that a warp does not diverge by its number, which wgmma needs.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int splits = 1 << args.log2_splits;
-  const int split = blockIdx.x, first_token = blockIdx.y * N, first_tile = blockIdx.z * kTiles<N>;
-  const int k_begin = (args.k_blocks * split) >> args.log2_splits;
-  const int k_end = (args.k_blocks * (split + 1)) >> args.log2_splits;
+  const int splits = args.splits;
+  const int split = blockIdx.x, first_token = blockIdx.y * N, tile = blockIdx.z;
+  const int k_begin = args.k_blocks * split / splits, k_end = args.k_blocks * (split + 1) / splits;
   const int per_stage = args.blocks_per_stage;              // divides k_end - k_begin
   const int iterations = (k_end - k_begin) / per_stage;
   const uint32_t ring_address = shared_address(ring);
@@ -291,7 +288,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
   const uint32_t received = shared_address(inverse_rms + 2 * N);
   const bool is_resident = kIsNarrow<N> && args.resident_input != nullptr;
   const int half_bytes = per_stage * kHalfTileBytes;
-  const int stage_bytes = 2 * kTiles<N> * half_bytes + (is_resident ? 0 : per_stage * kInputBytes);
+  const int stage_bytes = 2 * half_bytes + (is_resident ? 0 : per_stage * kInputBytes);
   const uint32_t resident = ring_address + args.stages * stage_bytes;
   // Tiles begin at different k, so that they do not all ask for the same activations at once.
   const int first_stage = blockIdx.z % iterations;
@@ -307,7 +304,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
     }
     barrier_init(sums_full, 1);
     barrier_init_fence();
-    if (kIsNarrow<N>) barrier_expect_bytes(sums_full, N * kTileRows * 4);
+    if (kIsNarrow<N>) barrier_expect_bytes(sums_full, split_tokens(N - split, splits) * splits * kTileRows * 4);
     if (!args.holds_back) let_next_kernel_start();
   }
   __syncthreads();
@@ -321,20 +318,16 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
         int stage = first_stage + i;
         return k_begin + (stage < iterations ? stage : stage - iterations) * per_stage;
       };
+      const int row = args.row_base + tile * args.tile_step;
       auto fetch_weights = [&](int i, int s) {
         uint32_t to = ring_address + s * stage_bytes;
         int k = column_block(i);
         barrier_expect_bytes(full + 8 * s, stage_bytes);
-#pragma unroll
-        for (int t = 0; t < kTiles<N>; ++t) {
-          int row = args.row_base + (first_tile + t) * args.tile_step;
-          copy_tile(to, &weights, row, k, full + 8 * s, weights_policy);
-          copy_tile(to + half_bytes, &weights, row + args.second_half, k, full + 8 * s, weights_policy);
-          to += 2 * half_bytes;
-        }
+        copy_tile(to, &weights, row, k, full + 8 * s, weights_policy);
+        copy_tile(to + half_bytes, &weights, row + args.second_half, k, full + 8 * s, weights_policy);
       };
       auto fetch_input = [&](int i, int s) {
-        uint32_t to = ring_address + s * stage_bytes + 2 * kTiles<N> * half_bytes;
+        uint32_t to = ring_address + s * stage_bytes + 2 * half_bytes;
         if (!is_resident) copy_tile(to, &input, first_token, column_block(i), full + 8 * s, input_policy);
       };
       const int ahead = min(args.stages, iterations);
@@ -382,10 +375,10 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
   const int token_step = splits * kConsumerWarps;
   const int first_n = split + splits * warp;
   touch_parameters(args);
-  LaneRows rows = lane_rows<E>(args, first_tile, lane);
+  const LaneRows rows = lane_rows<E>(args, tile, lane);
   wait_for_previous_kernel();
   EpilogueOperands operands[kTogether] = {};
-  if (kIsNarrow<N> && first_n < N) operands[0] = load_operands<E>(args, first_tile, first_token + first_n, lane);
+  if (kIsNarrow<N> && first_n < N) operands[0] = load_operands<E>(args, tile, first_token + first_n, lane);
 
   if (is_resident) {
     load_resident_input<N>(args, first_token, k_begin, k_end - k_begin, resident);
@@ -393,7 +386,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
     sync_threads(1, kConsumers);
   }
 
-  float sums[kTiles<N> * kChains][N / 2];
+  float sums[kChains][N / 2];
   const uint32_t half_offset = (warp / 4) * half_bytes;
 #pragma unroll 1
   for (int i = 0, s = 0, parity = 0, freed = -1; i < iterations; ++i) {
@@ -403,7 +396,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
 #pragma unroll 1
     for (int j = 0; j < per_stage; ++j) {
       uint64_t a = tile_descriptor(stage + half_offset + j * kHalfTileBytes);
-      uint32_t input_stage = stage + 2 * kTiles<N> * half_bytes;
+      uint32_t input_stage = stage + 2 * half_bytes;
       if (is_resident) {
         int k = first_stage + i;
         input_stage = resident + (k < iterations ? k : k - iterations) * per_stage * kInputBytes;
@@ -411,11 +404,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
       uint64_t b = tile_descriptor(input_stage + j * kInputBytes);
 #pragma unroll
       for (int k = 0; k < kBlockK / 16; ++k) {
-#pragma unroll
-        for (int t = 0; t < kTiles<N>; ++t) {
-          uint64_t tile_a = a + 2 * k + t * (half_bytes >> 3);  // two halves on, in units of 16 bytes
-          wgmma<N>(sums[kChains * t + k % kChains], tile_a, b + 2 * k, i + j > 0 || k >= kChains);
-        }
+        wgmma<N>(sums[k % kChains], a + 2 * k, b + 2 * k, i + j > 0 || k >= kChains);
       }
     }
     wgmma_commit();
@@ -435,14 +424,15 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
   // their bytes; a barrier of the cluster would cost 0.7 us more. Wide: each leaves its sums where the ring was, and
   // the others read them there.
   if constexpr (kIsNarrow<N>) {
+    const unsigned num = splits;     // unsigned divides in fewer instructions
     const int index = lane / 4 % 4;  // of the lane among the four that exchange values
     const int row = 16 * warp + 8 * (index / 2) + 4 * (lane / 16);
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
       float4 v = make_float4(sums[0][4 * j], sums[0][4 * j + 1], sums[0][4 * j + 2], sums[0][4 * j + 3]);
       v = transpose_4x4(v, index);
-      int token = 8 * j + 2 * (lane % 4) + index % 2, to = token & (splits - 1);
-      int slot = (split * N + token) >> args.log2_splits;
+      const unsigned token = 8 * j + 2 * (lane % 4) + index % 2, to = token % num;
+      int slot = split * split_tokens(N, splits) + token / num;
       uint32_t at = received + (slot * kSumStride + row) * 4;
       if (is_cluster) {
         send_float4(address_in_cluster(at, to), v, address_in_cluster(sums_full, to));
@@ -455,9 +445,9 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
     float* partial = reinterpret_cast<float*>(ring);
     const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
 #pragma unroll
-    for (int j = 0; j < kTiles<N> * (N / 2); ++j) {
-      int t = j / (N / 2), i = j % (N / 2), token = 8 * (i / 4) + column + i % 2;
-      partial[(t * N + token) * kSumStride + row + i % 4 / 2 * 8] = sums[t][i];
+    for (int j = 0; j < N / 2; ++j) {
+      int token = 8 * (j / 4) + column + j % 2;
+      partial[token * kSumStride + row + j % 4 / 2 * 8] = sums[0][j];
     }
   }
   if (is_cluster && !kIsNarrow<N>) {
@@ -467,61 +457,56 @@ __global__ void __launch_bounds__(kProjectionThreads, 2 / kTiles<N>)
   }
   if (kIsNarrow<N> && is_cluster) barrier_wait(sums_full, 0);
 
+  int n = first_n;
 #pragma unroll 1
-  for (int t = 0; t < kTiles<N> && first_tile + t < args.tiles; ++t) {
-    const int tile = first_tile + t;
-    int n = first_n;
-    if (t > 0) rows = lane_rows<E>(args, tile, lane);
-#pragma unroll 1
-    while (n < N && first_token + n < args.batch) {
-      if constexpr (!kIsNarrow<N>) {
-#pragma unroll
-        for (int u = 0; u < kTogether; ++u) {
-          if (n + u * token_step < N) {
-            operands[u] = load_operands<E>(args, tile, first_token + n + u * token_step, lane);
-          }
-        }
-      }
-      float4 total[kTogether] = {};
-#pragma unroll 1
-      for (int r = 0; r < splits; ++r) {
-#pragma unroll
-        for (int u = 0; u < kTogether; ++u) {
-          if (n + u * token_step >= N) continue;
-          float4 part;
-          if constexpr (kIsNarrow<N>) {
-            int slot = (r * N + n) >> args.log2_splits;
-            part = load_shared_float4(received + (slot * kSumStride + 4 * lane) * 4);
-          } else {
-            uint32_t at = ring_address + ((t * N + n + u * token_step) * kSumStride + 4 * lane) * 4;
-            part = is_cluster ? load_cluster_float4(address_in_cluster(at, r)) : load_shared_float4(at);
-          }
-          total[u] = make_float4(total[u].x + part.x, total[u].y + part.y, total[u].z + part.z, total[u].w + part.w);
-        }
-      }
+  while (n < N && first_token + n < args.batch) {
+    if constexpr (!kIsNarrow<N>) {
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
-        if (n < N && first_token + n < args.batch) {
-          const int token = first_token + n;
-          float4 sum = total[u];
-          if (args.sums_in != nullptr) {
-            float scale = inverse_rms[n];
-            sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
-          }
-          if constexpr (E == Epilogue::kResidual) {
-            finish_residual(args, tile, token, lane, sum, rows, operands[u]);
-          } else if constexpr (E == Epilogue::kGateUp) {
-            finish_gate_up(args, tile, token, lane, sum);
-          } else if constexpr (E == Epilogue::kShare) {
-            finish_share(args, tile, token, lane, sum);
-          } else {
-            finish_qkv(args, token, sum, rows, operands[u], cache_offsets[n]);
-          }
+        if (n + u * token_step < N) {
+          operands[u] = load_operands<E>(args, tile, first_token + n + u * token_step, lane);
         }
-        n += token_step;
       }
-      if (kIsNarrow<N> && n < N) operands[0] = load_operands<E>(args, tile, first_token + n, lane);
     }
+    float4 total[kTogether] = {};
+#pragma unroll 1
+    for (int r = 0; r < splits; ++r) {
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        if (n + u * token_step >= N) continue;
+        float4 part;
+        if constexpr (kIsNarrow<N>) {
+          int slot = r * split_tokens(N, splits) + n / splits;
+          part = load_shared_float4(received + (slot * kSumStride + 4 * lane) * 4);
+        } else {
+          uint32_t at = ring_address + ((n + u * token_step) * kSumStride + 4 * lane) * 4;
+          part = is_cluster ? load_cluster_float4(address_in_cluster(at, r)) : load_shared_float4(at);
+        }
+        total[u] = make_float4(total[u].x + part.x, total[u].y + part.y, total[u].z + part.z, total[u].w + part.w);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      if (n < N && first_token + n < args.batch) {
+        const int token = first_token + n;
+        float4 sum = total[u];
+        if (args.sums_in != nullptr) {
+          float scale = inverse_rms[n];
+          sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
+        }
+        if constexpr (E == Epilogue::kResidual) {
+          finish_residual(args, tile, token, lane, sum, rows, operands[u]);
+        } else if constexpr (E == Epilogue::kGateUp) {
+          finish_gate_up(args, tile, token, lane, sum);
+        } else if constexpr (E == Epilogue::kShare) {
+          finish_share(args, tile, token, lane, sum);
+        } else {
+          finish_qkv(args, token, sum, rows, operands[u], cache_offsets[n]);
+        }
+      }
+      n += token_step;
+    }
+    if (kIsNarrow<N> && n < N) operands[0] = load_operands<E>(args, tile, first_token + n, lane);
   }
   if (!kIsNarrow<N> && is_cluster) cluster_sync();  // other blocks have read this one's sums
 }

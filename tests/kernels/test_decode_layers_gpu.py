@@ -107,8 +107,16 @@ def test_attention_does_not_depend_on_its_splits(name, splits):
     assert relative_error(out, expect(reference.attention, q, cache, inputs.batch, **known)) < BOUND
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b-layer", "batch-16", "batch-128"])
-@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        *(("qwen3-0.6b-layer", splits) for splits in range(1, 9)),
+        *(("batch-16", splits) for splits in (1, 2, 3, 4)),
+        *(("batch-50-odd-tiles", splits) for splits in (1, 2, 3, 5)),
+        *(("batch-30", splits) for splits in (3, 6)),
+        *(("batch-64", splits) for splits in (1, 2, 3, 4, 7, 8)),
+    ],
+)
 @pytest.mark.parametrize("blocks_per_stage", [1, 2])
 def test_projections_do_not_depend_on_their_launch(name, splits, blocks_per_stage):
     case = next(case for case in cases.CASES if case.name == name)
@@ -122,6 +130,23 @@ def test_projections_do_not_depend_on_their_launch(name, splits, blocks_per_stag
     real = np.asarray(inputs.batch.positions) >= 0
     out, expected = (np.asarray(function(*arguments)[0], np.float32)[real] for function in (tuned, run))
     assert relative_error(out, expected) < BOUND
+
+
+def test_more_ranges_than_blocks_are_refused():
+    inputs = inputs_of(next(case for case in cases.CASES if case.name == "batch-16"))
+    launch = gpu.LaunchShape(down_splits=8)  # of 384 columns
+    with pytest.raises(jax.errors.JaxRuntimeError, match="down: at most one range for each 64 columns"):
+        jax.block_until_ready(
+            gpu.decode_layers(
+                inputs.x,
+                inputs.weights,
+                inputs.cache,
+                inputs.batch,
+                inputs.inverse_frequencies,
+                settings=inputs.settings,
+                launch=launch,
+            )
+        )
 
 
 def test_a_range_of_layers_continues_where_the_last_one_ended():
