@@ -95,9 +95,9 @@ def declare_buckets(
     more than the fused layers take, there is a size between two powers, too.
 
     Up to max_running tokens a bucket holds as many requests as tokens, so decodes alone waste no room; each of these
-    shapes also exists with `max_decode_steps` steps, if that is more than one, and for decodes alone, if there are
-    kernels for so many. These have a program for each sampling mode: a choice on the device would cost as much as a
-    layer.
+    shapes also exists with `max_decode_steps` steps, if that is more than one. If there are kernels for so many decodes,
+    the shapes of decodes alone, of one step and of several, have a program for each sampling mode: a choice on the
+    device would cost as much as a layer.
     Steps with prefill then have no shapes below 64 tokens: where such kernels are, a step of 64 takes as long as one of
     8, and each shape takes a compile.
     """
@@ -110,13 +110,15 @@ def declare_buckets(
         num_requests = min(num_tokens, max_running)
         # A request's chunk of n tokens begins at most ceil(n / page_size) pages, a window at most one.
         num_new_pages = num_requests + num_tokens // page_size
-        if has_decode_kernels and num_tokens <= min(max_running, MAX_FUSED_TOKENS):  # before the general: found first
-            sizes_of_decodes = (num_tokens, num_requests, num_new_pages)
-            buckets += [Bucket(*sizes_of_decodes, is_decode=True, mode=mode) for mode in SamplingMode]
+        shape = (num_tokens, num_requests, num_new_pages)
+        is_fused = has_decode_kernels and num_tokens <= min(max_running, MAX_FUSED_TOKENS)
+        if is_fused:  # before the general: found first
+            buckets += [Bucket(*shape, is_decode=True, mode=mode) for mode in SamplingMode]
         if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):
-            buckets.append(Bucket(num_tokens, num_requests, num_new_pages))
+            buckets.append(Bucket(*shape))
         if max_decode_steps > 1 and num_tokens <= max_running:
-            buckets.append(Bucket(num_tokens, num_requests, num_new_pages, max_decode_steps, has_decode_kernels))
+            modes = SamplingMode if is_fused else (ANY_MODE,)
+            buckets += [Bucket(*shape, max_decode_steps, has_decode_kernels, mode) for mode in modes]
     return tuple(buckets)
 
 

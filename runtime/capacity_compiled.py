@@ -109,7 +109,8 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     chip, config, num_layers = planner.target.chip, planner.config, planner.model.num_layers
     if chip.platform == "tpu":
         return 2 * (num_layers if chip.is_unrolled else 1) if report.is_step else 0  # to write and to attend
-    filters = report.kind.startswith(("step", "decode", "sample")) and not report.kind.endswith(("greedy", "random"))
+    is_sampling = report.kind.startswith(("step", "decode", "sample"))
+    filters = is_sampling and not {"greedy", "random"}.intersection(report.kind.split())
     has_kernel = "cuda" in (config.attention, config.decode_layers) and planner.num_devices == 1
     in_sampling = int(filters and has_kernel)
     if report.kind.startswith("decode") and config.decode_layers == "cuda" and report.size <= MAX_FUSED_TOKENS:

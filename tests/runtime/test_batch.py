@@ -229,7 +229,7 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
             for mode in SamplingMode:
                 bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [], num_steps), mode)
                 assert bucket.num_steps == num_steps and bucket.num_tokens < 2 * num_decodes
-                has_mode = num_steps == 1 and bucket.num_tokens <= MAX_FUSED_TOKENS
+                has_mode = bucket.num_tokens <= MAX_FUSED_TOKENS
                 assert bucket.is_decode == (has_mode or num_steps > 1)
                 assert bucket.mode == (mode if has_mode else ANY_MODE)
 

@@ -70,6 +70,9 @@ def test_what_does_not_hold_is_named(found, fault):
     [
         ("h100:1", "cuda", "decode greedy", 64, 1),  # all layers behind one call
         ("h100:1", "cuda", "decode top_p", 64, 2),  # and the filters' search
+        ("h100:1", "cuda", "decode greedy x 4", 64, 1),
+        ("h100:1", "cuda", "decode top_p x 4", 64, 2),
+        ("h100:1", "cuda", "decode x 4", 128, 9),  # more than the fused layers take
         ("h100:1", "cuda", "step", 64, 9),  # attention, and the search
         ("h100:1", "cuda", "sample", 64, 1),
         ("h100:1", "cuda", "prompt", 64, 0),
@@ -127,6 +130,21 @@ def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels
     for key in [("step", 64), *[key for key in decodes if key in programs]]:
         found = dry.report(key, programs[key])
         assert program_faults(plan, found, dry.cache_bytes(shape)) == []
+
+
+@needs_compiler
+def test_several_decode_steps_in_a_dispatch_choose_nothing_on_the_device():
+    plan = server(num_layers=2)
+    plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, max_decode_steps=4))
+    shape = plan.cache_shape(plan.plan().served_pages)
+    dry = DryServer.on(plan.target, plan.model, config=plan.config)
+    key = ("decode greedy x 4", 4)
+    found = dry.report(key, dry.programs(plan.buckets, shape, has_controls=False)[key])
+    assert program_faults(plan, found, dry.cache_bytes(shape)) == []
+    (bucket,) = (bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == key)
+    text = dry.compile(bucket, shape).as_text()
+    assert text.count(" while(") == 1 and '"known_trip_count":{"n":"4"}' in text
+    assert " conditional(" not in text
 
 
 @needs_compiler
