@@ -95,9 +95,9 @@ def declare_buckets(
     more than the fused layers take, there is a size between two powers, too.
 
     Up to max_running tokens a bucket holds as many requests as tokens, so decodes alone waste no room; each of these
-    shapes also exists with `max_decode_steps` steps, if that is more than one. If there are kernels for so many decodes,
-    the shapes of decodes alone, of one step and of several, have a program for each sampling mode: a choice on the
-    device would cost as much as a layer.
+    shapes also exists with `max_decode_steps` steps, if that is more than one. Where there are kernels for so many
+    decodes, the shapes of decodes alone, of one step and of several, have a program for each sampling mode: a choice on
+    the device would cost as much as a layer.
     Steps with prefill then have no shapes below 64 tokens: where such kernels are, a step of 64 takes as long as one of
     8, and each shape takes a compile.
     """

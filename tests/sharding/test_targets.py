@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -35,9 +36,20 @@ def test_no_gpu_computes_twice_to_save_memory(num_devices):
     assert with_library == {**compiler_options(mesh), "xla_gpu_enable_triton_gemm": False}
 
 
-def test_no_product_that_xla_tries_has_its_operands_come_by_the_copy_engine():
+def gpu_options():
     devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")])
-    options = compiler_options(SimpleNamespace(devices=devices, size=1))
+    return compiler_options(SimpleNamespace(devices=devices, size=1), has_library_products=True)
+
+
+def test_every_option_for_gpus_is_known_to_this_xla():
+    assert jax.jit(lambda x: x + 1, compiler_options=gpu_options())(1) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_unknown": False})(1)
+
+
+def test_nothing_that_xla_tries_has_its_operands_come_by_the_copy_engine():
+    options = gpu_options()
+    assert options["xla_gpu_experimental_enable_fusion_autotuner"] is False, "fusions have no list of what to try"
     lines = Path(options["xla_gpu_gemm_autotuner_override_file"]).read_text().splitlines()
     tried = [line for line in lines if not line.startswith("#")]
     assert len(tried) > 8 and len(set(tried)) == len(tried)
