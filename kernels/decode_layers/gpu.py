@@ -29,7 +29,7 @@ class LaunchShape:
     o_splits: int = 0
     gate_up_splits: int = 0
     down_splits: int = 0
-    attention_splits: int = 0  # ranges of the context, 1 to 8
+    attention_splits: int = 0  # ranges of the context, a power of two up to 8
     blocks_per_stage: int = 0  # 64 columns each
     ring_kilobytes: int = 0  # of shared memory for weights in flight
 

@@ -234,6 +234,17 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
                 assert bucket.mode == (mode if has_mode else ANY_MODE)
 
 
+def test_decodes_that_are_not_fused_have_sizes_between_the_powers_of_two():
+    def sizes(*, has_decode_kernels: bool, max_running: int = 512) -> list[int]:
+        limits = {"max_step_tokens": 1024, "max_running": max_running, "page_size": 32}
+        buckets = declare_buckets(**limits, has_decode_kernels=has_decode_kernels)
+        return [bucket.num_tokens for bucket in buckets if not bucket.is_decode]
+
+    assert sizes(has_decode_kernels=True) == [64, 128, 192, 256, 384, 512, 1024]
+    assert sizes(has_decode_kernels=True, max_running=300) == [64, 128, 192, 256, 300, 512, 1024]
+    assert sizes(has_decode_kernels=False) == [2**power for power in range(11)]
+
+
 def step_plan(decodes: list[Request], prefills: list[Chunk], num_steps: int) -> StepPlan:
     return StepPlan(
         decodes=decodes, starts=[1] * len(decodes), prefills=prefills, num_steps=num_steps,

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-from meshserve.runtime import launch
 from meshserve.runtime.batch import ON_DEVICE, PARAM_FIELDS, Bucket
-from meshserve.runtime.config import ModelConfig, ServeConfig
-from meshserve.runtime.model_files import find_model
+from meshserve.runtime.config import ServeConfig
+from meshserve.runtime.launch import launch
 from meshserve.runtime.request import SamplingMode
 from meshserve.runtime.step import StepRunner
-from meshserve.runtime.weights import load_model
 
 NUM_STEPS = 3
 CONFIG = ServeConfig(
@@ -21,9 +19,7 @@ PARAMS = {"temperature": 0.9, "top_p": 0.8, "min_p": 0.01}
 
 @pytest.fixture(scope="module")
 def runner() -> StepRunner:
-    files = find_model("demo")
-    model = ModelConfig.from_file(files.small / "config.json")
-    return launch.build_runner(CONFIG, model, lambda *place: load_model(files.weights, *place))[0]
+    return launch(CONFIG, lambda outputs: None).engine.runner
 
 
 def sample(runner: StepRunner, bucket: Bucket, mode: SamplingMode, position: int) -> list[int]:

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from meshserve.runtime import launch
-from meshserve.runtime.config import ModelConfig, ServeConfig
+from meshserve.runtime.config import ServeConfig
 from meshserve.runtime.kernel_choice import choose_kernels
-from meshserve.runtime.model_files import find_model
 from meshserve.runtime.step import StepRunner
-from meshserve.runtime.weights import load_model
 
 CONFIG = ServeConfig(
     model="demo", tp=2, max_running=4, max_step_tokens=16, max_decode_steps=2, num_pages=8, dtype="float32",
@@ -23,9 +21,7 @@ def make_runner(monkeypatch: pytest.MonkeyPatch, *, keeps_outputs: bool) -> Step
         return dataclasses.replace(choose_kernels(*args), keeps_outputs=keeps_outputs)
 
     monkeypatch.setattr(launch, "choose_kernels", choose)
-    files = find_model("demo")
-    model = ModelConfig.from_file(files.small / "config.json")
-    return launch.build_runner(CONFIG, model, lambda *place: load_model(files.weights, *place))[0]
+    return launch.launch(CONFIG, lambda outputs: None).engine.runner
 
 
 def addresses(runner: StepRunner) -> dict[tuple[str, int], list[int]]:
