@@ -19,6 +19,7 @@ MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
 TARGETS = ("h100:1", "h200:1", "h200:4")
 KERNELS = {
     "cuda": {"attention": "cuda", "decode_layers": "cuda"},
+    "xla sums": {"attention": "cuda", "decode_layers": "cuda", "all_reduce": "xla"},
     "xla": {"attention": "reference", "decode_layers": "off"},
 }
 _SEVERAL_DEVICES = {"qwen3-32b"}  # 61 GiB of weights: beside them one GPU has no room for a useful cache
@@ -34,7 +35,8 @@ def planned(models: Sequence[str], targets: Sequence[str], kernels: Sequence[str
         for model in models:
             for name in kernels:
                 plan = planner(model, target, name)
-                if plan.num_devices > 1 or model not in _SEVERAL_DEVICES:
+                is_different = plan.num_devices > 1 or name != "xla sums"
+                if is_different and (plan.num_devices > 1 or model not in _SEVERAL_DEVICES):
                     yield plan
 
 

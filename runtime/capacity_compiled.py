@@ -5,6 +5,8 @@ large a cache has room beside them. Serves `meshserve plan --compile`, `make che
 import dataclasses
 from collections.abc import Callable
 
+from meshserve.sharding.collectives import peer_bytes
+
 from .aot import DryServer, KnownKey, ProgramReport
 from .capacity import MIB, MemoryPlan, Planner
 from .compiles import ProgramKey
@@ -91,7 +93,7 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
     if report.is_step:
         num_layers = planner.model.num_layers
         num_sums = 2 * (num_layers if planner.target.chip.is_unrolled else 1) + 1
-        least = num_sums if planner.num_devices > 1 else 0
+        least = num_sums if planner.num_devices > 1 and not _adds_by_peers(planner, report) else 0
         most = least + _SAMPLING_ALL_REDUCES
         expected |= {
             "the KV cache is updated in place": report.aliased_bytes >= cache_bytes,
@@ -105,7 +107,7 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
 
 
 def _num_kernels(planner: Planner, report: ProgramReport) -> int:
-    """Calls of our kernels in a program, with sums over the mesh by XLA."""
+    """Calls of our kernels in a program."""
     chip, config, num_layers = planner.target.chip, planner.config, planner.model.num_layers
     if chip.platform == "tpu":
         return 2 * (num_layers if chip.is_unrolled else 1) if report.is_step else 0  # to write and to attend
@@ -113,9 +115,21 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     filters = is_sampling and not {"greedy", "random"}.intersection(report.kind.split())
     has_kernel = "cuda" in (config.attention, config.decode_layers) and planner.num_devices == 1
     in_sampling = int(filters and has_kernel)
+    are_peers = planner.num_devices > 1 and config.all_reduce == "peers"
+    by_peers = int(are_peers and report.is_step)  # the best tokens
     if report.kind.startswith("decode") and config.decode_layers == "cuda" and report.size <= MAX_FUSED_TOKENS:
-        return in_sampling + (1 if planner.num_devices == 1 else 5 * num_layers)
-    return in_sampling + (2 * num_layers if report.is_step and config.attention == "cuda" else 0)  # heads, attention
+        by_peers += int(are_peers)  # the embedding
+        return in_sampling + by_peers + (1 if planner.num_devices == 1 or are_peers else 5 * num_layers)
+    by_peers += 2 * num_layers + 1 if report.is_step and _adds_by_peers(planner, report) else 0
+    heads_and_attention = 2 * num_layers if report.is_step and config.attention == "cuda" else 0
+    return in_sampling + by_peers + heads_and_attention
+
+
+def _adds_by_peers(planner: Planner, report: ProgramReport) -> bool:
+    """Whether peers add up what the layers of a step have."""
+    num_bytes = report.size * planner.model.embed_dim * planner.dtype.itemsize
+    are_peers = planner.num_devices > 1 and planner.config.all_reduce == "peers"
+    return are_peers and num_bytes <= peer_bytes(planner.num_devices)
 
 
 def cache_that_fits(planner: Planner, report: ProgramReport, cache_bytes: int) -> int:

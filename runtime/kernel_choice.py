@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 
 from meshserve.kernels import decode_layers, paged_attention, sampling
 from meshserve.kernels.cuda import build
-from meshserve.kernels.peers import Peers
+from meshserve.kernels.peers import Peers, check
 from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.sharding.collectives import peer_bytes
 from meshserve.sharding.mesh import TENSOR_AXIS
 from meshserve.sharding.targets import chip_of
 
@@ -33,6 +34,8 @@ def named_kernels(
 ) -> ServeConfig:
     """The config with kernels in place of "auto": ours on a TPU and on a GPU that can run them, else XLA's.
 
+    GPUs of one process add up as peers, if so many have been measured.
+
     Args:
       platform: jax's, of the devices.
       refusal: why the CUDA kernels cannot run on these devices; None: they can.
@@ -45,24 +48,31 @@ def named_kernels(
         refusal = refusal or _shape_refusal(config, model, num_devices)
         if refusal is not None:
             ours, layers = "reference", "off"
+    layers = layers if config.decode_layers == "auto" else config.decode_layers
+    are_peers = platform == "gpu" and layers == "cuda" and peer_bytes(num_devices) > 0 and not config.coordinator
     return dataclasses.replace(
         config,
         attention=ours if config.attention == "auto" else config.attention,
-        decode_layers=layers if config.decode_layers == "auto" else config.decode_layers,
+        decode_layers=layers,
+        all_reduce=("peers" if are_peers else "xla") if config.all_reduce == "auto" else config.all_reduce,
     )
 
 
 def kernels_here(config: ServeConfig, model: ModelConfig, mesh: Mesh) -> ServeConfig:
-    """As `named_kernels`, for the devices of a mesh. Builds the CUDA kernels if they are to serve.
+    """As `named_kernels`, for the devices of a mesh. Builds the CUDA kernels if they are to serve, and sees whether the
+    devices can be peers.
 
     Raises:
       As `named_kernels`.
     """
-    if "auto" not in (config.attention, config.decode_layers):
+    if "auto" not in (config.attention, config.decode_layers, config.all_reduce):
         return config
     device = mesh.devices.flat[0]
     refusal = build.unavailable_reason(device) or _build_refusal()
-    return named_kernels(config, model, platform=device.platform, num_devices=mesh.size, refusal=refusal)
+    named = named_kernels(config, model, platform=device.platform, num_devices=mesh.size, refusal=refusal)
+    if config.all_reduce == "auto" and named.all_reduce == "peers" and _peers_refusal(mesh) is not None:
+        named = dataclasses.replace(named, all_reduce="xla")
+    return named
 
 
 def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_devices_here: bool = True) -> Kernels:
@@ -72,8 +82,11 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
     Raises:
       ValueError: a named implementation cannot run here.
     """
-    config = kernels_here(config, model, mesh)
     device = mesh.devices.flat[0]
+    if are_devices_here:
+        config = kernels_here(config, model, mesh)
+    else:
+        config = named_kernels(config, model, platform=device.platform, num_devices=mesh.size)
     if config.attention == "tpu" and device.platform == "tpu":
         return tpu_kernels(config, model, mesh)
     attention, decode, is_gpu = config.attention, config.decode_layers, device.platform == "gpu"
@@ -111,10 +124,24 @@ def _peers(mesh: Mesh, are_devices_here: bool) -> Peers | None:
         return None
     if not are_devices_here:
         return Peers(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size)))
+    reason = _peers_refusal(mesh)
+    if reason is not None:
+        raise ValueError(f"--all-reduce peers cannot serve here: {reason}. Take xla.")
+    return peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
+
+
+@functools.cache
+def _peers_refusal(mesh: Mesh) -> str | None:
+    """Why the mesh's devices cannot add up as peers; None if they do, which some sums have shown."""
     try:
-        return peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
+        peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
+        num_wrong = check.num_wrong_elements(mesh, peers, peers_gpu)
+        reason = f"{num_wrong} elements of sums were wrong: their memory is not theirs alone" if num_wrong else None
     except (peers_gpu.PeersError, build.KernelBuildError) as error:
-        raise ValueError(f"--all-reduce peers cannot serve here: {error}. Take xla.") from None
+        reason = str(error)
+    if reason is not None:
+        _log.warning("the GPUs are no peers, XLA adds up, which is slower: %s", reason)
+    return reason
 
 
 def tpu_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh) -> Kernels:

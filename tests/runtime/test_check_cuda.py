@@ -76,14 +76,18 @@ def test_what_does_not_hold_is_named(found, fault):
         ("h100:1", "cuda", "step", 64, 9),  # attention, and the search
         ("h100:1", "cuda", "sample", 64, 1),
         ("h100:1", "cuda", "prompt", 64, 0),
-        ("h200:4", "cuda", "decode greedy", 64, 20),  # five calls a layer, cut at the sums
-        ("h200:4", "cuda", "step", 64, 8),  # heads and attention
+        ("h200:4", "cuda", "decode greedy", 64, 3),  # the embedding's sum, all layers, the best tokens
+        ("h200:4", "cuda", "step", 64, 18),  # heads, attention, two sums a layer, and those two
+        ("h200:4", "cuda", "step", 512, 9),  # sums too large for peers
+        ("h200:4", "xla sums", "decode greedy", 64, 20),  # five calls a layer, cut at the sums
+        ("h200:4", "xla sums", "step", 64, 8),
         ("h100:1", "xla", "step", 64, 0),
     ],
 )
 def test_the_number_of_kernels_follows_from_the_config(target, kernels, kind, size, num_kernels):
     plan = server(target, kernels)
-    num_all_reduces = 9 if plan.num_devices > 1 else 0
+    are_peers = kernels == "cuda" and size <= 256
+    num_all_reduces = 9 if plan.num_devices > 1 and not are_peers else 0
     right = report(kind, size, num_kernels=num_kernels, num_all_reduces=num_all_reduces)
     assert faults(right, plan) == []
     assert len(faults(dataclasses.replace(right, text=report(num_kernels=7).text), plan)) >= 1
@@ -120,7 +124,7 @@ def test_without_the_compiler_the_command_says_what_brings_it(capsys):
 
 @needs_compiler
 @pytest.mark.parametrize("target", ["h100:1", "h200:4"])
-@pytest.mark.parametrize("kernels", ["cuda", "xla"])
+@pytest.mark.parametrize("kernels", ["cuda", "xla sums", "xla"])
 def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels):
     plan = server(target, kernels, num_layers=2)
     shape = plan.cache_shape(plan.plan().served_pages)

@@ -105,7 +105,7 @@ def test_more_than_peers_add_up_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("num_bytes", "dtype", "is_by_peers"),
-    [(8, "bfloat16", True), (1 << 20, "bfloat16", True), ((1 << 20) + 8, "bfloat16", False), (6, "bfloat16", False),
+    [(8, "bfloat16", True), (2 << 20, "bfloat16", True), ((2 << 20) + 8, "bfloat16", False), (6, "bfloat16", False),
      (64, "float32", False)],
 )  # fmt: skip
 def test_all_reduce_takes_peers_where_they_are_faster(num_bytes: int, dtype: str, is_by_peers: bool) -> None:

@@ -1,0 +1,47 @@
+"""Do peers add up? Devices that, says the driver, reach each other's memory may still lose what is written there."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from . import PeerOperations, Peers
+
+_NUM_SUMS = 100  # of each size
+_KILOBYTES = (4, 512)
+_LEVELS = 16  # values of a share, so that sums are whole numbers that bfloat16 holds
+
+
+def num_wrong_elements(mesh: Mesh, peers: Peers, operations: PeerOperations) -> int:
+    """Of some hundred sums of other numbers each time, compared on every device."""
+    spec = PartitionSpec(peers.axis)
+    ranks = jax.device_put(np.arange(mesh.size, dtype=np.int32), NamedSharding(mesh, spec))
+    program = jax.shard_map(
+        partial(_of_rank, peers=peers, operations=operations),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    return int(np.asarray(jax.jit(program)(ranks)).sum())
+
+
+def _of_rank(rank: jax.Array, peers: Peers, operations: PeerOperations) -> jax.Array:
+    """[1] int32: of this device."""
+    num_wrong = jnp.int32(0)
+    for kilobytes in _KILOBYTES:
+        places = jnp.arange(512 * kilobytes, dtype=jnp.int32)
+
+        def add(index: jax.Array, num_wrong: jax.Array, places: jax.Array = places) -> jax.Array:
+            shares = [_share(places, other, index) for other in range(len(peers.ordinals))]
+            got = operations.peer_sum(_share(places, rank[0], index), peers)
+            return num_wrong + (got != sum(shares[1:], start=shares[0])).sum(dtype=jnp.int32)
+
+        num_wrong = jax.lax.fori_loop(0, _NUM_SUMS, add, num_wrong)
+    return num_wrong[None]
+
+
+def _share(places: jax.Array, rank: jax.Array | int, index: jax.Array) -> jax.Array:
+    return ((places + 5 * rank + index) % _LEVELS).astype(jnp.bfloat16)
