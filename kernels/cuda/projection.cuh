@@ -335,7 +335,6 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       for (int i = 0; i < ahead; ++i) fetch_weights(i, i);
       wait_for_previous_kernel();
       if (args.holds_back) let_next_kernel_start();
-      fence_before_copies();
 #pragma unroll 1
       for (int i = 0; i < ahead; ++i) fetch_input(i, i);
 #pragma unroll 1
@@ -349,8 +348,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     __syncwarp();
     if (is_cluster) {
       cluster_wait();
-      if (!kIsNarrow<N>) cluster_sync();
-      if (!kIsNarrow<N>) cluster_sync();
+      if (!kIsNarrow<N>) cluster_sync_shared();
+      if (!kIsNarrow<N>) cluster_sync_shared();
     }
     return;
   }
@@ -363,8 +362,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     if (E == Epilogue::kQkv || E == Epilogue::kGateUp) load_inverse_rms<N>(args, first_token, lane, inverse_rms);
     if (is_cluster) cluster_wait();
     if (is_cluster && !kIsNarrow<N>) {
-      cluster_sync();
-      cluster_sync();
+      cluster_sync_shared();
+      cluster_sync_shared();
     } else {
       sync_threads(2, kConsumers + 32);
     }
@@ -421,8 +420,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   if (is_cluster) cluster_wait();
 
   // Add up the splits. Narrow: each block sends a token's sums to the block that finishes the token, which counts
-  // their bytes; a barrier of the cluster would cost 0.7 us more. Wide: each leaves its sums where the ring was, and
-  // the others read them there.
+  // their bytes. Wide: each leaves its sums where the ring was, and the others read them there.
   if constexpr (kIsNarrow<N>) {
     const unsigned num = splits;     // unsigned divides in fewer instructions
     const int index = lane / 4 % 4;  // of the lane among the four that exchange values
@@ -451,7 +449,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     }
   }
   if (is_cluster && !kIsNarrow<N>) {
-    cluster_sync();
+    cluster_sync_shared();
   } else {
     sync_threads(2, kConsumers + 32);  // with the helper
   }
@@ -508,7 +506,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     }
     if (kIsNarrow<N> && n < N) operands[0] = load_operands<E>(args, tile, first_token + n, lane);
   }
-  if (!kIsNarrow<N> && is_cluster) cluster_sync();  // other blocks have read this one's sums
+  if (!kIsNarrow<N> && is_cluster) cluster_sync_shared();  // other blocks have read this one's sums
 }
 
 }  // namespace meshserve

@@ -17,7 +17,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // ---- programmatic dependent launch -------------------------------------------------------------------------------
 // Every kernel lets the next one start at once and waits itself before it touches what an earlier kernel wrote. What
 // no kernel of the call writes (weights, pages of earlier tokens) is fetched before the wait. A kernel that has
-// waited knows that its predecessor ended, and so, as every kernel waits, that all before it did.
+// waited knows that its predecessor ended, and so, as every kernel waits, that all before it did; and it sees what they
+// wrote, its copies do so too, as between kernels that follow each other without this.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -82,20 +83,27 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, i
       "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(outer), "l"(policy)
       : "memory");
 }
-// Orders global memory written by ordinary stores before the copy engine's reads that follow.
-__device__ __forceinline__ void fence_before_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
 // Orders shared memory written by ordinary stores before reads of the copy engine and of wgmma.
 __device__ __forceinline__ void fence_shared_before_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- clusters ----------------------------------------------------------------------------------------------------
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// A release for the cluster waits until the GPU has all that was written to its memory, about a microsecond. So arrivals
+// say nothing of memory, and what a cluster passes on in shared memory has a fence of its own.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-__device__ __forceinline__ void cluster_sync() {
+// All blocks have got here; each sees what the others wrote to shared memory before, and what they read is read.
+__device__ __forceinline__ void cluster_sync_shared() {
+#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
+  asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
   cluster_arrive();
   cluster_wait();
+  asm volatile("fence.acquire.sync_restrict::shared::cluster.cluster;" ::: "memory");
+#else
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  cluster_wait();
+#endif
 }
 __device__ __forceinline__ uint32_t address_in_cluster(uint32_t address, uint32_t rank) {
   uint32_t remote;
