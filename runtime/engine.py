@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
+from meshserve.kernels.peers import gpu as peers_gpu
+
 from .batch import BatchBuilder, Bucket
 from .constrained import token_masks
 from .contract import Deliver
@@ -69,6 +71,13 @@ class _Flight:
     dispatched: float  # seconds
     record: StepRecord | None
     logprobs: StepLogprobs | None = None
+
+
+def _reason_of(error: Exception) -> str:
+    """Why the loop died: what was raised and, of GPUs that add up by themselves, which one did not answer."""
+    complaint = peers_gpu.complaint()
+    raised = f"{type(error).__name__}: {error}"
+    return raised if complaint is None else f"{complaint}; {raised}"
 
 
 @dataclass(frozen=True)
@@ -283,7 +292,7 @@ class Engine:
         except Exception as error:  # whatever it was, every open request must hear of it
             _log.exception("the engine loop died")
             with self._changed:
-                self.failure = self.failure or f"{type(error).__name__}: {error}"
+                self.failure = self.failure or _reason_of(error)
                 self._open.end_all(FinishReason.ERROR, self._clock(), self.failure)
                 self._refuse_change(error)
         else:

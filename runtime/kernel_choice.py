@@ -19,6 +19,7 @@ from meshserve.sharding.mesh import TENSOR_AXIS
 from meshserve.sharding.targets import chip_of
 
 from .config import ModelConfig, ServeConfig, serving_dtype
+from .errors import ConfigError
 from .model import Kernels, abstract_model, layer_weights
 from .orbax_weights import model_layout
 from .step import CacheShape, state_shapes
@@ -27,6 +28,9 @@ _log = logging.getLogger(__name__)
 
 # Where it does not, XLA cuts every layer's weights out of the stack for cuBLAS (docs/log.md).
 _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
+
+# What trying sums by peers has shown, by mesh. Where some were wrong no peers are taken any more, at no degree.
+_tried_sums: dict[Mesh, str | None] = {}
 
 
 def named_kernels(
@@ -58,20 +62,29 @@ def named_kernels(
     )
 
 
-def kernels_here(config: ServeConfig, model: ModelConfig, mesh: Mesh) -> ServeConfig:
+def kernels_here(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_devices_idle: bool = False) -> ServeConfig:
     """As `named_kernels`, for the devices of a mesh. Builds the CUDA kernels if they are to serve, and sees whether the
     devices can be peers.
 
+    Args:
+      are_devices_idle: as at a start. Then peers must add up right before "auto" takes them; while another program is
+        served, its steps and such sums might wait for each other.
+
     Raises:
-      As `named_kernels`.
+      ConfigError: the devices stopped in the middle of a sum; no program can run on them any more.
+      ValueError: as `named_kernels`.
     """
     if "auto" not in (config.attention, config.decode_layers, config.all_reduce):
         return config
     device = mesh.devices.flat[0]
     refusal = build.unavailable_reason(device) or _build_refusal()
     named = named_kernels(config, model, platform=device.platform, num_devices=mesh.size, refusal=refusal)
-    if config.all_reduce == "auto" and named.all_reduce == "peers" and _peers_refusal(mesh) is not None:
-        named = dataclasses.replace(named, all_reduce="xla")
+    if config.all_reduce == "auto" and named.all_reduce == "peers":
+        if are_devices_idle and mesh not in _tried_sums and _peers_refusal(mesh) is None:
+            _tried_sums[mesh] = _sums_refusal(mesh)
+        refusals = (_peers_refusal(mesh), *_tried_sums.values())
+        if any(refusal is not None for refusal in refusals):
+            named = dataclasses.replace(named, all_reduce="xla")
     return named
 
 
@@ -132,15 +145,31 @@ def _peers(mesh: Mesh, are_devices_here: bool) -> Peers | None:
 
 @functools.cache
 def _peers_refusal(mesh: Mesh) -> str | None:
-    """Why the mesh's devices cannot add up as peers; None if they do, which some sums have shown."""
+    """Why the mesh's devices cannot be peers, which is logged; None if they are."""
     try:
-        peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
-        num_wrong = check.num_wrong_elements(mesh, peers, peers_gpu)
-        reason = f"{num_wrong} elements of sums were wrong: their memory is not theirs alone" if num_wrong else None
+        peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
     except (peers_gpu.PeersError, build.KernelBuildError) as error:
-        reason = str(error)
-    if reason is not None:
-        _log.warning("the GPUs are no peers, XLA adds up, which is slower: %s", reason)
+        _log.warning("the GPUs are no peers, XLA adds up, which is slower: %s", error)
+        return str(error)
+    return None
+
+
+def _sums_refusal(mesh: Mesh) -> str | None:
+    """What is wrong with sums that the mesh's devices do as peers, which is logged; None if nothing is.
+
+    Raises:
+      ConfigError: see `kernels_here`.
+    """
+    peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
+    try:
+        num_wrong = check.num_wrong_elements(mesh, peers, peers_gpu)
+    except jax.errors.JaxRuntimeError as error:
+        reason = peers_gpu.complaint() or str(error)
+        raise ConfigError(f"the GPUs do not add up as peers: {reason}. Start with --all-reduce xla.") from error
+    if num_wrong == 0:
+        return None
+    reason = f"{num_wrong} elements of sums were wrong"
+    _log.warning("the GPUs do not add up as peers, XLA does, which is slower: %s", reason)
     return reason
 
 

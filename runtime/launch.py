@@ -93,9 +93,10 @@ def launch(
         cluster.begin(config, files)
     load = _loading(files, progress)
     engine, mesh = build_engine(config, model, load, tokenizer, deliver, record, cluster)
-    config = kernels_here(config, model, mesh)  # at another degree the same ones serve
-    info = _model_info(config, model, tokenizer, mesh)
-    return Launched(engine, tokenizer, info, Resharder(engine, config, model, make_runner), grammars)
+    named = kernels_here(config, model, mesh)
+    # At another degree the same kernels serve, but how the devices add up is chosen anew.
+    resharder = Resharder(engine, dataclasses.replace(named, all_reduce=config.all_reduce), model, make_runner)
+    return Launched(engine, tokenizer, _model_info(named, model, tokenizer, mesh), resharder, grammars)
 
 
 def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> StepRunner:
@@ -194,6 +195,7 @@ def build_runner(
     layout, dtype = model_layout(model, config.tp), jnp.dtype(serving_dtype(config, model))
     page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
     check_weights_fit(mesh, config.memory_fraction, device_weight_bytes(model, mesh, dtype), page_bytes=page_bytes)
+    config = kernels_here(config, model, mesh, are_devices_idle=True)
     structure, params = make_params(model, layout, mesh, dtype)
     runner, num_pages = make_runner(config, model, mesh, structure, params, cluster=cluster)
     runner.start(params)

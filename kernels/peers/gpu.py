@@ -10,6 +10,8 @@ from meshserve.kernels.cuda import build
 
 from . import MAX_BYTES, Peers
 
+_opened: list[Peers] = []
+
 PATIENCE_SECONDS = 30.0  # a rank waits this long for another before it stops the program; the first step is slow
 _MAX_ERROR_BYTES = 1000
 
@@ -37,14 +39,21 @@ def open_peers(axis: str, devices: Sequence[jax.Device], *, patience_seconds: fl
     patience = ctypes.c_double(patience_seconds)
     if not library.meshserve_open_peers(_array(ordinals), len(ordinals), patience, error, _MAX_ERROR_BYTES):
         raise PeersError(f"GPUs {ordinals} cannot be peers: {error.value.decode()}")
-    return Peers(axis=axis, ordinals=ordinals)
+    peers = Peers(axis=axis, ordinals=ordinals)
+    if peers not in _opened:
+        _opened.append(peers)
+    return peers
 
 
-def stalled(peers: Peers) -> str | None:
-    """Which rank waited in vain for which, if one did; the program that it ran has failed then."""
-    ordinals, library = peers.ordinals, build.load()
-    found = [library.meshserve_stalled_peer(_array(ordinals), len(ordinals), rank) for rank in range(len(ordinals))]
-    waits = [f"rank {rank} for rank {awaited - 1}" for rank, awaited in enumerate(found) if awaited]
+def complaint() -> str | None:
+    """Which GPU waited in vain for which, if one did, of all peers that this process has opened; what ran there has
+    failed then, and no program can run on these GPUs any more. GPUs are named as CUDA numbers them."""
+    waits = [
+        f"GPU {ordinals[rank]} for GPU {ordinals[awaited - 1]}"
+        for ordinals in (peers.ordinals for peers in _opened)
+        for rank in range(len(ordinals))
+        if (awaited := build.load().meshserve_stalled_peer(_array(ordinals), len(ordinals), rank))
+    ]
     return f"waited in vain: {', '.join(waits)}" if waits else None
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from meshserve.kernels.peers import gpu as peers_gpu
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
 from meshserve.runtime.constraint import Constraint
 from meshserve.runtime.control_batch import ControlBuilder, ControlShape, Sampled
@@ -483,6 +484,15 @@ def test_when_the_device_fails_every_open_request_is_told_why(start: Start, fail
         thread.join(WAIT_SECONDS)
     assert engine_threads() == []
     serving.engine.stop()  # does nothing more
+
+
+def test_callers_hear_which_gpu_did_not_answer(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers_gpu, "complaint", lambda: "waited in vain: GPU 2 for GPU 1")
+    serving = start()
+    serving.device.fails_at = "collect 0"
+    serving.submit("runs", max_tokens=9)
+    assert serving.outputs("runs")[-1].message == "waited in vain: GPU 2 for GPU 1; RuntimeError: device lost"
+    assert serving.engine.failure == serving.outputs("runs")[-1].message
 
 
 def test_stopping_ends_open_requests_and_the_thread(start: Start):

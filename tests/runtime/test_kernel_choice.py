@@ -1,13 +1,16 @@
 """What "auto" stands for, and what happens where it cannot be had."""
 
 import logging
+from collections.abc import Iterator
 
 import jax
 import pytest
 
 from meshserve.kernels.peers import Peers, check, reference
+from meshserve.kernels.peers import gpu as peers_gpu
 from meshserve.runtime import kernel_choice
 from meshserve.runtime.config import ServeConfig
+from meshserve.runtime.errors import ConfigError
 from meshserve.runtime.kernel_choice import named_kernels
 from meshserve.runtime.model_sizes import named_model
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
@@ -41,33 +44,62 @@ def test_gpus_of_one_process_with_our_layers_are_peers(case: dict[str, object], 
     assert named(**case).all_reduce == all_reduce
 
 
-def test_gpus_that_are_no_peers_add_up_by_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """GPUs of one host, played by CPU devices: they are peers, and add up right."""
     monkeypatch.setattr(kernel_choice, "named_kernels", lambda config, *_, **__: named())
-    config, mesh = ServeConfig(model="random", tp=4), make_mesh(4)
-    for refusal, all_reduce in ((None, "peers"), ("no peer access", "xla")):
-        monkeypatch.setattr(kernel_choice, "_peers_refusal", lambda mesh, refusal=refusal: refusal)
-        assert kernel_choice.kernels_here(config, MODEL, mesh).all_reduce == all_reduce
-
-
-def test_wrong_sums_are_a_reason_against_peers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    mesh, peers = make_mesh(4), Peers(axis=TENSOR_AXIS, ordinals=(0, 1, 2, 3))
-    monkeypatch.setattr(kernel_choice.peers_gpu, "open_peers", lambda *_: peers)
+    peers = lambda _, devices: Peers(axis=TENSOR_AXIS, ordinals=tuple(range(len(devices))))  # noqa: E731
+    monkeypatch.setattr(kernel_choice.peers_gpu, "open_peers", peers)
     monkeypatch.setattr(kernel_choice.peers_gpu, "peer_sum", reference.peer_sum)
+    monkeypatch.setattr(kernel_choice, "_tried_sums", {})
     kernel_choice._peers_refusal.cache_clear()
-    assert kernel_choice._peers_refusal(mesh) is None
+    yield monkeypatch
+    kernel_choice._peers_refusal.cache_clear()
 
+
+def all_reduce_here(num_devices: int = 4, *, is_start: bool = True) -> str:
+    config = ServeConfig(model="random", tp=num_devices)
+    return kernel_choice.kernels_here(config, MODEL, make_mesh(num_devices), are_devices_idle=is_start).all_reduce
+
+
+def test_gpus_that_are_no_peers_add_up_by_xla(host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: object) -> Peers:
+        raise peers_gpu.PeersError("no peer access")
+
+    host.setattr(kernel_choice.peers_gpu, "open_peers", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert all_reduce_here() == "xla"
+    assert "the GPUs are no peers, XLA adds up, which is slower: no peer access" in caplog.text
+
+
+def test_a_start_tries_sums_once_and_a_change_of_degree_none(host: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    host.setattr(kernel_choice.check, "num_wrong_elements", lambda mesh, *_: tried.append(mesh.size) or 0)
+    assert (all_reduce_here(4), all_reduce_here(4), all_reduce_here(2, is_start=False)) == ("peers",) * 3
+    assert tried == [4]
+
+
+def test_after_wrong_sums_xla_adds_up_at_every_degree(
+    host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def late(x: jax.Array, peers: Peers) -> jax.Array:
         return jax.numpy.where(jax.lax.axis_index(TENSOR_AXIS) == 2, x, reference.peer_sum(x, peers))
 
-    monkeypatch.setattr(kernel_choice.peers_gpu, "peer_sum", late)
-    kernel_choice._peers_refusal.cache_clear()
+    host.setattr(kernel_choice.peers_gpu, "peer_sum", late)
     with caplog.at_level(logging.WARNING):
-        reason = kernel_choice._peers_refusal(mesh)
-    assert reason is not None and "elements of sums were wrong" in reason
-    assert f"the GPUs are no peers, XLA adds up, which is slower: {reason}" in caplog.text
-    kernel_choice._peers_refusal.cache_clear()
+        assert all_reduce_here() == "xla"
+    assert "elements of sums were wrong" in caplog.text
+    assert all_reduce_here(2, is_start=False) == "xla"
+
+
+def test_gpus_that_stop_in_a_sum_end_the_start_with_a_way_out(host: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> int:
+        raise jax.errors.JaxRuntimeError("INTERNAL: launch failed")
+
+    host.setattr(kernel_choice.check, "num_wrong_elements", stop)
+    host.setattr(kernel_choice.peers_gpu, "complaint", lambda: "waited in vain: GPU 0 for GPU 1")
+    with pytest.raises(ConfigError, match="waited in vain: GPU 0 for GPU 1. Start with --all-reduce xla."):
+        all_reduce_here()
 
 
 def test_the_reference_of_peers_adds_up() -> None:
