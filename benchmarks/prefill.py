@@ -5,7 +5,7 @@
 A workload NxT is N prompts of T random tokens, submitted together to an idle engine; each asks for one token of output.
 After as many warm-up runs as are measured, the table gives the median, P10 and P90. For one prompt the time is its time
 to first token. TFLOP/s counts the linear layers' work alone (two operations a parameter of the layers and token), so
-what attention, norms and padding cost lowers it.
+what attention, norms, padding and the mesh's sums cost lowers it; on a mesh it is that of a device.
 """
 
 import argparse
@@ -33,13 +33,14 @@ class Result:
     """One row of the table. Times in milliseconds."""
 
     model: str
+    tp: int
     prompts: int
     tokens: int  # of each prompt
     ms: float
     ms_p10: float
     ms_p90: float
     tokens_per_second: float
-    linear_tflops: float
+    linear_tflops: float  # of a device
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
     parser.add_argument("--prompts", type=_workload, nargs="+", default=[(1, 1024), (8, 4096)], metavar="NxT")
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
@@ -90,6 +92,7 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
     max_context = max(num_tokens for _, num_tokens in options.prompts) + 2
     return ServeConfig(
         model=options.model,
+        tp=options.tp,
         cpu_devices=options.cpu_devices,
         dtype=options.dtype,
         page_size=options.page_size,
@@ -127,13 +130,14 @@ def _measure(
     num_computed = prompts * tokens
     return Result(
         model=options.model,
+        tp=options.tp,
         prompts=prompts,
         tokens=tokens,
         ms=ms,
         ms_p10=p10,
         ms_p90=p90,
         tokens_per_second=num_computed / ms * 1e3,
-        linear_tflops=num_computed * linear_flops(model) / ms / 1e9,
+        linear_tflops=num_computed * linear_flops(model) / options.tp / ms / 1e9,
     )
 
 
@@ -145,9 +149,9 @@ def linear_flops(model: ModelConfig) -> int:
 
 def _row(result: Result) -> str:
     return (
-        f"{result.model} {result.prompts:3d} x {result.tokens:6d} tokens: {result.ms:8.2f} ms "
+        f"{result.model} tp {result.tp} {result.prompts:3d} x {result.tokens:6d} tokens: {result.ms:8.2f} ms "
         f"(P10 {result.ms_p10:.2f}, P90 {result.ms_p90:.2f}), {result.tokens_per_second:8.0f} tokens/s, "
-        f"{result.linear_tflops:6.1f} TFLOP/s of linear work"
+        f"{result.linear_tflops:6.1f} TFLOP/s of linear work a device"
     )
 
 

@@ -25,6 +25,16 @@ def test_each_workload_is_prefilled_whole(tmp_path, capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_on_a_mesh_the_work_is_that_of_a_device(tmp_path, monkeypatch):
+    monkeypatch.setitem(model_sizes._SIZES, "qwen3-0.6b", (1, 64, 128, 8, True))
+    target = tmp_path / "prefill.json"
+    arguments = "--model qwen3-0.6b --random-weights --prompts 1x5 --runs 1 --max-step-tokens 8 --page-size 16 --tp 2"
+    assert prefill.main([*arguments.split(), "--json", str(target)]) == 0
+    (row,) = json.loads(target.read_text())
+    work = prefill.linear_flops(model_sizes.named_model("qwen3-0.6b")) * row["tokens"]
+    assert row["tp"] == 2 and row["linear_tflops"] == pytest.approx(work / 2 / row["ms"] / 1e9)
+
+
 def test_attention_of_a_step_and_its_work(capsys):
     arguments = "--steps 8x2 4x1/20 --attention reference --kv-heads 1 --group 2 --head-dim 16 --page-size 16"
     assert prefill_kernels.main([*arguments.split(), "--calls", "1", "--rounds", "1", "--seconds", "0.01"]) == 0
