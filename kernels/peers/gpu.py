@@ -10,10 +10,10 @@ from meshserve.kernels.cuda import build
 
 from . import MAX_BYTES, Peers
 
-_opened: list[Peers] = []
-
 PATIENCE_SECONDS = 30.0  # a rank waits this long for another before it stops the program; the first step is slow
 _MAX_ERROR_BYTES = 1000
+
+_opened: list[Peers] = []  # by this process
 
 
 class PeersError(RuntimeError):
