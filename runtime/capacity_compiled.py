@@ -115,7 +115,7 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     filters = is_sampling and not {"greedy", "random"}.intersection(report.kind.split())
     has_kernel = "cuda" in (config.attention, config.decode_layers) and planner.num_devices == 1
     in_sampling = int(filters and has_kernel)
-    are_peers = planner.num_devices > 1 and config.all_reduce == "peers"
+    are_peers = _are_peers(planner)
     by_peers = int(are_peers and report.is_step)  # the best tokens
     if report.kind.startswith("decode") and config.decode_layers == "cuda" and report.size <= MAX_FUSED_TOKENS:
         by_peers += int(are_peers)  # the embedding
@@ -125,11 +125,14 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     return in_sampling + by_peers + heads_and_attention
 
 
+def _are_peers(planner: Planner) -> bool:
+    return planner.num_devices > 1 and planner.config.all_reduce == "peers"
+
+
 def _adds_by_peers(planner: Planner, report: ProgramReport) -> bool:
     """Whether peers add up what the layers of a step have."""
     num_bytes = report.size * planner.model.embed_dim * planner.dtype.itemsize
-    are_peers = planner.num_devices > 1 and planner.config.all_reduce == "peers"
-    return are_peers and num_bytes <= peer_bytes(planner.num_devices)
+    return _are_peers(planner) and num_bytes <= peer_bytes(planner.num_devices)
 
 
 def cache_that_fits(planner: Planner, report: ProgramReport, cache_bytes: int) -> int:

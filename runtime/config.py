@@ -267,7 +267,7 @@ class ServeConfig:
     all_reduce: str = option(
         "auto",
         "how the shards of a GPU mesh add up; peers: by stores into each other's memory, inside the fused layers; "
-        "auto: peers where they reach each other's memory",
+        "auto: peers on two and four GPUs of one process that reach it",
         ("auto", "xla", "peers"),
     )
     dispatch_threads: bool = option(True, "on several GPUs, XLA dispatches to each from a thread of its own")

@@ -149,7 +149,7 @@ def _peers_refusal(mesh: Mesh) -> str | None:
     try:
         peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
     except (peers_gpu.PeersError, build.KernelBuildError) as error:
-        _log.warning("the GPUs are no peers, XLA adds up, which is slower: %s", error)
+        _log.warning("the GPUs cannot be peers, and XLA's sums are slower: %s", error)
         return str(error)
     return None
 
@@ -169,7 +169,7 @@ def _sums_refusal(mesh: Mesh) -> str | None:
     if num_wrong == 0:
         return None
     reason = f"{num_wrong} elements of sums were wrong"
-    _log.warning("the GPUs do not add up as peers, XLA does, which is slower: %s", reason)
+    _log.warning("the GPUs do not add up as peers, and XLA's sums are slower: %s", reason)
     return reason
 
 

@@ -69,7 +69,7 @@ def test_gpus_that_are_no_peers_add_up_by_xla(host: pytest.MonkeyPatch, caplog: 
     host.setattr(kernel_choice.peers_gpu, "open_peers", refuse)
     with caplog.at_level(logging.WARNING):
         assert all_reduce_here() == "xla"
-    assert "the GPUs are no peers, XLA adds up, which is slower: no peer access" in caplog.text
+    assert "the GPUs cannot be peers, and XLA's sums are slower: no peer access" in caplog.text
 
 
 def test_a_start_tries_sums_once_and_a_change_of_degree_none(host: pytest.MonkeyPatch) -> None:
