@@ -299,23 +299,32 @@ class Step {
 
   // Ranges of k, as measured on H200s for the shapes of Qwen3 and their shards. Two blocks fit on an SM; some three
   // quarters of the places leave room for the next kernel's weights: as many ranges as fill these, of 8 blocks of k or
-  // more, and of 24 where they are uneven. Too few blocks for the GPU are worse than ranges of 4.
-  static int choose_splits(int tiles, int k_blocks, bool is_narrow) {
-    constexpr int kFewestBlocks = 120, kMostBlocks = 224, kMostUnevenBlocks = 208;
+  // more, longer where they are uneven. Too few blocks for the GPU are worse than ranges of 4. `tokens` is the kernel's N.
+  static int choose_splits(int tiles, int k_blocks, int tokens) {
+    constexpr int kFewestBlocks = 120, kMostBlocks = 224, kMostUnevenBlocks = 208, kPlaces = 2 * kMultiprocessors;
+    const bool is_narrow = tokens <= 16;
+    const int uneven_range = is_narrow ? 24 : 12, short_range = is_narrow ? 16 : tokens == 32 ? 20 : 24;
     int splits = 1;
     for (int s = 2; s <= kMaxSplits; ++s) {
       const int range = k_blocks / s;
       const bool fits = k_blocks % s == 0 ? tiles * s <= kMostBlocks && range >= 8
-                                          : tiles * s <= kMostUnevenBlocks && range >= 24;
+                                          : tiles * s <= kMostUnevenBlocks && range >= uneven_range &&
+                                                (is_narrow || tiles * s > kMultiprocessors);
       const bool is_power = (s & (s - 1)) == 0, is_needed = tiles * splits < kFewestBlocks && is_power && range >= 4;
       if (fits || is_needed) splits = s;
     }
-    // More than run at once, where the ranges stay long, or are not short and fill the SMs more evenly. Many tokens make
-    // a range dearer.
-    const int range = k_blocks / (2 * splits), blocks = tiles * splits;
-    if (2 * splits > kMaxSplits || blocks <= kMultiprocessors || blocks >= 2 * kMultiprocessors) return splits;
-    const bool is_evener = evenness(2 * blocks) > evenness(blocks) + 0.1;
-    return range >= 40 || (range >= (is_narrow ? 16 : 24) && is_evener) ? 2 * splits : splits;
+    auto blocks = [&] { return tiles * splits; };
+    auto halved_range = [&] { return 2 * splits > kMaxSplits ? 0 : k_blocks / (2 * splits); };
+    // From 32 tokens on uneven ranges cost less than one block alone on each SM.
+    if (!is_narrow && blocks() > kFewestBlocks && blocks() <= kMultiprocessors && splits < kMaxSplits) ++splits;
+    // More than run at once, where the ranges stay long, or are not short and fill the SMs more evenly.
+    if (blocks() > kMultiprocessors && blocks() < kPlaces) {
+      const bool is_evener = evenness(2 * blocks()) > evenness(blocks()) + 0.1;
+      if (halved_range() >= 40 || (halved_range() >= short_range && is_evener)) splits *= 2;
+    }
+    // In several waves the last one ends sooner where blocks are short.
+    if (tokens == 32 && blocks() >= kPlaces && halved_range() >= 16) splits *= 2;
+    return splits;
   }
 
   // The SMs' mean share of the blocks over the largest.
@@ -327,7 +336,7 @@ class Step {
   void project_tiled(const char* name, ArgsOf<E>& args, const bf16* matrix, int rows, int columns,
                      const bf16* input, int tiles, int splits) {
     args.k_blocks = columns / kBlockK;
-    if (splits == 0) splits = choose_splits(tiles, args.k_blocks, kIsNarrow<N>);
+    if (splits == 0) splits = choose_splits(tiles, args.k_blocks, N);
     args.splits = splits;
     if (splits > std::min(kMaxSplits, args.k_blocks)) {
       if (error_.empty()) error_ = std::string(name) + ": at most one range for each 64 columns, and at most 8";

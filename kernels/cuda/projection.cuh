@@ -196,6 +196,10 @@ __device__ __forceinline__ void store_bf16x4(bf16* to, float4 v) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
 }
 
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
 __device__ __forceinline__ float sum_of_squares(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
 
 __device__ __forceinline__ float4 shuffle_xor(float4 v, int lanes) {
@@ -271,6 +275,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   constexpr int kInputBytes = N * kBlockK * 2;              // of a block
   constexpr int kChains = kIsNarrow<N> ? 2 : 1;             // of products: short ones hide each other's latency
   constexpr int kTogether = N < 64 ? 1 : 2;                 // tokens of a warp whose loads are in flight together
+  constexpr int kPartsTogether = kMaxSplits / kTogether;    // and of each, the sums of so many blocks
   extern __shared__ __align__(1024) uint8_t ring[];
 
   // The shuffle tells the compiler that a warp does not diverge by its number, which wgmma needs.
@@ -349,7 +354,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     if (is_cluster) {
       cluster_wait();
       if (!kIsNarrow<N>) cluster_sync_shared();
-      if (!kIsNarrow<N>) cluster_sync_shared();
+      if (!kIsNarrow<N>) cluster_sync();
     }
     return;
   }
@@ -363,7 +368,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     if (is_cluster) cluster_wait();
     if (is_cluster && !kIsNarrow<N>) {
       cluster_sync_shared();
-      cluster_sync_shared();
+      cluster_sync();
     } else {
       sync_threads(2, kConsumers + 32);
     }
@@ -377,7 +382,13 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   const LaneRows rows = lane_rows<E>(args, tile, lane);
   wait_for_previous_kernel();
   EpilogueOperands operands[kTogether] = {};
-  if (kIsNarrow<N> && first_n < N) operands[0] = load_operands<E>(args, tile, first_token + first_n, lane);
+  auto fetch_operands = [&](int n) {
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      if (n + u * token_step < N) operands[u] = load_operands<E>(args, tile, first_token + n + u * token_step, lane);
+    }
+  };
+  fetch_operands(first_n);
 
   if (is_resident) {
     load_resident_input<N>(args, first_token, k_begin, k_end - k_begin, resident);
@@ -455,58 +466,80 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   }
   if (kIsNarrow<N> && is_cluster) barrier_wait(sums_full, 0);
 
+  auto finish = [&](int n, float4 sum, const EpilogueOperands& operands) {
+    const int token = first_token + n;
+    if (args.sums_in != nullptr) {
+      float scale = inverse_rms[n];
+      sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
+    }
+    if constexpr (E == Epilogue::kResidual) {
+      finish_residual(args, tile, token, lane, sum, rows, operands);
+    } else if constexpr (E == Epilogue::kGateUp) {
+      finish_gate_up(args, tile, token, lane, sum);
+    } else if constexpr (E == Epilogue::kShare) {
+      finish_share(args, tile, token, lane, sum);
+    } else {
+      finish_qkv(args, token, sum, rows, operands, cache_offsets[n]);
+    }
+  };
+
   int n = first_n;
+  if constexpr (kIsNarrow<N>) {
+#pragma unroll 1
+    while (n < N && first_token + n < args.batch) {
+      float4 total = {};
+#pragma unroll 1
+      for (int r = 0; r < splits; ++r) {
+        int slot = r * split_tokens(N, splits) + n / splits;
+        total = add(total, load_shared_float4(received + (slot * kSumStride + 4 * lane) * 4));
+      }
+      finish(n, total, operands[0]);
+      n += token_step;
+      if (n < N) operands[0] = load_operands<E>(args, tile, first_token + n, lane);
+    }
+    return;
+  }
+
+  // All parts of a token's sum are asked for at once. A block stays until the others have read its part, and no longer:
+  // none of them waits for what another one makes of the sum.
+  bool is_waited_for = is_cluster;
 #pragma unroll 1
   while (n < N && first_token + n < args.batch) {
-    if constexpr (!kIsNarrow<N>) {
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        if (n + u * token_step < N) {
-          operands[u] = load_operands<E>(args, tile, first_token + n + u * token_step, lane);
-        }
-      }
-    }
     float4 total[kTogether] = {};
 #pragma unroll 1
-    for (int r = 0; r < splits; ++r) {
+    for (int first = 0; first < splits; first += kPartsTogether) {
+      float4 parts[kTogether][kPartsTogether] = {};
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-        if (n + u * token_step >= N) continue;
-        float4 part;
-        if constexpr (kIsNarrow<N>) {
-          int slot = r * split_tokens(N, splits) + n / splits;
-          part = load_shared_float4(received + (slot * kSumStride + 4 * lane) * 4);
-        } else {
+      for (int r = 0; r < kPartsTogether; ++r) {
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          if (first + r >= splits || n + u * token_step >= N) continue;
           uint32_t at = ring_address + ((n + u * token_step) * kSumStride + 4 * lane) * 4;
-          part = is_cluster ? load_cluster_float4(address_in_cluster(at, r)) : load_shared_float4(at);
+          parts[u][r] = load_cluster_float4(address_in_cluster(at, first + r));
         }
-        total[u] = make_float4(total[u].x + part.x, total[u].y + part.y, total[u].z + part.z, total[u].w + part.w);
       }
+#pragma unroll
+      for (int r = 0; r < kPartsTogether; ++r) {
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) total[u] = add(total[u], parts[u][r]);
+      }
+    }
+    const int next_n = n + kTogether * token_step;
+    const bool is_last = next_n >= N || first_token + next_n >= args.batch;
+    if (is_last && is_waited_for) {
+      cluster_arrive_having(total[0].x + total[kTogether - 1].x);
+      is_waited_for = false;
     }
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
-      if (n < N && first_token + n < args.batch) {
-        const int token = first_token + n;
-        float4 sum = total[u];
-        if (args.sums_in != nullptr) {
-          float scale = inverse_rms[n];
-          sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
-        }
-        if constexpr (E == Epilogue::kResidual) {
-          finish_residual(args, tile, token, lane, sum, rows, operands[u]);
-        } else if constexpr (E == Epilogue::kGateUp) {
-          finish_gate_up(args, tile, token, lane, sum);
-        } else if constexpr (E == Epilogue::kShare) {
-          finish_share(args, tile, token, lane, sum);
-        } else {
-          finish_qkv(args, token, sum, rows, operands[u], cache_offsets[n]);
-        }
-      }
-      n += token_step;
+      const int m = n + u * token_step;
+      if (m < N && first_token + m < args.batch) finish(m, total[u], operands[u]);
     }
-    if (kIsNarrow<N> && n < N) operands[0] = load_operands<E>(args, tile, first_token + n, lane);
+    n = next_n;
+    if (!is_last) fetch_operands(n);
   }
-  if (!kIsNarrow<N> && is_cluster) cluster_sync_shared();  // other blocks have read this one's sums
+  if (is_waited_for) cluster_arrive();  // this warp had nothing to read
+  if (is_cluster) cluster_wait();
 }
 
 }  // namespace meshserve

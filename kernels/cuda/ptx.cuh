@@ -93,7 +93,11 @@ __device__ __forceinline__ void fence_shared_before_copies() {
 // say nothing of memory, and what a cluster passes on in shared memory has a fence of its own.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// All blocks have got here; each sees what the others wrote to shared memory before, and what they read is read.
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+// All blocks have got here; each sees what the others wrote to shared memory before.
 __device__ __forceinline__ void cluster_sync_shared() {
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
   asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
@@ -104,6 +108,15 @@ __device__ __forceinline__ void cluster_sync_shared() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
   cluster_wait();
 #endif
+}
+// Arrives when `value`, which a load brought, is there: whoever waits may leave, and its shared memory with it.
+__device__ __forceinline__ void cluster_arrive_having(float value) {
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.eq.u32 p, %0, 0xFFFFFFFF;\n"
+      "@p nanosleep.u32 1;\n"
+      "barrier.cluster.arrive.relaxed;\n}\n" ::"r"(__float_as_uint(value))
+      : "memory");
 }
 __device__ __forceinline__ uint32_t address_in_cluster(uint32_t address, uint32_t rank) {
   uint32_t remote;
