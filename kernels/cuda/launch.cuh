@@ -316,7 +316,8 @@ class Step {
     auto blocks = [&] { return tiles * splits; };
     auto halved_range = [&] { return 2 * splits > kMaxSplits ? 0 : k_blocks / (2 * splits); };
     // From 32 tokens on uneven ranges cost less than one block alone on each SM.
-    if (!is_narrow && blocks() > kFewestBlocks && blocks() <= kMultiprocessors && splits < kMaxSplits) ++splits;
+    const bool is_one_each = blocks() > kFewestBlocks && blocks() <= kMultiprocessors;
+    if (!is_narrow && is_one_each && splits < kMaxSplits && k_blocks / (splits + 1) >= 3) ++splits;
     // More than run at once, where the ranges stay long, or are not short and fill the SMs more evenly.
     if (blocks() > kMultiprocessors && blocks() < kPlaces) {
       const bool is_evener = evenness(2 * blocks()) > evenness(blocks()) + 0.1;
