@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout, shard_layout
-from meshserve.sharding.memory import added_bytes, shard_bytes
+from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
 from meshserve.sharding.mesh import named_sharding
 from meshserve.sharding.targets import Target
 
@@ -41,7 +41,6 @@ from .step import (
 )
 
 KnownKey = tuple[str, str]  # a target and a program's text before it is compiled
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,7 +227,7 @@ def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if _OUT_OF_MEMORY in str(error):
+        if is_out_of_memory(error):
             raise OutOfMemoryError(str(error)) from None
         raise
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.sharding.layout import ShardLayout
-from meshserve.sharding.memory import added_bytes, shard_bytes
+from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 from meshserve.sharding.targets import compiler_options
 
@@ -299,9 +299,23 @@ class StepRunner:
         self.compile_seconds = time.monotonic() - started
 
     def start(self, params: nnx.State) -> None:
-        """Takes the parameters and allocates the cache; from now on it can run."""
+        """Takes the parameters and allocates the cache; from now on it can run.
+
+        Raises:
+          MemoryError: the devices do not have the room in one piece; says what to do.
+        """
         self._params = params
-        self._state, self._kept = self._allocate()
+        try:
+            self._state, self._kept = jax.block_until_ready(self._allocate())
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            size = shard_bytes(self._shapes.cache) / (1 << 30)
+            raise MemoryError(
+                f"a cache of {self._shapes.cache.shape[1]} pages takes {size:.2f} GiB of each device in one piece, which "
+                "was not to be had: lower --memory-fraction or --num-pages, and leave XLA_PYTHON_CLIENT_PREALLOCATE "
+                f"unset, as memory taken bit by bit falls into pieces ({error})."
+            ) from None
         self._weights: tuple[jax.Array, ...] = weights_of(params)
         if self._controls is not None:
             self._controls.allocate()

@@ -47,6 +47,11 @@ def num_pages_that_fit(mesh: Mesh, fraction: float, page_bytes: int, kept_bytes:
     return available // page_bytes
 
 
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether a device, or the compiler for one, has too little room."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def shard_bytes(arrays: object) -> int:
     """Bytes that a tree of arrays takes on one device."""
     leaves = jax.tree.leaves(arrays)

@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.extend.core import Jaxpr
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from meshserve.kernels.paged_attention import implementation
 from meshserve.runtime.batch import Bucket
 from meshserve.runtime.config import ModelConfig
 from meshserve.runtime.kept import kept_shapes
-from meshserve.runtime.model import Kernels, abstract_model
+from meshserve.runtime.model import Kernels, abstract_model, specs_of
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.request import SamplingMode
 from meshserve.runtime.step import (
     CacheShape,
     DeviceState,
+    StepRunner,
     cache_page_bytes,
     sharded_step,
     state_shapes,
@@ -186,3 +187,23 @@ def test_kept_outputs_are_written_where_they_lay():
     plain = case.program(bucket).lower(*case.arguments(bucket=bucket)).compile().memory_analysis()
     in_place = compiled.memory_analysis().alias_size_in_bytes - plain.alias_size_in_bytes
     assert in_place == logits_bytes + hidden_bytes
+
+
+def test_a_cache_without_room_ends_the_start_and_says_what_to_do():
+    case, bucket = Case(TINY, 2), Bucket(num_tokens=4, num_requests=2, num_new_pages=2)
+    structure, params = case.params()
+    placed = jax.tree.map(
+        lambda shape, spec: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(case.mesh, spec)),
+        params,
+        specs_of(params),
+    )
+    runner = StepRunner(
+        structure=structure,
+        params=placed,
+        state_shapes=case.state(CacheShape(num_pages=1 << 30, page_size=1 << 20, max_running=2, max_request_pages=3)),
+        kernels=Kernels(attend=implementation("reference")),
+        buckets=(bucket,),
+        mesh=case.mesh,
+    )
+    with pytest.raises(MemoryError, match=r"a cache of \d+ pages takes .* GiB of each device.*lower --memory-fraction"):
+        runner.start(params)
