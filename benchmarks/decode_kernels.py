@@ -1,10 +1,14 @@
 """Times a decode step's kernels with random weights at the shapes of real models, on one GPU.
 
     python -m meshserve.benchmarks.decode_kernels --model qwen3-8b --batch 1 32 128 --what step stack parts
+    python -m meshserve.benchmarks.decode_kernels --model qwen3-32b --tp 4 --batch 32 --what stack splits --seconds 0.2
 
 step       embedding, all layers, final norm, head, argmax; the token goes back in on the device
 stack      all layers, in one call
+splits     the same with every number of ranges that a projection can be cut into, one projection at a time
 parts      each projection as a call of its own, as on a mesh: a row of L calls
+
+With --tp N the shapes are those of one shard of N, alone: nothing is added up over a mesh.
 
 Attention alone is `meshserve bench kernels`.
 
@@ -46,6 +50,16 @@ class Model:
     def q_columns(self) -> int:
         return self.kv_heads * self.group * self.head_dim
 
+    def shard(self, tp: int, layers: int) -> "Model":
+        """One of `tp`, which divides the KV heads; with fewer layers, if `layers` says so."""
+        if self.kv_heads % tp or self.mlp % (64 * tp):
+            raise SystemExit(
+                f"--tp {tp} does not divide {self.kv_heads} KV heads and an MLP of {self.mlp} in blocks of 64"
+            )
+        return dataclasses.replace(
+            self, layers=layers or self.layers, kv_heads=self.kv_heads // tp, mlp=self.mlp // tp, vocab=self.vocab // tp
+        )
+
     def part_bytes(self) -> dict[str, int]:
         """Of one layer's weights."""
         qkv_rows = self.kv_heads * (self.group + 2) * self.head_dim
@@ -63,7 +77,10 @@ class Model:
 
 MODELS = {
     "qwen3-0.6b": Model(layers=28, embed=1024, kv_heads=8, group=2, head_dim=128, mlp=3072),
+    "qwen3-1.7b": Model(layers=28, embed=2048, kv_heads=8, group=2, head_dim=128, mlp=6144),
+    "qwen3-4b": Model(layers=36, embed=2560, kv_heads=8, group=4, head_dim=128, mlp=9728),
     "qwen3-8b": Model(layers=36, embed=4096, kv_heads=8, group=4, head_dim=128, mlp=12288),
+    "qwen3-14b": Model(layers=40, embed=5120, kv_heads=8, group=5, head_dim=128, mlp=17408),
     "qwen3-32b": Model(layers=64, embed=5120, kv_heads=8, group=8, head_dim=128, mlp=25600),
 }
 
@@ -95,7 +112,8 @@ class Bench:
     """One model's weights, and the rows measured so far."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        self.name, self.model, self.arguments = name, MODELS[name], arguments
+        self.name, self.arguments = name, arguments
+        self.model = MODELS[name].shard(arguments.tp, arguments.layers)
         self.rows: list[dict[str, Any]] = []
         self.frequencies = jnp.asarray(
             1e6 ** (-np.arange(0, self.model.head_dim, 2) / self.model.head_dim), jnp.float32
@@ -113,7 +131,8 @@ class Bench:
         median, p10, p90 = (float(np.percentile(figures, q)) for q in (50, 10, 90))
         bandwidth = num_bytes / median / 1e9
         row = {
-            "model": self.name, "what": what, "batch": batch, "context": context, "ms": median, "p10": p10, "p90": p90,
+            "model": self.name, "tp": self.arguments.tp, "what": what, "batch": batch, "context": context,
+            "ms": median, "p10": p10, "p90": p90,
             "bytes": num_bytes, "tb_per_s": bandwidth, "of_roofline": bandwidth / self.arguments.bandwidth,
             "page_size": self.arguments.page_size, "device": jax.devices()[0].device_kind, **more,
         }  # fmt: skip
@@ -145,6 +164,11 @@ class Bench:
 
         figures = self.time(lambda state: run(self.weights, state[1], x), (x, cache))
         self.record("stack", batch, context, self.layer_bytes(batch, context), figures, **more)
+
+    def splits(self, batch: int, context: int) -> None:
+        for part in self.model.part_bytes():
+            for num in range(1, 9):
+                self.stack(batch, context, gpu.LaunchShape(**{f"{part}_splits": num}), **{part: num})
 
     def step(self, batch: int, context: int) -> None:
         cache, where = random_cache(self.model, self.model.layers, batch, context, self.arguments.page_size)
@@ -219,9 +243,11 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3-8b"])
-    parser.add_argument("--what", nargs="+", choices=("step", "stack", "parts", "head"), default=["step"])
+    parser.add_argument("--what", nargs="+", choices=("step", "stack", "splits", "parts", "head"), default=["step"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--context", nargs="+", type=int, default=[1024], help="tokens of every request")
+    parser.add_argument("--tp", type=int, default=1, help="time one shard of so many")
+    parser.add_argument("--layers", type=int, default=0, help="of each model; 0: all")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--implementation", default="cuda", help="of the step's layers")
     parser.add_argument("--rounds", type=int, default=15)

@@ -312,9 +312,10 @@ class StepRunner:
                 raise
             size = shard_bytes(self._shapes.cache) / (1 << 30)
             raise MemoryError(
-                f"a cache of {self._shapes.cache.shape[1]} pages takes {size:.2f} GiB of each device in one piece, which "
-                "was not to be had: lower --memory-fraction or --num-pages, and leave XLA_PYTHON_CLIENT_PREALLOCATE "
-                f"unset, as memory taken bit by bit falls into pieces ({error})."
+                f"a cache of {self._shapes.cache.shape[1]} pages takes {size:.2f} GiB of each device in one piece, "
+                "which was not to be had: lower --memory-fraction or --num-pages, and leave "
+                "XLA_PYTHON_CLIENT_PREALLOCATE unset, as memory taken bit by bit falls into pieces "
+                f"({error})."
             ) from None
         self._weights: tuple[jax.Array, ...] = weights_of(params)
         if self._controls is not None:
