@@ -466,20 +466,20 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   }
   if (kIsNarrow<N> && is_cluster) barrier_wait(sums_full, 0);
 
-  auto finish = [&](int n, float4 sum, const EpilogueOperands& operands) {
+  auto finish = [&](int n, float4 sum, const EpilogueOperands& fetched) {
     const int token = first_token + n;
     if (args.sums_in != nullptr) {
       float scale = inverse_rms[n];
       sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
     }
     if constexpr (E == Epilogue::kResidual) {
-      finish_residual(args, tile, token, lane, sum, rows, operands);
+      finish_residual(args, tile, token, lane, sum, rows, fetched);
     } else if constexpr (E == Epilogue::kGateUp) {
       finish_gate_up(args, tile, token, lane, sum);
     } else if constexpr (E == Epilogue::kShare) {
       finish_share(args, tile, token, lane, sum);
     } else {
-      finish_qkv(args, token, sum, rows, operands, cache_offsets[n]);
+      finish_qkv(args, token, sum, rows, fetched, cache_offsets[n]);
     }
   };
 
