@@ -181,17 +181,13 @@ def test_commands_in_scripts_and_the_runbook_have_flags_that_there_are():
 
 @pytest.mark.parametrize("name", ["cuda", "tpu"])
 def test_images_pin_what_they_install(name: str):
-    dockerfile = (DEPLOY / "docker" / f"Dockerfile.{name}").read_text()
-    extras = re.findall(r'"\.\[(.+)\]"', dockerfile)[0].split(",")
-    python = {"python_version": re.findall(r"^FROM python:(\d+\.\d+)", dockerfile, re.MULTILINE)[0]}
+    extras = re.findall(r'"\.\[(.+)\]"', (DEPLOY / "docker" / f"Dockerfile.{name}").read_text())[0].split(",")
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     pinned = dict(
         line.split("==") for line in (DEPLOY / "docker" / f"constraints-{name}.txt").read_text().splitlines() if line
     )
     for requirement in map(Requirement, wanted):
-        if requirement.marker is not None and not requirement.marker.evaluate(python):
-            continue
         assert requirement.specifier.contains(pinned[requirement.name.lower()]), requirement
 
 
