@@ -5,6 +5,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime import cli
@@ -179,16 +181,60 @@ def test_commands_in_scripts_and_the_runbook_have_flags_that_there_are():
         assert flags_in(command) <= known, command
 
 
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """What a Dockerfile installs."""
+
+    python: str
+    requirements: tuple[str, ...]
+    constraints: Path
+
+    @classmethod
+    def named(cls, name: str) -> "Image":
+        dockerfile = (DEPLOY / "docker" / f"Dockerfile.{name}").read_text()
+        extras = re.findall(r'"\.\[(.+)\]"', dockerfile)[0].split(",")
+        project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
+        optional = [line for extra in extras for line in project["optional-dependencies"][extra]]
+        return cls(
+            python=re.findall(r"^FROM python:(\d+\.\d+)", dockerfile, re.MULTILINE)[0],
+            requirements=(*project["dependencies"], *optional),
+            constraints=DEPLOY / "docker" / f"constraints-{name}.txt",
+        )
+
+    @property
+    def pins(self) -> dict[str, str]:
+        return dict(line.split("==") for line in self.constraints.read_text().splitlines() if line)
+
+
 @pytest.mark.parametrize("name", ["cuda", "tpu"])
 def test_images_pin_what_they_install(name: str):
-    extras = re.findall(r'"\.\[(.+)\]"', (DEPLOY / "docker" / f"Dockerfile.{name}").read_text())[0].split(",")
-    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
-    pinned = dict(
-        line.split("==") for line in (DEPLOY / "docker" / f"constraints-{name}.txt").read_text().splitlines() if line
+    image = Image.named(name)
+    for requirement in map(Requirement, image.requirements):
+        assert requirement.specifier.contains(image.pins[requirement.name.lower()]), requirement
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["cuda", "tpu"])
+def test_pins_go_together_and_nothing_else_is_installed(name: str, tmp_path: Path):
+    """Asks the package index, as wheels of the image's Python alone. Minutes."""
+    pytest.importorskip("promql_parser", reason="make test-deploy installs it")
+    image, report = Image.named(name), tmp_path / "report.json"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run"),
+            *("--report", str(report), "--target", str(tmp_path / "nowhere")),
+            # pip holds what a package asks of Python against its own, so only wheels tell whether there is one for the image's.
+            *("--python-version", image.python, "--only-binary", ":all:", "--ignore-requires-python"),
+            *("--constraint", str(image.constraints), *image.requirements),
+        ],
+        check=True,
     )
-    for requirement in map(Requirement, wanted):
-        assert requirement.specifier.contains(pinned[requirement.name.lower()]), requirement
+    installed = {
+        canonicalize_name(package["metadata"]["name"]): package["metadata"]["version"]
+        for package in json.loads(report.read_text())["install"]
+    }
+    pins = {canonicalize_name(package): version for package, version in image.pins.items()}
+    assert installed.items() <= pins.items()
 
 
 SCRIPTS = {"slurm/serve.sbatch": ("SLURM_JOB_NUM_NODES", "2"), "tpu/start.sh": ("TPU_WORKER_HOSTNAMES", "a,b")}
