@@ -223,7 +223,7 @@ def test_pins_go_together_and_nothing_else_is_installed(name: str, tmp_path: Pat
         [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run"),
             *("--report", str(report), "--target", str(tmp_path / "nowhere")),
-            # pip holds what a package asks of Python against its own, so only wheels tell whether there is one for the image's.
+            # pip holds what a package asks of Python against its own: whether there is a wheel for the image's must do.
             *("--python-version", image.python, "--only-binary", ":all:", "--ignore-requires-python"),
             *("--constraint", str(image.constraints), *image.requirements),
         ],
