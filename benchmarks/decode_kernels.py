@@ -138,7 +138,7 @@ class Bench:
         }  # fmt: skip
         self.rows.append(row)
         print(
-            f"{self.name:11} {what:18} batch {batch:4} context {context:6}  {median:8.4f} ms"
+            f"{self.name:11} tp {self.arguments.tp} {what:18} batch {batch:4} context {context:6}  {median:8.4f} ms"
             f"  (P10 {p10:.4f}, P90 {p90:.4f})  {bandwidth:5.3f} TB/s  {100 * row['of_roofline']:5.1f} %"
             + "".join(f"  {key} {value}" for key, value in more.items()),
             flush=True,

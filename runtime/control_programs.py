@@ -204,10 +204,11 @@ class Controls:
         return self._declared.scratch_bytes({key: added_bytes(program) for key, program in self._programs.items()})
 
     def allocate(self) -> None:
-        """Takes the memory for the state."""
+        """Takes the memory for the state, and waits for it."""
         self._state = self._programs["allocate", 0]()
         # What rows without a grammar may take: all. Kept on the devices, so that it need not travel every step.
         self._no_masks = {size: self._programs["no masks", size]() for size in self._declared.sampler_sizes}
+        jax.block_until_ready((self._state, self._no_masks))
 
     def release(self) -> None:
         """Gives the memory back."""

@@ -307,19 +307,19 @@ class StepRunner:
         self._params = params
         try:
             self._state, self._kept = jax.block_until_ready(self._allocate())
+            if self._controls is not None:
+                self._controls.allocate()
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             size = shard_bytes(self._shapes.cache) / (1 << 30)
             raise MemoryError(
                 f"a cache of {self._shapes.cache.shape[1]} pages takes {size:.2f} GiB of each device in one piece, "
-                "which was not to be had: lower --memory-fraction or --num-pages, and leave "
-                "XLA_PYTHON_CLIENT_PREALLOCATE unset, as memory taken bit by bit falls into pieces "
+                "which, with what controls keep beside it, was not to be had: lower --memory-fraction or --num-pages, "
+                "and leave XLA_PYTHON_CLIENT_PREALLOCATE unset, as memory taken bit by bit falls into pieces "
                 f"({error})."
             ) from None
         self._weights: tuple[jax.Array, ...] = weights_of(params)
-        if self._controls is not None:
-            self._controls.allocate()
 
     @property
     def dtype(self) -> jnp.dtype:

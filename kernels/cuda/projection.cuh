@@ -32,8 +32,8 @@ constexpr int kMaxResidentBytes = 8 * 1024;
 constexpr int kSumStride = kTileRows + 4;   // floats of a row of the partial sums: 4 more keep the banks apart
 constexpr int kMaxSplits = 8;               // blocks of a cluster that any Hopper GPU takes
 
-// Few tokens: latency counts. The sums of the splits go to a buffer of their own and the epilogue's operands are
-// fetched before the products. Many: the sums go to where the ring was, as shared memory and registers are short.
+// Few tokens: latency counts, and the sums of the splits go to a buffer of their own. Many: they go to where the ring
+// was, as shared memory is short.
 template <int N>
 constexpr bool kIsNarrow = N <= 16;
 // After the ring: barriers, 1 / rms and cache row of each token; then the narrow kernels' buffer of sums.
@@ -495,12 +495,12 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       }
       finish(n, total, operands[0]);
       n += token_step;
-      if (n < N) operands[0] = load_operands<E>(args, tile, first_token + n, lane);
+      fetch_operands(n);
     }
     return;
   }
 
-  // All parts of a token's sum are asked for at once. A block stays until the others have read its part, and no longer:
+  // All parts of a token's sum are asked for at once; a block alone is a cluster of one. A block stays until the others have read its part, and no longer:
   // none of them waits for what another one makes of the sum.
   bool is_waited_for = is_cluster;
 #pragma unroll 1
