@@ -116,7 +116,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode-layers", default="auto", help="cuda, reference, off or auto (%(default)s)")
     parser.add_argument("--attention", default="auto", help="cuda, reference or auto (%(default)s)")
     parser.add_argument("--sums", action="store_true", help="time the sums over the mesh, not steps")
-    parser.add_argument("--kilobytes", nargs="+", type=float, default=[4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
+    sizes = [*(2.0**power for power in range(2, 13)), 32768.0]
+    parser.add_argument("--kilobytes", nargs="+", type=float, default=sizes, help="of a sum (%(default)s)")
     parser.add_argument("--check-seconds", type=float, default=0.0, help="of each degree: check instead")
     parser.add_argument("--all-reduce", default="auto", help="peers, xla or auto (%(default)s)")
     parser.add_argument("--one-dispatcher", action="store_true", help="one thread dispatches to all GPUs")

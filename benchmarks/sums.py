@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.kernels.peers import takes_sum
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 from .timing import time_steps
@@ -37,8 +38,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for tp in options.tp:
         mesh = make_mesh(tp)
-        timed = {"nothing": lambda x: x, **implementations(mesh, options.all_reduce)}
         for kilobytes in options.kilobytes:
+            timed = {"nothing": lambda x: x, **implementations(mesh, options.all_reduce, _num_bytes(kilobytes))}
             per_call = {name: _time_chain(options, mesh, _num_elements(kilobytes), add) for name, add in timed.items()}
             base = per_call.pop("nothing")
             row = {"tp": tp, "kilobytes": kilobytes, **{name: 1000 * (ms - base) for name, ms in per_call.items()}}
@@ -56,7 +57,11 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
         mesh = make_mesh(tp)
         for name, add in implementations(mesh, options.all_reduce).items():
             tolerance = 0.0 if name == "peers" else tp * _HALF_STEP
-            programs = [wrong_elements(mesh, add, _num_elements(size), tolerance) for size in options.kilobytes]
+            programs = [
+                wrong_elements(mesh, add, _num_elements(size), tolerance)
+                for size in options.kilobytes
+                if name in implementations(mesh, options.all_reduce, _num_bytes(size))
+            ]
             num_wrong = num_sums = 0
             began = time.monotonic()
             while (seconds := time.monotonic() - began) < options.check_seconds:
@@ -73,19 +78,24 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def implementations(mesh: Mesh, all_reduce: str = "auto") -> Mapping[str, Sum]:
-    """Those that run here, or the one that serves with such an `all_reduce`; call them inside `shard_map`."""
+def implementations(mesh: Mesh, all_reduce: str = "auto", num_bytes: int = 0) -> Mapping[str, Sum]:
+    """Those that run here and take so many bytes, or the one that serves with such an `all_reduce`; call them inside
+    `shard_map`."""
     found: dict[str, Sum] = {}
     if all_reduce != "peers":
         found["psum"] = lambda x: jax.lax.psum(x, TENSOR_AXIS)
-    if all_reduce != "xla" and mesh.devices.flat[0].platform == "gpu":
+    if all_reduce != "xla" and mesh.devices.flat[0].platform == "gpu" and takes_sum(num_bytes, mesh.size):
         peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
         found["peers"] = partial(peers_gpu.peer_sum, peers=peers)
     return found
 
 
+def _num_bytes(kilobytes: float) -> int:
+    return int(kilobytes * 1024)
+
+
 def _num_elements(kilobytes: float) -> int:
-    return int(kilobytes * 1024) // 2
+    return _num_bytes(kilobytes) // 2
 
 
 def _time_chain(options: argparse.Namespace, mesh: Mesh, num_elements: int, add: Sum) -> float:

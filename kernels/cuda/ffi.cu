@@ -258,7 +258,29 @@ ffi::Error single(cudaStream_t stream, In x, Out out, Ints ordinals) {
   return ffi::Error(ffi::ErrorCode::kInternal, cudaGetErrorString(status));
 }
 
-ffi::Error peer_sum(cudaStream_t stream, In x, Out out, Ints ordinals) { return single<true>(stream, x, out, ordinals); }
+ffi::Error two_shots(cudaStream_t stream, In x, Out out, Ints ordinals) {
+  TwoShotArgs args = {};
+  ffi::Error error = find_peers(ordinals, Channel::kTwoShot, 0, &args.peers);
+  if (error.failure()) return error;
+  const int num = args.peers.num;
+  if (!has_two_shots(num) || x.size_bytes() % (num * sizeof(uint4)) != 0) {
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "2 or 4 GPUs and a multiple of 16 bytes for each are needed");
+  }
+  for (size_t at = 0; at < x.size_bytes(); at += kTwoShotBytes) {
+    args.in = data<uint4>(x) + at / sizeof(uint4);
+    args.out = data<uint4>(out) + at / sizeof(uint4);
+    args.chunk = static_cast<int>(std::min(kTwoShotBytes, x.size_bytes() - at) / sizeof(uint4) / num);
+    const int blocks = std::min((args.chunk + kTwoShotThreads - 1) / kTwoShotThreads, kMaxPeerBlocks);
+    (num == 2 ? two_shot_kernel<2> : two_shot_kernel<4>)<<<blocks, kTwoShotThreads, 0, stream>>>(args);
+  }
+  cudaError_t status = cudaGetLastError();
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInternal, cudaGetErrorString(status));
+}
+
+ffi::Error peer_sum(cudaStream_t stream, In x, Out out, Ints ordinals) {
+  return x.size_bytes() <= kSlotBytes ? single<true>(stream, x, out, ordinals) : two_shots(stream, x, out, ordinals);
+}
 ffi::Error peer_exchange(cudaStream_t stream, In x, Out out, Ints ordinals) {
   return single<false>(stream, x, out, ordinals);
 }

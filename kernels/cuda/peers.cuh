@@ -18,17 +18,17 @@ constexpr uint32_t kEmpty = 0xFFFFFFFFu;      // two bfloat16 NaNs; the NaN that
 constexpr uint32_t kInsteadOfEmpty = 0x7FFF7FFFu;
 
 // Calls of several kernels and calls of one count their rounds apart: each has an inbox of its own.
-enum class Channel : int { kLayers, kSingle };
-constexpr int kChannels = 2;
+enum class Channel : int { kLayers, kSingle, kTwoShot };
+constexpr int kChannels = 3;
 
-// In a GPU's memory: rounds of Channel::kSingle, and the blocks of the running one that have ended.
+// In a GPU's memory, of a channel whose calls are one kernel: rounds so far, and the blocks of this call that have ended.
 struct RoundCounter {
   uint32_t round, blocks;
 };
 
 // One channel as one GPU sees it.
 struct Peers {
-  uint8_t* inboxes[kMaxPeers];  // of this rank, then of the next ones: [2 rounds, num slots, kSlotBytes]
+  uint8_t* inboxes[kMaxPeers];  // of this rank, then of the next ones: [2 rounds, num slots, kSlotBytes], or two_shot.cuh
   int num, rank;
   RoundCounter* counter;
   int* stalled;                 // in the host's memory, of each rank: 1 + the rank that it waited for in vain
@@ -41,21 +41,37 @@ struct Peers {
 };
 
 __device__ __forceinline__ bool is_empty(uint2 v) { return v.x == kEmpty || v.y == kEmpty; }
-__device__ __forceinline__ uint2 not_empty(uint2 v) {
-  return make_uint2(v.x == kEmpty ? kInsteadOfEmpty : v.x, v.y == kEmpty ? kInsteadOfEmpty : v.y);
+__device__ __forceinline__ bool is_empty(uint4 v) {
+  return v.x == kEmpty || v.y == kEmpty || v.z == kEmpty || v.w == kEmpty;
 }
+__device__ __forceinline__ uint32_t not_empty(uint32_t word) { return word == kEmpty ? kInsteadOfEmpty : word; }
+__device__ __forceinline__ uint2 not_empty(uint2 v) { return make_uint2(not_empty(v.x), not_empty(v.y)); }
+__device__ __forceinline__ uint4 not_empty(uint4 v) {
+  return make_uint4(not_empty(v.x), not_empty(v.y), not_empty(v.z), not_empty(v.w));
+}
+__device__ __forceinline__ void make_empty(uint2* at) { store_for_peers(at, make_uint2(kEmpty, kEmpty)); }
+__device__ __forceinline__ void make_empty(uint4* at) { store_for_peers(at, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty)); }
 
-// Waits for a word pair of this GPU's inbox. Stops the program when the peer stays away.
-static __device__ __noinline__ uint2 wait_for_peer(const Peers& peers, const void* at, int from) {
+// Waits for the words of a uint2 or uint4 of this GPU's inbox. Stops the program when the peer stays away.
+template <class Words>
+static __device__ __noinline__ Words wait_for_peer(const Peers& peers, const Words* at, int from) {
   const unsigned long long start = nanoseconds();
-  uint2 v;
-  for (int i = 1; is_empty(v = load_from_peers(at)); ++i) {
+  Words v;
+  for (int i = 1; is_empty(v = load_from_peers<Words>(at)); ++i) {
     if (i % 1024 == 0 && nanoseconds() - start > peers.patience_nanoseconds) {
       peers.stalled[peers.rank] = from + 1;
       __threadfence_system();
       __trap();
     }
   }
+  return v;
+}
+
+// Words of this GPU's inbox that were `v` when last looked at, as they come; empties their place.
+template <class Words>
+__device__ __forceinline__ Words take(const Peers& peers, Words* at, Words v, int from) {
+  if (is_empty(v)) v = wait_for_peer(peers, at, from);
+  make_empty(at);
   return v;
 }
 
@@ -70,17 +86,14 @@ __device__ __forceinline__ void send(const Peers& peers, int round, size_t offse
 
 // Reads 8 bytes at `offset` of every slot of this GPU's inbox as they come, and empties them.
 __device__ __forceinline__ void receive(const Peers& peers, int round, size_t offset, uint2 (&v)[kMaxPeers]) {
+  auto place = [&](int from) { return reinterpret_cast<uint2*>(peers.slot(0, round, from) + offset); };
 #pragma unroll
   for (int r = 0; r < kMaxPeers; ++r) {
-    if (r < peers.num) v[r] = load_from_peers(peers.slot(0, round, r) + offset);
+    if (r < peers.num) v[r] = load_from_peers<uint2>(place(r));
   }
 #pragma unroll
   for (int r = 0; r < kMaxPeers; ++r) {
-    if (r < peers.num) {
-      uint8_t* at = peers.slot(0, round, r) + offset;
-      if (is_empty(v[r])) v[r] = wait_for_peer(peers, at, r);
-      store_for_peers(at, make_uint2(kEmpty, kEmpty));
-    }
+    if (r < peers.num) v[r] = take(peers, place(r), v[r], r);
   }
 }
 
@@ -109,6 +122,16 @@ struct SingleArgs {
 };
 
 // The round of a call is read by every block; the block that ends last begins the next one.
+__device__ __forceinline__ void end_call(const Peers& peers) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(&peers.counter->blocks, 1) == gridDim.x - 1) {
+    peers.counter->blocks = 0;
+    peers.counter->round += 1;
+  }
+}
+
 template <bool kIsSum>
 __global__ void __launch_bounds__(kPeerThreads) single_kernel(const __grid_constant__ SingleArgs args) {
   const Peers& peers = args.peers;
@@ -128,14 +151,7 @@ __global__ void __launch_bounds__(kPeerThreads) single_kernel(const __grid_const
       }
     }
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    if (atomicAdd(&peers.counter->blocks, 1) == gridDim.x - 1) {
-      peers.counter->blocks = 0;
-      peers.counter->round += 1;
-    }
-  }
+  end_call(peers);
 }
 
 // ---- between the kernels of a layer ------------------------------------------------------------------------------
@@ -174,8 +190,9 @@ static __global__ void __launch_bounds__(kPeerThreads) gather_kernel(const __gri
     const size_t at = static_cast<size_t>(i) * 128 + 4 * lane;
     uint2 gain = make_uint2(0, 0);
     if (args.next_gain != nullptr) gain = *reinterpret_cast<const uint2*>(args.next_gain + tile * 128 + 4 * lane);
-    const uint8_t* own = args.peers.slot(0, args.round, args.peers.rank) + at * sizeof(bf16);
-    if (is_empty(load_from_peers(own))) wait_for_peer(args.peers, own, args.peers.rank);
+    const uint8_t* slot = args.peers.slot(0, args.round, args.peers.rank);
+    const uint2* own = reinterpret_cast<const uint2*>(slot + at * sizeof(bf16));
+    if (is_empty(load_from_peers<uint2>(own))) wait_for_peer(args.peers, own, args.peers.rank);
     const uint2 residual = load_past_l1(args.residual + at);
     uint2 v[kMaxPeers];
     receive(args.peers, args.round, at * sizeof(bf16), v);

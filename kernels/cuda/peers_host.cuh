@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "peers.cuh"
+#include "two_shot.cuh"
 
 namespace meshserve {
 
@@ -45,11 +45,11 @@ class PeerMesh {
     if (rank == num) return false;
     *out = {};
     for (int i = 0; i < num; ++i) {
-      out->inboxes[i] = memory_[(rank + i) % num] + static_cast<int>(channel) * inbox_bytes();
+      out->inboxes[i] = memory_[(rank + i) % num] + inboxes_before(channel);
     }
     out->num = num;
     out->rank = rank;
-    out->counter = reinterpret_cast<RoundCounter*>(memory_[rank] + kChannels * inbox_bytes());
+    out->counter = reinterpret_cast<RoundCounter*>(memory_[rank] + inbox_bytes()) + static_cast<int>(channel);
     out->stalled = stalled_;
     out->patience_nanoseconds = patience_nanoseconds_;
     return true;
@@ -59,7 +59,9 @@ class PeerMesh {
   int size() const { return static_cast<int>(ordinals_.size()); }
 
  private:
-  size_t inbox_bytes() const { return 2 * size() * kSlotBytes; }
+  // The inboxes of the channels lie one after another, that of two shots last.
+  size_t inboxes_before(Channel channel) const { return static_cast<int>(channel) * 2 * size() * kSlotBytes; }
+  size_t inbox_bytes() const { return inboxes_before(Channel::kTwoShot) + two_shot_inbox_bytes(size()); }
 
   void open_one(int ordinal) {
     check(cudaSetDevice(ordinal), "cudaSetDevice");
@@ -80,11 +82,11 @@ class PeerMesh {
     }
     if (!error_.empty()) return;
     uint8_t* memory = nullptr;
-    check(cudaMalloc(&memory, kChannels * inbox_bytes() + sizeof(RoundCounter)), "the inbox");
+    check(cudaMalloc(&memory, inbox_bytes() + kChannels * sizeof(RoundCounter)), "the inbox");
     if (!error_.empty()) return;
     memory_.push_back(memory);
-    check(cudaMemset(memory, 0xFF, kChannels * inbox_bytes()), "cudaMemset");
-    check(cudaMemset(memory + kChannels * inbox_bytes(), 0, sizeof(RoundCounter)), "cudaMemset");
+    check(cudaMemset(memory, 0xFF, inbox_bytes()), "cudaMemset");
+    check(cudaMemset(memory + inbox_bytes(), 0, kChannels * sizeof(RoundCounter)), "cudaMemset");
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
 
@@ -93,7 +95,7 @@ class PeerMesh {
   }
 
   std::vector<int> ordinals_;      // of the CUDA devices, by rank
-  std::vector<uint8_t*> memory_;   // by rank: the inbox of every channel, then the counter
+  std::vector<uint8_t*> memory_;   // by rank: the inbox of every channel, then a counter for each
   int* stalled_ = nullptr;
   unsigned long long patience_nanoseconds_;
   std::string error_;

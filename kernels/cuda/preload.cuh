@@ -11,6 +11,7 @@
 #include "heads.cuh"
 #include "launch.cuh"
 #include "prefill_launch.cuh"
+#include "two_shot.cuh"
 
 namespace meshserve {
 
@@ -39,6 +40,8 @@ inline std::vector<const void*> all_kernels() {
   add(gather_kernel);
   add(single_kernel<true>);
   add(single_kernel<false>);
+  add(two_shot_kernel<2>);
+  add(two_shot_kernel<4>);
   add(sampling::floor_kernel);
   return kernels;
 }

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import jax
 
-MAX_BYTES = 2 << 20  # of an operand
+MAX_BYTES = 2 << 20  # of an exchange, of a decode step's layers, and of a sum in one shot
+_TWO_SHOT_RANKS = (2, 4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,12 +23,19 @@ class Peers:
     ordinals: tuple[int, ...]  # of each rank's CUDA device
 
 
+def takes_sum(num_bytes: int, num_ranks: int) -> bool:
+    """Whether `peer_sum` takes so many bytes. More than MAX_BYTES goes in two shots, cut into a part a rank."""
+    if num_bytes <= MAX_BYTES:
+        return num_bytes % 8 == 0
+    return num_ranks in _TWO_SHOT_RANKS and num_bytes % (16 * num_ranks) == 0
+
+
 class PeerOperations(Protocol):
     """An implementation. Call inside `shard_map`."""
 
     def peer_sum(self, x: jax.Array, peers: Peers) -> jax.Array:
-        """The sum over the ranks of bfloat16 x, at most MAX_BYTES and a multiple of 8 bytes; added up in float32 in the
-        order of the ranks, so that all ranks get the same bits."""
+        """The sum over the ranks of bfloat16 x, of a size that `takes_sum` allows; added up in float32 in the order of
+        the ranks, so that all ranks get the same bits."""
         ...
 
     def peer_exchange(self, x: jax.Array, peers: Peers) -> jax.Array:

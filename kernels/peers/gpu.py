@@ -4,11 +4,12 @@ import ctypes
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels.cuda import build
 
-from . import MAX_BYTES, Peers
+from . import MAX_BYTES, Peers, takes_sum
 
 PATIENCE_SECONDS = 30.0  # a rank waits this long for another before it stops the program; the first step is slow
 _MAX_ERROR_BYTES = 1000
@@ -21,7 +22,7 @@ class PeersError(RuntimeError):
 
 
 def open_peers(axis: str, devices: Sequence[jax.Device], *, patience_seconds: float = PATIENCE_SECONDS) -> Peers:
-    """Gives the devices, by rank along the mesh axis, memory that the others write to: 16 MiB a rank on each. Call it
+    """Gives the devices, by rank along the mesh axis, memory that the others write to: 14 MiB a rank on each. Call it
     before a program that uses it runs; a second time it changes nothing.
 
     Raises:
@@ -64,21 +65,26 @@ def attribute(peers: Peers | None) -> np.ndarray:
 
 def peer_sum(x: jax.Array, peers: Peers) -> jax.Array:
     """See `PeerOperations`."""
+    num_ranks = len(peers.ordinals)
+    if x.dtype != jnp.bfloat16 or not takes_sum(x.nbytes, num_ranks):
+        raise ValueError(
+            f"a sum of {x.dtype}{list(x.shape)} over {num_ranks} GPUs; it takes bfloat16 in multiples of 8 bytes; more "
+            f"than {MAX_BYTES} bytes over 2 or 4 GPUs alone, in multiples of 16 bytes for each."
+        )
     return _call("meshserve_peer_sum", x, x.shape, peers)
 
 
 def peer_exchange(x: jax.Array, peers: Peers) -> jax.Array:
     """See `PeerOperations`."""
+    if x.dtype.itemsize != 4 or x.nbytes % 8 or x.nbytes > MAX_BYTES:
+        raise ValueError(
+            f"an exchange of {x.dtype}{list(x.shape)}; it takes elements of 4 bytes, a multiple of 8 bytes and at most "
+            f"{MAX_BYTES} of them."
+        )
     return _call("meshserve_peer_exchange", x, (len(peers.ordinals), *x.shape), peers)
 
 
 def _call(name: str, x: jax.Array, shape: tuple[int, ...], peers: Peers) -> jax.Array:
-    element_bytes = {"meshserve_peer_sum": 2, "meshserve_peer_exchange": 4}[name]
-    if x.nbytes % 8 or x.nbytes > MAX_BYTES or x.dtype.itemsize != element_bytes:
-        raise ValueError(
-            f"{name} got {x.dtype}{list(x.shape)}; it takes elements of {element_bytes} bytes, a multiple of 8 bytes "
-            f"and at most {MAX_BYTES} of them."
-        )
     build.load()
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, x.dtype))(x, ordinals=attribute(peers))
 

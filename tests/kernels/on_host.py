@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,26 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on
 
 
 def compiled(
-    folder: Path, stand_ins: str, program: str, kernel: str, *replaced: tuple[str, str], flags: tuple[str, ...] = ()
+    folder: Path,
+    stand_ins: str,
+    program: str,
+    *kernels: str,
+    replaced: Sequence[tuple[str, str]] = (),
+    flags: tuple[str, ...] = (),
 ) -> ctypes.CDLL:
-    """The program of tests/kernels/`stand_ins` with the source `kernel` of kernels/cuda, built in an empty folder.
+    """The program of tests/kernels/`stand_ins` with the sources `kernels` of kernels/cuda, built in an empty folder.
 
-    `replaced`: parts of that source, each of which it has once, and what takes their place.
+    `replaced`: parts of the last of them, each of which it has once, and what takes their place.
     """
     assert COMPILER is not None
     for source in (Path(__file__).parent / stand_ins).iterdir():
         shutil.copy(source, folder)
-    text = (build.SOURCES / kernel).read_text()
-    for old, new in replaced:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (folder / kernel).write_text(text)
+    for kernel in kernels:
+        text = (build.SOURCES / kernel).read_text()
+        for old, new in replaced if kernel == kernels[-1] else ():
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (folder / kernel).write_text(text)
     library = folder / "program.so"
     options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *flags]
     subprocess.run([COMPILER, *options, folder / program, "-o", library], check=True)

@@ -5,6 +5,7 @@
 
 #include "launch.cuh"
 #include "preload.cuh"
+#include "two_shot.cuh"
 
 using namespace meshserve;
 
@@ -12,11 +13,11 @@ namespace {
 
 // Inboxes of `num` ranks for one channel, empty; and a stream each.
 struct Mesh {
-  explicit Mesh(int num) : streams(num), peers(num) {
+  explicit Mesh(int num) : Mesh(num, 2 * num * kSlotBytes) {}
+  Mesh(int num, size_t bytes) : streams(num), peers(num) {
     int device = 0;
     cudaGetDevice(&device);
     load_kernels(&device, 1);
-    const size_t bytes = 2 * num * kSlotBytes;
     cudaMalloc(&memory, num * (bytes + 256));
     cudaMemset(memory, 0xFF, num * bytes);
     cudaMemset(memory + num * bytes, 0, num * 256);
@@ -100,6 +101,22 @@ extern "C" int run_singles(int num, int pairs, int repeats, int is_sum, const ui
       } else {
         single_kernel<false><<<blocks, kPeerThreads, 0, mesh.streams[rank]>>>(args);
       }
+    }
+  }
+  const cudaError_t status = cudaDeviceSynchronize();
+  return snprintf(error, size, "%s", cudaGetErrorString(status)), status;
+}
+
+// Adds up in two shots `repeats` times: input and output [num, repeats, num, chunk].
+extern "C" int run_two_shots(int num, int chunk, int repeats, const uint4* in, uint4* out, char* error, int size) {
+  Mesh mesh(num, two_shot_inbox_bytes(num));
+  const auto kernel = num == 2 ? two_shot_kernel<2> : two_shot_kernel<4>;
+  const int blocks = std::min((chunk + kTwoShotThreads - 1) / kTwoShotThreads, kMaxPeerBlocks / num);
+  for (int repeat = 0; repeat < repeats; ++repeat) {
+    for (int rank = 0; rank < num; ++rank) {
+      const size_t first = (static_cast<size_t>(rank) * repeats + repeat) * num * chunk;
+      const TwoShotArgs args = {mesh.peers[rank], in + first, out + first, chunk};
+      kernel<<<blocks, kTwoShotThreads, 0, mesh.streams[rank]>>>(args);
     }
   }
   const cudaError_t status = cudaDeviceSynchronize();

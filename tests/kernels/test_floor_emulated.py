@@ -20,9 +20,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "emulated_floor",
         "rows.cpp",
         "floor.cuh",
-        ("kThreads = 1024", "kThreads = 64"),
-        ("kListed = 40 * 1024", "kListed = 256"),  # so that rows with more alike are tried, too
-        ("extern __shared__ uint32_t list[];", "static uint32_t list[kListed];"),
+        replaced=[
+            ("kThreads = 1024", "kThreads = 64"),
+            ("kListed = 40 * 1024", "kListed = 256"),  # so that rows with more alike are tried, too
+            ("extern __shared__ uint32_t list[];", "static uint32_t list[kListed];"),
+        ],
         flags=(f"-I{folder}",),
     )
 

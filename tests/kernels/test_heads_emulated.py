@@ -27,7 +27,8 @@ class Args(ctypes.Structure):
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel's source beside a ptx.cuh for the host, with fewer threads."""
     folder = tmp_path_factory.mktemp("emulated")
-    return on_host.compiled(folder, "emulated", "heads.cpp", "heads.cuh", ("kThreads = 256", "kThreads = 128"))
+    fewer_threads = [("kThreads = 256", "kThreads = 128")]
+    return on_host.compiled(folder, "emulated", "heads.cpp", "heads.cuh", replaced=fewer_threads)
 
 
 @pytest.mark.parametrize("case", heads.CASES, ids=str)

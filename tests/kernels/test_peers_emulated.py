@@ -1,4 +1,5 @@
-"""The source of the kernels of kernels/cuda/peers.cuh, compiled for the host: every CUDA thread is a thread.
+"""The source of the kernels of kernels/cuda/peers.cuh and two_shot.cuh, compiled for the host: every CUDA thread is a
+thread.
 
 It shows that words go where they belong, in every order that threads happen to take; not what a GPU makes of it.
 """
@@ -18,7 +19,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels' source beside a ptx.cuh for the host."""
-    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "emulated", "mesh.cpp", "peers.cuh")
+    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "emulated", "mesh.cpp", "peers.cuh", "two_shot.cuh")
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
@@ -41,6 +42,22 @@ def test_sums_are_added_in_the_order_of_the_ranks(library: ctypes.CDLL, num: int
     assert library.run_singles(num, pairs, repeats, blocks, 1, pointer(shares), pointer(out)) == 1
     for row in out:
         np.testing.assert_array_equal(row.view(np.uint16), added(shares).astype(BFLOAT16).view(np.uint16))
+
+
+@pytest.mark.parametrize(("num", "chunk", "blocks"), [(2, 4700, 2), (2, 3, 1), (4, 1600, 1)])
+def test_sums_in_two_shots_are_added_in_the_order_of_the_ranks(
+    library: ctypes.CDLL, num: int, chunk: int, blocks: int
+) -> None:
+    """Of up to ten turns a thread; some threads have none."""
+    repeats = 3
+    shares = np.random.default_rng(num).standard_normal((num, repeats, num * chunk * 8)).astype(BFLOAT16)
+    shares[:, :, ::9] = np.array(0xFFFF, np.uint16).view(BFLOAT16)  # what looks like an empty slot, in part
+    shares[:, :, 8:16] = np.array(0xFFFF, np.uint16).view(BFLOAT16)
+    out = np.zeros_like(shares)
+    assert library.run_two_shots(num, chunk, repeats, blocks, pointer(shares), pointer(out)) == 1
+    expected = added(shares)
+    for row in out.astype(np.float32):
+        np.testing.assert_array_equal(row, expected.astype(BFLOAT16).astype(np.float32))
 
 
 def test_what_looks_like_an_empty_slot_arrives(library: ctypes.CDLL) -> None:

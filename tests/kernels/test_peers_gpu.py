@@ -27,7 +27,7 @@ REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 PATIENCE_SECONDS = 8.0
 BOUND = 1e-2  # of ||out - reference|| / ||reference||, as on one device
-KILOBYTES = (4, 8, 10, 64, 320, 512, 1024, 2048)
+KILOBYTES = (4, 8, 10, 64, 320, 512, 1024, 2048, 2112, 8192, 33000)  # more than 2048 in two shots
 
 
 @pytest.fixture(params=[4, 2], ids=["on-4", "on-2"], scope="module")
@@ -67,7 +67,7 @@ def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, peers: Peers, kilobytes: i
         np.testing.assert_array_equal(row, sums[0])
 
 
-@pytest.mark.parametrize("kilobytes", [8, 64, 512])
+@pytest.mark.parametrize("kilobytes", [8, 64, 512, 4096])
 def test_thousands_of_sums_are_all_right(mesh: Mesh, peers: Peers, kilobytes: int) -> None:
     """Every element of each compared on the device with the sum of what all ranks drew, bit for bit."""
     add = partial(peers_gpu.peer_sum, peers=peers)
@@ -75,9 +75,10 @@ def test_thousands_of_sums_are_all_right(mesh: Mesh, peers: Peers, kilobytes: in
     assert not np.asarray(count(0)).any()
 
 
-def test_what_looks_like_an_empty_slot_arrives_too(mesh: Mesh, peers: Peers) -> None:
+@pytest.mark.parametrize("num_elements", [256, 3 << 20])
+def test_what_looks_like_an_empty_slot_arrives_too(mesh: Mesh, peers: Peers, num_elements: int) -> None:
     def add(rank: jax.Array) -> jax.Array:
-        bits = jnp.where(jnp.arange(256) % 3 == 0, 0xFFFF, 0x3F80).astype(jnp.uint16)
+        bits = jnp.where(jnp.arange(num_elements) % 3 == 0, 0xFFFF, 0x3F80).astype(jnp.uint16)
         return peers_gpu.peer_sum(jax.lax.bitcast_convert_type(bits, jnp.bfloat16), peers)[None]
 
     out = np.asarray(over(mesh, add), np.float32)

@@ -118,13 +118,25 @@ def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("num", [2, 4, 8])
-@pytest.mark.parametrize(("kilobytes", "repeats"), [(4, 3000), (10, 500), (64, 300), (512, 60), (2048, 9)])
-def test_every_sum_is_the_float32_sum(library: ctypes.CDLL, kilobytes: int, repeats: int, num: int) -> None:
+@pytest.mark.parametrize("is_one_shot", [True, False], ids=["one-shot", "two-shots"])
+@pytest.mark.parametrize(("kilobytes", "repeats"), [(4, 3000), (10, 500), (64, 300), (512, 60), (2048, 9), (16384, 3)])
+def test_every_sum_is_the_float32_sum(
+    library: ctypes.CDLL, kilobytes: int, repeats: int, is_one_shot: bool, num: int
+) -> None:
+    if is_one_shot and kilobytes > 2048:
+        pytest.skip("one shot has slots of 2 MB")
+    if not is_one_shot and num > 4:
+        pytest.skip("two shots are built for 2 and 4")
     shares = np.random.default_rng(1).standard_normal((num, repeats, kilobytes * 512), np.float32)
     shares = jnp.asarray(shares, jnp.bfloat16)
     sums = jnp.full_like(shares, jnp.nan)
     error = ctypes.create_string_buffer(200)
-    status = run_singles(library, shares, sums, kilobytes * 128, is_sum=True, error=error)
+    if is_one_shot:
+        status = run_singles(library, shares, sums, kilobytes * 128, is_sum=True, error=error)
+    else:
+        jax.block_until_ready((shares, sums))
+        addresses = (ctypes.c_void_p(array.unsafe_buffer_pointer()) for array in (shares, sums))
+        status = library.run_two_shots(num, kilobytes * 64 // num, repeats, *addresses, error, 200)
     assert status == 0, error.value
     wide = np.asarray(shares, np.float32)
     expected = wide[0].copy()

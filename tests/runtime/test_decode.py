@@ -14,7 +14,7 @@ from meshserve.benchmarks import scaling
 from meshserve.kernels import paged_attention
 from meshserve.kernels.decode_layers import LayerWeights, reference
 from meshserve.kernels.paged_attention import PagedBatch
-from meshserve.kernels.peers import Peers
+from meshserve.kernels.peers import MAX_BYTES, Peers, takes_sum
 from meshserve.kernels.peers import reference as peers_reference
 from meshserve.runtime import decode
 from meshserve.runtime.config import ServeConfig
@@ -104,11 +104,12 @@ def test_more_than_peers_add_up_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "dtype", "is_by_peers"),
-    [(8, "bfloat16", True), (2 << 20, "bfloat16", True), ((2 << 20) + 8, "bfloat16", False), (6, "bfloat16", False),
-     (64, "float32", False)],
+    ("tp", "num_bytes", "dtype", "is_by_peers"),
+    [(4, 64, "bfloat16", True), (4, 2 << 20, "bfloat16", True), (4, (2 << 20) + 64, "bfloat16", False),
+     (2, (2 << 20) + 64, "bfloat16", True), (2, (64 << 20) + 64, "bfloat16", False), (8, 64, "bfloat16", False),
+     (4, 8, "bfloat16", False), (4, 64, "float32", False)],
 )  # fmt: skip
-def test_all_reduce_takes_peers_where_they_are_faster(num_bytes: int, dtype: str, is_by_peers: bool) -> None:
+def test_all_reduce_takes_peers_where_they_are_faster(tp: int, num_bytes: int, dtype: str, is_by_peers: bool) -> None:
     seen = []
 
     def peer_sum(x: jax.Array) -> jax.Array:
@@ -120,9 +121,18 @@ def test_all_reduce_takes_peers_where_they_are_faster(num_bytes: int, dtype: str
 
     x = jnp.ones(num_bytes // jnp.dtype(dtype).itemsize, dtype)
     spec = PartitionSpec()
-    program = jax.shard_map(add, mesh=make_mesh(4), in_specs=spec, out_specs=spec, check_vma=False)
-    assert (np.asarray(jax.jit(program)(x), np.float32) == 4).all()
+    program = jax.shard_map(add, mesh=make_mesh(tp), in_specs=spec, out_specs=spec, check_vma=False)
+    assert (np.asarray(jax.jit(program)(x), np.float32) == tp).all()
     assert seen == ([num_bytes] if is_by_peers else [])
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_ranks", "is_taken"),
+    [(8, 3, True), (12, 2, False), (MAX_BYTES, 8, True), (MAX_BYTES + 64, 4, True), (MAX_BYTES + 32, 4, False),
+     (MAX_BYTES + 32, 2, True), (MAX_BYTES + 256, 8, False)],
+)  # fmt: skip
+def test_long_sums_are_cut_into_a_part_a_rank(num_bytes: int, num_ranks: int, is_taken: bool) -> None:
+    assert takes_sum(num_bytes, num_ranks) == is_taken
 
 
 def test_peers_that_cannot_be_are_refused_by_name() -> None:

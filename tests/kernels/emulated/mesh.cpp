@@ -1,6 +1,6 @@
-// The kernels of kernels/cuda/peers.cuh on a host: each rank is a thread that starts its kernels one after another, and
+// The kernels of kernels/cuda/peers.cuh and two_shot.cuh on a host: each rank is a thread that starts its kernels one after another, and
 // each of their CUDA threads is one, too.
-#include "peers.cuh"
+#include "two_shot.cuh"
 
 #include <algorithm>
 #include <functional>
@@ -13,8 +13,8 @@ namespace {
 
 class Mesh {
  public:
-  explicit Mesh(int num) : num_(num), counters_(num) {
-    for (int rank = 0; rank < num; ++rank) inboxes_.emplace_back(2 * num * kSlotBytes, 0xFF);
+  explicit Mesh(int num, size_t inbox_bytes) : num_(num), counters_(num) {
+    for (int rank = 0; rank < num; ++rank) inboxes_.emplace_back(inbox_bytes, 0xFF);
   }
 
   Peers peers(int rank) {
@@ -49,12 +49,12 @@ class Mesh {
 };
 
 template <class Args>
-void launch(void (*kernel)(Args), int blocks, const Args& args) {
+void launch(void (*kernel)(Args), int blocks, const Args& args, unsigned num_threads = kPeerThreads) {
   std::vector<std::unique_ptr<Block>> state;
   std::vector<std::jthread> threads;
   for (int b = 0; b < blocks; ++b) {
-    state.push_back(std::make_unique<Block>(kPeerThreads));
-    for (unsigned t = 0; t < kPeerThreads; ++t) {
+    state.push_back(std::make_unique<Block>(num_threads));
+    for (unsigned t = 0; t < num_threads; ++t) {
       threads.emplace_back([=, block_state = state.back().get(), &args] {
         threadIdx = {t};
         blockIdx = {static_cast<unsigned>(b)};
@@ -70,7 +70,7 @@ void launch(void (*kernel)(Args), int blocks, const Args& args) {
 
 // in [num, repeats, pairs], out [num, repeats, pairs or num * pairs]. Returns whether all slots are empty in the end.
 extern "C" int run_singles(int num, int pairs, int repeats, int blocks, int is_sum, const uint2* in, uint2* out) {
-  Mesh mesh(num);
+  Mesh mesh(num, 2 * num * kSlotBytes);
   const size_t out_pairs = is_sum ? pairs : num * pairs;
   mesh.run([&](int rank, const Peers& peers) {
     for (int repeat = 0; repeat < repeats; ++repeat) {
@@ -82,11 +82,24 @@ extern "C" int run_singles(int num, int pairs, int repeats, int blocks, int is_s
   return mesh.is_empty();
 }
 
+// in and out [num, repeats, num, chunk]. Returns whether all slots are empty in the end.
+extern "C" int run_two_shots(int num, int chunk, int repeats, int blocks, const uint4* in, uint4* out) {
+  Mesh mesh(num, two_shot_inbox_bytes(num));
+  mesh.run([&](int rank, const Peers& peers) {
+    for (int repeat = 0; repeat < repeats; ++repeat) {
+      const size_t first = (static_cast<size_t>(rank) * repeats + repeat) * num * chunk;
+      TwoShotArgs args = {peers, in + first, out + first, chunk};
+      launch(num == 2 ? two_shot_kernel<2> : two_shot_kernel<4>, blocks, args, kTwoShotThreads);
+    }
+  });
+  return mesh.is_empty();
+}
+
 // Adds shares [num, rounds, batch, columns] to x [num, batch, columns], round after round; a thread plays the projection
 // that sends them while the gathering kernel runs. Leaves of the last round: scaled and the sums of squares.
 extern "C" int run_gathers(int num, int rounds, int batch, int columns, int blocks, const uint2* shares, bf16* x,
                            const bf16* gain, bf16* scaled, float* sums) {
-  Mesh mesh(num);
+  Mesh mesh(num, 2 * num * kSlotBytes);
   const size_t elements = static_cast<size_t>(batch) * columns;
   mesh.run([&](int rank, const Peers& peers) {
     for (int round = 0; round < rounds; ++round) {

@@ -16,7 +16,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __grid_constant__
 
 namespace meshserve {
@@ -24,10 +24,14 @@ namespace meshserve {
 struct uint2 {
   uint32_t x, y;
 };
+struct uint4 {
+  uint32_t x, y, z, w;
+};
 struct float4 {
   float x, y, z, w;
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct bf16 {
@@ -104,12 +108,25 @@ inline void store_for_peers(void* to, uint2 v) {
   std::atomic_ref<uint32_t>(words[1]).store(v.y, std::memory_order_relaxed);
   std::atomic_ref<uint32_t>(words[0]).store(v.x, std::memory_order_relaxed);
 }
-inline uint2 load_from_peers(const void* from) {
+inline void store_for_peers(void* to, uint4 v) {
+  store_for_peers(static_cast<uint32_t*>(to) + 2, uint2{v.z, v.w});
+  store_for_peers(to, uint2{v.x, v.y});
+}
+inline uint32_t load_word(const void* from, int index) {
   uint32_t* words = static_cast<uint32_t*>(const_cast<void*>(from));
-  const uint2 v = {std::atomic_ref<uint32_t>(words[0]).load(std::memory_order_relaxed),
-                   std::atomic_ref<uint32_t>(words[1]).load(std::memory_order_relaxed)};
-  if (v.x == 0xFFFFFFFFu || v.y == 0xFFFFFFFFu) sched_yield();  // nothing yet: let others run
-  return v;
+  const uint32_t word = std::atomic_ref<uint32_t>(words[index]).load(std::memory_order_relaxed);
+  if (word == 0xFFFFFFFFu) sched_yield();  // nothing yet: let others run
+  return word;
+}
+template <class Words>
+Words load_from_peers(const void* from);
+template <>
+inline uint2 load_from_peers(const void* from) {
+  return {load_word(from, 0), load_word(from, 1)};
+}
+template <>
+inline uint4 load_from_peers(const void* from) {
+  return {load_word(from, 0), load_word(from, 1), load_word(from, 2), load_word(from, 3)};
 }
 inline uint2 load_past_l1(const bf16* from) { return *reinterpret_cast<const uint2*>(from); }
 inline unsigned long long nanoseconds() {
