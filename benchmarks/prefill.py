@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-step-tokens", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--products", default="auto", help="as of meshserve serve: auto, tuned or library")
+    parser.add_argument("--all-reduce", default="auto", help="as of meshserve serve: auto, peers or xla")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument("--profile", type=Path, help="trace one more run of the last workload; prints its kernels")
@@ -102,6 +103,7 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
         max_step_tokens=options.max_step_tokens,
         attention=options.attention,
         products=options.products,
+        all_reduce=options.all_reduce,
         prefix_cache=False,
         controls=False,
     )

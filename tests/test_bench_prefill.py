@@ -28,7 +28,8 @@ def test_each_workload_is_prefilled_whole(tmp_path, capsys, monkeypatch):
 def test_on_a_mesh_the_work_is_that_of_a_device(tmp_path, monkeypatch):
     monkeypatch.setitem(model_sizes._SIZES, "qwen3-0.6b", (1, 64, 128, 8, True))
     target = tmp_path / "prefill.json"
-    arguments = "--model qwen3-0.6b --random-weights --prompts 1x5 --runs 1 --max-step-tokens 8 --page-size 16 --tp 2"
+    arguments = "--model qwen3-0.6b --random-weights --prompts 1x5 --runs 1 --max-step-tokens 8 --page-size 16"
+    arguments += " --tp 2 --all-reduce xla"
     assert prefill.main([*arguments.split(), "--json", str(target)]) == 0
     (row,) = json.loads(target.read_text())
     work = prefill.linear_flops(model_sizes.named_model("qwen3-0.6b")) * row["tokens"]
