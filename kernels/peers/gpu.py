@@ -22,9 +22,10 @@ class PeersError(RuntimeError):
 
 
 def open_peers(axis: str, devices: Sequence[jax.Device], *, patience_seconds: float = PATIENCE_SECONDS) -> Peers:
-    """Gives the devices, by rank along the mesh axis, memory that the others write to: 8 MiB a rank on each, and for long
-    sums 64 MiB on each of two or 96 on each of four. Call it before a program that uses it runs; a second time it
-    changes nothing.
+    """Gives the devices, by rank along the mesh axis, memory that the others write to. Call it before a program that
+    uses it runs; a second time it changes nothing.
+
+    It takes 8 MiB a rank on each device, and for long sums 64 MiB on each of two or 96 MiB on each of four.
 
     Raises:
       PeersError: they are no Hopper GPUs, or of several processes, or have no peer access.
