@@ -4,7 +4,7 @@
 //
 // Words travel as there, with an inbox for each shot: one that has not come holds kEmpty, who has read it empties it, and
 // rounds, here calls, alternate. No place is used twice in a call: that a word has been emptied is certain only when the
-// kernel that did it has ended. Emptied and used again within a kernel, words were lost.
+// kernel that did it has ended. Emptied and used again within a kernel, words were lost (docs/decisions/027).
 //
 // A thread takes 16 bytes of every chunk a turn. It sends its shares a turn before it adds them up and looks for the sums
 // a turn after, so that trips take no time.

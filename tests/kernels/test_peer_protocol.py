@@ -1,9 +1,10 @@
-"""The protocol of kernels/cuda/peers.cuh as a model, in every order in which its steps can happen.
+"""The protocol of kernels/cuda/peers.cuh and two_shot.cuh as a model, in every order in which its steps can happen.
 
 A rank that has ended a round sends a word of the next one to every inbox; a word arrives at any later time. The kernel
 of a round takes one word from each slot of its own, its own one first, the others in any order. Kernels of the rounds
-to come may have started, too, and take what they find. No word may fall on one that has not been taken, and nobody may
-take another round's.
+to come may have started, too, and take what they find. A slot whose word was taken is empty for certain when
+the kernel ends that took it; here, where the worst is looked for, not before. No word may fall on a slot before it is
+empty, and nobody may take another round's.
 """
 
 import itertools
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 EMPTY = -1
+_TAKEN = -2  # less the round of the word: the slot is not empty yet
 
 
 class BrokenError(AssertionError):
@@ -21,9 +23,10 @@ class BrokenError(AssertionError):
 class Protocol:
     """A state: each rank's round and whom its kernels took from, the slots, and the words under way."""
 
-    def __init__(self, num_ranks: int, num_rounds: int, num_buffers: int, num_kernels: int):
+    def __init__(self, num_ranks: int, num_rounds: int, num_buffers: int, num_kernels: int, rounds_of_a_kernel: int):
         self.num_ranks, self.num_rounds, self.num_buffers = num_ranks, num_rounds, num_buffers
         self.num_kernels = num_kernels  # of rounds in a row, that may run at once
+        self.rounds_of_a_kernel = rounds_of_a_kernel
 
     def slot(self, to: int, number: int, by: int) -> int:
         return (to * self.num_buffers + number % self.num_buffers) * self.num_ranks + by
@@ -39,6 +42,8 @@ class Protocol:
     def arrivals(self, ranks: tuple, slots: tuple, flying: frozenset) -> Iterator[tuple]:
         for by, to, number in flying:
             place = self.slot(to, number, by)
+            if slots[place] <= _TAKEN:
+                raise BrokenError(f"a word of round {number} fell on what round {_TAKEN - slots[place]} was to empty")
             if slots[place] != EMPTY:
                 raise BrokenError(f"a word of round {number} fell on one of round {slots[place]}")
             yield ranks, replaced(slots, place, number), flying - {(by, to, number)}
@@ -49,8 +54,8 @@ class Protocol:
             first, taken = ranks[rank]
             number, mine = first + kernel, taken[kernel]
             place = self.slot(rank, number, other)
-            has_own = mine >> rank & 1 or slots[self.slot(rank, number, rank)] != EMPTY
-            if mine >> other & 1 or slots[place] == EMPTY or not has_own:
+            has_own = mine >> rank & 1 or slots[self.slot(rank, number, rank)] > EMPTY
+            if mine >> other & 1 or slots[place] <= EMPTY or not has_own:
                 continue
             if slots[place] != number:
                 raise BrokenError(f"rank {rank} took a word of round {slots[place]} in round {number}")
@@ -58,12 +63,24 @@ class Protocol:
             is_done = taken[0] == (1 << self.num_ranks) - 1
             after = (first + 1, (*taken[1:], 0)) if is_done else (first, taken)
             sent = self.words(rank, first + 1) if is_done else frozenset()
-            yield replaced(ranks, rank, after), replaced(slots, place, EMPTY), flying | sent
+            slots_after = replaced(slots, place, _TAKEN - number)
+            if is_done and (first + 1) % self.rounds_of_a_kernel == 0:
+                slots_after = self.emptied(slots_after, rank, first)
+            yield replaced(ranks, rank, after), slots_after, flying | sent
+
+    def emptied(self, slots: tuple, rank: int, number: int) -> tuple:
+        """Of the rank's slots those that it took from in this round or before."""
+        width = self.num_ranks * self.num_buffers
+        own = slots[rank * width : (rank + 1) * width]
+        own = tuple(EMPTY if _TAKEN - number <= word <= _TAKEN else word for word in own)
+        return (*slots[: rank * width], *own, *slots[(rank + 1) * width :])
 
 
-def explore(num_ranks: int, num_rounds: int, num_buffers: int, num_kernels: int = 1) -> int:
+def explore(
+    num_ranks: int, num_rounds: int, num_buffers: int, num_kernels: int = 1, rounds_of_a_kernel: int = 1
+) -> int:
     """Visits every state; returns how many there are."""
-    protocol = Protocol(num_ranks, num_rounds, num_buffers, num_kernels)
+    protocol = Protocol(num_ranks, num_rounds, num_buffers, num_kernels, rounds_of_a_kernel)
     seen, open_states = {protocol.start()}, [protocol.start()]
     while open_states:
         state = open_states.pop()
@@ -99,3 +116,10 @@ def test_they_do_not_where_the_kernel_of_the_round_after_next_has_started() -> N
     """Why the projection to query, key and value lets no kernel start before the gather before it has ended."""
     with pytest.raises(BrokenError, match=r"took a word of round 0 in round 2"):
         explore(2, 6, 2, num_kernels=3)
+
+
+@pytest.mark.parametrize("num_buffers", [2, 3, 4])
+def test_no_number_of_slots_suffices_for_many_rounds_in_a_kernel(num_buffers: int) -> None:
+    """Why a call of two shots uses no place twice."""
+    with pytest.raises(BrokenError, match=r"was to empty"):
+        explore(2, 6, num_buffers, rounds_of_a_kernel=6)
