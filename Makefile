@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # The TPU compiler looks for a TPU host around it and locks out other processes, unless it is told not to.
 NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_LOG_DIR=disabled \
     ALLOW_MULTIPLE_LIBTPU_LOAD=1
+# Everything in CUDA, and what stands in for it on a host.
+CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests/kernels/emulated*/*)
 export PYTHONSAFEPATH := 1
 
 .PHONY: demo demo-cluster test test-cluster test-deploy test-gateway test-gpu check check-cuda check-tpu fuzz simulate \
@@ -77,6 +79,7 @@ bench-scheduler: $(VENV)/.demo
 check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CUDA)
 	$(BIN)/mypy runtime sharding kernels deploy benchmarks
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/pytest -q tests/test_layout.py tests/test_protos.py

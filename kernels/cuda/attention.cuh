@@ -21,24 +21,24 @@ constexpr int kTileTokens = 16;
 constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMaxGroup = 8;
-constexpr int kMaxWarpRingBytes = 24 * 1024; // 4 warps x 24 KB: two blocks an SM, 192 KB in flight
+constexpr int kMaxWarpRingBytes = 24 * 1024;  // 4 warps x 24 KB: two blocks an SM, 192 KB in flight
 
 struct AttentionArgs {
-  const bf16* q;              // [B, K, G, H]
-  const bf16* cache;          // this layer's [P, K, 2, S, H]
-  const int* page_table;      // [B, max_pages]
-  const int* positions;       // [B]
-  bf16* out;                  // [B, K, G, H]
-  long long first_row;        // the layer's first row of the whole cache seen as [L P K 2 S, H]
+  const bf16* q;          // [B, K, G, H]
+  const bf16* cache;      // this layer's [P, K, 2, S, H]
+  const int* page_table;  // [B, max_pages]
+  const int* positions;   // [B]
+  bf16* out;              // [B, K, G, H]
+  long long first_row;    // the layer's first row of the whole cache seen as [L P K 2 S, H]
   int max_pages, page_size, kv_heads, group, log2_splits;
-  int stages;                 // of a warp's ring
-  float scale_log2;           // softmax scale * log2(e)
+  int stages;        // of a warp's ring
+  float scale_log2;  // softmax scale * log2(e)
 };
 
 // What a warp knows of its share: out is relative to exp2(largest), not yet divided by sum.
 template <int H>
 struct Partial {
-  static constexpr int kStride = H + 4;     // floats; 4 more keep the banks apart
+  static constexpr int kStride = H + 4;  // floats; 4 more keep the banks apart
   float out[kMaxGroup * kStride];
   float largest[kMaxGroup], sum[kMaxGroup];
 };
@@ -46,10 +46,10 @@ struct Partial {
 // What the blocks of a cluster send to the one that finishes a query: a row a block and query.
 template <int H>
 struct Received {
-  static constexpr int kRows = 16;          // at most splits + group - 1
+  static constexpr int kRows = 16;  // at most splits + group - 1
   float out[kRows * H];
   float4 largest_and_sum[kRows];
-  uint64_t barrier[2];        // counts their bytes
+  uint64_t barrier[2];  // counts their bytes
 };
 
 // 2^(a - b) where both may be -inf (nothing seen yet).
@@ -62,15 +62,15 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int token, int 
 
 template <int H>
 struct WarpState {
-  uint32_t q[H / 16][2];      // queries as the B operand: query lane / 4, elements 16 k + 2 (lane % 4) ..
-  float out[H / 16][4];       // elements 16 h + lane / 4 (+ 8) of queries 2 (lane % 4), + 1
-  float largest[2], sum[2];   // of the two queries; `sum` over this lane's tokens alone
+  uint32_t q[H / 16][2];     // queries as the B operand: query lane / 4, elements 16 k + 2 (lane % 4) ..
+  float out[H / 16][4];      // elements 16 h + lane / 4 (+ 8) of queries 2 (lane % 4), + 1
+  float largest[2], sum[2];  // of the two queries; `sum` over this lane's tokens alone
 };
 
 template <int H>
 __device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile, uint32_t v_tile, int first_token,
                                             int num_tokens, float scale_log2, int lane) {
-  float even[4] = {}, odd[4] = {};          // two chains of products hide each other's latency
+  float even[4] = {}, odd[4] = {};  // two chains of products hide each other's latency
 #pragma unroll
   for (int k = 0; k < H / 16; ++k) {
     uint32_t a[4];
@@ -103,7 +103,7 @@ __device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile
   for (int h = 0; h < H / 16; ++h) {
     uint32_t a[4];
     load_matrices_transposed(a, chunk_address(v_tile, lane % 8 + 8 * (lane / 16), 2 * h + (lane / 8) % 2));
-    float(&out)[4] = state.out[h];
+    float (&out)[4] = state.out[h];
     out[0] *= shrink[0];
     out[1] *= shrink[1];
     out[2] *= shrink[0];
@@ -163,8 +163,7 @@ __device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_byte
 
 // The blocks' results into the output, divided by the sum. A request without tokens gives zeros.
 template <int H>
-__device__ __forceinline__ void merge_blocks(const Received<H>* received, bf16* output, int group,
-                                             int log2_splits) {
+__device__ __forceinline__ void merge_blocks(const Received<H>* received, bf16* output, int group, int log2_splits) {
   const int splits = 1 << log2_splits, queries_per_block = (group + splits - 1) >> log2_splits;
 #pragma unroll 1
   for (int i = threadIdx.x; i < queries_per_block * (H / 4); i += kAttentionThreads) {

@@ -1,9 +1,9 @@
-// XLA's calls. decode_layers runs a range of layers behind one call, on one GPU or on each GPU of a mesh whose peers are
-// open; the others are its parts, for meshes where XLA must add up after the o and the down projection.
-// prepare_heads and prefill_attention are for steps that are not fused; sampling_floor finds what the filters of sampling
-// keep; peer_sum and peer_exchange tell peers something small. Every call only launches kernels on XLA's stream, the same
-// ones for the same shapes, so it can be captured in a command buffer. Weights come stacked over layers, with the layer as
-// an attribute: a slice of them would be a copy.
+// XLA's calls. decode_layers runs a range of layers behind one call, on one GPU or on each GPU of a mesh whose peers
+// are open; the others are its parts, for meshes where XLA must add up after the o and the down projection.
+// prepare_heads and prefill_attention are for steps that are not fused; sampling_floor finds what the filters of
+// sampling keep; peer_sum adds up over the GPUs of a mesh, peer_exchange tells them something small. Every call only
+// launches kernels on XLA's stream, the same ones for the same shapes, so it can be captured in a command buffer.
+// Weights come stacked over layers, with the layer as an attribute: a slice of them would be a copy.
 #include "floor.cuh"
 #include "heads.cuh"
 #include "launch.cuh"
@@ -230,7 +230,7 @@ ffi::Error prepare_heads(cudaStream_t stream, In rows, In q_norm, In k_norm, In 
 
 ffi::Error sampling_floor(cudaStream_t stream, In logits, In temperature, In top_k, In top_p, In min_p, Out floor) {
   const sampling::Rows rows = {data<float>(logits), data<float>(temperature), data<float>(top_p), data<float>(min_p),
-                             data<int>(top_k),    data<uint32_t>(floor),    size(logits, 1)};
+                               data<int>(top_k),    data<uint32_t>(floor),    size(logits, 1)};
   constexpr int kBytes = sampling::kListed * sizeof(uint32_t);
   cudaError_t status =
       cudaFuncSetAttribute(sampling::floor_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -435,7 +435,7 @@ extern "C" int meshserve_load_kernels(const int* ordinals, int num, char* error,
   return text.empty();
 }
 
-// Opens the peers of a mesh: its CUDA devices by rank. Writes what went wrong to `error`; returns whether all went well.
+// Opens the peers of a mesh: its CUDA devices by rank. Writes what went wrong to `error`; returns whether nothing did.
 extern "C" int meshserve_open_peers(const int* ordinals, int num, double patience_seconds, char* error, int size) {
   std::string text = num < 2 || num > kMaxPeers ? std::to_string(num) + " devices; 2 to 8 can be peers"
                                                 : PeerMeshes::all().open(ordinals, num, patience_seconds);

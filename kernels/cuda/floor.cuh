@@ -2,10 +2,10 @@
 //
 // A block of threads has a row. It finds the row's largest and least logit; then, for each filter that is on, it sums
 // the tokens' weights in 256 bins of equal width between these, picks the bin in which the filter's sum is reached,
-// copies the few keys in it to shared memory, and narrows the range of keys there by 8 bits at a time until one is left.
-// Weights are whole numbers, so their sums are exact and in any order the same: 1 for top-k, probability * 2^42 for top-p.
-// For top-p all weights are summed first, without bins: tokens so unlikely that all of them together could be dropped
-// need none, and these are most.
+// copies the few keys in it to shared memory, and narrows the range of keys there by 8 bits at a time until one is
+// left. Weights are whole numbers, so their sums are exact and in any order the same: 1 for top-k, probability * 2^42
+// for top-p. For top-p all weights are summed first, without bins: tokens so unlikely that all of them together could
+// be dropped need none, and these are most.
 #pragma once
 #include <cuda_runtime.h>
 #include <float.h>
@@ -18,8 +18,8 @@ namespace sampling {
 constexpr int kThreads = 1024;
 constexpr int kBins = 256;
 constexpr int kBinBits = 8;
-constexpr int kWords = 3;       // of a bin's sum, for want of fast 64-bit additions in shared memory
-constexpr int kWordBits = 14;   // that a weight adds to each; leaves 18 for the number of tokens
+constexpr int kWords = 3;                   // of a bin's sum, for want of fast 64-bit additions in shared memory
+constexpr int kWordBits = 14;               // that a weight adds to each; leaves 18 for the number of tokens
 constexpr float kScale = 4398046511104.0f;  // 2^42, of a weight
 constexpr float kFaintest = 30.0f;          // exp(-30) * kScale rounds to 0
 constexpr int kListed = 40 * 1024;          // keys that shared memory has room for
@@ -171,7 +171,7 @@ __device__ inline unsigned long long sum_weights(const float* logits, int vocab,
 // The largest key such that the weights of this key and all above reach the target; 0 if all together do not.
 template <bool kIsTopP>
 __device__ uint32_t find_key(const float* logits, int vocab, const Search<kIsTopP>& search, unsigned long long target,
-                           Shared& shared, uint32_t* list) {
+                             Shared& shared, uint32_t* list) {
   unsigned long long of_lane = 0;
   clear_bins(shared);
   for_each_logit(logits, vocab, [&](float logit) {
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads) floor_kernel(Rows args) {
       const float unlikely = fmaxf(faintest, highest + temperature * logf(fminf(droppable, 1.0f)));
       const Search<true> by_weight(highest, unlikely, temperature, floor);
       floor = max(floor, find_key(logits, args.vocab, by_weight, max(1ull, static_cast<unsigned long long>(target)),
-                                shared, list));
+                                  shared, list));
     }
   }
   if (threadIdx.x == 0) args.floor[blockIdx.x] = floor;

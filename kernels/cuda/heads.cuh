@@ -1,9 +1,9 @@
 // What lies between the projection to query, key and value and attention, in one pass: RMSNorm of every query and key
-// head, rotary position, keys and values to their pages. Steps of few decodes have it in the projection (projection.cuh).
+// head, rotary position, keys and values to their pages. Steps of few decodes: see projection.cuh.
 //
 // A group of lanes takes one kv head of a token: all its query heads, its key and its value. A lane holds four elements
-// of a head, two neighbours and the two half a head away that rotary pairs them with. Rounds where the model's own steps
-// do: after the norm, after its gain, and after the rotation.
+// of a head, two neighbours and the two half a head away that rotary pairs them with. Rounds where the model's own
+// steps do: after the norm, after its gain, and after the rotation.
 #pragma once
 #include "ptx.cuh"
 
@@ -13,13 +13,13 @@ namespace heads {
 constexpr int kThreads = 256, kMaxGroup = 8;
 
 struct Args {
-  const bf16* rows;                // [T, K, G + 2, H]
-  const bf16 *q_gain, *k_gain;     // [H]
-  const float *cosines, *sines;    // [T, H / 2]
+  const bf16* rows;                 // [T, K, G + 2, H]
+  const bf16 *q_gain, *k_gain;      // [H]
+  const float *cosines, *sines;     // [T, H / 2]
   const int *positions, *requests;  // [T]; a position of -1 is padding
-  const int* page_table;           // [B, max_pages]
-  bf16* q;                         // [T, K, G, H]
-  bf16* pages;                     // one layer's [P, K, 2, S, H]
+  const int* page_table;            // [B, max_pages]
+  bf16* q;                          // [T, K, G, H]
+  bf16* pages;                      // one layer's [P, K, 2, S, H]
   int num_tokens, kv_heads, group, max_pages, page_size;
   float epsilon;
 };
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   const int position = args.positions[token];
   bf16* place = nullptr;  // of the key; the value's lies a page's keys further on
   if (is_item && position >= 0) {
-    const size_t page = args.page_table[static_cast<size_t>(args.requests[token]) * args.max_pages +
-                                        position / args.page_size];
+    const size_t page =
+        args.page_table[static_cast<size_t>(args.requests[token]) * args.max_pages + position / args.page_size];
     place = args.pages + ((page * args.kv_heads + kv_head) * 2 * args.page_size + position % args.page_size) * H;
   }
 

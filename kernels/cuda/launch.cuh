@@ -189,7 +189,7 @@ class Step {
     args.out = activated;
     args.out_columns = shapes_.mlp;
     project<Epilogue::kGateUp>("gate_up", args, weights.gate_up, 2 * shapes_.mlp, shapes_.embed, scratch.scaled,
-            shapes_.mlp / (kTileRows / 2), tuning_.gate_up_splits);
+                               shapes_.mlp / (kTileRows / 2), tuning_.gate_up_splits);
   }
 
   void down(int layer, const bf16* activated, const bf16* residual, bf16* out, const bf16* next_gain) {
@@ -299,7 +299,8 @@ class Step {
 
   // Ranges of k, as measured on H200s for the shapes of Qwen3 and their shards. Two blocks fit on an SM; some three
   // quarters of the places leave room for the next kernel's weights: as many ranges as fill these, of 8 blocks of k or
-  // more, longer where they are uneven. Too few blocks for the GPU are worse than ranges of 4. `tokens` is the kernel's N.
+  // more, longer where they are uneven. Too few blocks for the GPU are worse than ranges of 4. `tokens`: the kernel's
+  // N.
   static int choose_splits(int tiles, int k_blocks, int tokens) {
     constexpr int kFewestBlocks = 120, kMostBlocks = 224, kMostUnevenBlocks = 208, kPlaces = 2 * kMultiprocessors;
     const bool is_narrow = tokens <= 16;
@@ -334,8 +335,8 @@ class Step {
   }
 
   template <int N, Epilogue E>
-  void project_tiled(const char* name, ArgsOf<E>& args, const bf16* matrix, int rows, int columns,
-                     const bf16* input, int tiles, int splits) {
+  void project_tiled(const char* name, ArgsOf<E>& args, const bf16* matrix, int rows, int columns, const bf16* input,
+                     int tiles, int splits) {
     args.k_blocks = columns / kBlockK;
     if (splits == 0) splits = choose_splits(tiles, args.k_blocks, N);
     args.splits = splits;
@@ -363,8 +364,8 @@ class Step {
     }
     const int stage_bytes = args.blocks_per_stage * block_bytes;
     args.stages = std::min({kMaxStages, ring_bytes / stage_bytes, split_blocks / args.blocks_per_stage});
-    args.ring_bytes = std::max(args.stages * stage_bytes + (is_resident ? resident_bytes : 0),
-                               kIsNarrow<N> ? 0 : N * kSumStride * 4);
+    args.ring_bytes =
+        std::max(args.stages * stage_bytes + (is_resident ? resident_bytes : 0), kIsNarrow<N> ? 0 : N * kSumStride * 4);
     CUtensorMap weights_map, input_map;
     size_t all_rows = static_cast<size_t>(shapes_.layers) * rows;
     if (!map_matrix(&weights_map, matrix, all_rows, columns, 64, args.blocks_per_stage) ||
@@ -372,8 +373,8 @@ class Step {
       return;
     }
     dim3 grid(splits, (args.batch + N - 1) / N, tiles);
-    launch(name, projection_kernel<N, E>, grid, kProjectionThreads, args.ring_bytes + kOtherBytes<N> + sum_bytes, splits,
-           weights_map, input_map, args);
+    launch(name, projection_kernel<N, E>, grid, kProjectionThreads, args.ring_bytes + kOtherBytes<N> + sum_bytes,
+           splits, weights_map, input_map, args);
   }
 
   // A row-major [rows, columns] matrix as [columns / 64, rows, 64], fetched in boxes of [blocks, tile_rows, 64].
@@ -414,8 +415,8 @@ class Step {
               const Arguments&... arguments) {
     if (!error_.empty()) return;
     const void* function = reinterpret_cast<const void*>(kernel);
-    // All that a block may have, whatever this launch takes: o and down share a kernel, and a captured launch of one must
-    // not find the limit that the other has set.
+    // All that a block may have, whatever this launch takes: o and down share a kernel, and a captured launch of one
+    // must not find the limit that the other has set.
     check(name, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes));
     // The same split of L1 and shared memory for every kernel: an SM must be empty to change it.
     check(name, cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -445,7 +446,7 @@ class Step {
   }
 
   static constexpr int kMaxSharedBytes = 227 * 1024;  // of a block; none of the kernels has static shared memory
-  static constexpr int kMultiprocessors = 132;  // of an H100 or H200; it only shapes the launches
+  static constexpr int kMultiprocessors = 132;        // of an H100 or H200; it only shapes the launches
 
   Shapes shapes_;
   Tuning tuning_;

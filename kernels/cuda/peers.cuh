@@ -14,24 +14,26 @@ namespace meshserve {
 
 constexpr int kMaxPeers = 8;
 constexpr size_t kSlotBytes = 2 << 20;
-constexpr uint32_t kEmpty = 0xFFFFFFFFu;      // two bfloat16 NaNs; the NaN that rounding gives is 0x7FFF
+constexpr uint32_t kEmpty = 0xFFFFFFFFu;  // two bfloat16 NaNs; the NaN that rounding gives is 0x7FFF
 constexpr uint32_t kInsteadOfEmpty = 0x7FFF7FFFu;
 
 // Calls of several kernels and calls of one count their rounds apart: each has an inbox of its own.
 enum class Channel : int { kLayers, kSingle, kTwoShot };
 constexpr int kChannels = 3;
 
-// In a GPU's memory, of a channel whose calls are one kernel: rounds so far, and the blocks of this call that have ended.
+// In a GPU's memory, of a channel whose calls are one kernel: rounds so far, and how many blocks of this one have
+// ended.
 struct RoundCounter {
   uint32_t round, blocks;
 };
 
 // One channel as one GPU sees it.
 struct Peers {
-  uint8_t* inboxes[kMaxPeers];  // of this rank, then of the next ones: [2 rounds, num slots, kSlotBytes], or two_shot.cuh
+  uint8_t*
+      inboxes[kMaxPeers];  // of this rank, then of the next ones: [2 rounds, num slots, kSlotBytes], or two_shot.cuh
   int num, rank;
   RoundCounter* counter;
-  int* stalled;                 // in the host's memory, of each rank: 1 + the rank that it waited for in vain
+  int* stalled;  // in the host's memory, of each rank: 1 + the rank that it waited for in vain
   unsigned long long patience_nanoseconds;
 
   // Rank `from`'s slot in the inbox of the GPU `distance` ranks on.
@@ -50,7 +52,9 @@ __device__ __forceinline__ uint4 not_empty(uint4 v) {
   return make_uint4(not_empty(v.x), not_empty(v.y), not_empty(v.z), not_empty(v.w));
 }
 __device__ __forceinline__ void make_empty(uint2* at) { store_for_peers(at, make_uint2(kEmpty, kEmpty)); }
-__device__ __forceinline__ void make_empty(uint4* at) { store_for_peers(at, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty)); }
+__device__ __forceinline__ void make_empty(uint4* at) {
+  store_for_peers(at, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
+}
 
 // Waits for the words of a uint2 or uint4 of this GPU's inbox. Stops the program when the peer stays away.
 template <class Words>
@@ -111,7 +115,7 @@ __device__ __forceinline__ float4 add_up(const Peers& peers, const uint2 (&v)[kM
 }
 
 constexpr int kPeerThreads = 128;
-constexpr int kMaxPeerBlocks = 264;           // all of them run at once, so that none waits for one that cannot start
+constexpr int kMaxPeerBlocks = 264;  // all of them run at once, so that none waits for one that cannot start
 
 // ---- one sum or one exchange, as a call of its own ---------------------------------------------------------------
 struct SingleArgs {
@@ -137,7 +141,8 @@ __global__ void __launch_bounds__(kPeerThreads) single_kernel(const __grid_const
   const Peers& peers = args.peers;
   const int round = *const_cast<volatile uint32_t*>(&peers.counter->round) % 2;
   const int first = blockIdx.x * kPeerThreads + threadIdx.x, step = gridDim.x * kPeerThreads;
-  for (int i = first; i < args.num_pairs; i += step) send(peers, round, 8 * static_cast<size_t>(i), not_empty(args.in[i]));
+  for (int i = first; i < args.num_pairs; i += step)
+    send(peers, round, 8 * static_cast<size_t>(i), not_empty(args.in[i]));
   for (int i = first; i < args.num_pairs; i += step) {
     uint2 v[kMaxPeers];
     receive(peers, round, 8 * static_cast<size_t>(i), v);
@@ -163,15 +168,15 @@ __global__ void __launch_bounds__(kPeerThreads) single_kernel(const __grid_const
 // and what they read can be overwritten. It waits in the end, so that whoever waits for it knows that all before ended.
 //
 // Words that it finds are of its own round: two gathers in a row may run at once, the second gather of a layer and what
-// follows it may not, as the projection to query, key and value lets no kernel start before that gather has ended. Else,
-// where kernels are small and a peer is late, the gather of the next layer would start, too, and take what this one has
-// yet to empty.
+// follows it may not, as the projection to query, key and value lets no kernel start before that gather has ended.
+// Else, where kernels are small and a peer is late, the gather of the next layer would start, too, and take what this
+// one has yet to empty.
 constexpr bool kWaitsForWords = true;
 
 struct GatherArgs {
   Peers peers;
   int round;
-  const bf16* residual;   // may be `out`
+  const bf16* residual;  // may be `out`
   bf16* out;
   const bf16* next_gain;  // null: neither scaled_out nor sums_out is written
   bf16* scaled_out;

@@ -14,7 +14,8 @@ namespace meshserve {
 class PeerMesh {
  public:
   PeerMesh(const int* ordinals, int num, double patience_seconds)
-      : ordinals_(ordinals, ordinals + num), patience_nanoseconds_(static_cast<unsigned long long>(patience_seconds * 1e9)) {}
+      : ordinals_(ordinals, ordinals + num),
+        patience_nanoseconds_(static_cast<unsigned long long>(patience_seconds * 1e9)) {}
 
   ~PeerMesh() {
     for (uint8_t* memory : memory_) cudaFree(memory);
@@ -30,7 +31,8 @@ class PeerMesh {
   std::string open() {
     int before = 0;
     check(cudaGetDevice(&before), "cudaGetDevice");
-    check(cudaHostAlloc(&stalled_, kMaxPeers * sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable), "host memory");
+    check(cudaHostAlloc(&stalled_, kMaxPeers * sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable),
+          "host memory");
     if (error_.empty()) std::fill(stalled_, stalled_ + kMaxPeers, 0);
     for (int ordinal : ordinals_) open_one(ordinal);
     check(cudaSetDevice(before), "cudaSetDevice");
@@ -94,8 +96,8 @@ class PeerMesh {
     if (status != cudaSuccess && error_.empty()) error_ = std::string(what) + ": " + cudaGetErrorString(status);
   }
 
-  std::vector<int> ordinals_;      // of the CUDA devices, by rank
-  std::vector<uint8_t*> memory_;   // by rank: the inbox of every channel, then a counter for each
+  std::vector<int> ordinals_;     // of the CUDA devices, by rank
+  std::vector<uint8_t*> memory_;  // by rank: the inbox of every channel, then a counter for each
   int* stalled_ = nullptr;
   unsigned long long patience_nanoseconds_;
   std::string error_;

@@ -1,8 +1,9 @@
 // Attention of a step's tokens over the pages of their requests, prefill chunks and decodes mixed, with wgmma.
 //
 // The step is cut into tiles: consecutive tokens of one request, with all query heads of a kv head as many rows of one
-// matrix, 128 at most. A tile attends to the keys 0 .. its last position in blocks of 128, the last block first. A block
-// of threads stays on its multiprocessor and takes one (tile, kv head) after the other from a counter, the longest first:
+// matrix, 128 at most. A tile attends to the keys 0 .. its last position in blocks of 128, the last block first. A
+// block of threads stays on its multiprocessor and takes one (tile, kv head) after the other from a counter, the
+// longest first:
 //   warpgroup 0      one warp fetches queries, keys and values by the bulk tensor copy engine, always ahead; the others
 //                    put zeros where a token is padding
 //   warpgroups 1, 2  64 rows each: scores = Q K^T, softmax in registers, out += P V
@@ -22,14 +23,14 @@ namespace prefill {
 
 constexpr int kTileRows = 128, kBlockKeys = 128;
 constexpr int kThreads = 384, kComputeWarps = 8;
-constexpr int kStages = 2;                                   // of keys and of values; more gain nothing
-constexpr int kHalfBytes = 128 * 128;                        // 128 rows of 64 bf16
+constexpr int kStages = 2;                                    // of keys and of values; more gain nothing
+constexpr int kHalfBytes = 128 * 128;                         // 128 rows of 64 bf16
 constexpr int kFetchRegisters = 40, kComputeRegisters = 232;  // of a thread
 constexpr int kTurnBarrier = 1, kClearBarrier = 3;            // the first of two each
 
 struct Tile {
   int first_token;  // of the step
-  int num_tokens;  // 0: no tile
+  int num_tokens;   // 0: no tile
   int first_position;
   int request;
   __device__ __forceinline__ int num_keys() const { return first_position + num_tokens; }
@@ -171,7 +172,7 @@ __device__ __forceinline__ void clear_padding(const Args& args) {
 }
 
 // ---- the two warpgroups that compute -----------------------------------------------------------------------------
-// A lane's part of 64 rows: two rows, lane / 4 and 8 below it in its warp's 16; of 8 columns, 2 (lane % 4) and the next.
+// A lane's part of 64 rows: two rows, lane / 4 and 8 below it in its warp's 16; of 8 columns, 2 (lane % 4) and one on.
 template <int H>
 struct Rows {
   float out[H / 2];
@@ -280,8 +281,7 @@ __device__ __forceinline__ void store_rows(Rows<H>& rows, const Tile& tile, int 
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
     const int row = first_row + 8 * r, token = row / args.group, head = row % args.group;
-    const size_t query =
-        (static_cast<size_t>(tile.first_token + token) * args.kv_heads + kv_head) * args.group + head;
+    const size_t query = (static_cast<size_t>(tile.first_token + token) * args.kv_heads + kv_head) * args.group + head;
 #pragma unroll
     for (int c = 0; c < H / 32; ++c) {  // 32 columns: 4 lanes with 2 of each 8, then 4 lanes with 8 each
       uint32_t pairs[4];

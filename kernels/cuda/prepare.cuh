@@ -8,14 +8,14 @@ namespace meshserve {
 constexpr int kPrepareThreads = 256;
 
 struct PrepareArgs {
-  const bf16* x;                   // [B, columns]
-  const bf16* gain;                // [columns]
-  bf16* scaled;                    // [B, columns]
-  float* sums;                     // [B, columns / 128]
+  const bf16* x;     // [B, columns]
+  const bf16* gain;  // [columns]
+  bf16* scaled;      // [B, columns]
+  float* sums;       // [B, columns / 128]
   int columns;
-  const int* positions;            // null: no angles
+  const int* positions;  // null: no angles
   const float* inverse_frequencies;
-  float* cos_sin;                  // [B, head_dim]
+  float* cos_sin;  // [B, head_dim]
   float rotary_scale;
   int head_dim;
 };

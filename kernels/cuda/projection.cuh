@@ -21,7 +21,7 @@
 namespace meshserve {
 
 constexpr int kTileRows = 128;
-constexpr int kBlockK = 64;                 // bf16 columns of a block: 128 bytes, the swizzle's width
+constexpr int kBlockK = 64;  // bf16 columns of a block: 128 bytes, the swizzle's width
 constexpr int kMaxStages = 8;
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
@@ -29,8 +29,8 @@ constexpr int kProducerWarp = kConsumerWarps, kHelperWarp = kConsumerWarps + 1;
 constexpr int kProjectionThreads = kConsumers + 64;
 constexpr int kHalfTileBytes = 64 * kBlockK * 2;
 constexpr int kMaxResidentBytes = 8 * 1024;
-constexpr int kSumStride = kTileRows + 4;   // floats of a row of the partial sums: 4 more keep the banks apart
-constexpr int kMaxSplits = 8;               // blocks of a cluster that any Hopper GPU takes
+constexpr int kSumStride = kTileRows + 4;  // floats of a row of the partial sums: 4 more keep the banks apart
+constexpr int kMaxSplits = 8;              // blocks of a cluster that any Hopper GPU takes
 
 // Few tokens: latency counts, and the sums of the splits go to a buffer of their own. Many: they go to where the ring
 // was, as shared memory is short.
@@ -47,35 +47,35 @@ enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare };
 
 struct ProjectionArgs {
   int batch;
-  int splits;                 // ranges of k: the blocks of a cluster
-  int k_blocks;               // columns of the weights / 64
+  int splits;    // ranges of k: the blocks of a cluster
+  int k_blocks;  // columns of the weights / 64
   int stages, blocks_per_stage;
-  const bf16* resident_input; // [batch, columns], where a split's activations stay in shared memory; else null
-  int ring_bytes;             // of the stages and the resident input, or of the partial sums in the same memory
-  int row_base;               // first row of this layer in the stacked weights
-  int tile_step;              // rows from one tile to the next
-  int second_half;            // rows from the tile's first 64 rows to its second 64
+  const bf16* resident_input;  // [batch, columns], where a split's activations stay in shared memory; else null
+  int ring_bytes;              // of the stages and the resident input, or of the partial sums in the same memory
+  int row_base;                // first row of this layer in the stacked weights
+  int tile_step;               // rows from one tile to the next
+  int second_half;             // rows from the tile's first 64 rows to its second 64
   // The input's RMSNorm: sums of squares [batch, norm_tiles]. No norm where null.
   const float* sums_in;
   int norm_tiles;
   float inverse_dim, epsilon;
   // kResidual: out = residual + result; scaled_out = out * next_gain. kGateUp: out = silu(gate) * up.
-  const bf16* residual;       // may be null, may be `out`
+  const bf16* residual;  // may be null, may be `out`
   bf16* out;
   int out_columns;
-  const bf16* next_gain;      // null: neither scaled_out nor sums_out is written
+  const bf16* next_gain;  // null: neither scaled_out nor sums_out is written
   bf16* scaled_out;
-  float* sums_out;            // [batch, out_columns / 128]
+  float* sums_out;  // [batch, out_columns / 128]
   // kQkv: q [batch, K, G, H]; k and v go to their page.
   bf16* q_out;
   const bf16* q_gain;
   const bf16* k_gain;
-  const float* cos_sin;       // [batch, H]: H/2 cosines, H/2 sines
-  bf16* cache;                // this layer's [P, K, 2, S, H]
+  const float* cos_sin;  // [batch, H]: H/2 cosines, H/2 sines
+  bf16* cache;           // this layer's [P, K, 2, S, H]
   const int* page_table;
   const int* positions;
   int max_pages, page_size, kv_heads, group, head_dim;
-  bool holds_back;            // on a mesh: the next kernel starts when the gather before this one has ended, see peers.cuh
+  bool holds_back;  // on a mesh: the next kernel starts when the gather before this one has ended, see peers.cuh
 };
 
 // kShare: the result, rounded to bf16, goes to the inboxes of the mesh's GPUs.
@@ -89,9 +89,9 @@ using ArgsOf = std::conditional_t<E == Epilogue::kShare, ShareArgs, ProjectionAr
 
 // What a lane holds of each token: 4 rows of the tile. For kQkv, the head and the elements that these are.
 struct LaneRows {
-  int kv_head, slot, element; // slot: 0..G-1 query heads, G key, G+1 value
+  int kv_head, slot, element;  // slot: 0..G-1 query heads, G key, G+1 value
   bool is_valid;
-  uint2 gain;                 // kResidual: of the next norm. kQkv: of the head's norm
+  uint2 gain;  // kResidual: of the next norm. kQkv: of the head's norm
 };
 
 // What one token's epilogue reads of what earlier kernels wrote; fetched ahead, to hide its latency.
@@ -272,10 +272,10 @@ template <int N, Epilogue E>
 __global__ void __launch_bounds__(kProjectionThreads, 2)
     projection_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
                       const __grid_constant__ ArgsOf<E> args) {
-  constexpr int kInputBytes = N * kBlockK * 2;              // of a block
-  constexpr int kChains = kIsNarrow<N> ? 2 : 1;             // of products: short ones hide each other's latency
-  constexpr int kTogether = N < 64 ? 1 : 2;                 // tokens of a warp whose loads are in flight together
-  constexpr int kPartsTogether = kMaxSplits / kTogether;    // and of each, the sums of so many blocks
+  constexpr int kInputBytes = N * kBlockK * 2;            // of a block
+  constexpr int kChains = kIsNarrow<N> ? 2 : 1;           // of products: short ones hide each other's latency
+  constexpr int kTogether = N < 64 ? 1 : 2;               // tokens of a warp whose loads are in flight together
+  constexpr int kPartsTogether = kMaxSplits / kTogether;  // and of each, the sums of so many blocks
   extern __shared__ __align__(1024) uint8_t ring[];
 
   // The shuffle tells the compiler that a warp does not diverge by its number, which wgmma needs.
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   const int splits = args.splits;
   const int split = blockIdx.x, first_token = blockIdx.y * N, tile = blockIdx.z;
   const int k_begin = args.k_blocks * split / splits, k_end = args.k_blocks * (split + 1) / splits;
-  const int per_stage = args.blocks_per_stage;              // divides k_end - k_begin
+  const int per_stage = args.blocks_per_stage;  // divides k_end - k_begin
   const int iterations = (k_end - k_begin) / per_stage;
   const uint32_t ring_address = shared_address(ring);
   const uint32_t full = ring_address + args.ring_bytes, empty = full + 8 * kMaxStages;
@@ -500,8 +500,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     return;
   }
 
-  // All parts of a token's sum are asked for at once; a block alone is a cluster of one. A block stays until the others have read its part, and no longer:
-  // none of them waits for what another one makes of the sum.
+  // All parts of a token's sum are asked for at once; a block alone is a cluster of one. A block stays until the others
+  // have read its part, and no longer: none of them waits for what another one makes of the sum.
   bool is_waited_for = is_cluster;
 #pragma unroll 1
   while (n < N && first_token + n < args.batch) {

@@ -89,8 +89,8 @@ __device__ __forceinline__ void fence_shared_before_copies() {
 }
 
 // ---- clusters ----------------------------------------------------------------------------------------------------
-// A release for the cluster waits until the GPU has all that was written to its memory, about a microsecond. So arrivals
-// say nothing of memory, and what a cluster passes on in shared memory has a fence of its own.
+// A release for the cluster waits until the GPU has all that was written to its memory, about a microsecond. So
+// arrivals say nothing of memory, and what a cluster passes on in shared memory has a fence of its own.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
@@ -139,10 +139,10 @@ __device__ __forceinline__ void sync_threads(int number, int threads) {
 
 // To a block of the cluster (of two or more), counting its bytes on that block's barrier.
 __device__ __forceinline__ void send_float4(uint32_t address, float4 v, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   address),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
 }
 __device__ __forceinline__ void store_shared_float4(uint32_t address, float4 v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
@@ -197,7 +197,6 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-
 
 // ---- matrix fragments of one warp --------------------------------------------------------------------------------
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {

@@ -11,8 +11,8 @@ inline EncodeTiled encode_tiled() {
   static const EncodeTiled function = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
-                                                         &result);
+    cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
     return error == cudaSuccess ? reinterpret_cast<EncodeTiled>(found) : nullptr;
   }();
   return function;

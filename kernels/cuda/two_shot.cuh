@@ -1,29 +1,31 @@
-// A long sum over the GPUs of a mesh, in two shots: x is cut into a chunk a rank. Every GPU sends its share of a chunk to
-// the chunk's rank, which adds up and sends the sum to all. So x crosses the wire twice, less what a GPU keeps, however
-// many they are; in one shot (peers.cuh) it goes to each of them, in one trip.
+// A long sum over the GPUs of a mesh, in two shots: x is cut into a chunk a rank. Every GPU sends its share of a chunk
+// to the chunk's rank, which adds up and sends the sum to all. So x crosses the wire twice, less what a GPU keeps,
+// however many they are; in one shot (peers.cuh) it goes to each of them, in one trip.
 //
-// Words travel as there, with an inbox for each shot: one that has not come holds kEmpty, who has read it empties it, and
-// rounds, here calls, alternate. No place is used twice in a call: that a word has been emptied is certain only when the
-// kernel that did it has ended. Emptied and used again within a kernel, words were lost (docs/decisions/027).
+// Words travel as there, with an inbox for each shot: one that has not come holds kEmpty, who has read it empties it,
+// and rounds, here calls, alternate. No place is used twice in a call: that a word has been emptied is certain only
+// when the kernel that did it has ended. Emptied and used again within a kernel, words were lost (docs/decisions/027).
 //
-// A thread takes 16 bytes of every chunk a turn. It sends its shares a turn before it adds them up and looks for the sums
-// a turn after, so that trips take no time.
+// A thread takes 16 bytes of every chunk a turn. It sends its shares a turn before it adds them up and looks for the
+// sums a turn after, so that trips take no time.
 #pragma once
 #include "peers.cuh"
 
 namespace meshserve {
 
 constexpr int kTwoShotThreads = 256;
-constexpr size_t kTwoShotBytes = 32 << 20;    // of x in a call
+constexpr size_t kTwoShotBytes = 32 << 20;  // of x in a call
 constexpr bool has_two_shots(int num) { return num == 2 || num == 4; }
 // In a GPU's memory: [2 rounds, 2 shots, the other ranks, chunk].
-constexpr size_t two_shot_inbox_bytes(int num) { return has_two_shots(num) ? 4 * (num - 1) * (kTwoShotBytes / num) : 0; }
+constexpr size_t two_shot_inbox_bytes(int num) {
+  return has_two_shots(num) ? 4 * (num - 1) * (kTwoShotBytes / num) : 0;
+}
 
 struct TwoShotArgs {
   Peers peers;
   const uint4* in;  // [ranks, chunk]
   uint4* out;
-  int chunk;        // of 16 bytes
+  int chunk;  // of 16 bytes
 };
 
 __device__ __forceinline__ float4 add_bf16(float4 sum, uint32_t low, uint32_t high) {
@@ -42,7 +44,8 @@ __global__ void __launch_bounds__(kTwoShotThreads, 2) two_shot_kernel(const __gr
   auto slot = [&](int to, int shot, int from, int i) {
     const int other = (from - to + kNum) % kNum - 1;
     uint8_t* inbox = peers.inboxes[(to - rank + kNum) % kNum];
-    return reinterpret_cast<uint4*>(inbox) + static_cast<size_t>((2 * round + shot) * (kNum - 1) + other) * kMostChunk + i;
+    return reinterpret_cast<uint4*>(inbox) + static_cast<size_t>((2 * round + shot) * (kNum - 1) + other) * kMostChunk +
+           i;
   };
 
 #pragma unroll 1

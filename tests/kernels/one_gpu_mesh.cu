@@ -1,6 +1,6 @@
-// A mesh whose ranks are streams of one GPU, for testing what peers do where there is one GPU. The shapes must be small:
-// all blocks of all ranks run at once, or a rank that waits would keep the one it waits for from starting. So would a
-// kernel that CUDA loads at its first launch, for which it waits for the device: all are loaded before.
+// A mesh whose ranks are streams of one GPU, for testing what peers do where there is one GPU. The shapes must be
+// small: all blocks of all ranks run at once, or a rank that waits would keep the one it waits for from starting. So
+// would a kernel that CUDA loads at its first launch, for which it waits for the device: all are loaded before.
 #include <vector>
 
 #include "launch.cuh"

@@ -1,5 +1,5 @@
-// The kernels of kernels/cuda/peers.cuh and two_shot.cuh on a host: each rank is a thread that starts its kernels one after another, and
-// each of their CUDA threads is one, too.
+// The kernels of kernels/cuda/peers.cuh and two_shot.cuh on a host: each rank is a thread that starts its kernels one
+// after another, and each of their CUDA threads is one, too.
 #include "two_shot.cuh"
 
 #include <algorithm>
@@ -95,8 +95,8 @@ extern "C" int run_two_shots(int num, int chunk, int repeats, int blocks, const 
   return mesh.is_empty();
 }
 
-// Adds shares [num, rounds, batch, columns] to x [num, batch, columns], round after round; a thread plays the projection
-// that sends them while the gathering kernel runs. Leaves of the last round: scaled and the sums of squares.
+// Adds shares [num, rounds, batch, columns] to x [num, batch, columns], round after round; a thread plays the
+// projection that sends them while the gathering kernel runs. Leaves of the last round: scaled and the sums of squares.
 extern "C" int run_gathers(int num, int rounds, int batch, int columns, int blocks, const uint2* shares, bf16* x,
                            const bf16* gain, bf16* scaled, float* sums) {
   Mesh mesh(num, 2 * num * kSlotBytes);
