@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .kernels import Figure
+from .kernel_figures import Figure
 
 
 def draw(figures: Sequence[Figure], folder: Path) -> None:

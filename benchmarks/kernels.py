@@ -27,60 +27,12 @@ import numpy as np
 from meshserve.kernels import paged_attention
 from meshserve.kernels.paged_attention import PagedAttention, PagedBatch
 
+from . import kernel_plots
+from .kernel_figures import YARDSTICK, Figure, Shape
 from .timing import random_array, timed_ms
 
-YARDSTICK = "reference"  # what speed-ups are over
 _MAX_CALLS = 32
 _CHECKED_REQUESTS = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    batch: int
-    context: int  # tokens of each request, the new one included
-    kv_heads: int
-    group: int
-    head_dim: int
-    page_size: int
-    dtype: str
-
-    @property
-    def pages_per_request(self) -> int:
-        return -(-self.context // self.page_size)
-
-    @property
-    def page_bytes(self) -> int:
-        """Of one layer's keys and values."""
-        return 2 * self.batch * self.context * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
-
-    @property
-    def label(self) -> str:
-        heads = f"{self.kv_heads}x{self.group}x{self.head_dim}"
-        return f"b{self.batch} {self.context} {heads} p{self.page_size} {self.dtype}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One row of the table."""
-
-    implementation: str
-    shape: Shape
-    device: str
-    ms: float
-    ms_p10: float
-    ms_p90: float
-    terabytes_per_second: float
-    temporary_bytes: int
-    error: float
-    speedup: float | None = None  # over the yardstick, where that ran
-
-    def row(self) -> str:
-        speedup = f"  {self.speedup:6.1f} x {YARDSTICK}" if self.speedup else ""
-        return (
-            f"{self.implementation:10} {self.shape.label:38} {self.ms:9.4f} ms (P10 {self.ms_p10:.4f}, P90 "
-            f"{self.ms_p90:.4f})  {self.terabytes_per_second:6.3f} TB/s  {self.temporary_bytes / 2**20:8.1f} MiB  "
-            f"error {self.error:.1e}{speedup}"
-        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,9 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(figure) for figure in figures], indent=1))
     if options.plots:
-        from .kernel_plots import draw
-
-        draw(figures, options.plots)
+        kernel_plots.draw(figures, options.plots)
     return 0
 
 
