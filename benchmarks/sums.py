@@ -62,6 +62,8 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
                 for size in options.kilobytes
                 if name in implementations(mesh, options.all_reduce, _num_bytes(size))
             ]
+            if not programs:
+                continue
             num_wrong = num_sums = 0
             began = time.monotonic()
             while (seconds := time.monotonic() - began) < options.check_seconds:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import PeerOperations, Peers
+from . import PeerOperations, Peers, takes_sum
 
 _NUM_SUMS = 100  # of each size
 _KILOBYTES = (4, 512, 4096)  # the last in two shots
@@ -30,12 +30,12 @@ def num_wrong_elements(mesh: Mesh, peers: Peers, operations: PeerOperations) -> 
 
 def _of_rank(rank: jax.Array, peers: Peers, operations: PeerOperations) -> jax.Array:
     """[1] int32: of this device."""
-    num_wrong = jnp.int32(0)
-    for kilobytes in _KILOBYTES:
+    num_wrong, num_ranks = jnp.int32(0), len(peers.ordinals)
+    for kilobytes in (size for size in _KILOBYTES if takes_sum(1024 * size, num_ranks)):
         places = jnp.arange(512 * kilobytes, dtype=jnp.int32)
 
         def add(index: jax.Array, num_wrong: jax.Array, places: jax.Array = places) -> jax.Array:
-            shares = [_share(places, other, index) for other in range(len(peers.ordinals))]
+            shares = [_share(places, other, index) for other in range(num_ranks)]
             got = operations.peer_sum(_share(places, rank[0], index), peers)
             return num_wrong + (got != sum(shares[1:], start=shares[0])).sum(dtype=jnp.int32)
 

@@ -1,6 +1,7 @@
 """Which path the layers of a decode step take, by what its devices can do."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +16,7 @@ from meshserve.kernels import paged_attention
 from meshserve.kernels.decode_layers import LayerWeights, reference
 from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.kernels.peers import MAX_BYTES, Peers, takes_sum
+from meshserve.kernels.peers import gpu as peers_gpu
 from meshserve.kernels.peers import reference as peers_reference
 from meshserve.runtime import decode
 from meshserve.runtime.config import ServeConfig
@@ -133,6 +135,19 @@ def test_all_reduce_takes_peers_where_they_are_faster(tp: int, num_bytes: int, d
 )  # fmt: skip
 def test_long_sums_are_cut_into_a_part_a_rank(num_bytes: int, num_ranks: int, is_taken: bool) -> None:
     assert takes_sum(num_bytes, num_ranks) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("operation", "shape", "dtype", "reason"),
+    [(peers_gpu.peer_sum, (MAX_BYTES,), "bfloat16", r"a sum of bfloat16\[2097152\] over 3 GPUs.* 2 or 4 GPUs alone"),
+     (peers_gpu.peer_sum, (64,), "float32", "it takes bfloat16 in multiples of 8 bytes"),
+     (peers_gpu.peer_exchange, (MAX_BYTES // 4 + 2,), "int32", "at most 2097152 of them")],
+)  # fmt: skip
+def test_what_peers_do_not_take_is_refused_with_a_reason(
+    operation: Callable[..., jax.Array], shape: tuple[int, ...], dtype: str, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        operation(jnp.zeros(shape, dtype), Peers(axis=TENSOR_AXIS, ordinals=(0, 1, 2)))
 
 
 def test_peers_that_cannot_be_are_refused_by_name() -> None:
