@@ -38,9 +38,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for tp in options.tp:
         mesh = make_mesh(tp)
+        timed = {"nothing": lambda x: x, **implementations(mesh, options.all_reduce)}
         for kilobytes in options.kilobytes:
-            timed = {"nothing": lambda x: x, **implementations(mesh, options.all_reduce, _num_bytes(kilobytes))}
-            per_call = {name: _time_chain(options, mesh, _num_elements(kilobytes), add) for name, add in timed.items()}
+            per_call = {
+                name: _time_chain(options, mesh, _num_elements(kilobytes), add)
+                for name, add in timed.items()
+                if _takes(name, kilobytes, tp)
+            }
             base = per_call.pop("nothing")
             row = {"tp": tp, "kilobytes": kilobytes, **{name: 1000 * (ms - base) for name, ms in per_call.items()}}
             rows.append(row)
@@ -60,7 +64,7 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
             programs = [
                 wrong_elements(mesh, add, _num_elements(size), tolerance)
                 for size in options.kilobytes
-                if name in implementations(mesh, options.all_reduce, _num_bytes(size))
+                if _takes(name, size, tp)
             ]
             if not programs:
                 continue
@@ -80,24 +84,23 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def implementations(mesh: Mesh, all_reduce: str = "auto", num_bytes: int = 0) -> Mapping[str, Sum]:
-    """Those that run here and take so many bytes, or the one that serves with such an `all_reduce`; call them inside
-    `shard_map`."""
+def implementations(mesh: Mesh, all_reduce: str = "auto") -> Mapping[str, Sum]:
+    """Those that run here, or the one that serves with such an `all_reduce`; call them inside `shard_map`."""
     found: dict[str, Sum] = {}
     if all_reduce != "peers":
         found["psum"] = lambda x: jax.lax.psum(x, TENSOR_AXIS)
-    if all_reduce != "xla" and mesh.devices.flat[0].platform == "gpu" and takes_sum(num_bytes, mesh.size):
+    if all_reduce != "xla" and mesh.devices.flat[0].platform == "gpu":
         peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
         found["peers"] = partial(peers_gpu.peer_sum, peers=peers)
     return found
 
 
-def _num_bytes(kilobytes: float) -> int:
-    return int(kilobytes * 1024)
-
-
 def _num_elements(kilobytes: float) -> int:
-    return _num_bytes(kilobytes) // 2
+    return int(kilobytes * 1024) // 2
+
+
+def _takes(name: str, kilobytes: float, tp: int) -> bool:
+    return name != "peers" or takes_sum(2 * _num_elements(kilobytes), tp)
 
 
 def _time_chain(options: argparse.Namespace, mesh: Mesh, num_elements: int, add: Sum) -> float:

@@ -162,7 +162,7 @@ def _sums_refusal(mesh: Mesh) -> str | None:
     """
     peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
     try:
-        num_wrong = check.num_wrong_elements(mesh, peers, peers_gpu)
+        num_wrong = check.num_wrong_elements(mesh, peers, peers_gpu, peer_bytes(mesh.size))
     except jax.errors.JaxRuntimeError as error:
         reason = peers_gpu.complaint() or str(error)
         raise ConfigError(f"the GPUs do not add up as peers: {reason}. Start with --all-reduce xla.") from error

@@ -30,8 +30,13 @@ T* data(Out& buffer) {
 }
 int size(const In& buffer, int dimension) { return static_cast<int>(buffer.dimensions()[dimension]); }
 
-ffi::Error result(const Step& step) {
-  return step.error().empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, step.error());
+// Of a call: what went wrong, or nothing.
+ffi::Error result(const std::string& error) {
+  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
+}
+ffi::Error result(const Step& step) { return result(step.error()); }
+ffi::Error result(cudaError_t status) {
+  return result(std::string(status == cudaSuccess ? "" : cudaGetErrorString(status)));
 }
 
 Tuning tuning_of(Ints values) {
@@ -194,8 +199,7 @@ ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In tiles, In p
   call.page_size = shapes.page_size;
   call.head_dim = shapes.head_dim;
   call.scale = scale;
-  const std::string error = prefill::launch(call, stream);
-  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
+  return result(prefill::launch(call, stream));
 }
 
 ffi::Error prepare_heads(cudaStream_t stream, In rows, In q_norm, In k_norm, In cosines, In sines, In cache,
@@ -223,9 +227,7 @@ ffi::Error prepare_heads(cudaStream_t stream, In rows, In q_norm, In k_norm, In 
   const auto kernel = shapes.head_dim == 128 ? heads::prepare_kernel<128> : heads::prepare_kernel<64>;
   const int num_threads = args.num_tokens * args.kv_heads * (shapes.head_dim / 4);
   kernel<<<(num_threads + heads::kThreads - 1) / heads::kThreads, heads::kThreads, 0, stream>>>(args);
-  const cudaError_t status = cudaGetLastError();
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal, cudaGetErrorString(status));
+  return result(cudaGetLastError());
 }
 
 ffi::Error sampling_floor(cudaStream_t stream, In logits, In temperature, In top_k, In top_p, In min_p, Out floor) {
@@ -238,8 +240,7 @@ ffi::Error sampling_floor(cudaStream_t stream, In logits, In temperature, In top
     sampling::floor_kernel<<<size(logits, 0), sampling::kThreads, kBytes, stream>>>(rows);
     status = cudaGetLastError();
   }
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal, cudaGetErrorString(status));
+  return result(status);
 }
 
 template <bool kIsSum>
@@ -253,9 +254,7 @@ ffi::Error single(cudaStream_t stream, In x, Out out, Ints ordinals) {
   args.num_pairs = static_cast<int>(x.size_bytes() / 8);
   const int blocks = std::min((args.num_pairs + kPeerThreads - 1) / kPeerThreads, kMaxPeerBlocks);
   single_kernel<kIsSum><<<blocks, kPeerThreads, 0, stream>>>(args);
-  cudaError_t status = cudaGetLastError();
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal, cudaGetErrorString(status));
+  return result(cudaGetLastError());
 }
 
 ffi::Error two_shots(cudaStream_t stream, In x, Out out, Ints ordinals) {
@@ -273,9 +272,7 @@ ffi::Error two_shots(cudaStream_t stream, In x, Out out, Ints ordinals) {
     const int blocks = std::min((args.chunk + kTwoShotThreads - 1) / kTwoShotThreads, kMaxPeerBlocks);
     (num == 2 ? two_shot_kernel<2> : two_shot_kernel<4>)<<<blocks, kTwoShotThreads, 0, stream>>>(args);
   }
-  cudaError_t status = cudaGetLastError();
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kInternal, cudaGetErrorString(status));
+  return result(cudaGetLastError());
 }
 
 ffi::Error peer_sum(cudaStream_t stream, In x, Out out, Ints ordinals) {

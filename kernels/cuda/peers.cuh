@@ -17,11 +17,12 @@ constexpr size_t kSlotBytes = 2 << 20;
 constexpr uint32_t kEmpty = 0xFFFFFFFFu;  // two bfloat16 NaNs; the NaN that rounding gives is 0x7FFF
 constexpr uint32_t kInsteadOfEmpty = 0x7FFF7FFFu;
 
-// Calls of several kernels and calls of one count their rounds apart: each has an inbox of its own.
+// The layers, sums and exchanges in one shot, and sums in two (two_shot.cuh) count their rounds apart: each has an
+// inbox of its own.
 enum class Channel : int { kLayers, kSingle, kTwoShot };
 constexpr int kChannels = 3;
 
-// In a GPU's memory, of a channel whose calls are one kernel: rounds so far, and how many blocks of this one have
+// In a GPU's memory, of a channel whose rounds are one kernel each: rounds so far, and this one's blocks that have
 // ended.
 struct RoundCounter {
   uint32_t round, blocks;
@@ -29,8 +30,8 @@ struct RoundCounter {
 
 // One channel as one GPU sees it.
 struct Peers {
-  uint8_t*
-      inboxes[kMaxPeers];  // of this rank, then of the next ones: [2 rounds, num slots, kSlotBytes], or two_shot.cuh
+  // Of this rank, then of the next ones: [2 rounds, num slots, kSlotBytes]; in two shots otherwise.
+  uint8_t* inboxes[kMaxPeers];
   int num, rank;
   RoundCounter* counter;
   int* stalled;  // in the host's memory, of each rank: 1 + the rank that it waited for in vain

@@ -225,7 +225,7 @@ __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---- small conversions -------------------------------------------------------------------------------------------
+// ---- small arithmetic --------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<uint32_t*>(&pair);
@@ -234,6 +234,9 @@ __device__ __forceinline__ float4 unpack_bf16(uint2 packed) {
   float2 low = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&packed.x));
   float2 high = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&packed.y));
   return make_float4(low.x, low.y, high.x, high.y);
+}
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 // The sum over the `lanes` (a power of two) neighbouring lanes that hold one row.
 __device__ __forceinline__ float sum_over_lanes(float value, int lanes) {

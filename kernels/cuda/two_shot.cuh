@@ -28,11 +28,6 @@ struct TwoShotArgs {
   int chunk;  // of 16 bytes
 };
 
-__device__ __forceinline__ float4 add_bf16(float4 sum, uint32_t low, uint32_t high) {
-  const float4 v = unpack_bf16(make_uint2(low, high));
-  return make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
-}
-
 template <int kNum>
 __global__ void __launch_bounds__(kTwoShotThreads, 2) two_shot_kernel(const __grid_constant__ TwoShotArgs args) {
   constexpr int kMostChunk = kTwoShotBytes / kNum / sizeof(uint4);
@@ -44,8 +39,8 @@ __global__ void __launch_bounds__(kTwoShotThreads, 2) two_shot_kernel(const __gr
   auto slot = [&](int to, int shot, int from, int i) {
     const int other = (from - to + kNum) % kNum - 1;
     uint8_t* inbox = peers.inboxes[(to - rank + kNum) % kNum];
-    return reinterpret_cast<uint4*>(inbox) + static_cast<size_t>((2 * round + shot) * (kNum - 1) + other) * kMostChunk +
-           i;
+    const size_t slots_before = (2 * round + shot) * (kNum - 1) + other;
+    return reinterpret_cast<uint4*>(inbox) + slots_before * kMostChunk + i;
   };
 
 #pragma unroll 1
@@ -70,8 +65,8 @@ __global__ void __launch_bounds__(kTwoShotThreads, 2) two_shot_kernel(const __gr
 #pragma unroll
       for (int r = 0; r < kNum; ++r) {
         if (r != rank) parts[r] = take(peers, slot(rank, 0, r, i), parts[r], r);
-        low = add_bf16(low, parts[r].x, parts[r].y);
-        high = add_bf16(high, parts[r].z, parts[r].w);
+        low = add(low, unpack_bf16(make_uint2(parts[r].x, parts[r].y)));
+        high = add(high, unpack_bf16(make_uint2(parts[r].z, parts[r].w)));
       }
       const uint4 sum = make_uint4(pack_bf16(low.x, low.y), pack_bf16(low.z, low.w), pack_bf16(high.x, high.y),
                                    pack_bf16(high.z, high.w));

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import PeerOperations, Peers, takes_sum
+from . import PeerOperations, Peers
 
 _NUM_SUMS = 100  # of each size
 _KILOBYTES = (4, 512, 4096)  # the last in two shots
 _LEVELS = 16  # values of a share, so that sums are whole numbers that bfloat16 holds
 
 
-def num_wrong_elements(mesh: Mesh, peers: Peers, operations: PeerOperations) -> int:
-    """Of some hundred sums of other numbers each time, compared on every device."""
+def num_wrong_elements(mesh: Mesh, peers: Peers, operations: PeerOperations, max_bytes: int) -> int:
+    """Of some hundred sums of up to `max_bytes`, of other numbers each time, compared on every device."""
     spec = PartitionSpec(peers.axis)
     ranks = jax.device_put(np.arange(mesh.size, dtype=np.int32), NamedSharding(mesh, spec))
     program = jax.shard_map(
-        partial(_of_rank, peers=peers, operations=operations),
+        partial(_of_rank, peers=peers, operations=operations, max_bytes=max_bytes),
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
@@ -28,14 +28,14 @@ def num_wrong_elements(mesh: Mesh, peers: Peers, operations: PeerOperations) -> 
     return int(np.asarray(jax.jit(program)(ranks)).sum())
 
 
-def _of_rank(rank: jax.Array, peers: Peers, operations: PeerOperations) -> jax.Array:
+def _of_rank(rank: jax.Array, peers: Peers, operations: PeerOperations, max_bytes: int) -> jax.Array:
     """[1] int32: of this device."""
-    num_wrong, num_ranks = jnp.int32(0), len(peers.ordinals)
-    for kilobytes in (size for size in _KILOBYTES if takes_sum(1024 * size, num_ranks)):
+    num_wrong = jnp.int32(0)
+    for kilobytes in (size for size in _KILOBYTES if 1024 * size <= max_bytes):
         places = jnp.arange(512 * kilobytes, dtype=jnp.int32)
 
         def add(index: jax.Array, num_wrong: jax.Array, places: jax.Array = places) -> jax.Array:
-            shares = [_share(places, other, index) for other in range(num_ranks)]
+            shares = [_share(places, other, index) for other in range(len(peers.ordinals))]
             got = operations.peer_sum(_share(places, rank[0], index), peers)
             return num_wrong + (got != sum(shares[1:], start=shares[0])).sum(dtype=jnp.int32)
 

@@ -115,8 +115,6 @@ def test_attention_does_not_depend_on_its_splits(name, splits):
         *(("batch-50-odd-tiles", splits) for splits in (1, 2, 3, 5)),
         *(("batch-30", splits) for splits in (3, 6)),
         *(("batch-64", splits) for splits in (1, 2, 3, 4, 7, 8)),
-        *(("batch-90-odd-tiles", splits) for splits in (1, 2, 5)),
-        *(("batch-128", splits) for splits in (1, 2, 3, 4, 5, 8)),
     ],
 )
 @pytest.mark.parametrize("blocks_per_stage", [1, 2])

@@ -104,4 +104,4 @@ def test_gpus_that_stop_in_a_sum_end_the_start_with_a_way_out(host: pytest.Monke
 
 def test_the_reference_of_peers_adds_up() -> None:
     peers = Peers(axis=TENSOR_AXIS, ordinals=(0, 1))
-    assert check.num_wrong_elements(make_mesh(2), peers, reference) == 0
+    assert check.num_wrong_elements(make_mesh(2), peers, reference, max_bytes=1 << 20) == 0

@@ -103,6 +103,8 @@ inline float4 unpack_bf16(uint2 v) {
   return {from_bf16(v.x & 0xFFFF), from_bf16(v.x >> 16), from_bf16(v.y & 0xFFFF), from_bf16(v.y >> 16)};
 }
 
+inline float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
 inline void store_for_peers(void* to, uint2 v) {
   uint32_t* words = static_cast<uint32_t*>(to);
   std::atomic_ref<uint32_t>(words[1]).store(v.y, std::memory_order_relaxed);
