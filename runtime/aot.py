@@ -133,6 +133,7 @@ class DryServer:
             is_unrolled=self._kernels.is_unrolled,
             find_floor=self._kernels.find_floor,
             keeps_outputs=self._kernels.keeps_outputs,
+            has_library_products=self._kernels.has_library_products,
         )
 
     def kept_bytes(self, buckets: Sequence[Bucket]) -> int:

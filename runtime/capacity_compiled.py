@@ -91,9 +91,7 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
     num_kernels = _num_kernels(planner, report)
     expected[f"it calls {num_kernels} kernels"] = text.num_kernels == num_kernels
     if report.is_step:
-        num_layers = planner.model.num_layers
-        num_sums = 2 * (num_layers if planner.target.chip.is_unrolled else 1) + 1
-        least = num_sums if planner.num_devices > 1 and not _adds_by_peers(planner, report) else 0
+        least = _num_sums(planner, report, by_peers=False)
         most = least + _SAMPLING_ALL_REDUCES
         expected |= {
             "the KV cache is updated in place": report.aliased_bytes >= cache_bytes,
@@ -110,7 +108,7 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     """Calls of our kernels in a program."""
     chip, config, num_layers = planner.target.chip, planner.config, planner.model.num_layers
     if chip.platform == "tpu":
-        return 2 * (num_layers if chip.is_unrolled else 1) if report.is_step else 0  # to write and to attend
+        return 2 * _num_written_layers(planner) if report.is_step else 0  # to write and to attend
     is_sampling = report.kind.startswith(("step", "decode", "sample"))
     filters = is_sampling and not {"greedy", "random"}.intersection(report.kind.split())
     has_kernel = "cuda" in (config.attention, config.decode_layers) and planner.num_devices == 1
@@ -120,7 +118,7 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     if report.kind.startswith("decode") and config.decode_layers == "cuda" and report.size <= MAX_FUSED_TOKENS:
         by_peers += int(are_peers)  # the embedding
         return in_sampling + by_peers + (1 if planner.num_devices == 1 or are_peers else 5 * num_layers)
-    by_peers += 2 * num_layers + 1 if report.is_step and _adds_by_peers(planner, report) else 0
+    by_peers += _num_sums(planner, report, by_peers=True) if report.is_step else 0
     heads_and_attention = 2 * num_layers if report.is_step and config.attention == "cuda" else 0
     return in_sampling + by_peers + heads_and_attention
 
@@ -129,10 +127,26 @@ def _are_peers(planner: Planner) -> bool:
     return planner.num_devices > 1 and planner.config.all_reduce == "peers"
 
 
-def _adds_by_peers(planner: Planner, report: ProgramReport) -> bool:
-    """Whether peers add up what the layers of a step have."""
-    num_bytes = report.size * planner.model.embed_dim * planner.dtype.itemsize
-    return _are_peers(planner) and num_bytes <= peer_bytes(planner.num_devices)
+def _num_written_layers(planner: Planner) -> int:
+    """How often a program has a layer: a loop has it once, and the last one is written out behind it."""
+    num_layers = planner.model.num_layers
+    return num_layers if planner.target.chip.is_unrolled else min(2, num_layers)
+
+
+def _num_sums(planner: Planner, report: ProgramReport, *, by_peers: bool) -> int:
+    """Sums over the devices in a step whose layers are not fused, by its peers or by XLA."""
+    if planner.num_devices == 1:
+        return 0
+    num_wanted = report.size if report.kind.startswith("decode") else min(report.size, planner.config.max_running)
+    # One for the embedding and two a layer, of which the last adds up those rows alone whose logits are wanted.
+    num_sums = {report.size: 2 * _num_written_layers(planner)}
+    num_sums[num_wanted] = num_sums.get(num_wanted, 0) + 1
+
+    def are_by_peers(num_rows: int) -> bool:
+        num_bytes = num_rows * planner.model.embed_dim * planner.dtype.itemsize
+        return _are_peers(planner) and num_bytes <= peer_bytes(planner.num_devices)
+
+    return sum(number for num_rows, number in num_sums.items() if are_by_peers(num_rows) == by_peers)
 
 
 def cache_that_fits(planner: Planner, report: ProgramReport, cache_bytes: int) -> int:

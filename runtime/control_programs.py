@@ -48,6 +48,7 @@ class ControlPrograms:
     is_unrolled: bool
     find_floor: FindFloor | None = None
     keeps_outputs: bool = False  # steps do, see `kept`
+    has_library_products: bool = False  # as in steps of so many tokens
 
     @property
     def vocab_size(self) -> int:
@@ -134,10 +135,17 @@ class ControlPrograms:
         return hidden_shape(self.params, num_tokens, self.mesh)
 
     def _sharded(
-        self, program: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any
+        self,
+        program: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        *,
+        has_library_products: bool = False,
+        **options: Any,
     ) -> jax.stages.Wrapped:
         sharded = jax.shard_map(program, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(sharded, compiler_options=compiler_options(self.mesh), **options)
+        compiled_with = compiler_options(self.mesh, has_library_products=has_library_products)
+        return jax.jit(sharded, compiler_options=compiled_with, **options)
 
     def _lower_allocate(self) -> jax.stages.Lowered:
         def zeros() -> ControlState[jax.Array]:
@@ -168,7 +176,8 @@ class ControlPrograms:
 
     def _lower_prompt(self, num_tokens: int) -> jax.stages.Lowered:
         program = partial(prompt_logprobs, self.structure)
-        sharded = self._sharded(program, (specs_of(self.params), _REPLICATED, _REPLICATED), _REPLICATED)
+        in_specs = (specs_of(self.params), _REPLICATED, _REPLICATED)
+        sharded = self._sharded(program, in_specs, _REPLICATED, has_library_products=self.has_library_products)
         return sharded.lower(self.params, self._hidden(num_tokens), self._shape((num_tokens,)))
 
     def _lower_padding(self, shape: jax.ShapeDtypeStruct, num_rows: int) -> jax.stages.Lowered:

@@ -176,8 +176,10 @@ def _top(logits: jax.Array, token_ids: jax.Array, num_top: int) -> tuple[jax.Arr
 def prompt_logprobs(
     structure: nnx.GraphDef, params: nnx.State, hidden: jax.Array, targets: jax.Array
 ) -> Logprobs[jax.Array]:
-    """Of the tokens `targets` [T] after a step's tokens, whose hidden states are [T, D]; written per shard."""
+    """Of the tokens `targets` [T] after a step's tokens, whose hidden states are [T, D] (`model.Forward`); written per
+    shard."""
     model = nnx.merge(structure, params)
+    hidden = model.finished(hidden)
     num_tokens = len(targets)
     block = min(num_tokens, _BLOCK_TOKENS)
     padding = (0, -num_tokens % block)

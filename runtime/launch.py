@@ -246,6 +246,7 @@ def make_runner(
             is_unrolled=kernels.is_unrolled,
             find_floor=kernels.find_floor,
             keeps_outputs=kernels.keeps_outputs,
+            has_library_products=kernels.has_library_products,
         )
         controls = Controls(declared, num_threads=config.compile_threads)
     num_pages = config.num_pages

@@ -1,6 +1,6 @@
 """Qwen3 dense as flax.nnx modules, written per shard.
 
-Step 6 of 10. In: the token ids of one step. Out: the hidden state of each token, and logits of a vocabulary shard.
+Step 6 of 10. In: the token ids of one step. Out: hidden states, and logits of a vocabulary shard.
 
 Called inside `shard_map`, every module sees its shard's block of each parameter and says itself what crosses the mesh:
 one `all_reduce` after the attention output, one after the MLP, one for the embedding. Outside, the same modules are
@@ -193,9 +193,27 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
+        x, cache = self.attended(x, cache, layer, context)
+        return self.fed(x, context.peer_sum), cache
+
+    def attended(
+        self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """The first half, which tokens go through together: x [T, D] and the cache -> the same."""
         attended, cache = self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, layer, context)
-        x = x + attended
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.peer_sum), cache
+        return x + attended, cache
+
+    def fed(self, x: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+        """The second half, of any tokens: x [B, D] -> the same."""
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), peer_sum)
+
+
+class Forward(NamedTuple):
+    """What a run through the layers brings."""
+
+    wanted: jax.Array  # [B, D], after all layers: of the tokens that were wanted
+    hidden: jax.Array | None  # [T, D], before the MLP of the last layer; the fused layers do not show it
+    cache: jax.Array
 
 
 class Qwen3(nnx.Module):
@@ -220,8 +238,8 @@ class Qwen3(nnx.Module):
         return all_reduce(jnp.where(is_here[:, None], rows, 0), peer_sum)
 
     def __call__(
-        self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, kernels: Kernels, *, is_decode: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
+        self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, kernels: Kernels, wanted: jax.Array | None
+    ) -> Forward:
         """Runs all layers.
 
         Args:
@@ -230,17 +248,16 @@ class Qwen3(nnx.Module):
           batch: where each token belongs.
           kernels: of this backend. GPUs want the layers unrolled, because XLA captures no loop in a command buffer; a
             loop compiles several times faster.
-          is_decode: no two tokens are of one request. Only then may the fused layers serve: their attention fetches
-            pages before the step's own keys and values are written.
-
-        Returns:
-          The hidden state of each token before the final norm [T, D], and the cache.
+          wanted: the tokens [B] whose logits are wanted. The others need not go through the last layer's MLP: nobody
+            attends to what it makes of them. None: all are, and no two are of one request. Only then may the fused
+            layers serve: their attention fetches pages before the step's own keys and values are written.
         """
         x = self.embed(token_ids, kernels.peer_sum)
         weights = layer_weights(nnx.state(self.layers))
-        fused = kernels.fused(x.shape[0], is_decode=is_decode)
+        fused = kernels.fused(x.shape[0], is_decode=wanted is None)
         if fused is not None:
-            return decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.peers)
+            x, cache = decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.peers)
+            return Forward(x, None, cache)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         prepare = None
         if kernels.prepare is not None:
@@ -250,22 +267,26 @@ class Qwen3(nnx.Module):
         context = StepContext(batch, cos, sin, kernels.attend, kernels.write, prepare, kernels.peer_sum, is_apart)
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return self.layer(index, *carry, context)
+            return self.layer(index)(*carry, index, context)
 
-        carry = (x, cache)
-        if not kernels.is_unrolled:
-            return jax.lax.fori_loop(0, self.config.num_layers, run_layer, carry)
-        for index in range(self.config.num_layers):
-            carry = run_layer(index, carry)
-        return carry
+        carry, last = (x, cache), self.config.num_layers - 1
+        if kernels.is_unrolled:
+            for index in range(last):
+                carry = run_layer(index, carry)
+        else:
+            carry = jax.lax.fori_loop(0, last, run_layer, carry)
+            last = jnp.int32(last)  # as in the loop, see `_slice_stack`
+        hidden, cache = self.layer(last).attended(*carry, last, context)
+        return Forward(self.finished(hidden if wanted is None else hidden[wanted], kernels.peer_sum), hidden, cache)
 
-    def layer(
-        self, index: int | jax.Array, x: jax.Array, cache: jax.Array, context: StepContext
-    ) -> tuple[jax.Array, jax.Array]:
-        """One decoder layer: x [T, D] and the cache -> the same."""
+    def layer(self, index: int | jax.Array) -> DecoderLayer:
+        """One decoder layer."""
         structure, stacked = nnx.split(self.layers)
-        layer = nnx.merge(structure, jax.tree.map(partial(_slice_stack, index=index), stacked))
-        return layer(x, cache, index, context)
+        return nnx.merge(structure, jax.tree.map(partial(_slice_stack, index=index), stacked))
+
+    def finished(self, hidden: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+        """Hidden states [B, D] as `Forward.hidden` -> after all layers."""
+        return self.layer(self.config.num_layers - 1).fed(hidden, peer_sum)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states [B, D] -> float32 logits of this shard's vocabulary [B, V / shards]."""

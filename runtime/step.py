@@ -70,7 +70,7 @@ class StepOutput(NamedTuple, Generic[Leaf]):
 
     sampled: Leaf  # [B] int32, or [num_steps, B]
     logits: Leaf | None = None  # [B, V] float32, sharded by vocabulary: after the last token of each request
-    hidden: Leaf | None = None  # [T, D], before the final norm
+    hidden: Leaf | None = None  # [T, D], before the last layer's MLP
 
     @property
     def kept(self) -> tuple[Leaf, ...]:
@@ -115,7 +115,9 @@ def step(
     from_table = state.last_tokens[rows[fields["token_request"]]]
     token_ids = jnp.where(fields["token_ids"] == ON_DEVICE, from_table, fields["token_ids"])
     batch = PagedBatch(fields["positions"], fields["token_request"], page_table[rows])
-    x, cache = model(token_ids, state.cache, batch, kernels, is_decode=bucket.is_decode)
+    num_rows = LIBRARY_ROWS if _has_library_products(kernels, bucket) else 0
+    wanted = None if bucket.is_decode else _padded(fields["last_index"], num_rows)
+    last, hidden, cache = model(token_ids, state.cache, batch, kernels, wanted)
     sampling = SamplingBatch(
         temperature=jax.lax.bitcast_convert_type(fields["temperature"], jnp.float32),
         top_p=jax.lax.bitcast_convert_type(fields["top_p"], jnp.float32),
@@ -125,9 +127,7 @@ def step(
         seed_high=jax.lax.bitcast_convert_type(fields["seed_high"], jnp.uint32),
         position=fields["sample_position"],
     )
-    last = x if bucket.is_decode else x[fields["last_index"]]
-    num_rows = LIBRARY_ROWS if _has_library_products(kernels, bucket) else 0
-    logits = model.logits(_padded(last, num_rows))[: len(last)]
+    logits = model.logits(last)[: bucket.num_requests]
     sampled = sample(
         logits,
         sampling,
@@ -138,8 +138,8 @@ def step(
         find_floor=kernels.find_floor,
     )
     last_tokens = state.last_tokens.at[rows].set(sampled, mode="drop")
-    hidden = None if bucket.is_decode else x
-    return DeviceState(cache, last_tokens, page_table), StepOutput(sampled, logits, hidden)
+    output = StepOutput(sampled, logits, None if bucket.is_decode else hidden)
+    return DeviceState(cache, last_tokens, page_table), output
 
 
 def window(
@@ -225,9 +225,9 @@ def _has_library_products(kernels: Kernels, bucket: Bucket) -> bool:
     return kernels.has_library_products and bucket.num_tokens >= LIBRARY_TOKENS and not is_fused
 
 
-def _padded(x: jax.Array, num_rows: int) -> jax.Array:
-    """x [B, D] with zeros up to so many rows, if it has fewer."""
-    return jnp.pad(x, ((0, num_rows - len(x)), (0, 0))) if len(x) < num_rows else x
+def _padded(index: jax.Array, num_rows: int) -> jax.Array:
+    """index [B] with zeros up to so many, if it has fewer."""
+    return jnp.pad(index, (0, max(0, num_rows - len(index))))
 
 
 def weights_of(params: nnx.State) -> tuple[Leaf, ...]:

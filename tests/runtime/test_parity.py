@@ -150,7 +150,7 @@ def _our_hidden_states(
         context = StepContext(batch, cos, sin, implementation("reference"), has_statistics_apart=has_statistics_apart)
         x, outputs = model.embed(jnp.asarray(prompt)), []
         for index in range(config.num_layers):
-            x, cache = model.layer(index, x, cache, context)
+            x, cache = model.layer(index)(x, cache, index, context)
             outputs.append(x)
         return outputs, model.logits(x)
 
