@@ -41,7 +41,7 @@ from .sampling import Exchange, all_gather
 
 LARGE_STEP_TOKENS = 512  # from here on a step takes the time of its multiplications, not that of its launches
 LIBRARY_TOKENS = 64  # of a step that is not fused, from which a library's products are no slower than XLA's own
-LIBRARY_ROWS = 8  # of the output head beside a library's products: cuBLAS converts the table to float32 for fewer
+LIBRARY_ROWS = 8  # whose logits are wanted, beside a library's products: cuBLAS converts the table to float32 for fewer
 
 
 class Weight(nnx.Param):

@@ -165,6 +165,17 @@ def test_a_head_of_few_rows_is_padded_beside_the_products_of_a_library():
         assert f"f32[{num_rows},{TINY.vocab_size}] = dot_general" in text
 
 
+@pytest.mark.parametrize("is_unrolled", [False, True], ids=["loop", "unrolled"])
+def test_the_last_mlp_is_for_the_tokens_whose_logits_are_wanted(is_unrolled: bool):
+    config = dataclasses.replace(TINY, num_layers=5)
+    text = str(jax.make_jaxpr(Case(config, 1).program(is_unrolled=is_unrolled))(*Case(config, 1).arguments()))
+    of_every_token, of_wanted = (
+        text.count(f"bf16[{num_rows},{2 * config.mlp_dim}] = dot_general")
+        for num_rows in (BUCKET.num_tokens, BUCKET.num_requests)
+    )
+    assert (of_every_token, of_wanted) == (4 if is_unrolled else 1, 1)
+
+
 def test_the_state_is_donated():
     """Cache and tables are updated in place: every byte of the state that comes out lies where one came in."""
     case, bucket = Case(TINY, 2), Bucket(num_tokens=4, num_requests=2, num_new_pages=2)
