@@ -179,7 +179,7 @@ def prompt_logprobs(
     """Of the tokens `targets` [T] after a step's tokens, whose hidden states are [T, D] (`model.Forward`); written per
     shard."""
     model = nnx.merge(structure, params)
-    hidden = model.finished(hidden)
+    hidden = model.after_last_mlp(hidden)
     num_tokens = len(targets)
     block = min(num_tokens, _BLOCK_TOKENS)
     padding = (0, -num_tokens % block)

@@ -193,17 +193,17 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
-        x, cache = self.attended(x, cache, layer, context)
-        return self.fed(x, context.peer_sum), cache
+        x, cache = self.after_attention(x, cache, layer, context)
+        return self.after_mlp(x, context.peer_sum), cache
 
-    def attended(
+    def after_attention(
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
         """The first half, which tokens go through together: x [T, D] and the cache -> the same."""
         attended, cache = self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, layer, context)
         return x + attended, cache
 
-    def fed(self, x: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+    def after_mlp(self, x: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
         """The second half, of any tokens: x [B, D] -> the same."""
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), peer_sum)
 
@@ -276,17 +276,17 @@ class Qwen3(nnx.Module):
         else:
             carry = jax.lax.fori_loop(0, last, run_layer, carry)
             last = jnp.int32(last)  # as in the loop, see `_slice_stack`
-        hidden, cache = self.layer(last).attended(*carry, last, context)
-        return Forward(self.finished(hidden if wanted is None else hidden[wanted], kernels.peer_sum), hidden, cache)
+        hidden, cache = self.layer(last).after_attention(*carry, last, context)
+        return Forward(self.after_last_mlp(hidden if wanted is None else hidden[wanted], kernels.peer_sum), hidden, cache)
 
     def layer(self, index: int | jax.Array) -> DecoderLayer:
         """One decoder layer."""
         structure, stacked = nnx.split(self.layers)
         return nnx.merge(structure, jax.tree.map(partial(_slice_stack, index=index), stacked))
 
-    def finished(self, hidden: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+    def after_last_mlp(self, hidden: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
         """Hidden states [B, D] as `Forward.hidden` -> after all layers."""
-        return self.layer(self.config.num_layers - 1).fed(hidden, peer_sum)
+        return self.layer(self.config.num_layers - 1).after_mlp(hidden, peer_sum)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states [B, D] -> float32 logits of this shard's vocabulary [B, V / shards]."""

@@ -66,11 +66,13 @@ class Roofline:
         return self._roof(batch, context, read_bytes, flops, num_steps=1)
 
     def prefill(self, num_tokens: int, step_tokens: int) -> Roof:
-        """A prompt alone, `step_tokens` a step; each chunk reads the weights and the chunks before it."""
+        """A prompt alone, `step_tokens` a step; each chunk reads the weights and the chunks before it. Only the last token
+        needs the last layer's MLP."""
         num_steps = -(-num_tokens // step_tokens)
         read_bytes = num_steps * self.weight_bytes + num_steps * num_tokens // 2 * self.token_bytes
         layers = layer_bytes(self.model, self.layout, self.dtype) / self.dtype.itemsize
-        flops = num_tokens * (2 * layers + num_tokens / 2 * self._attention_flops)
+        last_mlp = 3 * self.model.embed_dim * self.layout.mlp_dim // self.layout.num_shards
+        flops = num_tokens * (2 * (layers - last_mlp) + num_tokens / 2 * self._attention_flops)
         return self._roof(num_tokens, num_tokens, read_bytes, flops, num_steps=num_steps)
 
     @property
