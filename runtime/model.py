@@ -277,7 +277,8 @@ class Qwen3(nnx.Module):
             carry = jax.lax.fori_loop(0, last, run_layer, carry)
             last = jnp.int32(last)  # as in the loop, see `_slice_stack`
         hidden, cache = self.layer(last).after_attention(*carry, last, context)
-        return Forward(self.after_last_mlp(hidden if wanted is None else hidden[wanted], kernels.peer_sum), hidden, cache)
+        of_wanted = hidden if wanted is None else hidden[wanted]
+        return Forward(self.after_last_mlp(of_wanted, kernels.peer_sum), hidden, cache)
 
     def layer(self, index: int | jax.Array) -> DecoderLayer:
         """One decoder layer."""

@@ -66,8 +66,8 @@ class Roofline:
         return self._roof(batch, context, read_bytes, flops, num_steps=1)
 
     def prefill(self, num_tokens: int, step_tokens: int) -> Roof:
-        """A prompt alone, `step_tokens` a step; each chunk reads the weights and the chunks before it. Only the last token
-        needs the last layer's MLP."""
+        """A prompt alone, `step_tokens` a step; each chunk reads the weights and the chunks before it. The last layer's
+        MLP is for the last token."""
         num_steps = -(-num_tokens // step_tokens)
         read_bytes = num_steps * self.weight_bytes + num_steps * num_tokens // 2 * self.token_bytes
         layers = layer_bytes(self.model, self.layout, self.dtype) / self.dtype.itemsize

@@ -116,8 +116,8 @@ def test_prefill_is_bound_by_the_chunk_or_by_the_multiplications(capsys):
     flags = ("--model=qwen3-8b", "--target=h100:1")
     small, large = (plan(capsys, *flags, f"--max-step-tokens={size}")["prefill"] for size in (64, 2048))
     assert (small[0]["bound"], large[0]["bound"]) == ("memory", "compute")
-    # 2 operations a weight and token, but for the tables and the last MLP; 4 a query dimension and pair of tokens, half of
-    # them masked.
+    # 2 operations a weight and token, but for the tables and the last MLP; 4 a query dimension and pair of tokens, half
+    # of them masked.
     layers = named_model("qwen3-8b").num_params - 2 * 151_936 * 4096 - 3 * 4096 * 12_288
     operations = 1024 * 2 * layers + 36 * 4096 * 4 * 1024**2 / 2
     assert large[0]["seconds"] == pytest.approx(operations / 989e12, rel=1e-3)
