@@ -89,7 +89,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     def choose(*args):
         return dataclasses.replace(choose_kernels(*args), keeps_outputs=request.param)
 
-    config = ServeConfig(model="demo", tp=2, max_running=32, max_step_tokens=32, dtype="float32", cache_dir="")
+    config = ServeConfig(model="demo", tp=2, max_running=64, max_step_tokens=64, dtype="float32", cache_dir="")
     files, num_compiles, kept = find_model("demo"), 0, []
     jax.clear_caches()  # of the start before
 
