@@ -130,8 +130,8 @@ def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels
     shape = plan.cache_shape(plan.plan().served_pages)
     dry = DryServer.on(plan.target, plan.model, config=plan.config)
     programs = dry.programs(plan.buckets, shape, has_controls=True)
-    decodes = (("decode greedy", 4), ("decode top_p", 4), ("sample", 64))
-    for key in [("step", 64), *[key for key in decodes if key in programs]]:
+    others = (("decode greedy", 4), ("decode top_p", 4), ("sample", 64), ("prompt", 64))
+    for key in [("step", 64), *[key for key in others if key in programs]]:
         found = dry.report(key, programs[key])
         assert program_faults(plan, found, dry.cache_bytes(shape)) == []
 
