@@ -48,7 +48,7 @@ class ControlPrograms:
     is_unrolled: bool
     find_floor: FindFloor | None = None
     keeps_outputs: bool = False  # steps do, see `kept`
-    has_library_products: bool = False  # as in steps of so many tokens
+    has_library_products: bool = False  # in the MLP and the head of prompts' tokens, as in steps with as many
 
     @property
     def vocab_size(self) -> int:
