@@ -4,7 +4,8 @@
 
 For each batch and context, requests of random tokens are prefilled and then decode together. A run is a row of steps;
 after a warm-up of as many runs as are measured, the table gives the median, P10 and P90 of a step's time over the runs.
-The context is the average one in the middle of the measurement. The roofline is the least time in which the device can
+The context is the average one in the middle of the measurement; `--first-context` gives one request of each batch
+another, as a long one among short ones has. The roofline is the least time in which the device can
 read what a step must read: every weight once (of the embedding only the rows looked up), and all keys and values.
 
 A step is *starved* if the device had finished the step before it when it was dispatched: the host was too slow. The
@@ -46,6 +47,7 @@ class Result:
     tp: int
     batch: int
     context: int
+    first_context: int  # of one request; the others have `context`
     step_ms: float
     step_ms_p10: float
     step_ms_p90: float
@@ -145,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
+    parser.add_argument("--first-context", type=int, help="of one request of each batch, instead")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="decode steps of a run")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -161,9 +164,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
     """Just enough pages for the largest case."""
-    context, batch = max(options.context), max(options.batch)
-    max_context = context + num_steps + _num_prefill_steps(options, batch, context)
-    num_pages = max(options.batch) * -(-max_context // options.page_size)
+    contexts = _contexts(options, max(options.batch), max(options.context))
+    num_new = num_steps + _num_prefill_steps(options, contexts)
+    num_pages = sum(-(-(context + num_new) // options.page_size) for context in contexts)
     return ServeConfig(
         model=options.model,
         tp=options.tp,
@@ -171,7 +174,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         dtype=options.dtype,
         page_size=options.page_size,
         num_pages=num_pages,
-        max_context=max_context,
+        max_context=max(contexts) + num_new,
         max_running=max(options.batch),
         max_step_tokens=max(options.max_step_tokens, *options.batch),
         attention=options.attention,
@@ -181,8 +184,12 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
     )
 
 
-def _num_prefill_steps(options: argparse.Namespace, batch: int, context: int) -> int:
-    return -(-batch * context // options.max_step_tokens) + _PREFILL_STEPS
+def _contexts(options: argparse.Namespace, batch: int, context: int) -> list[int]:
+    return [options.first_context or context] + [context] * (batch - 1)
+
+
+def _num_prefill_steps(options: argparse.Namespace, contexts: Sequence[int]) -> int:
+    return -(-sum(contexts) // options.max_step_tokens) + _PREFILL_STEPS
 
 
 def _measure(
@@ -195,8 +202,9 @@ def _measure(
     context: int,
 ) -> Result:
     timeline.reset()
+    contexts = _contexts(options, batch, context)
     started = time.perf_counter()
-    _submit(options, model, engine, batch, context)
+    _submit(options, model, engine, contexts)
     timeline.wait(engine, batch)
     times = [moment for moment, num_tokens in timeline.steps if num_tokens == batch]
     if len(times) < options.runs * options.steps + 2:
@@ -208,12 +216,13 @@ def _measure(
         for start in range(0, len(times) - options.steps, options.steps)
     ]
     step_ms = statistics.median(runs)
-    roofline_ms = _roofline_ms(options, model, batch, context)
+    roofline_ms = _roofline_ms(options, model, contexts)
     return Result(
         model=options.model,
         tp=options.tp,
         batch=batch,
         context=context,
+        first_context=contexts[0],
         step_ms=step_ms,
         step_ms_p10=float(np.percentile(runs, 10)),
         step_ms_p90=float(np.percentile(runs, 90)),
@@ -226,14 +235,14 @@ def _measure(
     )
 
 
-def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, batch: int, context: int) -> None:
+def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, contexts: Sequence[int]) -> None:
     """Requests that all decode together for as long as a warm-up and a measurement take."""
     num_steps = 2 * options.runs * options.steps
-    draw = random.Random(batch * 1_000_003 + context)  # no case finds another's prompts in the prefix cache
+    draw = random.Random(len(contexts) * 1_000_003 + contexts[-1])  # no case finds another's prompts in the prefix cache
     # Requests that are prefilled early decode while the others are prefilled; all must outlast the measurement.
-    num_prefill_steps = _num_prefill_steps(options, batch, context)
-    num_prompt_tokens = max(1, context - 3 * num_steps // 4 - num_prefill_steps // 2)
-    for index in range(batch):
+    num_prefill_steps = _num_prefill_steps(options, contexts)
+    for index, context in enumerate(contexts):
+        num_prompt_tokens = max(1, context - 3 * num_steps // 4 - num_prefill_steps // 2)
         prompt = tuple(draw.randrange(min(model.vocab_size, 10_000)) for _ in range(num_prompt_tokens))
         params = SamplingParams(
             max_tokens=num_steps + num_prefill_steps,
@@ -245,30 +254,31 @@ def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, bat
 
 def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline) -> str:
     """The kernels of a decode step of the last case, with prefill's among them."""
-    batch, context = options.batch[-1], options.context[-1]
+    contexts = _contexts(options, options.batch[-1], options.context[-1])
     timeline.reset()
     # The profiler must be there before the steps: it does not get along with command buffers that are in flight.
     with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
-        _submit(options, model, engine, batch, context)
-        timeline.wait(engine, batch)
-    return kernel_table(options.profile, num_steps=timeline.num_full(batch))
+        _submit(options, model, engine, contexts)
+        timeline.wait(engine, len(contexts))
+    return kernel_table(options.profile, num_steps=timeline.num_full(len(contexts)))
 
 
-def _roofline_ms(options: argparse.Namespace, model: ModelConfig, batch: int, context: int) -> float | None:
+def _roofline_ms(options: argparse.Namespace, model: ModelConfig, contexts: Sequence[int]) -> float | None:
     """None for a device whose bandwidth is not known here."""
     kind = jax.devices()[0].device_kind
     bandwidth = next((rate for name, rate in _BANDWIDTH_BYTES.items() if name in kind), None)
     if bandwidth is None:
         return None
     num_read = model.num_params - (0 if model.is_tied else model.vocab_size * model.embed_dim)
-    num_cached = batch * context * model.num_layers * 2 * max(model.num_kv_heads, options.tp) * model.head_dim
+    num_cached = sum(contexts) * model.num_layers * 2 * max(model.num_kv_heads, options.tp) * model.head_dim
     return 1000 * np.dtype("uint16").itemsize * (num_read + num_cached) / options.tp / bandwidth
 
 
 def _row(result: Result) -> str:
     fraction = f"{result.roofline_fraction:5.1%} of the roofline" if result.roofline_fraction else "roofline unknown"
+    first = "" if result.first_context == result.context else f" (one {result.first_context})"
     return (
-        f"{result.model} tp {result.tp} batch {result.batch:4d} context {result.context:6d}: "
+        f"{result.model} tp {result.tp} batch {result.batch:4d} context {result.context:6d}{first}: "
         f"{result.step_ms:7.3f} ms a step (P10 {result.step_ms_p10:.3f}, P90 {result.step_ms_p90:.3f}), "
         f"{result.tokens_per_second:8.0f} tokens/s, {fraction}, {result.starved_steps:.0%} of steps starved, "
         f"dispatch {result.dispatch_ms:.3f} ms, prefill {result.prefill_seconds:.2f} s"

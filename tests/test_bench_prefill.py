@@ -37,11 +37,14 @@ def test_on_a_mesh_the_work_is_that_of_a_device(tmp_path, monkeypatch):
 
 
 def test_attention_of_a_step_and_its_work(capsys):
-    arguments = "--steps 8x2 4x1/20 --attention reference --kv-heads 1 --group 2 --head-dim 16 --page-size 16"
+    arguments = "--steps 8x2 4x1/20+1x2/7 --attention reference --kv-heads 1 --group 2 --head-dim 16 --page-size 16"
     assert prefill_kernels.main([*arguments.split(), "--calls", "1", "--rounds", "1", "--seconds", "0.01"]) == 0
     assert [line.split(":")[0].split() for line in capsys.readouterr().out.splitlines()] == [
-        "reference 8 new of 8 x 2".split(),
-        "reference 4 new of 20 x 1".split(),
+        ["reference", "8x2"],
+        ["reference", "4x1/20+1x2/7"],
     ]
-    step = prefill_kernels.Step(num_new=2, num_requests=3, context=5, kv_heads=1, group=2, head_dim=16, page_size=16)
-    assert step.flops == 3 * 2 * 16 * 4 * (4 + 5)  # the first new token sees 4 keys, the second 5
+    requests = (prefill_kernels.Requests.parse("2x3/5"), prefill_kernels.Requests.parse("6"))
+    step = prefill_kernels.Step(name="", requests=requests, kv_heads=1, group=2, head_dim=16, page_size=16)
+    # The first of two new tokens sees 4 keys, the second 5; those of the other request 1 to 6.
+    assert step.flops == (3 * (4 + 5) + 21) * 2 * 16 * 4
+    assert step.page_bytes == (3 * 5 + 6) * 16 * 4

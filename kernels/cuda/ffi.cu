@@ -178,20 +178,23 @@ ffi::Error decode_gate_up(cudaStream_t stream, In x, In norm, In gate_up, Out ou
   return result(step);
 }
 
-ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In tiles, In page_table, In positions, Out out,
-                             Out next_item, int32_t layer, float scale) {
+ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In parts, In page_table, In positions, Out out,
+                             Out unmerged, Out counters, int32_t layer, float scale) {
   Shapes shapes;
   add_cache(shapes, cache, page_table);
   prefill::Call call = {};
   call.q = data<bf16>(q);
   call.pages = data<bf16>(cache) + layer * (cache.element_count() / shapes.layers);
-  call.tiles = data<int4>(tiles);
+  call.parts = data<int4>(parts);
   call.page_table = data<int>(page_table);
   call.positions = data<int>(positions);
   call.out = data<bf16>(out);
-  call.next_item = data<int>(next_item);
+  call.unmerged = data<float>(unmerged);
+  call.counters = data<int>(counters);
   call.num_tokens = size(q, 0);
-  call.num_tiles = size(tiles, 0);
+  call.num_parts = size(parts, 0);
+  call.num_slots = static_cast<int>(unmerged->dimensions()[0]);
+  call.slot_rows = static_cast<int>(unmerged->dimensions()[2]);
   call.num_pages = shapes.pages;
   call.max_pages = shapes.max_pages;
   call.kv_heads = shapes.kv_heads;
@@ -353,11 +356,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prefill_attention, prefill_attention,
                                   .Ctx<Stream>()
                                   .Arg<In>()  // q
                                   .Arg<In>()  // cache
-                                  .Arg<In>()  // tiles
+                                  .Arg<In>()  // parts
                                   .Arg<In>()  // page_table
                                   .Arg<In>()  // positions
                                   .Ret<In>()  // attended
-                                  .Ret<In>()  // next_item
+                                  .Ret<In>()  // unmerged
+                                  .Ret<In>()  // counters
                                   .Attr<int32_t>("layer")
                                   .Attr<float>("scale"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -1,9 +1,10 @@
 // Attention of a step's tokens over the pages of their requests, prefill chunks and decodes mixed, with wgmma.
 //
 // The step is cut into tiles: consecutive tokens of one request, with all query heads of a kv head as many rows of one
-// matrix, 128 at most. A tile attends to the keys 0 .. its last position in blocks of 128, the last block first. A
-// block of threads stays on its multiprocessor and takes one (tile, kv head) after the other from a counter, the
-// longest first:
+// matrix, 128 at most. A tile attends to the keys 0 .. its last position in blocks of 128, the last block first. Where
+// that would keep others waiting, the blocks are cut into parts: each leaves its rows in memory, and the part that ends
+// last puts all of them together. A block of threads stays on its multiprocessor and takes one (part of a tile, kv
+// head) after the other from a counter, the longest first:
 //   warpgroup 0      one warp fetches queries, keys and values by the bulk tensor copy engine, always ahead; the others
 //                    put zeros where a token is padding
 //   warpgroups 1, 2  64 rows each: scores = Q K^T, softmax in registers, out += P V
@@ -28,21 +29,42 @@ constexpr int kHalfBytes = 128 * 128;                         // 128 rows of 64 
 constexpr int kFetchRegisters = 40, kComputeRegisters = 232;  // of a thread
 constexpr int kTurnBarrier = 1, kClearBarrier = 3;            // the first of two each
 
-struct Tile {
+// A tile, and which part of its keys.
+struct Part {
   int first_token;  // of the step
   int num_tokens;   // 0: no tile
   int first_position;
   int request;
+  int index, num_parts;
+  int first_slot;  // where the tile's parts leave their rows; there are at least two then
+  int unused;
   __device__ __forceinline__ int num_keys() const { return first_position + num_tokens; }
+  __device__ __forceinline__ int first_key_of(int part) const {
+    const int num_blocks = (num_keys() + kBlockKeys - 1) / kBlockKeys;
+    return part * num_blocks / num_parts * kBlockKeys;
+  }
+};
+static_assert(sizeof(Part) == 2 * sizeof(int4), "a row of the table that tiles.py makes");
+
+// What the warpgroups that compute know of a part.
+struct Item {
+  int first_token, num_tokens;
+  int first_position;  // counted from the part's first key
+  int num_keys;        // of the part
+  int kv_head;
+  int index, num_parts, first_slot;
 };
 
 struct Args {
-  const int4* tiles;  // Tile: longest first, those without tokens last
+  const int4* parts;  // Part: longest first, those without tokens last
   const int *page_table, *positions;
-  bf16* out;       // [T, K, G, H]
-  int* next_item;  // 0 at the start; items beyond the first of each block of threads are taken from it
-  int num_tokens, num_tiles, max_pages, page_size, kv_heads, group;
+  bf16* out;         // [T, K, G, H]
+  float* unmerged;   // [slots, K, slot_rows, H + 4]: rows of a part, then each row's largest score and sum
+  int* next_item;    // 0 at the start; items beyond the first of each block of threads are taken from it
+  int* num_arrived;  // [slots, K, 2]: parts of a tile's rows, 64 each, that have ended; 0 at the start
+  int num_tokens, num_parts, max_pages, page_size, kv_heads, group;
   int tile_tokens;   // kTileRows / group
+  int slot_rows;     // tile_tokens * group, or of all tokens if those are fewer
   int box_tokens;    // of a page, fetched by one copy: divides page_size and kBlockKeys
   float scale_log2;  // softmax scale * log2(e)
 };
@@ -55,8 +77,9 @@ struct Memory {
   uint8_t v[kStages][kOperandBytes];
   uint64_t q_full, q_empty;
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  int4 tile;
-  int kv_head;
+  Item item;
+  bool is_last[2];  // of a tile's parts, for each warpgroup's rows
+  float2 row_scales[kTileRows];
 };
 
 // A place in a ring of stages.
@@ -95,7 +118,11 @@ __device__ __forceinline__ void copy_page_part(uint32_t to, const CUtensorMap* m
 __device__ __forceinline__ void wait_turn(int number) { asm volatile("bar.sync %0, 256;" ::"r"(number) : "memory"); }
 __device__ __forceinline__ void give_turn(int number) { asm volatile("bar.arrive %0, 256;" ::"r"(number) : "memory"); }
 
-__device__ __forceinline__ Tile as_tile(int4 v) { return Tile{v.x, v.y, v.z, v.w}; }
+__device__ __forceinline__ Part load_part(const int4* parts, int index) {
+  const int4 tile = parts[2 * index], part = parts[2 * index + 1];
+  return Part{tile.x, tile.y, tile.z, tile.w, part.x, part.y, part.z, part.w};
+}
+
 // ---- the warp that fetches ---------------------------------------------------------------------------------------
 template <int H>
 __device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* queries, const CUtensorMap* pages,
@@ -105,39 +132,45 @@ __device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* quer
   const int lane = threadIdx.x;
   // A lane copies one box of keys and of values: half `my_half` of the tokens from `my_offset` on in each block.
   const int my_half = lane % kHalves, my_offset = lane / kHalves * args.box_tokens;
-  const int box_bytes = args.box_tokens * 128, num_items = args.num_tiles * args.kv_heads;
+  const int box_bytes = args.box_tokens * 128, num_items = args.num_parts * args.kv_heads;
   const uint32_t my_bytes = my_half * kHalfBytes + my_offset * 128;
   const uint32_t q_full = shared_address(&memory.q_full), q_empty = shared_address(&memory.q_empty);
   Place place;
   int item = blockIdx.x;
 #pragma unroll 1
   for (int round = 0;; ++round) {
-    const Tile tile = as_tile(item < num_items ? args.tiles[item / args.kv_heads] : make_int4(0, 0, 0, 0));
-    const int kv_head = item % args.kv_heads, num_keys = tile.num_keys();
+    const Part part = item < num_items ? load_part(args.parts, item / args.kv_heads) : Part{};
+    const int kv_head = item % args.kv_heads;
+    int least_key = 0, num_keys = 0;
+    if (part.num_tokens > 0) {
+      least_key = part.first_key_of(part.index);
+      num_keys = min(part.num_keys(), part.first_key_of(part.index + 1));
+    }
     barrier_wait(q_empty, (round & 1) ^ 1);
     if (lane == 0) {
-      memory.tile = make_int4(tile.first_token, tile.num_tokens, tile.first_position, tile.request);
-      memory.kv_head = kv_head;
-      if (tile.num_tokens > 0) {
+      memory.item = Item{part.first_token,     part.num_tokens, part.first_position - least_key,
+                         num_keys - least_key, kv_head,         part.index,
+                         part.num_parts,       part.first_slot};
+      if (part.num_tokens > 0) {
         barrier_expect_bytes(q_full, kHalves * args.tile_tokens * args.group * 128);
         for (int half = 0; half < kHalves; ++half) {
-          copy_queries(shared_address(memory.q) + half * kHalfBytes, queries, half, kv_head, tile.first_token, q_full);
+          copy_queries(shared_address(memory.q) + half * kHalfBytes, queries, half, kv_head, part.first_token, q_full);
         }
       } else {
         barrier_arrive(q_full);
       }
     }
-    if (tile.num_tokens == 0) return;
+    if (part.num_tokens == 0) return;
     const int next = lane == 0 ? gridDim.x + atomicAdd(args.next_item, 1) : 0;
-    const int* my_pages = args.page_table + static_cast<size_t>(tile.request) * args.max_pages;
+    const int* my_pages = args.page_table + static_cast<size_t>(part.request) * args.max_pages;
     int first_key = (num_keys - 1) / kBlockKeys * kBlockKeys;
     auto look_up_page = [&] {
       const int key = first_key + my_offset;
-      return my_offset < kBlockKeys && key >= 0 && key < num_keys ? my_pages[key / args.page_size] : -1;
+      return my_offset < kBlockKeys && key >= least_key && key < num_keys ? my_pages[key / args.page_size] : -1;
     };
     int page = look_up_page();
 #pragma unroll 1
-    while (first_key >= 0) {
+    while (first_key >= least_key) {
       const int current = page, offset = (first_key + my_offset) % args.page_size;
       const int row = ((current * args.kv_heads + kv_head) * 2) * args.page_size + offset;
       const int num_boxes = (min(kBlockKeys, num_keys - first_key) + args.box_tokens - 1) / args.box_tokens;
@@ -270,18 +303,28 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4], int lane) {
   }
 }
 
+// Over the lanes that share a row.
+__device__ __forceinline__ float sum_over_quad(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Of `out`, where a row's result goes.
+__device__ __forceinline__ size_t query_of(const Item& item, int row, const Args& args) {
+  const int token = item.first_token + row / args.group;
+  return (static_cast<size_t>(token) * args.kv_heads + item.kv_head) * args.group + row % args.group;
+}
+
 template <int H>
-__device__ __forceinline__ void store_rows(Rows<H>& rows, const Tile& tile, int kv_head, int first_row,
+__device__ __forceinline__ void store_rows(Rows<H>& rows, const Item& item, int first_row,
                                            const Args& args) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = rows.sum[r];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const float sum = sum_over_quad(rows.sum[r]);
     const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-    const int row = first_row + 8 * r, token = row / args.group, head = row % args.group;
-    const size_t query = (static_cast<size_t>(tile.first_token + token) * args.kv_heads + kv_head) * args.group + head;
+    const int row = first_row + 8 * r;
+    const size_t query = query_of(item, row, args);
 #pragma unroll
     for (int c = 0; c < H / 32; ++c) {  // 32 columns: 4 lanes with 2 of each 8, then 4 lanes with 8 each
       uint32_t pairs[4];
@@ -291,11 +334,121 @@ __device__ __forceinline__ void store_rows(Rows<H>& rows, const Tile& tile, int 
         pairs[i] = pack_bf16(out[0] * inverse, out[1] * inverse);
       }
       transpose_quad(pairs, lane);
-      if (token < tile.num_tokens) {
+      if (row < item.num_tokens * args.group) {
         *reinterpret_cast<uint4*>(args.out + query * H + 32 * c + 8 * (lane % 4)) =
             make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
+  }
+}
+
+template <int H>
+__device__ __forceinline__ float* unmerged_row(const Item& item, int index, int row, const Args& args) {
+  const size_t slot = static_cast<size_t>(item.first_slot + index) * args.kv_heads + item.kv_head;
+  return args.unmerged + (slot * args.slot_rows + row) * (H + 4);
+}
+
+// As they are: weighted sums of values, not yet divided by the sum of the weights.
+template <int H>
+__device__ __forceinline__ void store_unmerged(Rows<H>& rows, const Item& item, int first_row,
+                                               const Args& args) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = sum_over_quad(rows.sum[r]);
+    const int row = first_row + 8 * r;
+    if (row >= item.num_tokens * args.group) continue;
+    float2* place = reinterpret_cast<float2*>(unmerged_row<H>(item, item.index, row, args));
+#pragma unroll
+    for (int i = 0; i < H / 8; ++i) {
+      place[4 * i + lane % 4] = make_float2(rows.out[4 * i + 2 * r], rows.out[4 * i + 2 * r + 1]);
+    }
+    if (lane % 4 == 0) place[H / 2] = make_float2(rows.largest[r], sum);
+  }
+}
+
+// Whether this part of the tile's rows is the last to get here; then what the others have stored can be read.
+__device__ __forceinline__ bool arrive(bool* is_last, const Item& item, int warpgroup, const Args& args) {
+  __threadfence();
+  sync_threads(kClearBarrier + warpgroup, 128);
+  if (threadIdx.x % 128 == 0) {
+    int* num_arrived = args.num_arrived + (item.first_slot * args.kv_heads + item.kv_head) * 2 + warpgroup;
+    *is_last = atomicAdd(num_arrived, 1) == item.num_parts - 1;
+    __threadfence();
+  }
+  sync_threads(kClearBarrier + warpgroup, 128);
+  return *is_last;
+}
+
+// Of a row whose parts are being merged: its largest score of all parts, and one over its sum of weights.
+template <int H>
+__device__ __forceinline__ float2 scales_of(const Item& item, int row, size_t stride, const Args& args) {
+  const float* stored = unmerged_row<H>(item, 0, row, args) + H;
+  float largest = -INFINITY, sum = 0.0f;
+#pragma unroll 4
+  for (int p = 0; p < item.num_parts; ++p) largest = fmaxf(largest, __ldcg(stored + p * stride));
+#pragma unroll 4
+  for (int p = 0; p < item.num_parts; ++p) {
+    const float2 part = __ldcg(reinterpret_cast<const float2*>(stored + p * stride));
+    sum = fmaf(part.y, exp2_approximate((part.x - largest) * args.scale_log2), sum);
+  }
+  return make_float2(largest, 1.0f / sum);
+}
+
+// The results of a warpgroup's rows, a thread with kChunks times 8 columns at a time and kAhead parts of them in flight.
+template <int H, int kChunks, int kAhead>
+__device__ __forceinline__ void merge_rows(const float2* row_scales, const Item& item, int first_row, int num_rows,
+                                           size_t stride, const Args& args) {
+  const int num_chunks = num_rows * (H / 8);
+#pragma unroll 1
+  for (int first = threadIdx.x % 128; first < num_chunks; first += 128 * kChunks) {
+    const float* stored[kChunks];
+    float out[kChunks][8] = {};
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {  // beyond the rows: the last one's again
+      stored[c] = unmerged_row<H>(item, 0, first_row + min(first + 128 * c, num_chunks - 1) / (H / 8), args);
+    }
+    const int column = first % (H / 8) * 8;
+#pragma unroll kAhead
+    for (int p = 0; p < item.num_parts; ++p) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const float largest = __ldcg(stored[c] + p * stride + H);
+        const float4 low = __ldcg(reinterpret_cast<const float4*>(stored[c] + p * stride + column));
+        const float4 high = __ldcg(reinterpret_cast<const float4*>(stored[c] + p * stride + column + 4));
+        const int row = first_row + min(first + 128 * c, num_chunks - 1) / (H / 8);
+        const float shrink = exp2_approximate((largest - row_scales[row].x) * args.scale_log2);
+        const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) out[c][j] = fmaf(values[j], shrink, out[c][j]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (first + 128 * c >= num_chunks) break;
+      const int row = first_row + (first + 128 * c) / (H / 8);
+      const float inverse = row_scales[row].y;
+      uint4 packed;
+      uint32_t* words = &packed.x;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[j] = pack_bf16(out[c][2 * j] * inverse, out[c][2 * j + 1] * inverse);
+      *reinterpret_cast<uint4*>(args.out + query_of(item, row, args) * H + column) = packed;
+    }
+  }
+}
+
+// The result of a warpgroup's rows from what all parts have stored, in the order of the parts: the same whoever is last.
+template <int H>
+__device__ __forceinline__ void merge_parts(float2* row_scales, const Item& item, int warpgroup, const Args& args) {
+  const int first_row = 64 * warpgroup, num_rows = min(64, item.num_tokens * args.group - first_row);
+  const size_t stride = static_cast<size_t>(args.kv_heads) * args.slot_rows * (H + 4);  // from part to part
+  const int my_row = first_row + threadIdx.x % 128;
+  if (my_row < first_row + num_rows) row_scales[my_row] = scales_of<H>(item, my_row, stride, args);
+  sync_threads(kClearBarrier + warpgroup, 128);
+  if (num_rows > 16) {
+    merge_rows<H, 4, 1>(row_scales, item, first_row, num_rows, stride, args);
+  } else {
+    merge_rows<H, 1, 4>(row_scales, item, first_row, num_rows, stride, args);
   }
 }
 
@@ -327,13 +480,12 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
 #pragma unroll 1
   for (int round = 0;; ++round) {
     barrier_wait(q_full, round & 1);
-    const Tile tile = as_tile(memory.tile);
-    const int kv_head = memory.kv_head;
+    const Item item = memory.item;
     __syncwarp();
-    if (tile.num_tokens == 0) return;
-    const int num_keys = tile.num_keys(), num_rows = tile.num_tokens * args.group;
+    if (item.num_tokens == 0) return;
+    const int num_rows = item.num_tokens * args.group;
     const bool takes_turns = num_rows > 64;
-    int block = (num_keys - 1) / kBlockKeys;
+    int block = (item.num_keys - 1) / kBlockKeys;
     if (num_rows <= 64 * warpgroup) {  // few rows, which the other warpgroup has
       release(q_empty);
 #pragma unroll 1
@@ -352,8 +504,8 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
     rows.largest[0] = rows.largest[1] = -INFINITY;
     rows.sum[0] = rows.sum[1] = 0.0f;
 
-    const int position0 = tile.first_position + first_row / args.group;
-    const int position1 = tile.first_position + (first_row + 8) / args.group;
+    const int position0 = item.first_position + first_row / args.group;
+    const int position1 = item.first_position + (first_row + 8) / args.group;
     float shrink[2];
     barrier_wait(k_full(), keys.parity);
     wgmma_begin();
@@ -365,9 +517,9 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
     mask(rows.scores, position0 - block * kBlockKeys, position1 - block * kBlockKeys, lane);
     soften(rows, shrink, args.scale_log2);
     pack_weights(rows);
-    if (num_keys % kBlockKeys != 0) {
+    if (item.num_keys % kBlockKeys != 0) {
       barrier_wait(v_full(), values.parity);
-      clear_values<H>(v_now(), num_keys % kBlockKeys, warpgroup);
+      clear_values<H>(v_now(), item.num_keys % kBlockKeys, warpgroup);
     }
 
     auto step = [&](auto is_masked) {
@@ -398,7 +550,7 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
     };
     --block;
 #pragma unroll 1
-    for (; block >= 0 && (block + 1) * kBlockKeys > tile.first_position + 1; --block) step(std::true_type());
+    for (; block >= 0 && (block + 1) * kBlockKeys > item.first_position + 1; --block) step(std::true_type());
 #pragma unroll 1
     for (; block >= 0; --block) step(std::false_type());
 
@@ -409,7 +561,14 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
     wgmma_wait<0>();
     keep_in_place(rows.out);
     release_values();
-    store_rows(rows, tile, kv_head, first_row, args);
+    if (item.num_parts == 1) {
+      store_rows(rows, item, first_row, args);
+    } else {
+      store_unmerged(rows, item, first_row, args);
+      if (arrive(memory.is_last + warpgroup, item, warpgroup, args)) {
+        merge_parts<H>(memory.row_scales, item, warpgroup, args);
+      }
+    }
   }
 }
 

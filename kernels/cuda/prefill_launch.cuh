@@ -14,11 +14,13 @@ namespace prefill {
 
 struct Call {
   const bf16 *q, *pages;  // [T, K, G, H]; one layer's [P, K, 2, S, H]
-  const int4* tiles;
+  const int4* parts;
   const int *page_table, *positions;
   bf16* out;
-  int* next_item;
-  int num_tokens, num_tiles, num_pages, max_pages, kv_heads, group, page_size, head_dim;
+  float* unmerged;  // [slots, K, slot_rows, H + 4]
+  int* counters;    // 1 + slots * K * 2
+  int num_tokens, num_parts, num_slots, slot_rows;
+  int num_pages, max_pages, kv_heads, group, page_size, head_dim;
   float scale;
 };
 
@@ -39,22 +41,25 @@ inline std::string encode(CUtensorMap* map, const bf16* data, int rank, const cu
   return result == CUDA_SUCCESS ? "" : "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result);
 }
 
-// Tiles are what plan_tiles in ../paged_attention makes: of at most kTileRows / group tokens.
+// Parts are what plan_parts in ../paged_attention makes: of at most kTileRows / group tokens.
 template <int H>
 std::string launch_with(const Call& call, cudaStream_t stream) {
   Args args = {};
-  args.tiles = call.tiles;
+  args.parts = call.parts;
   args.page_table = call.page_table;
   args.positions = call.positions;
   args.out = call.out;
-  args.next_item = call.next_item;
+  args.unmerged = call.unmerged;
+  args.next_item = call.counters;
+  args.num_arrived = call.counters + 1;
   args.num_tokens = call.num_tokens;
-  args.num_tiles = call.num_tiles;
+  args.num_parts = call.num_parts;
   args.max_pages = call.max_pages;
   args.page_size = call.page_size;
   args.kv_heads = call.kv_heads;
   args.group = call.group;
   args.tile_tokens = kTileRows / call.group;
+  args.slot_rows = call.slot_rows;
   args.box_tokens = std::gcd(call.page_size, kBlockKeys);
   args.scale_log2 = call.scale * static_cast<float>(M_LOG2E);
 
@@ -84,9 +89,10 @@ std::string launch_with(const Call& call, cudaStream_t stream) {
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   }
-  if (status == cudaSuccess) status = cudaMemsetAsync(call.next_item, 0, sizeof(int), stream);
+  const size_t counter_bytes = (1 + static_cast<size_t>(call.num_slots) * call.kv_heads * 2) * sizeof(int);
+  if (status == cudaSuccess) status = cudaMemsetAsync(call.counters, 0, counter_bytes, stream);
   if (status != cudaSuccess) return status_of("preparing prefill attention", status);
-  const int num_blocks = std::min(num_multiprocessors, call.num_tiles * call.kv_heads);
+  const int num_blocks = std::min(num_multiprocessors, call.num_parts * call.kv_heads);
   kernel<<<num_blocks, kThreads, kSharedBytes, stream>>>(queries, pages, args);
   return status_of("launching prefill attention", cudaGetLastError());
 }

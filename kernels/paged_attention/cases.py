@@ -112,6 +112,10 @@ MATRIX_CASES = (
     _matrix_case(
         "empty-and-padding", ((0, 0), (1, 9), (70, 200)), group=4, num_padding_tokens=50, num_padding_requests=3
     ),
+    _matrix_case("parts-of-decodes", ((1, 2047), (1, 2048), (1, 2049), (1, 5000), (1, 100)), group=4),
+    _matrix_case("parts-of-chunks", ((100, 2100), (1, 3000), (33, 4129)), group=4),
+    _matrix_case("parts-of-a-lone-decode", ((1, 9000),), kv_heads=1, group=8, page_size=128),
+    _matrix_case("parts-head-64-page-16", ((20, 2500), (1, 6000)), group=8, head_dim=64, page_size=16),
     _matrix_case("padding-alone", (), num_padding_tokens=7, num_padding_requests=2),
     _matrix_case("more-tiles-than-blocks", ((900, 900), (1, 1500)) * 3, kv_heads=4, group=8, num_layers=1),
 )

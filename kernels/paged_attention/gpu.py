@@ -1,8 +1,7 @@
 """Paged attention on an NVIDIA Hopper GPU, in bfloat16: the kernels of ../cuda/prefill.cuh and ../cuda/heads.cuh.
 
-Prefill chunks and decodes in one call; memory beside the result is one table of tiles. A tile's keys are walked by one
-block of threads, so a lone decode of a long context keeps few multiprocessors busy: steps of decodes alone are for the
-kernels of ../decode_layers.
+Prefill chunks and decodes in one call. Beside the result there is a table of the work and 12 MB at most (176 tiles of
+128 rows, in float32) for what becomes of long contexts, whose keys are cut into parts.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ import numpy as np
 
 from meshserve.kernels.cuda import build, operands
 
-from .tiles import plan_tiles
+from .tiles import count_shares, most_slots, plan_parts
 
 if TYPE_CHECKING:
     from . import HeadSettings, PagedBatch
@@ -34,11 +33,21 @@ def paged_attention(
     """
     _check(q.shape[2], q.dtype, cache, layer)
     build.load()
-    counter = jax.ShapeDtypeStruct((2 * q.shape[0],), jnp.int32)  # one is used; see `operands`
-    attended, _ = jax.ffi.ffi_call("meshserve_prefill_attention", (jax.ShapeDtypeStruct(q.shape, q.dtype), counter))(
+    (num_tokens, kv_heads, group, head_dim), page_size = q.shape, cache.shape[4]
+    tile_tokens = _TILE_ROWS // group
+    num_shares = count_shares(kv_heads=kv_heads, max_keys=batch.page_table.shape[1] * page_size)
+    num_slots = most_slots(num_shares)
+    unmerged = (num_slots, kv_heads, min(num_tokens, tile_tokens) * group, head_dim + 4)
+    num_counters = max(1 + num_slots * kv_heads * 2, 2 * num_tokens)  # for the latter see `operands`
+    results = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(unmerged, jnp.float32),
+        jax.ShapeDtypeStruct((num_counters,), jnp.int32),
+    )
+    attended, _, _ = jax.ffi.ffi_call("meshserve_prefill_attention", results)(
         q,
         cache,
-        plan_tiles(batch, tile_tokens=_TILE_ROWS // q.shape[2]),
+        plan_parts(batch, tile_tokens=tile_tokens, num_shares=num_shares),
         batch.page_table,
         operands.beside_tokens(batch.positions),
         layer=np.int32(layer),

@@ -1,4 +1,4 @@
-"""How the GPU kernel's work is cut: tiles of consecutive tokens of one request, the longest first.
+"""How the GPU kernel's work is cut: tiles of consecutive tokens of one request, and the keys of long ones into parts.
 
 Computed on the device by plain jax.numpy, once a step: XLA sees that every layer asks for the same.
 """
@@ -12,12 +12,29 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from . import PagedBatch
 
+_BLOCK_KEYS = 128  # of the kernel, which walks through a part's keys in blocks
+_LEAST_BLOCKS = 4  # of a part: putting parts together costs a few blocks' time
+_MULTIPROCESSORS = 132  # of an H100 and an H200, to divide by; others are served as well, if less evenly
 
-@partial(jax.jit, static_argnames="tile_tokens")
-def plan_tiles(batch: "PagedBatch", *, tile_tokens: int) -> jax.Array:
-    """[tiles, 4] int32: a tile's first token, number of tokens, position of the first one, request.
 
-    Tiles with more keys stand first, places that are not used (all 0) last. Padding tokens are in no tile.
+def count_shares(*, kv_heads: int, max_keys: int) -> int:
+    """Among how many multiprocessors a kv head's work is divided; 0 where no context is long enough to be cut."""
+    return _MULTIPROCESSORS // kv_heads if max_keys >= 2 * _LEAST_BLOCKS * _BLOCK_KEYS else 0
+
+
+def most_slots(num_shares: int) -> int:
+    """How many parts the tiles that are cut have together, at most: two for a tile of one and a half shares."""
+    return num_shares * 4 // 3
+
+
+@partial(jax.jit, static_argnames=("tile_tokens", "num_shares"))
+def plan_parts(batch: "PagedBatch", *, tile_tokens: int, num_shares: int) -> jax.Array:
+    """[parts, 8] int32: a tile's first token, number of tokens, position of the first one, request; which part of its
+    keys, of how many, where the slots of its parts begin, 0.
+
+    A tile is cut if its keys are one and a half multiprocessors' share of the whole step's or more, into as many parts
+    as it has whole shares. Parts with more blocks of keys stand first, places that are not used (all 0) last. Padding
+    tokens are in no tile.
     """
     positions, token_request, page_table = batch
     num_tokens, num_requests = positions.shape[0], page_table.shape[0]
@@ -28,17 +45,44 @@ def plan_tiles(batch: "PagedBatch", *, tile_tokens: int) -> jax.Array:
     first_token = jnp.where(is_of, jnp.arange(num_tokens, dtype=jnp.int32), far).min(axis=1)
     first_position = jnp.where(is_of, positions, far).min(axis=1)
 
-    tile_counts = -(-counts // tile_tokens)
-    ends = jnp.where(requests <= requests[:, None], tile_counts, 0).sum(axis=1, dtype=jnp.int32)
-    tiles = jnp.arange(min(num_tokens, num_tokens // tile_tokens + num_requests), dtype=jnp.int32)
-    request = (ends <= tiles[:, None]).sum(axis=1, dtype=jnp.int32)
-    is_used = request < num_requests
-    request = jnp.minimum(request, num_requests - 1)
-    offset = (tiles - (ends - tile_counts)[request]) * tile_tokens
+    request, index = _members(-(-counts // tile_tokens), min(num_tokens, num_tokens // tile_tokens + num_requests))
+    offset = index * tile_tokens
     length = jnp.minimum(tile_tokens, counts[request] - offset)
-    fields = jnp.stack([first_token[request] + offset, length, first_position[request] + offset, request], axis=1)
-    fields = jnp.where(is_used[:, None], fields, 0)
+    tiles = jnp.stack([first_token[request] + offset, length, first_position[request] + offset, request], axis=1)
+    tiles = jnp.where(index[:, None] >= 0, tiles, 0)
 
-    num_keys = fields[:, 1] + fields[:, 2]
-    is_before = (num_keys > num_keys[:, None]) | ((num_keys == num_keys[:, None]) & (tiles < tiles[:, None]))
-    return jnp.zeros_like(fields).at[is_before.sum(axis=1)].set(fields, unique_indices=True)
+    num_blocks = -(-(tiles[:, 1] + tiles[:, 2]) // _BLOCK_KEYS)
+    all_blocks = jnp.maximum(num_blocks.sum(dtype=jnp.int32), 1)
+    most_parts = jnp.maximum(num_blocks // _LEAST_BLOCKS, 1)
+    num_parts = jnp.clip(num_shares * num_blocks // all_blocks, 1, most_parts)
+    num_parts = jnp.where(2 * num_shares * num_blocks >= 3 * all_blocks, jnp.clip(num_parts, 2, most_parts), num_parts)
+    num_parts = jnp.where(num_blocks > 0, num_parts, 0)
+    slots = jnp.where(num_parts > 1, num_parts, 0)
+    tile, index = _members(num_parts, tiles.shape[0] + most_slots(num_shares))
+    fields = jnp.stack([index, num_parts[tile], (_running_sum(slots) - slots)[tile], jnp.zeros_like(index)], axis=1)
+    parts = jnp.where(index[:, None] >= 0, jnp.concatenate([tiles[tile], fields], axis=1), 0)
+
+    cut = jnp.maximum(num_parts[tile], 1)
+    size = jnp.where(index >= 0, (index + 1) * num_blocks[tile] // cut - index * num_blocks[tile] // cut, 0)
+    order = jnp.arange(size.shape[0], dtype=jnp.int32)
+    is_before = (size > size[:, None]) | ((size == size[:, None]) & (order < order[:, None]))
+    return jnp.zeros_like(parts).at[is_before.sum(axis=1)].set(parts, unique_indices=True)
+
+
+def _running_sum(x: jax.Array) -> jax.Array:
+    """Of [N] int32, each element included; one fusion, where a scan is several kernels."""
+    order = jnp.arange(x.shape[0])
+    return jnp.where(order <= order[:, None], x, 0).sum(axis=1, dtype=jnp.int32)
+
+
+def _members(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """One after the other the members of groups of `counts` [N]: each one's group and place in it, [size] int32.
+
+    Behind the last member the place is -1, the group any.
+    """
+    ends = _running_sum(counts)
+    members = jnp.arange(size, dtype=jnp.int32)
+    group = (ends <= members[:, None]).sum(axis=1, dtype=jnp.int32)
+    is_member = group < counts.shape[0]
+    group = jnp.minimum(group, counts.shape[0] - 1)
+    return group, jnp.where(is_member, members - (ends - counts)[group], -1)

@@ -9,7 +9,7 @@ import pytest
 
 from meshserve.kernels.cuda import build
 from meshserve.kernels.paged_attention import PagedBatch, cases, gpu
-from meshserve.kernels.paged_attention.tiles import plan_tiles
+from meshserve.kernels.paged_attention.tiles import count_shares, most_slots, plan_parts
 
 
 def tiles_one_by_one(batch: PagedBatch, tile_tokens: int) -> list[tuple[int, int, int, int]]:
@@ -39,7 +39,7 @@ def batch_of(requests, *, padding_after=(), num_rows: int | None = None) -> Page
     return PagedBatch(jnp.array(positions), jnp.array(token_request), jnp.zeros((rows, 1), jnp.int32))
 
 
-@pytest.mark.parametrize("tile_tokens", [16, 32, 42, 128])
+@pytest.mark.parametrize(("tile_tokens", "num_shares"), [(16, 16), (32, 0), (42, 33), (128, 132)])
 @pytest.mark.parametrize(
     "batch",
     [
@@ -49,17 +49,59 @@ def batch_of(requests, *, padding_after=(), num_rows: int | None = None) -> Page
         batch_of([(0, 0), (200, 900), (0, 0), (1, 3)], num_rows=7),
         batch_of([(1, 2), (1, 3), (64, 64)], padding_after=(0, 1, 2)),
         batch_of([(0, 0)], padding_after=(0,)),
-        *(cases.make_inputs(case, seed=0).batch for case in cases.MATRIX_CASES[-4:]),
+        batch_of([(512, 16_384), (1, 30_000), (1, 2048), (1, 2047)], padding_after=(1,)),
+        batch_of([(1, 1_000_000)]),
+        *(cases.make_inputs(case, seed=0).batch for case in cases.MATRIX_CASES[-8:]),
     ],
 )
-def test_every_token_is_in_one_tile_and_the_longest_come_first(batch, tile_tokens):
-    tiles = np.asarray(plan_tiles(batch, tile_tokens=tile_tokens))
-    expected = tiles_one_by_one(batch, tile_tokens)
-    used = tiles[tiles[:, 1] > 0]
-    assert not tiles[len(used) :].any(), "unused places stand last"
-    assert sorted(map(tuple, used.tolist())) == sorted(expected)
-    num_keys = used[:, 1] + used[:, 2]
-    assert (np.diff(num_keys) <= 0).all()
+def test_every_token_is_in_one_tile_and_every_block_of_its_keys_in_one_part(batch, tile_tokens, num_shares):
+    parts = np.asarray(plan_parts(batch, tile_tokens=tile_tokens, num_shares=num_shares))
+    used = parts[parts[:, 1] > 0]
+    assert not parts[len(used) :].any(), "unused places stand last"
+    tiles, cuts = np.unique(used[:, :4], axis=0), {}
+    assert sorted(map(tuple, tiles.tolist())) == sorted(tiles_one_by_one(batch, tile_tokens))
+    for *tile, index, num_parts, first_slot, unused in used.tolist():
+        cuts.setdefault((*tile, num_parts, first_slot), []).append(index)
+        assert unused == 0
+    assert len(cuts) == len(tiles)
+    assert all(sorted(indices) == list(range(num_parts)) for (*_, num_parts, _), indices in cuts.items())
+    slots = [first_slot + index for *_, index, num_parts, first_slot, _ in used.tolist() if num_parts > 1]
+    assert sorted(slots) == list(range(len(slots))) and len(slots) <= most_slots(num_shares)
+
+
+def num_blocks_of(parts: np.ndarray) -> np.ndarray:
+    """Of 128 keys, in each used part."""
+    num_blocks = -(-(parts[:, 1] + parts[:, 2]) // 128)
+    index, num_parts = parts[:, 4], parts[:, 5]
+    return (index + 1) * num_blocks // num_parts - index * num_blocks // num_parts
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [(1, 32_768)],
+        [(1, 32_768)] + [(1, 1024)] * 127,
+        [(512, 16_384)],
+        [(512, 512), (1, 100_000), (1, 2048)],
+        [(512, 512)] + [(1, 1024)] * 8,
+    ],
+    ids=str,
+)
+def test_the_longest_come_first_and_none_is_much_longer_than_a_multiprocessors_share(requests, kv_heads):
+    num_shares = count_shares(kv_heads=kv_heads, max_keys=131_072)
+    parts = np.asarray(plan_parts(batch_of(requests), tile_tokens=32, num_shares=num_shares))
+    used = parts[parts[:, 1] > 0]
+    num_blocks = num_blocks_of(used)
+    assert (np.diff(num_blocks) <= 0).all()
+    share = kv_heads * num_blocks.sum() / 132
+    assert num_blocks[0] <= max(1.5 * share + 1, 7), "fewer than 8 blocks are not worth a cut"
+    assert (num_blocks[used[:, 5] > 1] >= 4).all()
+
+
+def test_short_contexts_keep_no_memory_for_parts():
+    assert count_shares(kv_heads=8, max_keys=1023) == 0 < count_shares(kv_heads=8, max_keys=1024)
+    assert most_slots(0) == 0
 
 
 def test_a_program_of_many_layers_plans_once():
@@ -69,14 +111,14 @@ def test_a_program_of_many_layers_plans_once():
     @jax.jit
     def program(batch, x):
         for _ in range(6):
-            x = jnp.sin(x) + plan_tiles(batch, tile_tokens=32).astype(jnp.float32)
+            x = jnp.sin(x) + plan_parts(batch, tile_tokens=32, num_shares=33).astype(jnp.float32)
         return x
 
     @jax.jit
     def one_layer(batch, x):
-        return jnp.sin(x) + plan_tiles(batch, tile_tokens=32).astype(jnp.float32)
+        return jnp.sin(x) + plan_parts(batch, tile_tokens=32, num_shares=33).astype(jnp.float32)
 
-    x = jnp.zeros(plan_tiles(batch, tile_tokens=32).shape)
+    x = jnp.zeros(plan_parts(batch, tile_tokens=32, num_shares=33).shape)
 
     def num_scatters(function) -> int:
         text = function.lower(batch, x).compile().as_text()
