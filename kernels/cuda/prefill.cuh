@@ -12,7 +12,9 @@
 // block i + 1's scores and of block i's values are in flight together (FlashAttention-3, arXiv 2407.08608).
 //
 // What a page holds beyond a request's keys is masked (keys) or overwritten with zeros (values): NaN does no harm.
-// Rows of a tile that are no query of it are computed, whatever they hold, and not stored.
+// Rows of a tile that are no query of it are computed and not stored. Where a tile has one token they hold zeros or what
+// an earlier tile left, and their weights are zeros everywhere: multiplying others' queries instead took the clock of a
+// GPU that decodes at its power limit.
 #pragma once
 #include <type_traits>
 
@@ -27,6 +29,7 @@ constexpr int kThreads = 384, kComputeWarps = 8;
 constexpr int kStages = 2;                                    // of keys and of values; more gain nothing
 constexpr int kHalfBytes = 128 * 128;                         // 128 rows of 64 bf16
 constexpr int kFetchRegisters = 40, kComputeRegisters = 232;  // of a thread
+constexpr float kNoQuery = 1e30f;                             // a row's largest score, beside which others vanish
 constexpr int kTurnBarrier = 1, kClearBarrier = 3;            // the first of two each
 
 // A tile, and which part of its keys.
@@ -125,8 +128,8 @@ __device__ __forceinline__ Part load_part(const int4* parts, int index) {
 
 // ---- the warp that fetches ---------------------------------------------------------------------------------------
 template <int H>
-__device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* queries, const CUtensorMap* pages,
-                                      const Args& args) {
+__device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* queries, const CUtensorMap* lone_queries,
+                                      const CUtensorMap* pages, const Args& args) {
   using M = Memory<H>;
   constexpr int kHalves = H / 64;
   const int lane = threadIdx.x;
@@ -152,9 +155,11 @@ __device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* quer
                          num_keys - least_key, kv_head,         part.index,
                          part.num_parts,       part.first_slot};
       if (part.num_tokens > 0) {
-        barrier_expect_bytes(q_full, kHalves * args.tile_tokens * args.group * 128);
+        const bool is_lone = part.num_tokens == 1;
+        barrier_expect_bytes(q_full, kHalves * (is_lone ? 1 : args.tile_tokens) * args.group * 128);
         for (int half = 0; half < kHalves; ++half) {
-          copy_queries(shared_address(memory.q) + half * kHalfBytes, queries, half, kv_head, part.first_token, q_full);
+          copy_queries(shared_address(memory.q) + half * kHalfBytes, is_lone ? lone_queries : queries, half, kv_head,
+                       part.first_token, q_full);
         }
       } else {
         barrier_arrive(q_full);
@@ -501,7 +506,8 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
     Rows<H> rows;
 #pragma unroll
     for (int i = 0; i < H / 2; ++i) rows.out[i] = 0.0f;
-    rows.largest[0] = rows.largest[1] = -INFINITY;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rows.largest[r] = first_row + 8 * r < num_rows ? -INFINITY : kNoQuery;
     rows.sum[0] = rows.sum[1] = 0.0f;
 
     const int position0 = item.first_position + first_row / args.group;
@@ -575,12 +581,13 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
 // One block of threads a multiprocessor.
 template <int H>
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_kernel(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap pages,
-                     const __grid_constant__ Args args) {
+    attention_kernel(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap lone_queries,
+                     const __grid_constant__ CUtensorMap pages, const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& memory = *reinterpret_cast<Memory<H>*>(raw);
   if (threadIdx.x == 0) {
     prefetch_map(&queries);
+    prefetch_map(&lone_queries);
     prefetch_map(&pages);
     barrier_init(shared_address(&memory.q_full), 1);
     barrier_init(shared_address(&memory.q_empty), kComputeWarps);
@@ -592,11 +599,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     barrier_init_fence();
   }
+  for (int i = threadIdx.x * 16; i < static_cast<int>(sizeof(memory.q)); i += kThreads * 16) {
+    store_shared(shared_address(memory.q) + i, make_uint4(0, 0, 0, 0));
+  }
+  fence_shared_before_copies();
   __syncthreads();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
     if (threadIdx.x < 32) {
-      fetch<H>(memory, &queries, &pages, args);
+      fetch<H>(memory, &queries, &lone_queries, &pages, args);
     } else {
       clear_padding<H>(args);
     }

@@ -69,13 +69,15 @@ std::string launch_with(const Call& call, cudaStream_t stream) {
   const cuuint64_t q_strides[4] = {128, h * 2, group * h * 2, heads * group * h * 2};
   const cuuint32_t q_box[5] = {64, 1, static_cast<cuuint32_t>(call.group), 1,
                                static_cast<cuuint32_t>(args.tile_tokens)};
+  const cuuint32_t lone_q_box[5] = {64, 1, static_cast<cuuint32_t>(call.group), 1, 1};
   // Pages as rows of one token each, cut into halves of 128 bytes: [H / 64, rows, 64].
   const cuuint64_t rows = static_cast<cuuint64_t>(call.num_pages) * heads * 2 * call.page_size;
   const cuuint64_t page_sizes[3] = {64, rows, h / 64};
   const cuuint64_t page_strides[2] = {h * 2, 128};
   const cuuint32_t page_box[3] = {64, static_cast<cuuint32_t>(args.box_tokens), 1};
-  CUtensorMap queries, pages;
+  CUtensorMap queries, lone_queries, pages;
   std::string error = encode(&queries, call.q, 5, q_sizes, q_strides, q_box);
+  if (error.empty()) error = encode(&lone_queries, call.q, 5, q_sizes, q_strides, lone_q_box);
   if (error.empty()) error = encode(&pages, call.pages, 3, page_sizes, page_strides, page_box);
   if (!error.empty()) return error;
 
@@ -93,7 +95,7 @@ std::string launch_with(const Call& call, cudaStream_t stream) {
   if (status == cudaSuccess) status = cudaMemsetAsync(call.counters, 0, counter_bytes, stream);
   if (status != cudaSuccess) return status_of("preparing prefill attention", status);
   const int num_blocks = std::min(num_multiprocessors, call.num_parts * call.kv_heads);
-  kernel<<<num_blocks, kThreads, kSharedBytes, stream>>>(queries, pages, args);
+  kernel<<<num_blocks, kThreads, kSharedBytes, stream>>>(queries, lone_queries, pages, args);
   return status_of("launching prefill attention", cudaGetLastError());
 }
 
