@@ -4,9 +4,9 @@
 
 For each batch and context, requests of random tokens are prefilled and then decode together. A run is a row of steps;
 after a warm-up of as many runs as are measured, the table gives the median, P10 and P90 of a step's time over the runs.
-The context is the average one in the middle of the measurement; `--first-context` gives one request of each batch
-another, as a long one among short ones has. The roofline is the least time in which the device can
-read what a step must read: every weight once (of the embedding only the rows looked up), and all keys and values.
+The context is the average one in the middle of the measurement; with `--first-context` one request of each batch has
+another: a long one among short ones. The roofline is the least time in which the device can read what a step must read:
+every weight once (of the embedding only the rows looked up), and all keys and values.
 
 A step is *starved* if the device had finished the step before it when it was dispatched: the host was too slow. The
 dispatch is the host's time in the call that launches a step.
@@ -238,7 +238,7 @@ def _measure(
 def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, contexts: Sequence[int]) -> None:
     """Requests that all decode together for as long as a warm-up and a measurement take."""
     num_steps = 2 * options.runs * options.steps
-    draw = random.Random(len(contexts) * 1_000_003 + contexts[-1])  # no case finds another's prompts in the prefix cache
+    draw = random.Random(len(contexts) * 1_000_003 + contexts[-1])  # other prompts in each case
     # Requests that are prefilled early decode while the others are prefilled; all must outlast the measurement.
     num_prefill_steps = _num_prefill_steps(options, contexts)
     for index, context in enumerate(contexts):

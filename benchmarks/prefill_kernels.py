@@ -1,11 +1,12 @@
 """Times attention alone at the shapes of prefill steps, on one GPU, beside cuDNN's.
 
-    python -m meshserve.benchmarks.prefill_kernels --steps 1024x1 2048x1/65536 1x128/1024+1x1/32768 --attention cuda cudnn
+    python -m meshserve.benchmarks.prefill_kernels --steps 1024x1 2048x1/65536 1x128/1024+1x1/32768
 
 A step NxB/C has B requests of N new tokens each and C tokens in all (without /C: no prefix); + adds others to it.
-cuDNN, whose keys lie in one piece, is asked for steps of equal requests without a prefix alone. Every figure is of a row of calls that the device runs without
-waiting for the host; the median, P10 and P90 are over such rows. TFLOP/s counts the products that a causal mask leaves:
-four operations for each query head, element of a head, and key that a query sees. TB/s counts every key and value once.
+cuDNN, whose keys lie in one piece, is asked for steps of equal requests without a prefix alone. Every figure is of a
+row of calls that the device runs without waiting for the host; the median, P10 and P90 are over such rows. TFLOP/s
+counts the products that a causal mask leaves: four operations for each query head, element of a head, and key that a
+query sees. TB/s counts every key and value once.
 """
 
 import argparse
@@ -30,6 +31,11 @@ class Requests:
     count: int
     context: int  # tokens of each, the new ones included
 
+    @property
+    def num_seen(self) -> float:
+        """Keys, by all new tokens together."""
+        return self.count * (self.num_new * (self.context - self.num_new) + self.num_new * (self.num_new + 1) / 2)
+
     @classmethod
     def parse(cls, text: str) -> "Requests":
         shape, _, context = text.partition("/")
@@ -50,8 +56,8 @@ class Step:
 
     @property
     def flops(self) -> float:
-        seen = (r.count * (r.num_new * (r.context - r.num_new) + r.num_new * (r.num_new + 1) / 2) for r in self.requests)
-        return 4.0 * sum(seen) * self.kv_heads * self.group * self.head_dim
+        num_seen = sum(r.num_seen for r in self.requests)
+        return 4.0 * num_seen * self.kv_heads * self.group * self.head_dim
 
     @property
     def page_bytes(self) -> int:

@@ -5,9 +5,9 @@
     meshserve bench scaling --sums --tp 4 --check-seconds 600      # is every one of them right?
     meshserve bench scaling --tp 4 --check-seconds 600             # those of a step: see repeats.py
 
-A step is the served program of a decode bucket with random weights, sampling included, dispatched as the engine does it
-but without a scheduler: the host's own time a dispatch stands beside it. Figures are medians over rounds of steps that
-the devices run without waiting for the host.
+A step is the served program of a decode bucket, sampling included, with random weights, keys and values, dispatched as
+the engine does it but without a scheduler: the host's own time a dispatch stands beside it. Figures are medians over
+rounds of steps that the devices run without waiting for the host.
 
 Efficiency is the time at the smallest degree over the time at this one, per device. The share of the collectives is
 what one device saves that runs its shard alone, as a smaller model without sums (--alone).
@@ -35,7 +35,7 @@ from meshserve.runtime.model import Kernels, abstract_model
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.orbax_weights import model_layout
 from meshserve.runtime.request import SamplingMode
-from meshserve.runtime.step import CacheShape, DeviceState, StepRunner, state_shapes
+from meshserve.runtime.step import CACHE_AXES, CacheShape, DeviceState, StepRunner, state_shapes
 from meshserve.sharding.mesh import (
     TENSOR_AXIS,
     make_mesh,
@@ -50,6 +50,7 @@ from .kernel_times import kernel_table
 from .timing import time_steps
 
 _DTYPE = jnp.dtype("bfloat16")
+_CACHE_SEED = 1_000_003  # no weight has it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,7 +255,7 @@ def make_runner(
     structure, params = made or random_params(model, mesh)
     bucket = bucket_of(batch)
     shapes = _state_shapes(options, model, mesh.size, batch)
-    runner = StepRunner(
+    runner = RandomCacheRunner(
         structure=structure, params=params, state_shapes=shapes, kernels=kernels, buckets=[bucket], mesh=mesh
     )
     runner.start(params)
@@ -262,6 +263,21 @@ def make_runner(
     for row in range(batch):
         runner.set_page_row(np.array([row, *range(row * num_pages, (row + 1) * num_pages)], np.int32))
     return runner, decode_batch(bucket, options.context)
+
+
+class RandomCacheRunner(StepRunner):
+    """Its cache holds random keys and values. With zeros all rows of a batch would decode the same tokens, and a GPU
+    that a large batch keeps at its power limit would need less power, so less time.
+    """
+
+    def start(self, params: nnx.State) -> None:
+        super().start(params)
+        cache, mesh = self._state.cache, self._mesh
+        block = cache.sharding.shard_shape(cache.shape)
+        cache.delete()
+        make, spec = partial(_random_block, block, _CACHE_SEED), partition_spec(CACHE_AXES)
+        cache = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))()
+        self._state = self._state._replace(cache=cache)
 
 
 def decode_batch(bucket: Bucket, context: int) -> np.ndarray:

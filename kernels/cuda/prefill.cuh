@@ -2,9 +2,8 @@
 //
 // The step is cut into tiles: consecutive tokens of one request, with all query heads of a kv head as many rows of one
 // matrix, 128 at most. A tile attends to the keys 0 .. its last position in blocks of 128, the last block first. Where
-// that would keep others waiting, the blocks are cut into parts: each leaves its rows in memory, and the part that ends
-// last puts all of them together. A block of threads stays on its multiprocessor and takes one (part of a tile, kv
-// head) after the other from a counter, the longest first:
+// that would keep others waiting, the keys are cut into parts, see prefill_parts.cuh. A block of threads stays on its
+// multiprocessor and takes one (part of a tile, kv head) after the other from a counter, the longest first:
 //   warpgroup 0      one warp fetches queries, keys and values by the bulk tensor copy engine, always ahead; the others
 //                    put zeros where a token is padding
 //   warpgroups 1, 2  64 rows each: scores = Q K^T, softmax in registers, out += P V
@@ -12,65 +11,23 @@
 // block i + 1's scores and of block i's values are in flight together (FlashAttention-3, arXiv 2407.08608).
 //
 // What a page holds beyond a request's keys is masked (keys) or overwritten with zeros (values): NaN does no harm.
-// Rows of a tile that are no query of it are computed and not stored. Where a tile has one token they hold zeros or what
-// an earlier tile left, and their weights are zeros everywhere: multiplying others' queries instead took the clock of a
-// GPU that decodes at its power limit.
+// Rows of a tile that are no query of it are computed and not stored. Where a tile has one token they hold zeros or
+// what an earlier tile left, and their weights are zeros everywhere: multiplying others' queries instead took the clock
+// of a GPU that decodes at its power limit.
 #pragma once
 #include <type_traits>
 
-#include "ptx.cuh"
+#include "prefill_parts.cuh"
 #include "wgmma_registers.cuh"
 
 namespace meshserve {
 namespace prefill {
 
-constexpr int kTileRows = 128, kBlockKeys = 128;
 constexpr int kThreads = 384, kComputeWarps = 8;
 constexpr int kStages = 2;                                    // of keys and of values; more gain nothing
 constexpr int kHalfBytes = 128 * 128;                         // 128 rows of 64 bf16
 constexpr int kFetchRegisters = 40, kComputeRegisters = 232;  // of a thread
 constexpr float kNoQuery = 1e30f;                             // a row's largest score, beside which others vanish
-constexpr int kTurnBarrier = 1, kClearBarrier = 3;            // the first of two each
-
-// A tile, and which part of its keys.
-struct Part {
-  int first_token;  // of the step
-  int num_tokens;   // 0: no tile
-  int first_position;
-  int request;
-  int index, num_parts;
-  int first_slot;  // where the tile's parts leave their rows; there are at least two then
-  int unused;
-  __device__ __forceinline__ int num_keys() const { return first_position + num_tokens; }
-  __device__ __forceinline__ int first_key_of(int part) const {
-    const int num_blocks = (num_keys() + kBlockKeys - 1) / kBlockKeys;
-    return part * num_blocks / num_parts * kBlockKeys;
-  }
-};
-static_assert(sizeof(Part) == 2 * sizeof(int4), "a row of the table that tiles.py makes");
-
-// What the warpgroups that compute know of a part.
-struct Item {
-  int first_token, num_tokens;
-  int first_position;  // counted from the part's first key
-  int num_keys;        // of the part
-  int kv_head;
-  int index, num_parts, first_slot;
-};
-
-struct Args {
-  const int4* parts;  // Part: longest first, those without tokens last
-  const int *page_table, *positions;
-  bf16* out;         // [T, K, G, H]
-  float* unmerged;   // [slots, K, slot_rows, H + 4]: rows of a part, then each row's largest score and sum
-  int* next_item;    // 0 at the start; items beyond the first of each block of threads are taken from it
-  int* num_arrived;  // [slots, K, 2]: parts of a tile's rows, 64 each, that have ended; 0 at the start
-  int num_tokens, num_parts, max_pages, page_size, kv_heads, group;
-  int tile_tokens;   // kTileRows / group
-  int slot_rows;     // tile_tokens * group, or of all tokens if those are fewer
-  int box_tokens;    // of a page, fetched by one copy: divides page_size and kBlockKeys
-  float scale_log2;  // softmax scale * log2(e)
-};
 
 template <int H>
 struct Memory {
@@ -94,12 +51,6 @@ struct Place {
   }
 };
 
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ void copy_queries(uint32_t to, const CUtensorMap* map, int half, int kv_head, int token,
                                              uint32_t barrier) {
   asm volatile(
@@ -120,11 +71,6 @@ __device__ __forceinline__ void copy_page_part(uint32_t to, const CUtensorMap* m
 // A warpgroup passes `number` when the other has arrived at it.
 __device__ __forceinline__ void wait_turn(int number) { asm volatile("bar.sync %0, 256;" ::"r"(number) : "memory"); }
 __device__ __forceinline__ void give_turn(int number) { asm volatile("bar.arrive %0, 256;" ::"r"(number) : "memory"); }
-
-__device__ __forceinline__ Part load_part(const int4* parts, int index) {
-  const int4 tile = parts[2 * index], part = parts[2 * index + 1];
-  return Part{tile.x, tile.y, tile.z, tile.w, part.x, part.y, part.z, part.w};
-}
 
 // ---- the warp that fetches ---------------------------------------------------------------------------------------
 template <int H>
@@ -228,11 +174,13 @@ __device__ __forceinline__ void mask(float (&scores)[kBlockKeys / 2], int limit0
   }
 }
 
-// Scores become exp2((score - largest) scale); `shrink` is what that does to earlier sums.
+// Scores become exp2((score - largest) scale); `shrink` is what that does to earlier sums. Of a lane's rows the first
+// `num_active` alone: a warp whose other rows are no queries leaves them out.
 template <int H>
-__device__ __forceinline__ void soften(Rows<H>& rows, float (&shrink)[2], float scale_log2) {
+__device__ __forceinline__ void soften(Rows<H>& rows, float (&shrink)[2], float scale_log2, int num_active) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    if (r >= num_active) continue;
     float largest = rows.largest[r];
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; i += 4) {
@@ -257,18 +205,33 @@ __device__ __forceinline__ void soften(Rows<H>& rows, float (&shrink)[2], float 
 }
 
 template <int H>
-__device__ __forceinline__ void pack_weights(Rows<H>& rows) {
+__device__ __forceinline__ void shrink_sums(Rows<H>& rows, const float (&shrink)[2], int num_active) {
 #pragma unroll
-  for (int i = 0; i < kBlockKeys / 4; ++i) rows.weights[i] = pack_bf16(rows.scores[2 * i], rows.scores[2 * i + 1]);
+  for (int r = 0; r < 2; ++r) {
+    if (r >= num_active) continue;
+#pragma unroll
+    for (int i = 2 * r; i < H / 2; i += 4) rows.out[i] *= shrink[r], rows.out[i + 1] *= shrink[r];
+  }
+}
+
+template <int H>
+__device__ __forceinline__ void pack_weights(Rows<H>& rows, int num_active) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (r >= num_active) continue;
+#pragma unroll
+    for (int i = r; i < kBlockKeys / 4; i += 2) rows.weights[i] = pack_bf16(rows.scores[2 * i], rows.scores[2 * i + 1]);
+  }
 }
 
 // scores[64, 128] = Q K^T, unfinished.
 template <int H>
 __device__ __forceinline__ void begin_scores(Rows<H>& rows, uint32_t q, uint32_t k) {
+  const uint64_t q_descriptor = tile_descriptor(q), k_descriptor = tile_descriptor(k);
 #pragma unroll
   for (int i = 0; i < H / 16; ++i) {
     const uint32_t offset = i / 4 * kHalfBytes + i % 4 * 32;
-    wgmma<kBlockKeys>(rows.scores, tile_descriptor(q + offset), tile_descriptor(k + offset), i > 0);
+    wgmma<kBlockKeys>(rows.scores, moved_on(q_descriptor, offset), moved_on(k_descriptor, offset), i > 0);
   }
   wgmma_commit();
 }
@@ -276,9 +239,10 @@ __device__ __forceinline__ void begin_scores(Rows<H>& rows, uint32_t q, uint32_t
 // out[64, H] += weights V, unfinished.
 template <int H>
 __device__ __forceinline__ void begin_values(Rows<H>& rows, uint32_t v) {
+  const uint64_t descriptor = values_descriptor(v, kHalfBytes);
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 16; ++i) {
-    wgmma_registers<H>(rows.out, rows.weights + 4 * i, values_descriptor(v + i * 2048, kHalfBytes));
+    wgmma_registers<H>(rows.out, rows.weights + 4 * i, moved_on(descriptor, i * 2048));
   }
   wgmma_commit();
 }
@@ -314,15 +278,8 @@ __device__ __forceinline__ float sum_over_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Of `out`, where a row's result goes.
-__device__ __forceinline__ size_t query_of(const Item& item, int row, const Args& args) {
-  const int token = item.first_token + row / args.group;
-  return (static_cast<size_t>(token) * args.kv_heads + item.kv_head) * args.group + row % args.group;
-}
-
 template <int H>
-__device__ __forceinline__ void store_rows(Rows<H>& rows, const Item& item, int first_row,
-                                           const Args& args) {
+__device__ __forceinline__ void store_rows(Rows<H>& rows, const Item& item, int first_row, const Args& args) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -347,16 +304,9 @@ __device__ __forceinline__ void store_rows(Rows<H>& rows, const Item& item, int 
   }
 }
 
-template <int H>
-__device__ __forceinline__ float* unmerged_row(const Item& item, int index, int row, const Args& args) {
-  const size_t slot = static_cast<size_t>(item.first_slot + index) * args.kv_heads + item.kv_head;
-  return args.unmerged + (slot * args.slot_rows + row) * (H + 4);
-}
-
 // As they are: weighted sums of values, not yet divided by the sum of the weights.
 template <int H>
-__device__ __forceinline__ void store_unmerged(Rows<H>& rows, const Item& item, int first_row,
-                                               const Args& args) {
+__device__ __forceinline__ void store_unmerged(Rows<H>& rows, const Item& item, int first_row, const Args& args) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -372,146 +322,71 @@ __device__ __forceinline__ void store_unmerged(Rows<H>& rows, const Item& item, 
   }
 }
 
-// Whether this part of the tile's rows is the last to get here; then what the others have stored can be read.
-__device__ __forceinline__ bool arrive(bool* is_last, const Item& item, int warpgroup, const Args& args) {
-  __threadfence();
-  sync_threads(kClearBarrier + warpgroup, 128);
-  if (threadIdx.x % 128 == 0) {
-    int* num_arrived = args.num_arrived + (item.first_slot * args.kv_heads + item.kv_head) * 2 + warpgroup;
-    *is_last = atomicAdd(num_arrived, 1) == item.num_parts - 1;
-    __threadfence();
-  }
-  sync_threads(kClearBarrier + warpgroup, 128);
-  return *is_last;
-}
-
-// Of a row whose parts are being merged: its largest score of all parts, and one over its sum of weights.
+// What a warpgroup that computes goes through: places in the rings of keys and values, and its share of a tile's rows.
 template <int H>
-__device__ __forceinline__ float2 scales_of(const Item& item, int row, size_t stride, const Args& args) {
-  const float* stored = unmerged_row<H>(item, 0, row, args) + H;
-  float largest = -INFINITY, sum = 0.0f;
-#pragma unroll 4
-  for (int p = 0; p < item.num_parts; ++p) largest = fmaxf(largest, __ldcg(stored + p * stride));
-#pragma unroll 4
-  for (int p = 0; p < item.num_parts; ++p) {
-    const float2 part = __ldcg(reinterpret_cast<const float2*>(stored + p * stride));
-    sum = fmaf(part.y, exp2_approximate((part.x - largest) * args.scale_log2), sum);
-  }
-  return make_float2(largest, 1.0f / sum);
-}
-
-// The results of a warpgroup's rows, a thread with kChunks times 8 columns at a time and kAhead parts of them in flight.
-template <int H, int kChunks, int kAhead>
-__device__ __forceinline__ void merge_rows(const float2* row_scales, const Item& item, int first_row, int num_rows,
-                                           size_t stride, const Args& args) {
-  const int num_chunks = num_rows * (H / 8);
-#pragma unroll 1
-  for (int first = threadIdx.x % 128; first < num_chunks; first += 128 * kChunks) {
-    const float* stored[kChunks];
-    float out[kChunks][8] = {};
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {  // beyond the rows: the last one's again
-      stored[c] = unmerged_row<H>(item, 0, first_row + min(first + 128 * c, num_chunks - 1) / (H / 8), args);
-    }
-    const int column = first % (H / 8) * 8;
-#pragma unroll kAhead
-    for (int p = 0; p < item.num_parts; ++p) {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const float largest = __ldcg(stored[c] + p * stride + H);
-        const float4 low = __ldcg(reinterpret_cast<const float4*>(stored[c] + p * stride + column));
-        const float4 high = __ldcg(reinterpret_cast<const float4*>(stored[c] + p * stride + column + 4));
-        const int row = first_row + min(first + 128 * c, num_chunks - 1) / (H / 8);
-        const float shrink = exp2_approximate((largest - row_scales[row].x) * args.scale_log2);
-        const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) out[c][j] = fmaf(values[j], shrink, out[c][j]);
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      if (first + 128 * c >= num_chunks) break;
-      const int row = first_row + (first + 128 * c) / (H / 8);
-      const float inverse = row_scales[row].y;
-      uint4 packed;
-      uint32_t* words = &packed.x;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) words[j] = pack_bf16(out[c][2 * j] * inverse, out[c][2 * j + 1] * inverse);
-      *reinterpret_cast<uint4*>(args.out + query_of(item, row, args) * H + column) = packed;
-    }
-  }
-}
-
-// The result of a warpgroup's rows from what all parts have stored, in the order of the parts: the same whoever is last.
-template <int H>
-__device__ __forceinline__ void merge_parts(float2* row_scales, const Item& item, int warpgroup, const Args& args) {
-  const int first_row = 64 * warpgroup, num_rows = min(64, item.num_tokens * args.group - first_row);
-  const size_t stride = static_cast<size_t>(args.kv_heads) * args.slot_rows * (H + 4);  // from part to part
-  const int my_row = first_row + threadIdx.x % 128;
-  if (my_row < first_row + num_rows) row_scales[my_row] = scales_of<H>(item, my_row, stride, args);
-  sync_threads(kClearBarrier + warpgroup, 128);
-  if (num_rows > 16) {
-    merge_rows<H, 4, 1>(row_scales, item, first_row, num_rows, stride, args);
-  } else {
-    merge_rows<H, 1, 4>(row_scales, item, first_row, num_rows, stride, args);
-  }
-}
-
-template <int H>
-__device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
-  using M = Memory<H>;
+struct Worker {
+  Memory<H>& memory;
+  const Args& args;
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
   const int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  const uint32_t q = shared_address(memory.q) + warpgroup * 64 * 128;
-  const uint32_t q_full = shared_address(&memory.q_full), q_empty = shared_address(&memory.q_empty);
-  auto release = [&](uint32_t barrier) {
-    if (lane == 0) barrier_arrive(barrier);
-  };
   Place keys, values;
-  auto k_full = [&] { return shared_address(memory.k_full) + 8 * keys.stage; };
-  auto v_full = [&] { return shared_address(memory.v_full) + 8 * values.stage; };
-  auto k_now = [&] { return shared_address(memory.k) + keys.stage * M::kOperandBytes; };
-  auto v_now = [&] { return shared_address(memory.v) + values.stage * M::kOperandBytes; };
-  auto release_keys = [&] {
+
+  __device__ __forceinline__ Worker(Memory<H>& memory, const Args& args) : memory(memory), args(args) {}
+
+  __device__ __forceinline__ uint32_t k_full() const { return shared_address(memory.k_full) + 8 * keys.stage; }
+  __device__ __forceinline__ uint32_t v_full() const { return shared_address(memory.v_full) + 8 * values.stage; }
+  __device__ __forceinline__ uint32_t k_now() const {
+    return shared_address(memory.k) + keys.stage * Memory<H>::kOperandBytes;
+  }
+  __device__ __forceinline__ uint32_t v_now() const {
+    return shared_address(memory.v) + values.stage * Memory<H>::kOperandBytes;
+  }
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    if (lane == 0) barrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void release_queries() const { release(shared_address(&memory.q_empty)); }
+  __device__ __forceinline__ void release_keys() {
     release(shared_address(memory.k_empty) + 8 * keys.stage);
     keys.advance();
-  };
-  auto release_values = [&] {
+  }
+  __device__ __forceinline__ void release_values() {
     release(shared_address(memory.v_empty) + 8 * values.stage);
     values.advance();
-  };
-  if (warpgroup == 1) give_turn(kTurnBarrier);  // the other one begins
+  }
 
+  __device__ __forceinline__ void pass_by(const Item& item) {
+    release_queries();
 #pragma unroll 1
-  for (int round = 0;; ++round) {
-    barrier_wait(q_full, round & 1);
-    const Item item = memory.item;
-    __syncwarp();
-    if (item.num_tokens == 0) return;
-    const int num_rows = item.num_tokens * args.group;
-    const bool takes_turns = num_rows > 64;
-    int block = (item.num_keys - 1) / kBlockKeys;
-    if (num_rows <= 64 * warpgroup) {  // few rows, which the other warpgroup has
-      release(q_empty);
-#pragma unroll 1
-      for (; block >= 0; --block) {
-        barrier_wait(k_full(), keys.parity);
-        release_keys();
-        barrier_wait(v_full(), values.parity);
-        release_values();
-      }
-      continue;
+    for (int block = (item.num_keys - 1) / kBlockKeys; block >= 0; --block) {
+      barrier_wait(k_full(), keys.parity);
+      release_keys();
+      barrier_wait(v_full(), values.parity);
+      release_values();
     }
+  }
 
+  // kIsFew: the other warpgroup has no rows, and this one may have warps without.
+  template <bool kIsFew>
+  __device__ __forceinline__ void attend(const Item& item) {
+    const int num_rows = item.num_tokens * args.group;
+    const int num_active = kIsFew ? min(max((num_rows - (first_row - lane / 4) + 7) / 8, 0), 2) : 2;
+    const uint32_t q = shared_address(memory.q) + warpgroup * 64 * 128;
+    int block = (item.num_keys - 1) / kBlockKeys;
     Rows<H> rows;
 #pragma unroll
     for (int i = 0; i < H / 2; ++i) rows.out[i] = 0.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) rows.largest[r] = first_row + 8 * r < num_rows ? -INFINITY : kNoQuery;
     rows.sum[0] = rows.sum[1] = 0.0f;
+    if (kIsFew) {
+#pragma unroll
+      for (int i = 0; i < kBlockKeys / 4; ++i) rows.weights[i] = 0;
+    }
 
     const int position0 = item.first_position + first_row / args.group;
     const int position1 = item.first_position + (first_row + 8) / args.group;
+    auto mask_block = [&] { mask(rows.scores, position0 - block * kBlockKeys, position1 - block * kBlockKeys, lane); };
+    auto sees_all = [&] { return (block + 1) * kBlockKeys <= item.first_position + 1; };
     float shrink[2];
     barrier_wait(k_full(), keys.parity);
     wgmma_begin();
@@ -519,10 +394,10 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
     wgmma_wait<0>();
     keep_in_place(rows.scores);
     release_keys();
-    if (block == 0) release(q_empty);
-    mask(rows.scores, position0 - block * kBlockKeys, position1 - block * kBlockKeys, lane);
-    soften(rows, shrink, args.scale_log2);
-    pack_weights(rows);
+    if (block == 0) release_queries();
+    mask_block();
+    soften(rows, shrink, args.scale_log2, num_active);
+    pack_weights(rows, num_active);
     if (item.num_keys % kBlockKeys != 0) {
       barrier_wait(v_full(), values.parity);
       clear_values<H>(v_now(), item.num_keys % kBlockKeys, warpgroup);
@@ -530,33 +405,32 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
 
     auto step = [&](auto is_masked) {
       barrier_wait(k_full(), keys.parity);
-      if (takes_turns) wait_turn(kTurnBarrier + warpgroup);
+      if (!kIsFew) wait_turn(kTurnBarrier + warpgroup);
       keep_in_place(rows.out);
       wgmma_begin();
       begin_scores(rows, q, k_now());
       barrier_wait(v_full(), values.parity);
       wgmma_begin();
       begin_values(rows, v_now());
-      if (takes_turns) give_turn(kTurnBarrier + (warpgroup ^ 1));
+      if (!kIsFew) give_turn(kTurnBarrier + (warpgroup ^ 1));
       wgmma_wait<1>();
       keep_in_place(rows.scores);
       release_keys();
-      if (block == 0) release(q_empty);
-      if constexpr (decltype(is_masked)::value) {
-        mask(rows.scores, position0 - block * kBlockKeys, position1 - block * kBlockKeys, lane);
-      }
-      soften(rows, shrink, args.scale_log2);
+      if (block == 0) release_queries();
+      if (kIsFew ? !sees_all() : decltype(is_masked)::value) mask_block();
+      soften(rows, shrink, args.scale_log2, num_active);
       wgmma_wait<0>();
       keep_in_place(rows.out);
       keep_in_place(rows.scores);
       release_values();
-#pragma unroll
-      for (int i = 0; i < H / 2; ++i) rows.out[i] *= shrink[i % 4 / 2];
-      pack_weights(rows);
+      shrink_sums(rows, shrink, num_active);
+      pack_weights(rows, num_active);
     };
     --block;
+    if (!kIsFew) {
 #pragma unroll 1
-    for (; block >= 0 && (block + 1) * kBlockKeys > item.first_position + 1; --block) step(std::true_type());
+      for (; block >= 0 && !sees_all(); --block) step(std::true_type());
+    }
 #pragma unroll 1
     for (; block >= 0; --block) step(std::false_type());
 
@@ -571,9 +445,33 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
       store_rows(rows, item, first_row, args);
     } else {
       store_unmerged(rows, item, first_row, args);
-      if (arrive(memory.is_last + warpgroup, item, warpgroup, args)) {
-        merge_parts<H>(memory.row_scales, item, warpgroup, args);
-      }
+    }
+  }
+};
+
+template <int H>
+__device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
+  Worker<H> worker(memory, args);
+  const int warpgroup = worker.warpgroup;
+  if (warpgroup == 1) give_turn(kTurnBarrier);  // the other one begins
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait(shared_address(&memory.q_full), round & 1);
+    const Item item = memory.item;
+    __syncwarp();
+    if (item.num_tokens == 0) return;
+    const int num_rows = item.num_tokens * args.group;
+    if (num_rows <= 64 * warpgroup) {
+      worker.pass_by(item);
+      continue;
+    }
+    if (num_rows <= 64) {
+      worker.template attend<true>(item);
+    } else {
+      worker.template attend<false>(item);
+    }
+    if (item.num_parts > 1 && arrive(memory.is_last + warpgroup, item, warpgroup, args)) {
+      merge_parts<H>(memory.row_scales, item, warpgroup, args);
     }
   }
 }

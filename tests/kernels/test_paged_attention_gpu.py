@@ -48,7 +48,9 @@ def test_attention_is_the_float64_computation(case):
     assert np.linalg.norm(error) <= BOUND * np.linalg.norm(size)
 
 
-@pytest.mark.parametrize("name", ["more-tiles-than-blocks", "block-borders-group-4", "head-64-page-128", "parts-of-chunks"])
+@pytest.mark.parametrize(
+    "name", ["more-tiles-than-blocks", "block-borders-group-4", "head-64-page-128", "parts-of-chunks"]
+)
 def test_the_same_bits_again(name):
     """Nothing races, and what lies elsewhere in the cache changes nothing."""
     inputs = cases.make_inputs(next(case for case in CASES if case.name == name), seed=2)
