@@ -1,7 +1,9 @@
-// What peers.cuh needs of CUDA and of kernels/cuda/ptx.cuh, on a host: a CUDA thread is a thread of the system.
+// What these tests' kernels need of CUDA and of kernels/cuda/ptx.cuh, on a host: a CUDA thread is a thread of the
+// system.
 #pragma once
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -27,11 +29,18 @@ struct uint2 {
 struct uint4 {
   uint32_t x, y, z, w;
 };
+struct float2 {
+  float x, y;
+};
 struct float4 {
   float x, y, z, w;
 };
+struct int4 {
+  int x, y, z, w;
+};
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 struct bf16 {
@@ -46,6 +55,9 @@ struct Block {
     std::barrier<> meet{32};
     float values[32] = {};
   } warps[4];
+  struct {
+    std::barrier<> meet{128};
+  } warpgroups[5];  // by the number of their barrier
 };
 
 struct Index {
@@ -55,12 +67,19 @@ inline thread_local Index threadIdx, blockIdx, gridDim;
 inline thread_local Block* block;
 
 inline void __syncthreads() { block->all.arrive_and_wait(); }
+inline void sync_threads(int number, int) { block->warpgroups[number].meet.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void __threadfence_system() { __threadfence(); }
 inline void __trap() {
   std::fprintf(stderr, "trap\n");
   std::abort();
 }
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
+using std::max, std::min;
+inline int atomicAdd(int* to, int value) { return std::atomic_ref<int>(*to).fetch_add(value); }
 inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return std::atomic_ref<uint32_t>(*to).fetch_add(value); }
 
 inline void let_next_kernel_start() {}
