@@ -8,6 +8,8 @@ The context is the average one in the middle of the measurement; with `--first-c
 another: a long one among short ones. The roofline is the least time in which the device can read what a step must read:
 every weight once (of the embedding only the rows looked up), and all keys and values.
 
+At the end stands what clock the GPU had meanwhile, and what power it took, where NVIDIA's library tells.
+
 A step is *starved* if the device had finished the step before it when it was dispatched: the host was too slow. The
 dispatch is the host's time in the call that launches a step.
 """
@@ -33,6 +35,7 @@ from meshserve.runtime.engine import Engine, Runner
 from meshserve.runtime.launch import build_engine, open_model
 from meshserve.runtime.request import Output, SamplingParams
 
+from .gpu_power import PowerWatch, Reading, at_power
 from .kernel_times import kernel_table
 
 _BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # a second, by the datasheets
@@ -57,6 +60,7 @@ class Result:
     starved_steps: float
     dispatch_ms: float
     prefill_seconds: float
+    power: Reading | None  # of the GPU that took most, while the steps were measured
 
 
 class Timeline:
@@ -128,10 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine.runner = watched = WatchedRunner(engine.runner)
     engine.start()
     results = []
-    for context in options.context:
-        for batch in options.batch:
-            results.append(_measure(options, model, engine, timeline, watched, batch, context))
-            print(_row(results[-1]), flush=True)
+    with PowerWatch() as power:
+        for context in options.context:
+            for batch in options.batch:
+                results.append(_measure(options, model, engine, timeline, watched, power, batch, context))
+                print(_row(results[-1]), flush=True)
     if options.profile:
         print(_profile(options, model, engine, timeline))
     engine.stop()
@@ -198,6 +203,7 @@ def _measure(
     engine: Engine,
     timeline: Timeline,
     watched: WatchedRunner,
+    power: PowerWatch,
     batch: int,
     context: int,
 ) -> Result:
@@ -232,6 +238,7 @@ def _measure(
         starved_steps=float(np.mean(watched.starved[-len(times) :])),
         dispatch_ms=statistics.median(watched.dispatch_ms[-len(times) :]),
         prefill_seconds=first_full - started,
+        power=power.between(times[0], times[-1]),
     )
 
 
@@ -281,7 +288,7 @@ def _row(result: Result) -> str:
         f"{result.model} tp {result.tp} batch {result.batch:4d} context {result.context:6d}{first}: "
         f"{result.step_ms:7.3f} ms a step (P10 {result.step_ms_p10:.3f}, P90 {result.step_ms_p90:.3f}), "
         f"{result.tokens_per_second:8.0f} tokens/s, {fraction}, {result.starved_steps:.0%} of steps starved, "
-        f"dispatch {result.dispatch_ms:.3f} ms, prefill {result.prefill_seconds:.2f} s"
+        f"dispatch {result.dispatch_ms:.3f} ms, prefill {result.prefill_seconds:.2f} s{at_power(result.power)}"
     )
 
 

@@ -26,6 +26,7 @@ from meshserve.runtime.launch import build_engine, open_model
 from meshserve.runtime.request import SamplingParams
 
 from .decode import Timeline
+from .gpu_power import PowerWatch, Reading, at_power
 from .kernel_times import kernel_table
 
 
@@ -42,6 +43,7 @@ class Result:
     ms_p90: float
     tokens_per_second: float
     linear_tflops: float  # of a device
+    power: Reading | None  # of the GPU that took most, in the measured runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,9 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine, _ = build_engine(_serve_config(options), model, make_params, None, timeline.deliver)
     engine.start()
     results = []
-    for num_prompts, num_tokens in options.prompts:
-        results.append(_measure(options, model, engine, timeline, num_prompts, num_tokens))
-        print(_row(results[-1]), flush=True)
+    with PowerWatch() as power:
+        for num_prompts, num_tokens in options.prompts:
+            results.append(_measure(options, model, engine, timeline, power, num_prompts, num_tokens))
+            print(_row(results[-1]), flush=True)
     if options.profile:
         with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
             _run(model, engine, timeline, *options.prompts[-1], seed=-1)
@@ -126,10 +129,19 @@ def _run(
 
 
 def _measure(
-    options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline, prompts: int, tokens: int
+    options: argparse.Namespace,
+    model: ModelConfig,
+    engine: Engine,
+    timeline: Timeline,
+    power: PowerWatch,
+    prompts: int,
+    tokens: int,
 ) -> Result:
-    figures = [_run(model, engine, timeline, prompts, tokens, seed=seed) for seed in range(2 * options.runs)]
-    ms, p10, p90 = (float(np.percentile(figures[options.runs :], rank)) for rank in (50, 10, 90))
+    for seed in range(options.runs):
+        _run(model, engine, timeline, prompts, tokens, seed=seed)
+    started = time.perf_counter()
+    figures = [_run(model, engine, timeline, prompts, tokens, seed=options.runs + seed) for seed in range(options.runs)]
+    ms, p10, p90 = (float(np.percentile(figures, rank)) for rank in (50, 10, 90))
     num_computed = prompts * tokens
     return Result(
         model=options.model,
@@ -141,6 +153,7 @@ def _measure(
         ms_p90=p90,
         tokens_per_second=num_computed / ms * 1e3,
         linear_tflops=num_computed * linear_flops(model) / options.tp / ms / 1e9,
+        power=power.between(started, time.perf_counter()),
     )
 
 
@@ -154,7 +167,7 @@ def _row(result: Result) -> str:
     return (
         f"{result.model} tp {result.tp} {result.prompts:3d} x {result.tokens:6d} tokens: {result.ms:8.2f} ms "
         f"(P10 {result.ms_p10:.2f}, P90 {result.ms_p90:.2f}), {result.tokens_per_second:8.0f} tokens/s, "
-        f"{result.linear_tflops:6.1f} TFLOP/s of linear work a device"
+        f"{result.linear_tflops:6.1f} TFLOP/s of linear work a device{at_power(result.power)}"
     )
 
 

@@ -12,6 +12,7 @@ seed runs first, untimed. With `fixed` the same batch with one new token is time
 import argparse
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import jax
 
 from meshserve.runtime.launch import open_model
 
+from .gpu_power import PowerWatch, Reading, at_power
 from .offline_engine import OfflineEngine, config_for, parse_settings
 from .token_times import RunTimes, percentile
 from .workloads import MAX_TOKEN_ID, Work, fixed, nano_vllm
@@ -44,6 +46,7 @@ class Throughput:
     gap_ms_p99: float
     prefill_seconds: float | None
     output_token_ms: float | None
+    power: Reading | None  # of the GPU that took most, in the timed runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,14 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {"tp": options.tp, "cpu_devices": options.cpu_devices, **parse_settings(options.set)}
     config = config_for(batches, {"model": options.model, **settings})
     is_fixed = options.workload == "fixed"
-    with OfflineEngine(config, model, make_params) as engine:
+    with OfflineEngine(config, model, make_params) as engine, PowerWatch() as watch:
         engine.run(batches[-1], options.temperature)
+        started = time.perf_counter()
         times = [engine.run(batch, options.temperature) for batch in batches[:-1]]
+        power = watch.between(started, time.perf_counter())
         prefills = [
             engine.run([Work(work.prompt_token_ids, 1) for work in batch], options.temperature).seconds
             for batch in batches[: -1 if is_fixed else 0]
         ]
-    result = _result(options, batches[0], times, prefills)
+    result = _result(options, batches[0], times, prefills, power)
     print(_text(result))
     if options.json:
         options.json.write_text(json.dumps(dataclasses.asdict(result), indent=1))
@@ -91,7 +96,13 @@ def _draw(options: argparse.Namespace, seed: int, vocab_size: int) -> list[Work]
     return fixed(seed, options.requests, options.input_tokens, options.output_tokens, max_id)
 
 
-def _result(options: argparse.Namespace, batch: list[Work], times: list[RunTimes], prefills: list[float]) -> Throughput:
+def _result(
+    options: argparse.Namespace,
+    batch: list[Work],
+    times: list[RunTimes],
+    prefills: list[float],
+    power: Reading | None,
+) -> Throughput:
     def median(values: list[float]) -> float:
         return percentile(values, 50)
 
@@ -114,6 +125,7 @@ def _result(options: argparse.Namespace, batch: list[Work], times: list[RunTimes
         gap_ms_p99=1e3 * percentile(gaps, 99),
         prefill_seconds=prefill,
         output_token_ms=None if prefill is None else 1e3 * (seconds - prefill) / num_steps,
+        power=power,
     )
 
 
@@ -123,7 +135,7 @@ def _text(result: Throughput) -> str:
         f"{result.num_input_tokens:,} tokens in, {result.num_output_tokens:,} out ({result.workload})",
         f"{result.seconds:.3f} s, {result.output_tokens_per_second:,.0f} output tokens/s; first token "
         f"{result.first_token_ms:.1f} ms (median); between tokens p50 {result.gap_ms_p50:.2f} ms, "
-        f"p99 {result.gap_ms_p99:.2f} ms",
+        f"p99 {result.gap_ms_p99:.2f} ms{at_power(result.power)}",
     ]
     if result.prefill_seconds is not None:
         lines.append(
