@@ -15,12 +15,14 @@ from meshserve.runtime.request import FinishReason, Output, SamplingParams
 from .token_times import RunTimes, TokenClock
 from .workloads import Work
 
+_OWN_OPTIONS = {"model": "--model", "random_weights": "--random-weights"}  # of the benchmarks, which need them earlier
+
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
     """Options of ServeConfig from KEY=VALUE.
 
     Raises:
-      ConfigError: there is no such option, or the value is not of its type.
+      ConfigError: there is no such option, the benchmark has one of its own, or the value is not of its type.
     """
     types = {field.name: field.type for field in dataclasses.fields(ServeConfig)}
     settings: dict[str, Any] = {}
@@ -29,6 +31,8 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
         kind = types.get(key)
         if kind is None:
             raise ConfigError(f"--set {pair}: no option is called {key!r}; known are {', '.join(types)}.")
+        if key in _OWN_OPTIONS:
+            raise ConfigError(f"--set {pair}: say it with {_OWN_OPTIONS[key]}.")
         try:
             settings[key] = value.lower() in ("1", "true") if kind is bool else kind(value)  # type: ignore[operator]
         except ValueError:

@@ -56,9 +56,15 @@ def test_settings_are_options_of_the_server():
     assert parse_settings(["tp=2", "memory_fraction=0.5", "prefix_cache=false", "attention=cuda"]) == {
         "tp": 2, "memory_fraction": 0.5, "prefix_cache": False, "attention": "cuda",
     }  # fmt: skip
-    for wrong in ("tpp=2", "tp=two"):
-        with pytest.raises(ConfigError, match=wrong.partition("=")[2] if "two" in wrong else "tpp"):
-            parse_settings([wrong])
+    wrong = {
+        "tpp=2": "no option is called 'tpp'",
+        "tp=two": "'two' is no int",
+        "model=demo": "say it with --model",
+        "random_weights=true": "say it with --random-weights",
+    }
+    for pair, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            parse_settings([pair])
 
 
 def test_published_sizes_are_what_config_json_says():
