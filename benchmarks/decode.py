@@ -153,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--first-context", type=int, help="of one request of each batch, instead")
+    parser.add_argument("--max-context", type=int, default=0, help="of the server, if more than the steps need")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="decode steps of a run")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -179,7 +180,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         dtype=options.dtype,
         page_size=options.page_size,
         num_pages=num_pages,
-        max_context=max(contexts) + num_new,
+        max_context=max(options.max_context, max(contexts) + num_new),
         max_running=max(options.batch),
         max_step_tokens=max(options.max_step_tokens, *options.batch),
         attention=options.attention,
