@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshserve.benchmarks import speculation, throughput
+from meshserve.benchmarks import decode, speculation, throughput
 from meshserve.benchmarks.offline_engine import parse_settings
 from meshserve.benchmarks.peers import compare
 from meshserve.benchmarks.token_times import TokenClock, percentile
@@ -83,6 +83,19 @@ def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture
     assert result["output_tokens_per_second"] == pytest.approx(18 / result["seconds"])
     assert result["prefill_seconds"] > 0
     assert "3 requests, 27 tokens in, 18 out" in capsys.readouterr().out
+
+
+def test_a_long_request_decodes_among_short_ones(tiny: Path, capsys: pytest.CaptureFixture):
+    arguments = [
+        f"--model={tiny}", "--random-weights", "--batch=3", "--context=10", "--first-context=30", "--max-context=60",
+        "--runs=2", "--steps=2", "--page-size=16", "--max-step-tokens=8", "--dtype=float32", "--cpu-devices=1",
+        f"--json={tiny / 'rows.json'}",
+    ]  # fmt: skip
+    assert decode.main(arguments) == 0
+    (row,) = json.loads((tiny / "rows.json").read_text())
+    assert (row["batch"], row["context"], row["first_context"], row["power"]) == (3, 10, 30, None)
+    assert row["tokens_per_second"] == pytest.approx(3 / row["step_ms"] * 1000)
+    assert "batch    3 context     10 (one 30):" in capsys.readouterr().out
 
 
 def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
