@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ from meshserve.sharding.mesh import (
 )
 
 from . import repeats, sums
+from .gpu_power import PowerWatch, Reading, at_power
 from .kernel_times import kernel_table
 from .timing import time_steps
 
@@ -65,8 +67,9 @@ class Step:
     p10_ms: float
     p90_ms: float
     dispatch_ms: float  # the host's time for one
-    alone_ms: float | None  # of one shard on a device of its own
     compile_seconds: float
+    power: Reading | None = None  # of the GPU that took most
+    alone_ms: float | None = None  # of one shard on a device of its own
     efficiency: float | None = None
 
     def text(self) -> str:
@@ -75,7 +78,7 @@ class Step:
         return (
             f"{self.model:10} tp {self.tp} batch {self.batch:4} context {self.context:6}: "
             f"{self.step_ms:7.3f} ms a step (P10 {self.p10_ms:.3f}, P90 {self.p90_ms:.3f}), "
-            f"host {self.dispatch_ms:.3f} ms a dispatch{alone}{efficiency}"
+            f"host {self.dispatch_ms:.3f} ms a dispatch{alone}{efficiency}{at_power(self.power)}"
         )
 
 
@@ -137,16 +140,9 @@ def measure_steps(options: argparse.Namespace) -> list[Step]:
         for tp in options.tp:
             alone_ms: list[float] = []
             if options.alone and tp > 1:
-                alone_ms = [figures[0] for figures in _time_model(options, shard_of(model, tp), 1)]
-            for index, figures in enumerate(_time_model(options, model, tp)):
-                median, p10, p90, dispatch, seconds = figures
-                steps.append(
-                    Step(
-                        model=name, tp=tp, batch=options.batch[index], context=options.context, step_ms=median,
-                        p10_ms=p10, p90_ms=p90, dispatch_ms=dispatch, compile_seconds=seconds,
-                        alone_ms=alone_ms[index] if alone_ms else None,
-                    )
-                )  # fmt: skip
+                alone_ms = [step.step_ms for step in _time_model(options, name, shard_of(model, tp), 1)]
+            for index, step in enumerate(_time_model(options, name, model, tp)):
+                steps.append(dataclasses.replace(step, alone_ms=alone_ms[index] if alone_ms else None))
                 print(steps[-1].text(), flush=True)
     return steps
 
@@ -202,19 +198,23 @@ def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
     )
 
 
-def _time_model(
-    options: argparse.Namespace, model: ModelConfig, tp: int
-) -> Iterator[tuple[float, float, float, float, float]]:
-    """Of each batch: median, P10 and P90 of a step, the host's time a dispatch, all in ms, and seconds of compiling."""
+def _time_model(options: argparse.Namespace, name: str, model: ModelConfig, tp: int) -> Iterator[Step]:
+    """A step of each batch."""
     mesh = make_mesh(tp)
     structure, params = random_params(model, mesh)
     for batch in options.batch:
         kernels = choose_kernels(_config(options, tp, batch), model, mesh)
         runner, packed = make_runner(options, model, mesh, kernels, batch=batch, made=(structure, params))
         run = partial(runner.run, bucket_of(batch), packed)
-        times, dispatch_ms = time_steps(run, options.rounds, options.steps)
+        with PowerWatch() as power:
+            started = time.perf_counter()
+            times, dispatch_ms = time_steps(run, options.rounds, options.steps)
+            ended = time.perf_counter()
         median, p10, p90 = (float(np.percentile(times, q)) for q in (50, 10, 90))
-        yield median, p10, p90, dispatch_ms, runner.compile_seconds
+        yield Step(
+            model=name, tp=tp, batch=batch, context=options.context, step_ms=median, p10_ms=p10, p90_ms=p90,
+            dispatch_ms=dispatch_ms, compile_seconds=runner.compile_seconds, power=power.between(started, ended),
+        )  # fmt: skip
         if options.profile and (tp, batch) == (options.tp[-1], options.batch[-1]):
             print(_kernels(options.profile, run, num_steps=options.steps, num_devices=tp))
         runner.release()
