@@ -88,7 +88,7 @@ def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture
 def test_a_long_request_decodes_among_short_ones(tiny: Path, capsys: pytest.CaptureFixture):
     arguments = [
         f"--model={tiny}", "--random-weights", "--batch=3", "--context=10", "--first-context=30", "--max-context=60",
-        "--runs=2", "--steps=2", "--page-size=16", "--max-step-tokens=8", "--dtype=float32", "--cpu-devices=1",
+        "--runs=2", "--steps=2", "--page-size=16", "--max-step-tokens=8", "--dtype=float32", "--cpu-devices=8",
         f"--json={tiny / 'rows.json'}",
     ]  # fmt: skip
     assert decode.main(arguments) == 0
