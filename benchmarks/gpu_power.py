@@ -9,6 +9,8 @@ import threading
 import time
 from typing import Any, Self
 
+import jax
+
 try:
     import pynvml
 except ImportError:  # of the extra `cuda`: no NVIDIA GPU here
@@ -34,7 +36,9 @@ def at_power(reading: Reading | None) -> str:
 
 
 class PowerWatch:
-    """Reads every GPU ten times a second, as a context manager. Without NVIDIA's GPUs or library it reads nothing."""
+    """Reads every GPU ten times a second, as a context manager. Nothing where JAX runs elsewhere, or without NVIDIA's
+    library.
+    """
 
     def __init__(self, interval_seconds: float = 0.1):
         self._interval_seconds = interval_seconds
@@ -44,7 +48,7 @@ class PowerWatch:
         self._thread = threading.Thread(target=self._read, name="power", daemon=True)
 
     def __enter__(self) -> Self:
-        if pynvml is not None:
+        if pynvml is not None and jax.default_backend() == "gpu":
             try:
                 pynvml.nvmlInit()
                 self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]

@@ -275,9 +275,8 @@ class RandomCacheRunner(StepRunner):
         cache, mesh = self._state.cache, self._mesh
         block = cache.sharding.shard_shape(cache.shape)
         cache.delete()
-        make, spec = partial(_random_block, block, _CACHE_SEED), partition_spec(CACHE_AXES)
-        cache = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))()
-        self._state = self._state._replace(cache=cache)
+        make = partial(_random_block, block, _CACHE_SEED)
+        self._state = self._state._replace(cache=_on_each_device(make, mesh, CACHE_AXES))
 
 
 def decode_batch(bucket: Bucket, context: int) -> np.ndarray:
@@ -302,10 +301,14 @@ def random_params(model: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.Sta
     for seed, (path, weight) in enumerate(nnx.to_flat_state(abstract)):
         block = named_sharding(mesh, weight.axes).shard_shape(weight.shape)
         make = partial(_ones if "norm" in path[-1] else _random_block, block, seed)
-        spec = partition_spec(weight.axes)
-        array = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))()
-        flat.append((path, weight.replace(array)))
+        flat.append((path, weight.replace(_on_each_device(make, mesh, weight.axes))))
     return structure, nnx.from_flat_state(flat)
+
+
+def _on_each_device(make: Callable[[], jax.Array], mesh: Mesh, axes: Sequence[str | None]) -> jax.Array:
+    """An array of which each device makes its own block."""
+    spec = partition_spec(tuple(axes))
+    return jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))()
 
 
 def _ones(shape: tuple[int, ...], _: int) -> jax.Array:

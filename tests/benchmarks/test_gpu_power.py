@@ -50,6 +50,11 @@ class Nvml:
             raise self.NVMLError(where)
 
 
+@pytest.fixture(autouse=True)
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_power.jax, "default_backend", lambda: "gpu")
+
+
 def test_the_gpu_that_takes_most_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml()
     monkeypatch.setattr(gpu_power, "pynvml", nvml)
@@ -72,3 +77,13 @@ def test_without_readings_nothing_is_said(monkeypatch: pytest.MonkeyPatch, libra
             wait_for(lambda: library.num_read > 0)
     assert watch.between(started, time.perf_counter()) is None
     assert at_power(None) == ""
+
+
+def test_gpus_beside_a_run_on_cpu_devices_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml("start")
+    monkeypatch.setattr(gpu_power, "pynvml", nvml)
+    monkeypatch.setattr(gpu_power.jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(nvml, "nvmlInit", lambda: pytest.fail("asked"))
+    with PowerWatch() as watch:
+        pass
+    assert watch.between(0.0, time.perf_counter()) is None
