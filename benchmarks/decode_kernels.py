@@ -10,6 +10,9 @@ parts      each projection as a call of its own, as on a mesh: a row of L calls
 
 With --tp N the shapes are those of one shard of N, alone: nothing is added up over a mesh.
 
+With --first-context one request of each batch has another length than the others. With --max-context the page tables
+have room for more than any request has: a server's have for the longest it takes.
+
 Attention alone is `meshserve bench kernels`.
 
 Every figure is of a row of steps that the device runs without waiting for the host; median, P10 and P90 are over rounds
@@ -21,7 +24,7 @@ import dataclasses
 import functools
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -99,13 +102,21 @@ def random_weights(model: Model) -> LayerWeights:
     )
 
 
-def random_cache(model: Model, layers: int, batch: int, context: int, page_size: int) -> tuple[jax.Array, DecodeBatch]:
-    """Every request holds `context` tokens, the current one included, on pages without order."""
-    pages = -(-context // page_size)
-    table = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages)
-    cache = random_array((layers, batch * pages, model.kv_heads, 2, page_size, model.head_dim), 5)
-    positions = jnp.full((batch,), context - 1, jnp.int32)
-    return cache, DecodeBatch(positions=positions, page_table=jnp.asarray(table, jnp.int32))
+def random_cache(
+    model: Model, layers: int, lengths: Sequence[int], page_size: int, max_context: int = 0
+) -> tuple[jax.Array, DecodeBatch]:
+    """Each request holds its length of tokens, the current one included, on pages without order.
+
+    The page table [B, pages] has room for `max_context` tokens, or for the longest request.
+    """
+    num_pages = [-(-length // page_size) for length in lengths]
+    table = np.zeros((len(lengths), -(-max(*lengths, max_context) // page_size)), np.int32)
+    pages = np.random.default_rng(0).permutation(sum(num_pages))
+    for row, own in zip(table, np.split(pages, np.cumsum(num_pages)[:-1]), strict=True):
+        row[: len(own)] = own
+    cache = random_array((layers, len(pages), model.kv_heads, 2, page_size, model.head_dim), 5)
+    positions = jnp.asarray(lengths, jnp.int32) - 1
+    return cache, DecodeBatch(positions=positions, page_table=jnp.asarray(table))
 
 
 class Bench:
@@ -144,9 +155,16 @@ class Bench:
             flush=True,
         )
 
+    def lengths(self, batch: int, context: int) -> list[int]:
+        return [self.arguments.first_context or context] + [context] * (batch - 1)
+
+    def random_cache(self, batch: int, context: int) -> tuple[jax.Array, DecodeBatch]:
+        arguments, lengths = self.arguments, self.lengths(batch, context)
+        return random_cache(self.model, self.model.layers, lengths, arguments.page_size, arguments.max_context)
+
     def layer_bytes(self, batch: int, context: int) -> int:
-        model = self.model
-        return model.layers * (sum(model.part_bytes().values()) + model.page_bytes(batch * context))
+        model, num_tokens = self.model, sum(self.lengths(batch, context))
+        return model.layers * (sum(model.part_bytes().values()) + model.page_bytes(num_tokens))
 
     def time(self, run: Callable[[Any], Any], state: Any, per_state: int = 1) -> list[float]:
         figures, _ = timed_ms(run, state, per_state, self.arguments.rounds, self.arguments.seconds)
@@ -155,7 +173,7 @@ class Bench:
         return figures
 
     def stack(self, batch: int, context: int, launch: gpu.LaunchShape = gpu.CHOSEN, **more: Any) -> None:
-        cache, where = random_cache(self.model, self.model.layers, batch, context, self.arguments.page_size)
+        cache, where = self.random_cache(batch, context)
         x = random_array((batch, self.model.embed), 7)
 
         @functools.partial(jax.jit, donate_argnums=1)
@@ -171,7 +189,7 @@ class Bench:
                 self.stack(batch, context, gpu.LaunchShape(**{f"{part}_splits": num}), **{part: num})
 
     def step(self, batch: int, context: int) -> None:
-        cache, where = random_cache(self.model, self.model.layers, batch, context, self.arguments.page_size)
+        cache, where = self.random_cache(batch, context)
         implementation = kernels.implementation(self.arguments.implementation)
 
         @functools.partial(jax.jit, donate_argnums=3)
@@ -206,7 +224,7 @@ class Bench:
     def parts(self, batch: int) -> None:
         """Rows of the same projection over the layers. What a call returns feeds the next through a narrow sum."""
         model = self.model
-        cache, where = random_cache(model, model.layers, batch, 1, self.arguments.page_size)
+        cache, where = random_cache(model, model.layers, [1] * batch, self.arguments.page_size)
         inputs = {"qkv": model.embed, "o": model.q_columns, "gate_up": model.embed, "down": model.mlp}
 
         def call(part: str, x: jax.Array, weights: LayerWeights, layer: int) -> jax.Array:
@@ -246,6 +264,8 @@ def main() -> None:
     parser.add_argument("--what", nargs="+", choices=("step", "stack", "splits", "parts", "head"), default=["step"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--context", nargs="+", type=int, default=[1024], help="tokens of every request")
+    parser.add_argument("--first-context", type=int, default=0, help="of one request of each batch, instead")
+    parser.add_argument("--max-context", type=int, default=0, help="room in the page tables; 0: what the requests need")
     parser.add_argument("--tp", type=int, default=1, help="time one shard of so many")
     parser.add_argument("--layers", type=int, default=0, help="of each model; 0: all")
     parser.add_argument("--page-size", type=int, default=64)

@@ -1,9 +1,11 @@
 // Paged decode attention: one new token a request, its query heads over the request's pages.
 //
-// A cluster of blocks owns one (request, kv head); the G query heads of the kv head are handled together, so that a
-// page is read once. The context is cut into tiles of 16 tokens, dealt round-robin to the cluster's warps. Each warp
-// streams its tiles through its own ring of stages with the bulk tensor copy engine and keeps its own running softmax;
-// no block-wide barrier stands in the loop. Warps are merged through shared memory, blocks through the cluster's.
+// A cluster of blocks owns one (request, kv head), or a part of a long one's context, see context_parts.cuh; the G
+// query heads of the kv head are handled together, so that a page is read once. The context is cut into tiles of 16
+// tokens, dealt round-robin to the warps of all its clusters. Each warp streams its tiles through its own ring of
+// stages with the bulk tensor copy engine and keeps its own running softmax; no block-wide barrier stands in the loop.
+// Warps are merged through shared memory, blocks through the cluster's, parts through the GPU's by the block that ends
+// last.
 //
 // With tokens as the rows of the matrix instruction and queries as its 8 columns:
 //   scores [16 tokens, 8 queries] = K Q^T;  out [H, 8 queries] += V^T P^T
@@ -13,6 +15,7 @@
 // Only the current token's row comes from that kernel: it is read after the wait and put over the fetched one.
 // What a page holds beyond the request's length is masked (keys) or overwritten with zeros (values): NaN does no harm.
 #pragma once
+#include "context_parts.cuh"
 #include "ptx.cuh"
 
 namespace meshserve {
@@ -27,9 +30,11 @@ struct AttentionArgs {
   const bf16* q;          // [B, K, G, H]
   const bf16* cache;      // this layer's [P, K, 2, S, H]
   const int* page_table;  // [B, max_pages]
-  const int* positions;   // [B]
-  bf16* out;              // [B, K, G, H]
-  long long first_row;    // the layer's first row of the whole cache seen as [L P K 2 S, H]
+  ContextCuts cuts;
+  bf16* out;            // [B, K, G, H]
+  float* unmerged;      // [clusters, K, G, H + 4]: of a part's queries, then the largest score and the sum of each
+  int* num_arrived;     // [B, K, blocks of a cluster]: how often a part has left something here; 0 at the start
+  long long first_row;  // the layer's first row of the whole cache seen as [L P K 2 S, H]
   int max_pages, page_size, kv_heads, group, log2_splits;
   int stages;        // of a warp's ring
   float scale_log2;  // softmax scale * log2(e)
@@ -49,7 +54,8 @@ struct Received {
   static constexpr int kRows = 16;  // at most splits + group - 1
   float out[kRows * H];
   float4 largest_and_sum[kRows];
-  uint64_t barrier[2];  // counts their bytes
+  uint64_t barrier;  // counts their bytes
+  bool is_last;      // this block, of those of a request's parts
 };
 
 // 2^(a - b) where both may be -inf (nothing seen yet).
@@ -151,7 +157,7 @@ __device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_byte
     const uint32_t stats_at = shared_address(received->largest_and_sum + row);
     const float4 stats = make_float4(largest, sum, 0.0f, 0.0f);
     if (log2_splits > 0) {
-      const uint32_t barrier = address_in_cluster(shared_address(received->barrier), to);
+      const uint32_t barrier = address_in_cluster(shared_address(&received->barrier), to);
       send_float4(address_in_cluster(at, to), out, barrier);
       if (element == 0) send_float4(address_in_cluster(stats_at, to), stats, barrier);
     } else {
@@ -161,36 +167,115 @@ __device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_byte
   }
 }
 
-// The blocks' results into the output, divided by the sum. A request without tokens gives zeros.
-template <int H>
-__device__ __forceinline__ void merge_blocks(const Received<H>* received, bf16* output, int group, int log2_splits) {
-  const int splits = 1 << log2_splits, queries_per_block = (group + splits - 1) >> log2_splits;
+// Of a query, 4 elements: relative to exp2(largest), not yet divided by the sum.
+struct Merged {
+  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
+  float largest = -INFINITY, sum = 0.0f;
+  __device__ __forceinline__ void add(const float4& v, float v_sum, float scale) {
+    out = make_float4(out.x + v.x * scale, out.y + v.y * scale, out.z + v.z * scale, out.w + v.w * scale);
+    sum += v_sum * scale;
+  }
+};
+
+// A request without tokens gives zeros.
+__device__ __forceinline__ void store_divided(bf16* to, const Merged& merged) {
+  const float divisor = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;
+  const float4& out = merged.out;
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(pack_bf16(out.x * divisor, out.y * divisor), pack_bf16(out.z * divisor, out.w * divisor));
+}
+
+// Calls `merge(query, element)` for every 4 elements of the queries that this block finishes.
+template <int H, class Merge>
+__device__ __forceinline__ void for_my_queries(int group, int log2_splits, Merge merge) {
+  const int queries_per_block = (group + (1 << log2_splits) - 1) >> log2_splits;
 #pragma unroll 1
   for (int i = threadIdx.x; i < queries_per_block * (H / 4); i += kAttentionThreads) {
-    int query = (i / (H / 4) << log2_splits) + blockIdx.x, element = i % (H / 4) * 4;
+    const int query = (i / (H / 4) << log2_splits) + blockIdx.x;
     if (query >= group) return;
-    float largest = -INFINITY, sum = 0.0f;
-    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 1
-    for (int r = 0; r < splits; ++r) {
-      largest = fmaxf(largest, received->largest_and_sum[r * queries_per_block + (query >> log2_splits)].x);
-    }
-#pragma unroll 1
-    for (int r = 0; r < splits; ++r) {
-      int row = r * queries_per_block + (query >> log2_splits);
-      float4 stats = received->largest_and_sum[row];
-      float4 v = *reinterpret_cast<const float4*>(received->out + row * H + element);
-      float scale = rescale(stats.x, largest);
-      out = make_float4(out.x + v.x * scale, out.y + v.y * scale, out.z + v.z * scale, out.w + v.w * scale);
-      sum += stats.y * scale;
-    }
-    float divisor = sum > 0.0f ? 1.0f / sum : 0.0f;
-    *reinterpret_cast<uint2*>(output + query * H + element) =
-        make_uint2(pack_bf16(out.x * divisor, out.y * divisor), pack_bf16(out.z * divisor, out.w * divisor));
+    merge(query, i % (H / 4) * 4);
   }
 }
 
-// Grid (splits, K, B), clusters of (splits, 1, 1).
+// The result of the cluster's blocks.
+template <int H>
+__device__ __forceinline__ Merged merge_blocks(const Received<H>* received, int query, int element, int group,
+                                               int log2_splits) {
+  const int splits = 1 << log2_splits, queries_per_block = (group + splits - 1) >> log2_splits;
+  auto row_of = [&](int r) { return r * queries_per_block + (query >> log2_splits); };
+  Merged merged;
+#pragma unroll 1
+  for (int r = 0; r < splits; ++r) merged.largest = fmaxf(merged.largest, received->largest_and_sum[row_of(r)].x);
+#pragma unroll 1
+  for (int r = 0; r < splits; ++r) {
+    const float4 stats = received->largest_and_sum[row_of(r)];
+    const float4 v = *reinterpret_cast<const float4*>(received->out + row_of(r) * H + element);
+    merged.add(v, stats.y, rescale(stats.x, merged.largest));
+  }
+  return merged;
+}
+
+// The result of the parts, in their order; `place_of` gives where a part has left its row.
+template <int H, class PlaceOf>
+__device__ __forceinline__ Merged merge_rows(int num_parts, int element, PlaceOf place_of) {
+  constexpr int kTogether = 8;  // loads on their way at once
+  Merged merged;
+#pragma unroll 1
+  for (int first = 0; first < num_parts; first += kTogether) {
+    float4 v[kTogether];
+    float2 stats[kTogether];
+    float largest = merged.largest;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float* place = place_of(min(first + i, num_parts - 1));
+      v[i] = __ldcg(reinterpret_cast<const float4*>(place + element));
+      stats[i] = __ldcg(reinterpret_cast<const float2*>(place + H));
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) largest = fmaxf(largest, stats[i].x);
+    const Merged before = merged;
+    merged = Merged{.largest = largest};
+    merged.add(before.out, before.sum, rescale(before.largest, largest));
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (first + i < num_parts) merged.add(v[i], stats[i].y, rescale(stats[i].x, largest));
+    }
+  }
+  return merged;
+}
+
+// Leaves this block's queries of a part in memory. The block that is the last of the parts to do so puts them together,
+// in the order of the parts: the same bits whoever it is.
+template <int H>
+__device__ __forceinline__ void merge_parts(Received<H>* received, bf16* out, const ContextPart& part,
+                                            const AttentionArgs& args) {
+  const int kv_head = blockIdx.y;
+  auto place = [&](int index, int query) {
+    const size_t cluster = blockIdx.z - part.index + index;
+    return args.unmerged + ((cluster * args.kv_heads + kv_head) * args.group + query) * (H + 4);
+  };
+  for_my_queries<H>(args.group, args.log2_splits, [&](int query, int element) {
+    const Merged merged = merge_blocks(received, query, element, args.group, args.log2_splits);
+    float* to = place(part.index, query);
+    *reinterpret_cast<float4*>(to + element) = merged.out;
+    if (element == 0) *reinterpret_cast<float2*>(to + H) = make_float2(merged.largest, merged.sum);
+  });
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* num_arrived = args.num_arrived + (part.request * args.kv_heads + kv_head) * gridDim.x + blockIdx.x;
+    received->is_last = (atomicAdd(num_arrived, 1) + 1) % part.num_parts == 0;  // once a layer
+    __threadfence();
+  }
+  __syncthreads();
+  if (!received->is_last) return;
+  for_my_queries<H>(args.group, args.log2_splits, [&](int query, int element) {
+    auto place_of = [&](int index) { return place(index, query); };
+    store_divided(out + query * H + element, merge_rows<H>(part.num_parts, element, place_of));
+  });
+}
+
+// Grid (blocks of a cluster, K, clusters of a KV head).
 template <int H>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     attention_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ AttentionArgs args) {
@@ -201,11 +286,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   Received<H>* received = reinterpret_cast<Received<H>*>(memory + kAttentionWarps * warp_bytes);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int kv_head = blockIdx.y, request = blockIdx.z;
-  const int num_tokens = args.positions[request] + 1;
+  const ContextPart part = find_part(blockIdx.z, lane, args.cuts);
+  if (part.request < 0) return;
+  const int kv_head = blockIdx.y, request = part.request, num_tokens = args.cuts.positions[request] + 1;
   const int num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
-  const int worker = blockIdx.x * kAttentionWarps + warp, num_workers = kAttentionWarps << args.log2_splits;
-  const int my_tiles = num_tiles > worker ? ((num_tiles - worker - 1) / kAttentionWarps >> args.log2_splits) + 1 : 0;
+  const int num_workers = kAttentionWarps * part.num_parts << args.log2_splits;
+  const int worker = ((part.index << args.log2_splits) + blockIdx.x) * kAttentionWarps + warp;
+  const int my_tiles = num_tiles > worker ? (num_tiles - worker - 1) / num_workers + 1 : 0;
   const uint32_t ring = shared_address(memory) + warp * warp_bytes;
   const uint32_t full = shared_address(received + 1) + warp * args.stages * 8;
 
@@ -215,7 +302,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     barrier_init_fence();
   }
   // The rows of this block's queries, one of each block.
-  const uint32_t all_received = shared_address(received->barrier);
+  const uint32_t all_received = shared_address(&received->barrier);
   if (threadIdx.x == 0) {
     const int splits = 1 << args.log2_splits, rank = blockIdx.x;
     const int rows = args.group > rank ? ((args.group - rank + splits - 1) >> args.log2_splits) << args.log2_splits : 0;
@@ -322,7 +409,10 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     __syncthreads();
   }
   bf16* out = args.out + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
-  merge_blocks<H>(received, out, args.group, args.log2_splits);
+  if (part.num_parts > 1) return merge_parts(received, out, part, args);
+  for_my_queries<H>(args.group, args.log2_splits, [&](int query, int element) {
+    store_divided(out + query * H + element, merge_blocks(received, query, element, args.group, args.log2_splits));
+  });
 }
 
 }  // namespace meshserve

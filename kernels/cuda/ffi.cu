@@ -123,8 +123,8 @@ ffi::Error decode_qkv(cudaStream_t stream, In x, In norm, In qkv, In q_norm, In 
   return result(step);
 }
 
-ffi::Error paged_attention(cudaStream_t stream, In q, In cache, In page_table, In positions, Out out, int32_t layer,
-                           float scale, Ints tuning) {
+ffi::Error paged_attention(cudaStream_t stream, In q, In cache, In page_table, In positions, Out out, Out scratch,
+                           int32_t layer, float scale, Ints tuning) {
   Shapes shapes;
   add_cache(shapes, cache, page_table);
   shapes.batch = size(q, 0);
@@ -132,6 +132,11 @@ ffi::Error paged_attention(cudaStream_t stream, In q, In cache, In page_table, I
   Step step(shapes, tuning_of(tuning), stream);
   step.cache = {data<bf16>(cache), data<int>(page_table), data<int>(positions)};
   step.scale = scale;
+  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
+  if (needed > scratch->element_count()) return too_small(needed);
+  const size_t arrivals = static_cast<size_t>(shapes.batch) * shapes.kv_heads * kMaxSplits;
+  const cudaError_t status = cudaMemsetAsync(step.scratch.num_arrived, 0, arrivals * sizeof(int), stream);
+  if (status != cudaSuccess) return result(status);
   step.attention(layer, data<bf16>(q), data<bf16>(out));
   return result(step);
 }
@@ -346,6 +351,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_paged_attention, paged_attention,
                                   .Arg<In>()  // page_table
                                   .Arg<In>()  // positions
                                   .Ret<In>()
+                                  .Ret<In>()  // scratch
                                   .Attr<int32_t>("layer")
                                   .Attr<float>("scale")
                                   .Attr<Ints>("tuning"),
@@ -450,12 +456,12 @@ extern "C" int meshserve_stalled_peer(const int* ordinals, int num, int rank) {
 }
 
 // Bytes of scratch that calls with these shapes need.
-extern "C" size_t meshserve_scratch_bytes(int batch, int embed, int q_columns, int head_dim, int mlp) {
+extern "C" size_t meshserve_scratch_bytes(int batch, int embed, int kv_heads, int group, int head_dim, int mlp) {
   Shapes shapes;
   shapes.batch = batch;
   shapes.embed = embed;
-  shapes.kv_heads = 1;
-  shapes.group = q_columns / std::max(head_dim, 1);
+  shapes.kv_heads = kv_heads;
+  shapes.group = group;
   shapes.head_dim = head_dim;
   shapes.mlp = mlp;
   return Scratch::bytes(shapes);

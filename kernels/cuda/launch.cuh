@@ -12,9 +12,17 @@
 
 namespace meshserve {
 
+constexpr int kMultiprocessors = 132;  // of an H100 or H200; it only shapes the launches
+
+// Of a step's contexts, so that attention's clusters of `splits` blocks fill the GPU: two blocks run on an SM.
+inline int fewest_shares(int kv_heads, int splits) {
+  return std::max(1, 2 * kMultiprocessors / std::max(1, kv_heads * splits));
+}
+
 struct Shapes {
   int layers = 0, batch = 0, embed = 0, kv_heads = 0, group = 0, head_dim = 0, mlp = 0;
   int pages = 0, page_size = 0, max_pages = 0;
+  int max_context() const { return max_pages * page_size; }
   int q_columns() const { return kv_heads * group * head_dim; }
   int qkv_rows() const { return kv_heads * (group + 2) * head_dim; }
 };
@@ -31,7 +39,8 @@ struct Cache {
 // What the kernels of one call hand to each other; cut from one buffer.
 struct Scratch {
   bf16 *scaled, *q, *attended, *activated;
-  float *sums, *cos_sin;
+  float *sums, *cos_sin, *unmerged;
+  int* num_arrived;
 
   static size_t bytes(const Shapes& s) {
     Scratch none;
@@ -51,6 +60,9 @@ struct Scratch {
     q = reinterpret_cast<bf16*>(take(b * s.q_columns() * 2));
     attended = reinterpret_cast<bf16*>(take(b * s.q_columns() * 2));
     activated = reinterpret_cast<bf16*>(take(b * s.mlp * 2));
+    const size_t clusters = most_clusters(s.batch, fewest_shares(s.kv_heads, 1)), heads = s.kv_heads;
+    unmerged = reinterpret_cast<float*>(take(clusters * heads * s.group * (s.head_dim + 4) * 4));
+    num_arrived = reinterpret_cast<int*>(take(b * heads * kMaxSplits * 4));
     return used;
   }
 };
@@ -117,6 +129,8 @@ class Step {
     args.cos_sin = scratch.cos_sin;
     args.rotary_scale = rotary_scale;
     args.head_dim = shapes_.head_dim;
+    args.num_arrived = scratch.num_arrived;
+    args.arrivals = shapes_.kv_heads * kMaxSplits;
     launch("prepare", prepare_kernel, dim3(shapes_.batch), kPrepareThreads, 0, 1, args);
   }
 
@@ -147,22 +161,24 @@ class Step {
     args.q = q;
     args.cache = cache.pages + layer * layer_elements();
     args.page_table = cache.page_table;
-    args.positions = cache.positions;
     args.out = out;
+    args.unmerged = scratch.unmerged;
+    args.num_arrived = scratch.num_arrived;
     args.first_row = layer * (layer_elements() / h);
     args.max_pages = shapes_.max_pages;
     args.page_size = shapes_.page_size;
     args.kv_heads = shapes_.kv_heads;
     args.group = shapes_.group;
     const int splits = tuning_.attention_splits ? tuning_.attention_splits : attention_splits();
+    args.cuts = context_cuts(splits);
     args.log2_splits = log2_of(splits);
     args.scale_log2 = scale * static_cast<float>(M_LOG2E);
     CUtensorMap pages;
     if (!map_pages(&pages)) return;
-    dim3 grid(splits, shapes_.kv_heads, shapes_.batch);
+    dim3 grid(splits, shapes_.kv_heads, args.cuts.num_clusters);
     // A ring no longer than the longest request needs leaves room for the next kernels' weights.
     const int stage_bytes = 4 * kTileTokens * h, warp_tokens = kTileTokens * kAttentionWarps * splits;
-    const int most_tiles = (shapes_.max_pages * shapes_.page_size + warp_tokens - 1) / warp_tokens;
+    const int most_tiles = (shapes_.max_context() + warp_tokens - 1) / warp_tokens;
     args.stages = std::min(kMaxWarpRingBytes / stage_bytes, most_tiles);
     const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
     if (h == 128) {
@@ -270,18 +286,27 @@ class Step {
     return args;
   }
 
-  // Merging a cluster costs as much as 4 tiles of a warp: where there are more, enough blocks for every SM. And at most
-  // 4096 tokens a block, as requests differ in length.
+  // Merging a cluster costs as much as 4 tiles of a warp: where there are more, enough blocks for every SM.
   int attention_splits() const {
-    const int pairs = shapes_.batch * shapes_.kv_heads, context = shapes_.max_pages * shapes_.page_size;
+    const int pairs = shapes_.batch * shapes_.kv_heads, context = shapes_.max_context();
     const int round_tokens = kAttentionWarps * kTileTokens;
     if (context <= 4 * round_tokens) return 1;
     int splits = 1;
-    while (splits < kMaxSplits && ((2 * splits * pairs <= kMultiprocessors && context >= 2 * splits * round_tokens) ||
-                                   context > 4096 * splits)) {
+    while (splits < kMaxSplits && 2 * splits * pairs <= kMultiprocessors && context >= 2 * splits * round_tokens) {
       splits *= 2;
     }
     return splits;
+  }
+
+  ContextCuts context_cuts(int splits) const {
+    ContextCuts cuts = {};
+    cuts.positions = cache.positions;
+    cuts.batch = shapes_.batch;
+    cuts.fewest_shares = fewest_shares(shapes_.kv_heads, splits);
+    cuts.least_share = kLeastShareTokens * splits;
+    const int most_parts = num_parts_of(shapes_.max_context(), cuts.least_share);
+    cuts.num_clusters = std::min(cuts.batch * most_parts, most_clusters(cuts.batch, cuts.fewest_shares));
+    return cuts;
   }
 
   template <Epilogue E>
@@ -446,7 +471,6 @@ class Step {
   }
 
   static constexpr int kMaxSharedBytes = 227 * 1024;  // of a block; none of the kernels has static shared memory
-  static constexpr int kMultiprocessors = 132;        // of an H100 or H200; it only shapes the launches
 
   Shapes shapes_;
   Tuning tuning_;

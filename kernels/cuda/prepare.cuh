@@ -1,5 +1,5 @@
-// What the first projection of a call needs and no kernel before it has left: x * gain, the sums of squares of x, and
-// the cosines and sines of the rotary position. One block a token.
+// What the first layer of a call needs and no kernel before it has left: x * gain, the sums of squares of x, the
+// cosines and sines of the rotary position, and zeros to count from. One block a token.
 #pragma once
 #include "ptx.cuh"
 
@@ -18,6 +18,8 @@ struct PrepareArgs {
   float* cos_sin;  // [B, head_dim]
   float rotary_scale;
   int head_dim;
+  int* num_arrived;  // [B, arrivals]
+  int arrivals;
 };
 
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ PrepareArgs args) {
@@ -34,6 +36,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
     float sum = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
     if (lane == 0) args.sums[token * (args.columns / 128) + tile] = sum;
   }
+  for (int i = threadIdx.x; i < args.arrivals; i += kPrepareThreads) args.num_arrived[token * args.arrivals + i] = 0;
   const int half = args.head_dim / 2;
   if (args.positions != nullptr && threadIdx.x < half) {
     float angle = static_cast<float>(max(args.positions[token], 0)) * args.inverse_frequencies[threadIdx.x];

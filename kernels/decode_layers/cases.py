@@ -46,6 +46,8 @@ CASES = (
     Case(name="batch-50-odd-tiles", lengths=tuple(range(100, 150)), embed=384, mlp=320, kv_heads=3, group=3),
     Case(name="batch-128", lengths=tuple(range(1, 257, 2)), embed=512, mlp=1024),
     Case(name="batch-200", lengths=tuple(range(200)), embed=512, mlp=512),
+    Case(name="uneven-lengths", lengths=(17_000, 3, 257, 4_097, 0, 9_000), group=4),
+    Case(name="batch-40-uneven", lengths=(*range(100, 119), 9_000, *range(119, 139)), group=4),
     Case(name="qwen3-8b-layer", lengths=(1024,) * 3 + (77,), embed=4096, kv_heads=8, group=4, mlp=12288, page_size=64),
 )
 

@@ -5,6 +5,7 @@ while it waits, so that the memory is busy between kernels too (programmatic dep
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -63,9 +64,15 @@ def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
     return None
 
 
-def _scratch(x: jax.Array, q_columns: int, head_dim: int, mlp: int) -> jax.ShapeDtypeStruct:
-    num_bytes = build.load().meshserve_scratch_bytes(x.shape[0], x.shape[1], q_columns, head_dim, mlp)
+def _scratch(batch: int, *, embed: int = 0, heads: Sequence[int] = (0, 0, 0), mlp: int = 0) -> jax.ShapeDtypeStruct:
+    """`heads`: KV heads, query heads of each, head_dim."""
+    num_bytes = build.load().meshserve_scratch_bytes(batch, embed, *heads, mlp)
     return jax.ShapeDtypeStruct((num_bytes,), jnp.uint8)
+
+
+def _heads(weights: "LayerWeights", cache: jax.Array) -> tuple[int, int, int]:
+    _, _, kv_heads, _, _, head_dim = cache.shape
+    return kv_heads, weights.qkv.shape[2] // head_dim - 2, head_dim
 
 
 def _like(x: jax.Array, *shape: int) -> jax.ShapeDtypeStruct:
@@ -89,7 +96,8 @@ def decode_layers(
         raise ValueError(f"layers is {layers}; consecutive layers, at least one, are needed")
     if settings.peers is not None and x.nbytes > peers.MAX_BYTES:
         raise ValueError(f"x has {x.nbytes} bytes; peers add up at most {peers.MAX_BYTES}")
-    scratch = _scratch(x, weights.o.shape[2], cache.shape[5], weights.down.shape[2])
+    batch_size, embed = x.shape
+    scratch = _scratch(batch_size, embed=embed, heads=_heads(weights, cache), mlp=weights.down.shape[2])
     x, cache, _ = jax.ffi.ffi_call(
         "meshserve_decode_layers", (_like(x), _like(cache), scratch), input_output_aliases={9: 1}
     )(
@@ -122,15 +130,10 @@ def qkv(
     launch: LaunchShape = CHOSEN,
 ) -> tuple[jax.Array, jax.Array]:
     """See `DecodeKernels`."""
-    _, _, kv_heads, _, _, head_dim = cache.shape
-    group = weights.qkv.shape[2] // head_dim - 2
+    (batch_size, embed), heads = x.shape, _heads(weights, cache)
     q, cache, _ = jax.ffi.ffi_call(
         "meshserve_decode_qkv",
-        (
-            _like(x, x.shape[0], kv_heads, group, head_dim),
-            _like(cache),
-            _scratch(x, kv_heads * group * head_dim, head_dim, 0),
-        ),
+        (_like(x, batch_size, *heads), _like(cache), _scratch(batch_size, embed=embed, heads=heads)),
         input_output_aliases={5: 1},
     )(
         x,
@@ -160,8 +163,9 @@ def attention(
     launch: LaunchShape = CHOSEN,
 ) -> jax.Array:
     """See `DecodeKernels`."""
-    build.load()
-    return jax.ffi.ffi_call("meshserve_paged_attention", _like(q, q.shape[0], q[0].size))(
+    batch_size, *heads = q.shape
+    results = (_like(q, batch_size, q[0].size), _scratch(batch_size, heads=heads))
+    out, _ = jax.ffi.ffi_call("meshserve_paged_attention", results)(
         q,
         cache,
         batch.page_table,
@@ -170,6 +174,7 @@ def attention(
         scale=np.float32(settings.softmax_scale),
         tuning=launch.attribute(),
     )
+    return out
 
 
 def _project_residual(
@@ -203,8 +208,8 @@ def gate_up(
     x: jax.Array, weights: "LayerWeights", *, settings: "LayerSettings", layer: int, launch: LaunchShape = CHOSEN
 ) -> jax.Array:
     """See `DecodeKernels`."""
-    mlp = weights.gate_up.shape[2]
-    results = (_like(x, x.shape[0], mlp), _scratch(x, 0, 0, mlp))
+    (batch_size, embed), mlp = x.shape, weights.gate_up.shape[2]
+    results = (_like(x, batch_size, mlp), _scratch(batch_size, embed=embed, mlp=mlp))
     activated, _ = jax.ffi.ffi_call("meshserve_decode_gate_up", results)(
         x,
         weights.post_norm,

@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 
 #define __device__
 #define __host__
@@ -54,6 +56,7 @@ struct Block {
   struct Warp {
     std::barrier<> meet{32};
     float values[32] = {};
+    uint32_t words[32] = {};
   } warps[4];
   struct {
     std::barrier<> meet{128};
@@ -98,6 +101,37 @@ inline float sum_over_lanes(float value, int lanes) {
   }
   return value;
 }
+
+// What all lanes gave.
+template <class Read>
+auto read_lanes(uint32_t mine, Read read) {
+  Block::Warp& warp = block->warps[threadIdx.x / 32];
+  warp.words[threadIdx.x % 32] = mine;
+  warp.meet.arrive_and_wait();
+  const auto result = read(warp.words);
+  warp.meet.arrive_and_wait();
+  return result;
+}
+inline int __reduce_add_sync(uint32_t, int value) {
+  return read_lanes(value, [](const uint32_t* words) { return std::accumulate(words, words + 32, 0); });
+}
+inline uint32_t __ballot_sync(uint32_t, bool is_set) {
+  return read_lanes(is_set, [](const uint32_t* words) {
+    uint32_t bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= words[lane] << lane;
+    return bits;
+  });
+}
+inline bool __any_sync(uint32_t mask, bool is_set) { return __ballot_sync(mask, is_set) != 0; }
+inline int __shfl_sync(uint32_t, int value, int lane) {
+  return read_lanes(value, [=](const uint32_t* words) { return static_cast<int>(words[lane]); });
+}
+inline int __shfl_up_sync(uint32_t, int value, int distance) {
+  const int from = static_cast<int>(threadIdx.x % 32) - distance;
+  return read_lanes(value, [=](const uint32_t* words) { return from < 0 ? value : static_cast<int>(words[from]); });
+}
+inline int __popc(uint32_t bits) { return std::popcount(bits); }
+inline int __ffs(int bits) { return bits == 0 ? 0 : std::countr_zero(static_cast<uint32_t>(bits)) + 1; }
 
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
