@@ -62,7 +62,7 @@ def read(text: str) -> ProgramText:
             item.opcode not in _NAMES_ONLY and not item.opcode.endswith(("-done", "-update")) for item in main
         ),
         num_recomputed=sum(
-            ".remat" in item.name and item.opcode not in _NAMES_ONLY
+            ".remat" in item.name and item.opcode not in _NAMES_ONLY and bool(item.operands)  # zeros are no work
             for computation in computations.values()
             for item in computation
         ),

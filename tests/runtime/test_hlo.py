@@ -44,6 +44,8 @@ ENTRY %main.1 (weights_0_.1: bf16[4096,512], weights_1_.1: bf16[2,2,1024,512]) -
 SLICE = "%cut = bf16[1,2,1024,512]{3,2,1,0} fusion(%weights_1_.1), kind=kLoop, calls=%slice_computation"
 CONVERTED = "%wide = f32[4096,512]{1,0} convert(%bitcast.2)"
 DOUBLED = "%gemm_fusion.remat = bf16[8,2048]{1,0} fusion(%x, %weights_1_.1), kind=kCustom, calls=%product_computation"
+# As XLA of jax 0.12 fills an array with zeros anew, where it copied it before.
+FILLED = "%loop_broadcast_fusion.rematerialized = f32[64,128]{1,0} fusion(), kind=kLoop, calls=%fill_computation"
 
 # As libtpu writes it in a loop's body: queries of 16 heads of 128 cut out of the stack into VMEM.
 LOOP = """
@@ -82,6 +84,10 @@ def test_a_table_in_another_type_is_a_copy_also_under_another_name():
 
 def test_products_that_are_computed_twice_are_counted():
     assert hlo.read(with_line(DOUBLED)).num_recomputed == 1
+
+
+def test_zeros_that_are_filled_in_twice_are_not():
+    assert hlo.read(with_line(FILLED)).num_recomputed == 0
 
 
 def test_what_a_loop_cuts_out_is_told_by_its_size():
