@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from meshserve.sharding.layout import ShardLayout
@@ -25,6 +26,8 @@ from .orbax_weights import model_layout
 from .step import CacheShape, cache_page_bytes
 
 MIB = 1 << 20
+# On CPU devices XLA kept a bfloat16 cache in float32, too, and once more as it is.
+_XLA_WIDENS_CPU_CACHES = jax.__version_info__ < (0, 11, 2)
 _ADJUSTED_LOGITS = 3  # arrays as large as the logits that live at once while penalties are applied
 _CONTROL_BYTES = 8  # a row and a token of the vocabulary: an int32 of its history, a float32 of bias
 
@@ -112,7 +115,7 @@ class Planner:
         controls = self.control_state_bytes + self._mask_bytes() if config.controls else 0
         if self.target.chip.platform == "cpu":  # as `memory.free_bytes` has it
             free = served = CPU_CACHE_BYTES // self.num_devices
-            if self.dtype.itemsize < 4:  # XLA keeps the whole cache in float32, too, and once more as it is
+            if self.dtype.itemsize < 4 and _XLA_WIDENS_CPU_CACHES:
                 scratch += 3 * (config.num_pages or served // page) * page
         else:
             free = limit - weights - scratch - controls

@@ -25,8 +25,10 @@ from meshserve.kernels.paged_attention import PagedBatch, cases, tpu, tpu_body, 
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, use_cpu_devices
 
 NUM_DEVICES = 8
-CHECKED = pltpu.InterpretParams(detect_races=True)  # a copy is done when it is waited for, as late as it may be
-EAGER = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")  # done at once: a race shows as such
+# jax 0.12 raises where races were only counted before.
+ON_RACE = {"on_race": "warn"} if "on_race" in {f.name for f in dataclasses.fields(pltpu.InterpretParams)} else {}
+CHECKED = pltpu.InterpretParams(detect_races=True, **ON_RACE)  # a copy is done when it is waited for, at the latest
+EAGER = dataclasses.replace(CHECKED, dma_execution_mode="eager")  # done at once: a race shows as such
 FAULTS = ("none", "no_wait", "no_wait_eager", "wrong_page", "out_of_bounds")
 
 
