@@ -1,6 +1,5 @@
-// Into how many parts decode attention cuts each request's context. The lengths change with
-// every step and the grid does not, so every warp finds out from the lengths which part of which request its cluster of
-// blocks has.
+// Into how many parts decode attention cuts each request's context. The lengths change with every step and the grid
+// does not, so every warp finds out from the lengths which part of which request its cluster of blocks has.
 //
 // The step's tokens are shared out evenly: one share a request, or more where requests are so few that the GPU has more
 // clusters. Who has one and a half shares or more is cut into as many parts; most steps cut nobody. Parts come first,
