@@ -2,7 +2,7 @@
 // does not, so every warp finds out from the lengths which part of which request its cluster of blocks has.
 //
 // The step's tokens are shared out evenly: one share a request, or more where requests are so few that the GPU has more
-// clusters. Who has one and a half shares or more is cut into as many parts; most steps cut nobody. Parts come first,
+// clusters. Who has one and a half shares or more is cut into as many parts; among equals nobody is. Parts come first,
 // then whole requests, then those of less than half a share, so that what ends last is short. The remaining clusters
 // have nothing to do.
 #pragma once
@@ -34,6 +34,10 @@ __host__ __device__ __forceinline__ int num_parts_of(int num_tokens, int share) 
 // Of a KV head, for the worst mix of lengths: half a share at most is added where a request's parts are rounded.
 __host__ __device__ __forceinline__ int most_clusters(int batch, int fewest_shares) {
   return batch + max(batch, fewest_shares) - 1;
+}
+// And where no request is longer than `max_context`.
+__host__ __device__ __forceinline__ int most_clusters(int batch, int fewest_shares, int least_share, int max_context) {
+  return min(batch * num_parts_of(max_context, least_share), most_clusters(batch, fewest_shares));
 }
 
 // By a whole warp.

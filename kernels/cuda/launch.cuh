@@ -25,6 +25,7 @@ struct Shapes {
   int max_context() const { return max_pages * page_size; }
   int q_columns() const { return kv_heads * group * head_dim; }
   int qkv_rows() const { return kv_heads * (group + 2) * head_dim; }
+  int arrivals() const { return kv_heads * kMaxSplits; }  // counters of a request
 };
 
 struct Weights {  // stacked over layers
@@ -62,7 +63,7 @@ struct Scratch {
     activated = reinterpret_cast<bf16*>(take(b * s.mlp * 2));
     const size_t clusters = most_clusters(s.batch, fewest_shares(s.kv_heads, 1)), heads = s.kv_heads;
     unmerged = reinterpret_cast<float*>(take(clusters * heads * s.group * (s.head_dim + 4) * 4));
-    num_arrived = reinterpret_cast<int*>(take(b * heads * kMaxSplits * 4));
+    num_arrived = reinterpret_cast<int*>(take(b * s.arrivals() * 4));
     return used;
   }
 };
@@ -130,7 +131,7 @@ class Step {
     args.rotary_scale = rotary_scale;
     args.head_dim = shapes_.head_dim;
     args.num_arrived = scratch.num_arrived;
-    args.arrivals = shapes_.kv_heads * kMaxSplits;
+    args.arrivals = shapes_.arrivals();
     launch("prepare", prepare_kernel, dim3(shapes_.batch), kPrepareThreads, 0, 1, args);
   }
 
@@ -304,8 +305,7 @@ class Step {
     cuts.batch = shapes_.batch;
     cuts.fewest_shares = fewest_shares(shapes_.kv_heads, splits);
     cuts.least_share = kLeastShareTokens * splits;
-    const int most_parts = num_parts_of(shapes_.max_context(), cuts.least_share);
-    cuts.num_clusters = std::min(cuts.batch * most_parts, most_clusters(cuts.batch, cuts.fewest_shares));
+    cuts.num_clusters = most_clusters(cuts.batch, cuts.fewest_shares, cuts.least_share, shapes_.max_context());
     return cuts;
   }
 

@@ -7,7 +7,7 @@
 using namespace meshserve;
 
 extern "C" int count_clusters(int batch, int fewest_shares, int least_share, int max_context) {
-  return std::min(batch * num_parts_of(max_context, least_share), most_clusters(batch, fewest_shares));
+  return most_clusters(batch, fewest_shares, least_share, max_context);
 }
 
 // parts [num_clusters]
