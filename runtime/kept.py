@@ -5,7 +5,7 @@ anew. With several GPUs that takes the host longer than the step takes them (doc
 that the last one of its shape brought, donated, and brings them back.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,15 @@ def kept_shapes(
     shape_of = {"logits": logits_shape, "hidden": hidden_shape}
     keys = [key for bucket in buckets for key in kept_keys(bucket)]
     return {(name, size): shape_of[name](params, size, mesh) for name, size in keys}
+
+
+def written_over(kept: Sequence[jax.Array], output: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The output [N, M] each, as if written to the arrays that were kept, which XLA makes nothing of.
+
+    It is what a program needs these arguments for: unused ones are dropped before it is compiled, and if jit was told
+    to leave them (`keep_unused`), then jax's caches hold its programs for ever (0.11 and 0.12).
+    """
+    return tuple(jax.lax.dynamic_update_slice(old, new, (0, 0)) for old, new in zip(kept, output, strict=True))
 
 
 def logits_shape(params: nnx.State, num_requests: int, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -30,7 +30,7 @@ from .config import ModelConfig
 from .control_batch import Logprobs, Sampled
 from .control_programs import Controls
 from .figures import DeviceFigures
-from .kept import KeptKey, kept_keys, kept_shapes
+from .kept import KeptKey, kept_keys, kept_shapes, written_over
 from .model import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
 from .request import SamplingMode
 from .sampling import SamplingBatch, sample
@@ -76,6 +76,11 @@ class StepOutput(NamedTuple, Generic[Leaf]):
     def kept(self) -> tuple[Leaf, ...]:
         """As `kept_keys` has it."""
         return tuple(leaf for leaf in (self.logits, self.hidden) if leaf is not None)
+
+    def with_kept(self, kept: tuple[Leaf, ...]) -> "StepOutput[Leaf]":
+        """The same with other arrays in their places."""
+        logits, hidden = (*kept, None)[:2]
+        return self._replace(logits=logits, hidden=hidden)
 
 
 def cache_page_bytes(config: ModelConfig, layout: ShardLayout, page_size: int, dtype: jnp.dtype) -> int:
@@ -205,9 +210,10 @@ def sharded_step(
         output_specs = StepOutput(PartitionSpec(), partition_spec((None, "vocab")), hidden_specs)
 
     def shard_step(
-        weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], _: tuple[jax.Array, ...], packed: jax.Array
+        weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], kept: tuple[jax.Array, ...], packed: jax.Array
     ) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
-        return function(structure, kernels, bucket, jax.tree.unflatten(tree, weights), state, packed)
+        state, output = function(structure, kernels, bucket, jax.tree.unflatten(tree, weights), state, packed)
+        return state, output.with_kept(written_over(kept, output.kept)) if kept else output
 
     program = jax.shard_map(
         shard_step,
@@ -217,7 +223,7 @@ def sharded_step(
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
     options = compiler_options(mesh, has_library_products=_has_library_products(kernels, bucket))
-    return jax.jit(program, donate_argnums=(1, 2), keep_unused=True, compiler_options=options)
+    return jax.jit(program, donate_argnums=(1, 2), compiler_options=options)
 
 
 def _has_library_products(kernels: Kernels, bucket: Bucket) -> bool:

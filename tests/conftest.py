@@ -1,13 +1,9 @@
 """Every test process serves on 8 virtual CPU devices."""
 
-import gc
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
-import jax
 import pytest
 
 from meshserve.sharding.mesh import use_cpu_devices
@@ -25,19 +21,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("meshserve")
 # A background job of a shell inherits "ignore SIGINT", and the processes that tests start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-_MANY_MAPPINGS = 10_000  # of memory, of the 65,530 that Linux gives a process; a program compiled for CPUs has some 100
-
-
-@pytest.fixture(autouse=True, scope="module")
-def room_for_programs() -> Iterator[None]:
-    """With jax 0.12 programs stay in its caches, test_parity.py's in 40,000 mappings; without room XLA aborts."""
-    yield
-    mappings = Path("/proc/self/maps")
-    if mappings.exists() and mappings.read_bytes().count(b"\n") > _MANY_MAPPINGS:
-        jax.clear_caches()
-        gc.collect()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,7 +1,9 @@
 """Logits and hidden states stay where they are, and nothing else changes by it."""
 
 import dataclasses
+import gc
 
+import jax
 import numpy as np
 import pytest
 
@@ -54,3 +56,16 @@ def test_steps_of_all_shapes_take_turns_with_what_they_keep(monkeypatch: pytest.
     kept = list(with_kept._kept.values())
     with_kept.release()
     assert all(array.is_deleted() for array in kept)
+
+
+def test_the_programs_of_a_runner_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax's caches hold none of them; a server that changes its degree would keep them all."""
+
+    def num_programs() -> int:
+        gc.collect()
+        return len(jax.devices()[0].client.live_executables())
+
+    runner = make_runner(monkeypatch, keeps_outputs=True)
+    num_compiled, num_there = len(runner._programs), num_programs()
+    del runner
+    assert num_programs() <= num_there - num_compiled
