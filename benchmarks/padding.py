@@ -63,7 +63,8 @@ class Server:
 
     def __init__(self, config: ServeConfig, device: str):
         model = named_model(config.model)
-        dtype, chip = jnp.dtype(serving_dtype(config, model)), target(device).chip
+        chip = target(device).chip
+        dtype = jnp.dtype(serving_dtype(config, model, chip.platform))
         roofline = Roofline(model=model, layout=model_layout(model, config.tp), dtype=dtype, chip=chip)
         self._weight_seconds = roofline.weight_bytes / chip.hbm_bytes_per_second
         self._key_seconds = roofline.token_bytes / chip.hbm_bytes_per_second  # of a token's keys and values

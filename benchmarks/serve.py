@@ -15,13 +15,13 @@ import dataclasses
 import importlib.util
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
-
-from meshserve.runtime.client import AsyncClient, CallError
+from meshserve.runtime.cli import add_credentials
+from meshserve.runtime.client import AsyncClient, CallError, credentials_from
 from meshserve.runtime.errors import ConfigError
 
 from .serving_report import Call, figures, text
@@ -41,6 +41,7 @@ class Sender:
         self._temperature = temperature
         self._began = time.perf_counter()
         self.calls: list[Call] = []
+        self.first_error = ""
 
     @property
     def now(self) -> float:
@@ -61,6 +62,7 @@ class Sender:
                 call.error = "too few tokens"
         except CallError as error:
             call.error = error.code.name
+            self.first_error = self.first_error or str(error)
         call.ended = self.now
 
     async def send_at(self, works: Sequence[Work], arrivals: Sequence[float]) -> None:
@@ -95,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def run(options: argparse.Namespace) -> int:
-    credentials = grpc.ssl_channel_credentials(options.tls_ca.read_bytes()) if options.tls_ca else None
-    token = options.token_file.read_text().strip() if options.token_file else None
+    credentials, token = credentials_from(options.tls_ca, options.token_file)
     loads = {f"{rate:g} requests/s (Poisson)": rate for rate in options.rate}
     loads |= {f"{number} open (closed loop)": number for number in options.concurrency or ([] if loads else [32])}
     found, calls = [], {}
@@ -105,9 +106,12 @@ async def run(options: argparse.Namespace) -> int:
         vocab_size = (await client.model_info()).vocab_size
         for index, (name, size) in enumerate(loads.items()):
             traffic = _traffic(options, vocab_size, options.seed + index * _SEEDS_A_LOAD)
-            calls[name] = await _load(options, client, traffic, size)
+            sender = await _load(options, client, traffic, size)
+            calls[name] = sender.calls
             found.append(figures(name, calls[name], options.goodput))
             print(text(found[-1]), flush=True)
+            if sender.first_error:
+                print(f"The first failure: {sender.first_error}", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
     if options.plot:
@@ -117,7 +121,7 @@ async def run(options: argparse.Namespace) -> int:
     return 1 if any(each.failed for each in found) else 0
 
 
-async def _load(options: argparse.Namespace, client: AsyncClient, traffic: Traffic, size: float) -> list[Call]:
+async def _load(options: argparse.Namespace, client: AsyncClient, traffic: Traffic, size: float) -> Sender:
     works = traffic.requests()
     warm_up = dataclasses.replace(traffic, num_requests=options.warmups, seed=traffic.seed - 1)
     await Sender(client, options.temperature).keep_open(warm_up.requests(), options.warmups)
@@ -126,7 +130,7 @@ async def _load(options: argparse.Namespace, client: AsyncClient, traffic: Traff
         await sender.keep_open(works, size)
     else:
         await sender.send_at(works, traffic.arrivals(size))
-    return sender.calls
+    return sender
 
 
 def _traffic(options: argparse.Namespace, vocab_size: int, seed: int) -> Traffic:
@@ -158,8 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--goodput", type=_limit, nargs="+", action=_Limits, metavar="NAME:MS", help="service level: ttft, tpot, e2el"
     )
-    parser.add_argument("--token-file", type=Path, help="holds the token to show")
-    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority that signed the server's certificate")
+    add_credentials(parser)
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     parser.add_argument("--plot", type=Path, help="write a PNG (extra `plots`)")
     return parser

@@ -170,6 +170,8 @@ def text(found: Figures) -> str:
         ("Inter-token Latency", "ITL", found.itl),
         ("End-to-end Latency", "E2EL", found.e2el),
     ):
+        if math.isnan(summary.mean):
+            continue  # nothing to tell
         lines.append(f"{title:-^{_WIDTH}}")
         for kind, value in (("Mean", summary.mean), ("Median", summary.median), ("P99", summary.p99)):
             line(f"{kind} {name} (ms):", f"{value:.2f}")

@@ -27,6 +27,7 @@ from .offline_engine import parse_settings
 _SETTLE_SECONDS = 60.0
 _PROGRESS_SECONDS = 60.0
 _LONGEST_OUTPUT = 256  # tokens
+_MAX_CONTEXT = 4096  # tokens, unless said
 _CANCELLED = 0.2  # of the requests, at most
 
 
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cpu_devices=options.cpu_devices,
         num_pages=options.num_pages,
         page_size=options.page_size,
-        max_context=options.max_context,
+        max_context=options.max_context or min(model.longest_context, _MAX_CONTEXT),
         max_running=options.max_running,
         max_step_tokens=max(options.max_step_tokens, options.max_running),
         attention=options.attention,
@@ -153,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument("--num-pages", type=int, default=0)
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--max-context", type=int, default=4096)
+    parser.add_argument("--max-context", type=int, default=0, help="0: the model's, at most 4,096")
     parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=256)
     parser.add_argument("--attention", default="auto")

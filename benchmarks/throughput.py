@@ -18,6 +18,7 @@ from pathlib import Path
 
 import jax
 
+from meshserve.runtime.errors import ConfigError
 from meshserve.runtime.launch import open_model
 
 from .gpu_power import PowerWatch, Reading, at_power
@@ -54,6 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, make_params = open_model(options.model, random_weights=options.random_weights)
     batches = [_draw(options, seed, model.vocab_size) for seed in range(options.runs + 1)]
     settings = {"tp": options.tp, "cpu_devices": options.cpu_devices, **parse_settings(options.set)}
+    longest = max(len(work.prompt_token_ids) + work.max_tokens for batch in batches for work in batch)
+    if longest > model.longest_context:
+        raise ConfigError(
+            f"requests of this workload have up to {longest} tokens, the model was made for {model.longest_context}. "
+            "Take --workload fixed with fewer --input-tokens and --output-tokens."
+        )
     config = config_for(batches, {"model": options.model, **settings})
     is_fixed = options.workload == "fixed"
     with OfflineEngine(config, model, make_params) as engine, PowerWatch() as watch:

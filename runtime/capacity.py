@@ -76,6 +76,7 @@ class Planner:
     num_devices: int
     tokens: tuple[int, ...] = ()  # of the programs to look at; all if empty
     jax_fraction: float = 0.0  # of the device's memory, what jax takes; 0: what it does by itself
+    asked_all_reduce: str = "auto"  # as in `ServeConfig`; `config` has what comes of it at this degree
 
     @property
     def layout(self) -> ShardLayout:
@@ -84,7 +85,7 @@ class Planner:
 
     @property
     def dtype(self) -> jnp.dtype:
-        return jnp.dtype(serving_dtype(self.config, self.model))
+        return jnp.dtype(serving_dtype(self.config, self.model, self.target.chip.platform))
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -162,6 +162,7 @@ def planner_of(asked: Asked) -> Planner:
         target=goal,
         num_devices=num_devices,
         jax_fraction=asked.jax_fraction,
+        asked_all_reduce=asked.config.all_reduce,
     )
 
 

@@ -10,16 +10,27 @@ import asyncio
 import contextlib
 import sys
 
+import grpc
+
 from .client import AsyncClient, CallError
 
 _HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /quit or Ctrl-D ends."
 _PROMPT = "> "
 
 
-def chat(target: str, *, max_tokens: int, temperature: float, system: str) -> int:
+def chat(
+    target: str,
+    *,
+    max_tokens: int,
+    temperature: float,
+    system: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    token: str | None = None,
+) -> int:
     """Talks to the server at `target` until the input ends. Errors are printed, and the conversation goes on.
 
     Args:
+      credentials, token: as `client.Client` takes them.
       max_tokens: of each answer.
       temperature: 0 is greedy.
       system: a system message to begin with; empty for none.
@@ -33,7 +44,8 @@ def chat(target: str, *, max_tokens: int, temperature: float, system: str) -> in
 
         print(_HELP)
     with asyncio.Runner() as runner:
-        conversation = Conversation(runner, target, max_tokens=max_tokens, temperature=temperature, system=system)
+        client = runner.run(_client(target, credentials, token))
+        conversation = Conversation(runner, client, max_tokens=max_tokens, temperature=temperature, system=system)
         try:
             while (line := _read_line(is_terminal)) is not None:
                 if line == "/quit":
@@ -65,10 +77,12 @@ def _read_line(is_terminal: bool) -> str | None:
 class Conversation:
     """What has been said. A turn that brings no answer is forgotten, so that speakers always alternate."""
 
-    def __init__(self, runner: asyncio.Runner, target: str, *, max_tokens: int, temperature: float, system: str):
+    def __init__(
+        self, runner: asyncio.Runner, client: AsyncClient, *, max_tokens: int, temperature: float, system: str
+    ):
         self.num_failures = 0
         self._runner = runner
-        self._client = runner.run(_client(target))
+        self._client = client
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._opening = [{"role": "system", "content": system}] if system else []
@@ -105,6 +119,6 @@ class Conversation:
                 print(chunk.text, end="", flush=True)
 
 
-async def _client(target: str) -> AsyncClient:
+async def _client(target: str, credentials: grpc.ChannelCredentials | None, token: str | None) -> AsyncClient:
     """It wants to be made where it is used."""
-    return AsyncClient(target)
+    return AsyncClient(target, credentials=credentials, token=token)

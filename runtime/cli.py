@@ -5,8 +5,10 @@ Heavy imports happen inside the commands, so that --help is instant.
 """
 
 import argparse
+import ast
 import dataclasses
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-tokens", type=int, default=512, help="of each answer (%(default)s)")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
     chat.add_argument("--system", default="", help="a system message to begin with")
+    add_credentials(chat)
     chat.set_defaults(run=_chat)
 
     convert = commands.add_parser("convert", help="a Hugging Face model to an Orbax checkpoint and back")
@@ -92,9 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print one line of JSON")
     plan.set_defaults(run=_plan)
 
-    bench = commands.add_parser("bench", help="measure this machine", add_help=False)
+    bench = commands.add_parser(
+        "bench", help="measure this machine", add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     bench.add_argument("benchmark", choices=_BENCHMARKS, help="what to measure")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark; --help lists them")
+    bench.add_argument("-h", "--help", action=_BenchHelp, nargs=0, help="show the benchmarks and exit")
     bench.set_defaults(run=_bench)
 
     token = commands.add_parser("token", help="make a token for --tokens")
@@ -107,6 +113,21 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--processes", type=int, default=1, help="share the devices among so many (%(default)s)")
     demo.set_defaults(run=_demo)
     return parser
+
+
+class _BenchHelp(argparse.Action):
+    """The help of `bench`, with what each benchmark says of itself. Reads their sources, which are slow to import."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        lines = ["benchmarks:"]
+        for name in _BENCHMARKS:
+            spec = importlib.util.find_spec(f"meshserve.benchmarks.{name}")
+            assert spec is not None and spec.origin is not None
+            about = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+            lines.append(f"  {name:12} {about.partition(chr(10))[0]}")
+        parser.epilog = "\n".join(lines)
+        parser.print_help()
+        parser.exit()
 
 
 def add_options(parser: argparse.ArgumentParser, left_out: frozenset[str]) -> None:
@@ -130,6 +151,12 @@ def add_options(parser: argparse.ArgumentParser, left_out: frozenset[str]) -> No
                 default=argparse.SUPPRESS,
                 help=text,
             )
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """What a client shows a secured server; see `client.credentials_from`."""
+    parser.add_argument("--token-file", type=Path, help="holds the token to show")
+    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority that signed the server's certificate")
 
 
 def serve_config(namespace: argparse.Namespace) -> ServeConfig:
@@ -161,12 +188,16 @@ def _generate(namespace: argparse.Namespace) -> int:
 
 def _chat(namespace: argparse.Namespace) -> int:
     from .chat import chat
+    from .client import credentials_from
 
+    credentials, token = credentials_from(namespace.tls_ca, namespace.token_file)
     return chat(
         namespace.target,
         max_tokens=namespace.max_tokens,
         temperature=namespace.temperature,
         system=namespace.system,
+        credentials=credentials,
+        token=token,
     )
 
 

@@ -12,6 +12,7 @@ ValueError or TypeError before the call. Leaving the loop over `generate` early 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
 import grpc
@@ -39,6 +40,7 @@ from .answer import (
     samples,
 )
 from .contract import ModelInfo
+from .errors import ConfigError
 from .request import Load
 
 __all__ = [
@@ -53,11 +55,29 @@ __all__ = [
     "SamplingFields",
     "Usage",
     "call_errors",
+    "credentials_from",
 ]
 
 _CHANNEL_OPTIONS = (("grpc.keepalive_time_ms", 30_000), ("grpc.max_receive_message_length", 16 * 2**20))
 _HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name)
 _HEALTH_POLL_SECONDS = 0.1
+
+
+def credentials_from(tls_ca: Path | None, token_file: Path | None) -> tuple[grpc.ChannelCredentials | None, str | None]:
+    """`credentials` and `token` of a client, out of files.
+
+    Args:
+      tls_ca: PEM, of the authority that signed the server's certificate; None: no TLS.
+      token_file: None: no token.
+
+    Raises:
+      ConfigError: a file cannot be read.
+    """
+    try:
+        credentials = grpc.ssl_channel_credentials(tls_ca.read_bytes()) if tls_ca is not None else None
+        return credentials, token_file.read_text().strip() if token_file is not None else None
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}.") from None
 
 
 class Client:

@@ -216,6 +216,22 @@ def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+# The least and the most that options may be.
+_RANGES: Mapping[str, tuple[int, float]] = {
+    **dict.fromkeys(
+        ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting", "max_decode_steps", "draft_match"),
+        (1, math.inf),
+    ),
+    **dict.fromkeys(
+        ("cpu_devices", "num_pages", "reserve_mib", "compile_threads", "max_context", "max_prefill_tokens"),
+        (0, math.inf),
+    ),
+    **dict.fromkeys(("draft_tokens", "priority_seconds", "drain_seconds"), (0, math.inf)),
+    **dict.fromkeys(("port", "step_port"), (0, 65_535)),
+    **dict.fromkeys(("http_port", "gateway_port"), (-1, 65_535)),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Everything about how a model is served. The defaults serve a small model on one device."""
@@ -223,7 +239,11 @@ class ServeConfig:
     model: str = option("", "model directory: Hugging Face or Orbax, local, gs:// or s3://; or 'demo'")
     tp: int = option(1, "tensor-parallel degree: the number of devices in the mesh")
     cpu_devices: int = option(0, "serve on this many virtual CPU devices; 0 uses the accelerators")
-    dtype: str = option("auto", "of weights, activations and KV cache", ("auto", "bfloat16", "float32"))
+    dtype: str = option(
+        "auto",
+        "of weights, activations and KV cache; auto: bfloat16, but float32 for a float32 model and on CPU devices",
+        ("auto", "bfloat16", "float32"),
+    )
     random_weights: bool = option(
         False, "make the weights up on the devices, to measure with; --model may name a published size, as qwen3-8b"
     )
@@ -294,30 +314,11 @@ class ServeConfig:
     cluster_ca: str = option("", "PEM file of the authority of all processes' tls_cert: mutual TLS on the step stream")
 
     def __post_init__(self) -> None:
-        for name in (
-            "tp",
-            "page_size",
-            "max_running",
-            "max_step_tokens",
-            "max_waiting",
-            "max_decode_steps",
-            "draft_match",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
-        for name in (
-            "cpu_devices",
-            "num_pages",
-            "compile_threads",
-            "max_context",
-            "max_prefill_tokens",
-            "draft_tokens",
-            "priority_seconds",
-            "port",
-            "drain_seconds",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                allowed = f"{least} or more" if most == math.inf else f"{least} to {most}"
+                raise ConfigError(f"{name} is {value}; it must be {allowed}.")
         if self.max_context == 1:
             raise ConfigError("max_context is 1; it must be 2 or more (a prompt and one token), or 0: the model's.")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
@@ -375,11 +376,13 @@ class ServeConfig:
             raise ConfigError("cluster_ca needs tls_cert and tls_key: what this process shows the others.")
 
 
-def serving_dtype(config: ServeConfig, model: ModelConfig) -> str:
-    """Of weights, activations and cache. A float16 checkpoint is served in bfloat16, which has float32's range."""
+def serving_dtype(config: ServeConfig, model: ModelConfig, platform: str) -> str:
+    """Of weights, activations and cache, on jax's `platform`. A float16 checkpoint is served in bfloat16, which has
+    float32's range; on CPUs nothing is, as XLA computes in float32 there, and before jax 0.11.2 copies the whole cache
+    in every step."""
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if model.dtype == "float32" else "bfloat16"
+    return "float32" if model.dtype == "float32" or platform == "cpu" else "bfloat16"
 
 
 def context_tokens(config: ServeConfig, model: ModelConfig) -> int:

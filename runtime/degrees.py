@@ -8,6 +8,7 @@ estimated all-reduces.
 import dataclasses
 
 from .capacity import Planner
+from .kernel_choice import named_kernels
 from .roofline import Roofline
 
 _EQUAL = 0.05
@@ -29,11 +30,14 @@ def degree_plans(planner: Planner, length: int) -> list[DegreePlan]:
     """Every degree that the model allows and the machine has devices for."""
     num_devices = planner.target.num_devices
     degrees = [tp for tp in range(1, num_devices + 1) if num_devices % tp == 0]
-    return [
-        _degree_plan(dataclasses.replace(planner, num_devices=tp), length)
-        for tp in degrees
-        if planner.model.num_query_heads % tp == 0
-    ]
+    return [_degree_plan(_at(planner, tp), length) for tp in degrees if planner.model.num_query_heads % tp == 0]
+
+
+def _at(planner: Planner, tp: int) -> Planner:
+    """At another degree the devices may add up in another way."""
+    asked = dataclasses.replace(planner.config, all_reduce=planner.asked_all_reduce)
+    config = named_kernels(asked, planner.model, platform=planner.target.chip.platform, num_devices=tp)
+    return dataclasses.replace(planner, num_devices=tp, config=config)
 
 
 def _degree_plan(planner: Planner, length: int) -> DegreePlan:
@@ -63,7 +67,13 @@ def roofline_of(planner: Planner) -> Roofline | None:
     chip = planner.target.chip
     if not chip.flops_per_second:
         return None
-    return Roofline(model=planner.model, layout=planner.layout, dtype=planner.dtype, chip=chip)
+    return Roofline(
+        model=planner.model,
+        layout=planner.layout,
+        dtype=planner.dtype,
+        chip=chip,
+        are_peers=planner.config.all_reduce == "peers",
+    )
 
 
 def best_degree(plans: list[DegreePlan], length: int) -> tuple[DegreePlan | None, str]:

@@ -45,7 +45,7 @@ def add_gateway(edge: Edge, server: grpc.aio.Server) -> None:
         from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
         from smg_grpc_proto.generated import common_pb2
     except ImportError as error:
-        raise ConfigError(f"--gateway-port needs `pip install meshserve[gateway]`: {error}.") from error
+        raise ConfigError(f"--gateway-port needs meshserve with the extra [gateway]: {error}.") from error
     pb_grpc.add_VllmEngineServicer_to_server(_servicer(pb_grpc.VllmEngineServicer)(edge, pb, common_pb2), server)
 
 

@@ -180,7 +180,7 @@ def tpu_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh) -> Kernels:
       ValueError: they cannot serve this cache; names what they take.
     """
     paged_attention.tpu.check_shapes(
-        head_dim=model.head_dim, page_size=config.page_size, dtype=jnp.dtype(serving_dtype(config, model))
+        head_dim=model.head_dim, page_size=config.page_size, dtype=jnp.dtype(serving_dtype(config, model, "tpu"))
     )
     chip = chip_of(mesh.devices.flat[0])
     return Kernels(
@@ -192,7 +192,7 @@ def tpu_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh) -> Kernels:
 
 def _shape_refusal(config: ServeConfig, model: ModelConfig, num_devices: int) -> str | None:
     """Why the CUDA kernels cannot serve a device's block of the model; None if they can."""
-    layout, dtype = model_layout(model, num_devices), jnp.dtype(serving_dtype(config, model))
+    layout, dtype = model_layout(model, num_devices), jnp.dtype(serving_dtype(config, model, "gpu"))
 
     def block(weight: nnx.Variable) -> nnx.Variable:
         shape = [

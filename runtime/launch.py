@@ -192,7 +192,7 @@ def build_runner(
     if config.cache_dir:
         use_cache(Path(config.cache_dir).expanduser())
     mesh = make_mesh(config.tp)
-    layout, dtype = model_layout(model, config.tp), jnp.dtype(serving_dtype(config, model))
+    layout, dtype = model_layout(model, config.tp), _dtype_on(mesh, config, model)
     page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
     check_weights_fit(mesh, config.memory_fraction, device_weight_bytes(model, mesh, dtype), page_bytes=page_bytes)
     config = kernels_here(config, model, mesh, are_devices_idle=True)
@@ -227,7 +227,7 @@ def make_runner(
       ClusterError: the other processes do not.
     """
     config = kernels_here(config, model, mesh)
-    layout, dtype = model_layout(model, mesh.size), jnp.dtype(serving_dtype(config, model))
+    layout, dtype = model_layout(model, mesh.size), _dtype_on(mesh, config, model)
     buckets = server_buckets(config)
     # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
     max_request_pages = -(-context_tokens(config, model) // config.page_size)
@@ -279,6 +279,10 @@ def make_runner(
     return runner, num_pages
 
 
+def _dtype_on(mesh: Mesh, config: ServeConfig, model: ModelConfig) -> jnp.dtype:
+    return jnp.dtype(serving_dtype(config, model, mesh.devices.flat[0].platform))
+
+
 def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, mesh: Mesh) -> ModelInfo:
     return ModelInfo(
         name=config.served_name or (config.model if config.model == DEMO_MODEL else Path(config.model).name),
@@ -287,7 +291,7 @@ def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, m
         max_context_tokens=context_tokens(config, model),
         eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
         tp_degree=config.tp,
-        dtype=serving_dtype(config, model),
+        dtype=_dtype_on(mesh, config, model).name,
         page_size_tokens=config.page_size,
         num_parameters=model.num_params,
         num_devices=mesh.size,

@@ -2,8 +2,8 @@
 
 A decode step reads every weight but an untied embedding once, and each request's keys and values. That is what the
 times here count; nothing overlaps worse than perfectly, and kernels, launches and the host cost nothing. What crosses
-the mesh is estimated beside it and not part of the roofline: `_ALL_REDUCE_SECONDS` for each of the two sums of a layer
-and that of the embedding, and the bytes over the links.
+the mesh is estimated beside it and not part of the roofline: some microseconds for each of the two sums of a layer and
+that of the embedding, and the bytes over the links.
 """
 
 import dataclasses
@@ -16,7 +16,9 @@ from meshserve.sharding.targets import Chip
 from .capacity import layer_bytes
 from .config import ModelConfig
 
-_ALL_REDUCE_SECONDS = 10e-6  # of few bytes, within a host: 7 to 14 us are reported of NVLink; not measured on TPUs
+# A sum of few bytes within a host: measured on four H200 (docs/performance.md), a guess for TPUs.
+_XLA_SUM_SECONDS = {"gpu": 18e-6, "tpu": 10e-6}
+_PEER_SUM_SECONDS = 4e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class Roofline:
     layout: ShardLayout
     dtype: jnp.dtype
     chip: Chip
+    are_peers: bool = False  # the devices add up by peers; see `collectives`
 
     @property
     def weight_bytes(self) -> int:
@@ -96,4 +99,5 @@ class Roofline:
             return 0.0
         num_sums = 2 * self.model.num_layers + 1
         crossing = 2 * (num_shards - 1) / num_shards * num_tokens * self.model.embed_dim * self.dtype.itemsize
-        return num_sums * (num_steps * _ALL_REDUCE_SECONDS + crossing / self.chip.link_bytes_per_second)
+        sum_seconds = _PEER_SUM_SECONDS if self.are_peers else _XLA_SUM_SECONDS[self.chip.platform]
+        return num_sums * (num_steps * sum_seconds + crossing / self.chip.link_bytes_per_second)

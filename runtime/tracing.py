@@ -30,7 +30,7 @@ class Tracer:
 
             provider = provider if provider is not None else _otlp_provider()
         except ImportError as error:
-            raise ConfigError(f"--trace needs `pip install meshserve[tracing]`: {error}.") from error
+            raise ConfigError(f"--trace needs meshserve with the extra [tracing]: {error}.") from error
         self._provider = provider
         self._tracer = provider.get_tracer("meshserve")
         self._propagator = TraceContextTextMapPropagator()

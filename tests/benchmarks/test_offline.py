@@ -85,6 +85,11 @@ def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture
     assert "3 requests, 27 tokens in, 18 out" in capsys.readouterr().out
 
 
+def test_a_workload_that_is_too_long_for_the_model():
+    with pytest.raises(ConfigError, match="up to 3000 tokens, the model was made for 1024. Take --workload fixed"):
+        throughput.main(["--model=demo", "--workload=fixed", "--input-tokens=2000", "--output-tokens=1000"])
+
+
 def test_a_long_request_decodes_among_short_ones(tiny: Path, capsys: pytest.CaptureFixture):
     arguments = [
         f"--model={tiny}", "--random-weights", "--batch=3", "--context=10", "--first-context=30", "--max-context=60",

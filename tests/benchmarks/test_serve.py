@@ -110,10 +110,12 @@ def test_loads_on_a_server(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert capsys.readouterr().out.count("Serving Benchmark Result") == 3
 
 
-def test_refused_requests_count_as_failed(tmp_path: Path):
+def test_refused_requests_count_as_failed(tmp_path: Path, capsys: pytest.CaptureFixture):
     with running() as server:
         path = tmp_path / "figures.json"
         arguments = ["--input-tokens=fixed:100", "--requests=3", "--concurrency=1", f"--json={path}"]
         assert serve.main([f"--target={server.target}", *arguments]) == 1
     [load] = json.loads(path.read_text())
     assert (load["completed"], load["errors"], load["output_throughput"]) == (0, {"INVALID_ARGUMENT": 3}, 0)
+    printed = capsys.readouterr()
+    assert "nan" not in printed.out and "The first failure: INVALID_ARGUMENT" in printed.err

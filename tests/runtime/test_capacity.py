@@ -137,6 +137,14 @@ def test_the_best_degree_is_the_one_with_the_most_tokens(capsys):
     assert by_degree[4]["step_seconds"] < by_degree[2]["step_seconds"]
 
 
+def test_sums_are_reckoned_as_the_devices_would_make_them(capsys):
+    """Peers are two or four GPUs; a degree of eight is not the fastest by what four would take."""
+    ours, xla = (plan(capsys, "--model=qwen3-8b", "--target=h200:8", *flag) for flag in ((), ("--all-reduce=xla",)))
+    ours, xla = ({item["tp"]: item["step_seconds"] for item in found["degrees"]} for found in (ours, xla))
+    assert xla[4] - ours[4] == pytest.approx(73 * 14e-6)
+    assert xla[8] == ours[8] > ours[4]
+
+
 def test_requests_of_a_length_are_those_that_the_pages_hold(capsys):
     flags = ("--model=qwen3-8b", "--target=h100:1", "--max-running=512", "--max-step-tokens=512")
     short, long = (plan(capsys, *flags, f"--length={length}") for length in (1000, 30_001))

@@ -10,9 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from meshserve.runtime.access import new_token
+from meshserve.runtime.lifecycle import Listen
+from tests.certificates import certificate
 from tests.waiting import WAIT_SECONDS, wait_for
 
 from .loopback import Running, running
@@ -53,6 +57,19 @@ def test_the_conversation_is_kept_until_it_is_reset(server):
 def test_a_server_that_is_not_there(server):
     done = piped("127.0.0.1:1", "hi\n")
     assert "UNAVAILABLE" in done.stderr and "Traceback" not in done.stderr and done.returncode == 1
+
+
+def test_a_secured_server_is_shown_a_token(tmp_path: Path):
+    files, (token, lines) = certificate(tmp_path, "server"), new_token("a")
+    (tmp_path / "tokens.toml").write_text(lines)
+    (tmp_path / "token").write_text(f"{token}\n")
+    with running(tokens=tmp_path / "tokens.toml", listen=Listen(tls=files)) as server:
+        trust = f"--tls-ca={files.certificate}"
+        done = piped(server.target, "hi\n", "--max-tokens=2", trust, f"--token-file={tmp_path / 'token'}")
+        assert (done.stdout, done.returncode) == ("11 12 \n", 0), done.stderr
+        assert "UNAUTHENTICATED" in piped(server.target, "hi\n", trust).stderr
+        done = piped(server.target, "hi\n", trust, "--token-file=/nowhere")
+        assert (done.stderr, done.returncode) == ("meshserve: /nowhere cannot be read: No such file or directory.\n", 2)
 
 
 # Makes its standard input the controlling terminal, so that Ctrl-C there becomes a signal, and runs the rest.

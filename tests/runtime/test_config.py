@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from meshserve.runtime import offline
 from meshserve.runtime.cli import main
-from meshserve.runtime.config import ModelConfig, ServeConfig, context_tokens, read_toml
+from meshserve.runtime.config import ModelConfig, ServeConfig, context_tokens, read_toml, serving_dtype
 from meshserve.runtime.errors import ConfigError, UnsupportedModelError
 from meshserve.runtime.model_sizes import named_model
 from meshserve.runtime.rope import inverse_frequencies
@@ -204,7 +204,11 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
         ({"draft_tokens": -1}, "draft_tokens is -1; it must be 0 or more"),
         ({"draft_match": 0}, "draft_match is 0; it must be 1 or more"),
         ({"page_size": 8, "draft_tokens": 8}, r"draft_tokens is 8; allowed is 0 to page_size - 1 \(7\)"),
-        ({"port": -1}, "port is -1; it must be 0 or more"),
+        ({"port": -1}, "port is -1; it must be 0 to 65535"),
+        ({"step_port": 99999}, "step_port is 99999; it must be 0 to 65535"),
+        ({"http_port": 70000}, "http_port is 70000; it must be -1 to 65535"),
+        ({"gateway_port": -7}, "gateway_port is -7; it must be -1 to 65535"),
+        ({"reserve_mib": -5}, "reserve_mib is -5; it must be 0 or more"),
         ({"memory_fraction": 0.0}, "memory_fraction is 0.0; it must be above 0 and at most 1"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
         ({"max_running": 8, "max_step_tokens": 7}, "max_step_tokens is 7 and max_running 8: .* Raise it or lower"),
@@ -292,3 +296,26 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path, monkeypa
 def test_a_bad_config_is_one_line_on_stderr_and_exit_status_2(capsys: pytest.CaptureFixture[str]):
     assert main(["generate", "--tp=0", "--input=i", "--output=o"]) == 2
     assert capsys.readouterr().err == "meshserve: tp is 0; it must be 1 or more.\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_model", "platform", "served"),
+    [
+        ("auto", "bfloat16", "gpu", "bfloat16"),
+        ("auto", "float16", "tpu", "bfloat16"),
+        ("auto", "float32", "gpu", "float32"),
+        ("auto", "bfloat16", "cpu", "float32"),
+        ("bfloat16", "bfloat16", "cpu", "bfloat16"),
+    ],
+)
+def test_the_dtype_that_serves(asked: str, of_model: str, platform: str, served: str):
+    model = dataclasses.replace(named_model("qwen3-0.6b"), dtype=of_model)
+    assert serving_dtype(ServeConfig(dtype=asked), model, platform) == served
+
+
+def test_the_benchmarks_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--help"])
+    assert ended.value.code == 0
+    lines = dict(re.findall(r"^  (\w+) +(\S.+)$", capsys.readouterr().out.partition("benchmarks:")[2], re.MULTILINE))
+    assert len(lines) == 12 and "Load on a running server" in lines["serve"]
