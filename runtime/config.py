@@ -349,6 +349,8 @@ class ServeConfig:
 
     def _check_choices(self) -> None:
         for option_field in dataclasses.fields(self):
+            if option_field.type is float and not math.isfinite(getattr(self, option_field.name)):
+                raise ConfigError(f"{option_field.name} is {getattr(self, option_field.name)}; it must be finite.")
             choices = option_field.metadata["choices"]
             if choices and getattr(self, option_field.name) not in choices:
                 raise ConfigError(
@@ -410,6 +412,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}.") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path}: {error}.") from None
     types = {option_field.name: option_field.type for option_field in dataclasses.fields(ServeConfig)}

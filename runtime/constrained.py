@@ -21,6 +21,12 @@ End = tuple[FinishReason, str]
 _COMPLETE: End = (FinishReason.STOP, "")
 
 
+def _too_complex(matcher: "Matcher") -> str:
+    """The message for a grammar that llguidance gave up; it is not offered again."""
+    matcher.grammar.grammars.forget(matcher.grammar)
+    return f"the constraint became too complex: {matcher.failure}"
+
+
 def token_masks(requests: Sequence[Request]) -> np.ndarray | None:
     """What each of a step's requests may sample, as far as the host knows: [n, W] uint32. None if all may take all."""
     masks = [request.token_mask for request in requests]
@@ -53,8 +59,9 @@ class ConstrainedSamples:
         if token_id is None:  # a stop token may come anywhere, an end token where the mask allowed it
             may_end = matcher.may_end or request.params.stop_token_ids
             return None if may_end else (FinishReason.ERROR, _CONFLICT)
+        was_allowed = matcher.allows(token_id)
         if not matcher.advance([token_id]):
-            return FinishReason.ERROR, _CONFLICT
+            return FinishReason.ERROR, _too_complex(matcher) if was_allowed else _CONFLICT
         if matcher.is_complete:
             return _COMPLETE
         self._stale.append((request, matcher))
@@ -75,8 +82,7 @@ class ConstrainedSamples:
         for request, matcher in stale:
             self._set_mask(request, matcher)
             if matcher.failure is not None:
-                grammars.forget(matcher.grammar)
-                ended.append((request, (FinishReason.ERROR, f"the constraint became too complex: {matcher.failure}")))
+                ended.append((request, (FinishReason.ERROR, _too_complex(matcher))))
             elif not (matcher.mask & ~grammars.eos_mask).any():
                 ended.append((request, _COMPLETE))
         return ended

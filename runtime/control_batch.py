@@ -131,7 +131,7 @@ class ControlBuilder:
         self._adjustments[:, row] = [getattr(params, name) for name in _ADJUSTMENT_FIELDS]
         self._flags[row] = ADJUSTS if params.has_adjustments else 0
         num_fresh_tokens = len(request.prompt_token_ids) - params.num_resumed_tokens
-        self._first_end[row] = num_fresh_tokens + params.min_tokens
+        self._first_end[row] = min(num_fresh_tokens + params.min_tokens, np.iinfo(np.int32).max)
         self._has_logprobs[row] = params.logprobs is not None
         assert row is not None, request.request_id
         return ControlRow(row, self._history(request), self._bias(request)) if params.has_adjustments else None

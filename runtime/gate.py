@@ -6,6 +6,7 @@ does most often, so it must cost the least.
 It also gives bytes that are no message the status they deserve: grpc would call them a fault of the server.
 """
 
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -47,6 +48,17 @@ class Gate(grpc.aio.ServerInterceptor):
             return handler
         checking = self._handlers[details.method] = _checking_bytes(handler)
         return checking
+
+
+class BytesGate(grpc.aio.ServerInterceptor):
+    """Of a port that asks nobody who they are: looks at the bytes of coroutines with one request, and nothing else."""
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        is_checked = handler is not None and inspect.iscoroutinefunction(handler.unary_stream or handler.unary_unary)
+        return _checking_bytes(handler) if is_checked else handler
 
 
 def _refusal(error: Exception) -> Any:

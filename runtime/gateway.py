@@ -26,6 +26,7 @@ from .request import MAX_SEED, Output, RequestOptions, SamplingParams, TokenLogp
 from .server import Asked, Backend, Edge, checked_request_id
 from .status import abort
 
+_GENERATE_FIELDS = frozenset("request_id tokenized text sampling_params stream".split())
 _CHUNK_BYTES = 65_536
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json",
@@ -47,6 +48,14 @@ def add_gateway(edge: Edge, server: grpc.aio.Server) -> None:
     except ImportError as error:
         raise ConfigError(f"--gateway-port needs meshserve with the extra [gateway]: {error}.") from error
     pb_grpc.add_VllmEngineServicer_to_server(_servicer(pb_grpc.VllmEngineServicer)(edge, pb, common_pb2), server)
+
+
+def refuse_others(request: Any) -> None:
+    """Raises:
+    InvalidRequestError: the request has what this server does not look at, an image for example."""
+    for descriptor, value in request.ListFields():
+        if descriptor.name not in _GENERATE_FIELDS and value:
+            raise InvalidRequestError(descriptor.name, "this server has no such option; leave it out.")
 
 
 def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
@@ -187,6 +196,7 @@ class _Generation:
         try:
             backend, intake = self.edge.serving()
             request_id = checked_request_id(request.request_id or None)
+            refuse_others(request)
             field = request.WhichOneof("input")
             if field == "tokenized":
                 token_ids = intake.checked("tokenized", tuple(request.tokenized.input_ids))

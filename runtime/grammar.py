@@ -69,6 +69,11 @@ class Matcher:
         self.inner = inner
         self.mask = mask  # [W] uint32, bit i % 32 of word i // 32: whether token i may come next; see `renew_masks`
 
+    def allows(self, token_id: int) -> bool:
+        """Whether the mask has a token."""
+        word, bit = divmod(token_id, self.mask.itemsize * 8)
+        return bool(self.mask[word] >> np.uint32(bit) & 1)
+
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Takes the next tokens. False if they are not allowed; the matcher is then of no more use."""
         return self.inner.consume_tokens(list(token_ids))

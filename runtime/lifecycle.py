@@ -26,7 +26,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from .access import ANYBODY
 from .admin import Admin
 from .errors import ConfigError, EngineStoppedError
-from .gate import Gate
+from .gate import BytesGate, Gate
 from .gateway import add_gateway
 from .http_port import HttpPort
 from .permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
@@ -140,7 +140,7 @@ async def serve(
     edge.mailroom.bind(edge.cancel)
     servers = [server]
     if listen.gateway_port is not None:
-        servers.append(grpc.aio.server(options=SERVER_OPTIONS))
+        servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[BytesGate()]))
         add_gateway(edge, servers[-1])
     await server.start()
     print(f"meshserve listens on {_address(listen.host, handle.port)}", flush=True)

@@ -82,7 +82,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         if line.strip():
             try:
                 prompts.append(_prompt(json.loads(line)))
-            except (ValueError, InvalidRequestError) as error:
+            except (ValueError, TypeError, OverflowError, InvalidRequestError) as error:
                 raise MeshserveError(f"--input {path}, line {number}: {error}") from None
     return prompts
 
@@ -90,6 +90,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _prompt(raw: Any) -> Prompt:
     if not isinstance(raw, dict):
         raise ValueError(f"got {type(raw).__name__}; a line is a JSON object.")
+    json.dumps(raw, ensure_ascii=False).encode()  # lone surrogates are no text
     known = ("prompt", "prompt_token_ids", *_OPTION_FIELDS, *_SAMPLING_FIELDS)
     unknown = sorted(raw.keys() - set(known))
     if unknown:
@@ -203,9 +204,13 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
     A prompt with `n` samples has as many lines. Returns the number of samples that failed; their lines carry `error`.
 
     Raises:
-      MeshserveError: the input is malformed, or the engine died.
+      MeshserveError: the input is malformed, the output cannot be written, or the engine died.
     """
     prompts = read_prompts(source)
+    try:
+        target.touch()  # before anything is computed
+    except OSError as error:
+        raise MeshserveError(f"--output {target} cannot be written: {error.strerror}.") from None
     batch = Batch(prompts)
     config = dataclasses.replace(config, max_waiting=max(sum(prompt.options.n for prompt in prompts), 1))
     launched = launch(config, batch.deliver)

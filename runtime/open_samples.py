@@ -4,6 +4,7 @@ In: the progress of a step. Out: `Output`s in the order in which they came about
 has a finish reason. The engine's lock guards it all.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,9 @@ class OpenSamples:
         self._close(request, message=message)
 
     def end_all(self, reason: FinishReason, now: float, message: str) -> None:
+        """Every request. Nothing of theirs is shared any more: that may be what failed."""
         for request in tuple(self._scheduler.requests):
+            request.publish_at_tokens = sys.maxsize
             self.end(request, reason, now, message)
 
     def _close(

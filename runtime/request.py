@@ -184,6 +184,8 @@ class RequestOptions:
         require(abs(self.priority) <= MAX_PRIORITY, "priority", self.priority, f"-{MAX_PRIORITY} to {MAX_PRIORITY}")
         require(len(self.cache_salt) <= MAX_CACHE_SALT_CHARS, "cache_salt", f"{len(self.cache_salt)} characters",
                 f"{MAX_CACHE_SALT_CHARS} or fewer")  # fmt: skip
+        is_unicode = not any("\ud800" <= char <= "\udfff" for char in self.cache_salt)
+        require(is_unicode, "cache_salt", self.cache_salt, "text without lone surrogates")
         require(1 <= self.n <= MAX_SAMPLES, "n", self.n, f"1 to {MAX_SAMPLES}")
 
 

@@ -300,8 +300,9 @@ def checked_request_id(request_id: str | None) -> str:
 
 
 def scoped(tenant: Tenant, request_id: str) -> str:
-    """The request's name inside the server: tenants cannot meet, nor abort each other's requests."""
-    return f"{tenant.name}/{request_id}" if tenant.name else request_id
+    """The request's name inside the server: tenants cannot meet, nor abort each other's requests, and who has no name
+    cannot pass for one."""
+    return f"{tenant.name}/{request_id}" if tenant.name or "/" in request_id else request_id
 
 
 def salted(tenant: Tenant, options: RequestOptions) -> RequestOptions:

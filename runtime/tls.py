@@ -29,15 +29,21 @@ class TlsFiles:
         """What they hold, as grpc's certificate configuration.
 
         Raises:
-          ConfigError: a file is missing, or certificate and key do not belong together.
+          ConfigError: a file is missing, certificate and key do not belong together, or no authority is in its file.
         """
         try:
             # grpc accepts anything and fails each handshake later; Python's ssl tells at once.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
             certificate, key = self.certificate.read_bytes(), self.key.read_bytes()
-            client_ca = self.client_ca.read_bytes() if self.client_ca is not None else None
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"the certificate {self.certificate} with the key {self.key}: {error}.") from None
+        client_ca = None
+        if self.client_ca is not None:
+            try:
+                client_ca = self.client_ca.read_bytes()
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=client_ca.decode("ascii"))
+            except (OSError, ValueError) as error:  # an SSLError is an OSError
+                raise ConfigError(f"the authority {self.client_ca}: {error}.") from None
         return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=client_ca)
 
     def stamp(self) -> tuple[tuple[int, int], ...]:

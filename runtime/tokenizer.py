@@ -8,6 +8,7 @@ and feed them to an incremental UTF-8 decoder, which keeps an unfinished charact
 """
 
 import codecs
+import functools
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -181,6 +182,13 @@ class Tokenizer:
             return self._loaded_renderer
 
 
+@functools.lru_cache(maxsize=8)
+def _beginnings(stop: tuple[str, ...]) -> frozenset[str]:
+    """What a text may end in without being decided: every beginning of every stop string. All samples of a request
+    share it, as it may take a MB."""
+    return frozenset(text[:end] for text in stop for end in range(1, len(text)))
+
+
 class TextStream:
     """The text of one request, as its tokens come.
 
@@ -195,8 +203,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stop = stop
-        # What a text may end in without being decided: every beginning of every stop string.
-        self._beginnings = frozenset(text[:end] for text in stop for end in range(1, len(text)))
+        self._beginnings = _beginnings(stop)
         self._max_held_chars = max(map(len, stop), default=1) - 1
         self._held = ""  # always the longest end of the text so far that is one of the beginnings
         self._include_stop = include_stop

@@ -13,11 +13,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from meshserve.deploy import demo
 from meshserve.runtime.errors import InvalidRequestError
-from meshserve.runtime.gateway import sampling_params
+from meshserve.runtime.gateway import refuse_others, sampling_params
 from meshserve.runtime.local_cluster import reserved_port
 from meshserve.runtime.request import SamplingParams
 from tests.waiting import WAIT_SECONDS, wait_for
@@ -35,8 +36,8 @@ SERVE = [
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The gateway's address, once it knows the model."""
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The gateway's address, once it knows the model, and that of the port behind it."""
     logs = tmp_path_factory.mktemp("gateway")
     with contextlib.ExitStack() as stack:
         server_log, smg_log = (stack.enter_context((logs / name).open("w")) for name in ("server", "smg"))
@@ -51,12 +52,22 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             gateway = subprocess.Popen(command, stdout=smg_log, stderr=smg_log)
             wait_for(lambda: b"demo" in models(port) or gateway.poll() is not None, (logs / "smg").read_text)
             assert gateway.poll() is None, (logs / "smg").read_text()[-3000:]
-            yield f"http://127.0.0.1:{port}/v1"
+            yield f"http://127.0.0.1:{port}/v1", target
         finally:
             for process in (gateway, server):
                 if process is not None:
                     process.kill()
                     process.wait()
+
+
+@pytest.fixture
+def url(addresses: tuple[str, str]) -> str:
+    return addresses[0]
+
+
+@pytest.fixture
+def target(addresses: tuple[str, str]) -> str:
+    return addresses[1]
 
 
 def models(port: int) -> bytes:
@@ -180,6 +191,22 @@ def test_every_field_of_the_gateways_protocol_is_passed_on():
     for name, value in {"truncate_prompt_tokens": 4, "logprobs": -1, "structural_tag": "{}"}.items():
         with pytest.raises(InvalidRequestError):
             sampling_params(pb.SamplingParams(**{name: value}), max_output_tokens=10)
+
+
+def test_what_is_not_looked_at_is_refused():
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+
+    request = pb.GenerateRequest(request_id="a", text="b", stream=True, data_parallel_rank=0)
+    refuse_others(request)
+    for others in ({"mm_inputs": {}}, {"kv_transfer_params_json": "{}"}, {"data_parallel_rank": 3}):
+        with pytest.raises(InvalidRequestError, match=next(iter(others))):
+            refuse_others(pb.GenerateRequest(text="b", **others))
+
+
+def test_bytes_that_are_no_message(target: str):
+    with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError) as caught:
+        list(channel.unary_stream("/vllm.grpc.engine.VllmEngine/Generate")(b"\xff\xff", timeout=WAIT_SECONDS))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.protos import inference_pb2 as pb
-from meshserve.runtime.access import Access, Permission, new_token, read_tokens
+from meshserve.runtime.access import Access, Permission, Tenant, new_token, read_tokens
 from meshserve.runtime.client import CallError, Client
 from meshserve.runtime.errors import ConfigError, UnauthenticatedError
 from meshserve.runtime.lifecycle import Listen, run_server
 from meshserve.runtime.mailbox import Mailroom
 from meshserve.runtime.permissions import METHOD_PERMISSIONS, SERVICE_NAME, new_access
-from meshserve.runtime.server import Edge
+from meshserve.runtime.server import Edge, scoped
 from meshserve.runtime.tls import TlsFiles
 from tests.certificates import certificate
 from tests.waiting import WAIT_SECONDS, wait_for
@@ -307,6 +307,21 @@ def test_mutual_tls_wants_a_certificate_of_the_authority(tmp_path):
         for credentials in (trust(files), trust(files, stranger), None):
             with Client(server.target, credentials=credentials) as client, pytest.raises(CallError):
                 client.load(timeout_seconds=WAIT_SECONDS)
+
+
+@pytest.mark.parametrize("text", ["", "no certificate"])
+def test_an_authority_that_is_none_is_refused(tmp_path: Path, text: str):
+    files = certificate(tmp_path, "server")
+    (tmp_path / "authority.pem").write_text(text)
+    with pytest.raises(ConfigError, match="the authority .*authority.pem"):
+        TlsFiles(certificate=files.certificate, key=files.key, client_ca=tmp_path / "authority.pem").read()
+
+
+def test_nobody_reaches_a_tenants_requests():
+    names = [
+        scoped(Tenant(name=tenant), request_id) for tenant in ("", "a") for request_id in ("b", "a/b", "/a/b", "/b")
+    ]
+    assert len(set(names)) == len(names)
 
 
 def test_binds_that_are_refused(tmp_path):

@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 
 from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.runtime import running
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
 from meshserve.runtime.constraint import Constraint
 from meshserve.runtime.control_batch import ControlBuilder, ControlShape, Sampled
@@ -484,6 +485,20 @@ def test_when_the_device_fails_every_open_request_is_told_why(start: Start, fail
         thread.join(WAIT_SECONDS)
     assert engine_threads() == []
     serving.engine.stop()  # does nothing more
+
+
+def test_a_failure_while_pages_are_shared_is_told_too(start: Start, monkeypatch: pytest.MonkeyPatch):
+    """Ending a request shares its pages, which is what has failed."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no key")
+
+    serving = start()
+    serving.device.is_ready.clear()
+    serving.submit("runs", prompt="a" * 12, max_tokens=9)
+    monkeypatch.setattr(running, "extend_page_keys", fail)
+    serving.device.is_ready.set()
+    assert serving.outputs("runs")[-1].message == "RuntimeError: no key"
 
 
 def test_callers_hear_which_gpu_did_not_answer(start: Start, monkeypatch: pytest.MonkeyPatch):

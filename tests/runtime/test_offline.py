@@ -86,6 +86,9 @@ def test_only_newlines_end_a_line(write, separator: str):
         ('{"prompt": "a", "top_p": 0}', "sampling.top_p: got 0; allowed is above 0 and at most 1"),
         ('{"prompt": "a", "temperature": NaN}', "sampling.temperature: got nan"),
         ('{"prompt": "a", "seed": -1}', "sampling.seed: got -1"),
+        ('{"prompt": "a", "cache_salt": "\\ud800"}', "surrogates not allowed"),
+        ('{"prompt": "a", "logit_bias": {"5": null}}', "not 'NoneType'"),
+        ('{"prompt": "a", "temperature": 1' + 400 * "0" + "}", "int too large"),
     ],
 )
 def test_a_faulty_line_is_named_by_its_number(write, line: str, fault: str):
@@ -235,6 +238,12 @@ def test_a_faulty_file_is_reported_before_anything_is_launched(write, launched, 
     with pytest.raises(MeshserveError, match="line 1"):
         generate_file(ServeConfig(), write("{"), tmp_path / "out.jsonl")
     assert launched == [] and not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_output_that_cannot_be_written_is_reported_before_anything_is_launched(write, launched, tmp_path: Path):
+    with pytest.raises(MeshserveError, match="--output .*nowhere/out.jsonl cannot be written: No such file"):
+        generate_file(ServeConfig(), write('{"prompt": "a"}'), tmp_path / "nowhere" / "out.jsonl")
+    assert launched == []
 
 
 def test_an_empty_file_gives_an_empty_file(write, launched, tmp_path: Path):

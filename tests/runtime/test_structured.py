@@ -189,6 +189,21 @@ def test_no_token_left_is_an_error_and_not_a_wrong_output(serving: Serving):
     assert "no token was left that the constraint and the other sampling parameters both allow" in end.message
 
 
+def test_a_grammar_that_is_given_up_says_so(serving: Serving):
+    """After the first brace it has more items than llguidance takes."""
+    properties = {f"k{index}": {"type": "string"} for index in range(600)}
+    schema = json.dumps({"type": "object", "properties": properties, "additionalProperties": False})
+    [(_, _, end)] = serving.run(held_to("json_schema", schema))
+    assert end.finish_reason is FinishReason.ERROR
+    assert "the constraint became too complex: Parser Error: Current row has" in end.message
+
+
+def test_min_tokens_may_be_more_than_any_output_has(serving: Serving):
+    params = SamplingParams(temperature=0.0, max_tokens=2**32 - 1, min_tokens=2**31 - 2)
+    [(_, tokens, end)] = serving.run(params)
+    assert end.finish_reason is FinishReason.LENGTH and len(tokens) > 900
+
+
 def test_min_tokens_holds_off_every_kind_of_stop(serving: Serving):
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     [(whole, tokens, _)] = serving.run(params)
