@@ -34,7 +34,7 @@ check-cuda:
 	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.check_cuda $(CHECK)
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/runtime/test_check_cuda.py
 
-# 100,000 mutated requests, a thousand streams that nobody reads. Minutes.
+# 100,000 mutated requests, 2,200 random ones to a real engine, a thousand streams that nobody reads. Minutes.
 fuzz: $(VENV)/.test
 	$(BIN)/pytest -q -s --timeout 1800 --fuzz 100000 tests/runtime/test_hostile.py
 

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .config import ServeConfig, read_toml
-from .errors import EngineStoppedError, MeshserveError
+from .errors import ConfigError, EngineStoppedError, MeshserveError
 from .logs import configure_logs
 
 _EXIT_USAGE = 2
+_MAX_TOKEN_DAYS = 36_500
 _BENCHMARKS = (
     "decode", "kernels", "loading", "peers", "prefill", "sampling", "scaling", "serve", "soak", "speculation",
     "start", "throughput",
@@ -236,6 +237,8 @@ def _token(namespace: argparse.Namespace) -> int:
 
     from .access import new_token
 
+    if not 0 <= namespace.days <= _MAX_TOKEN_DAYS:
+        raise ConfigError(f"--days is {namespace.days}; allowed is 0 (never) to {_MAX_TOKEN_DAYS}.")
     expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=namespace.days) if namespace.days else None
     token, lines = new_token(namespace.tenant, expires=expires)
     print(f"Add to the tokens file:\n\n{lines}\nThe token, which is kept nowhere:", file=sys.stderr)

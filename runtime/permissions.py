@@ -14,6 +14,9 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ADMIN_SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
 PUBLIC_SERVICES = frozenset((health.SERVICE_NAME,))  # probes have no token
 
+# Not served: clients that ask for it first go on to the older one if they hear UNIMPLEMENTED, and only then.
+_NEWER_REFLECTION = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+
 _NEEDS = {
     Permission.INFERENCE: [
         f"{SERVICE_NAME}/{name}" for name in ("Generate", "Chat", "Tokenize", "Detokenize", "Abort")
@@ -21,6 +24,7 @@ _NEEDS = {
     Permission.INFO: [
         *(f"{SERVICE_NAME}/{name}" for name in ("GetModelInfo", "GetServerInfo", "GetLoad")),
         f"{reflection.SERVICE_NAME}/ServerReflectionInfo",
+        _NEWER_REFLECTION,
     ],
     Permission.ADMIN: [
         f"{ADMIN_SERVICE_NAME}/{name}" for name in ("Drain", "FlushPrefixCache", "StartProfile", "StopProfile")

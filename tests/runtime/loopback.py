@@ -190,13 +190,17 @@ def edge_of(engine: FakeEngine, room: Mailroom, tokens: Path | None = None) -> E
 
 @dataclass
 class Running:
-    engine: FakeEngine
     room: Mailroom
     handle: ServerHandle
     edge: Edge
     target: str
     errors: list[BaseException]
     thread: threading.Thread
+
+    @property
+    def engine(self) -> FakeEngine:
+        assert self.edge.backend is not None and isinstance(self.edge.backend.engine, FakeEngine)
+        return self.edge.backend.engine
 
     def stop(self) -> None:
         self.handle.request_stop()
@@ -208,13 +212,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(
-    *, max_undelivered_tokens: int = 2**20, tokens: Path | None = None, listen: Listen = LISTEN, **options: Any
-) -> Iterator[Running]:
-    """A server until the block ends, with patience for slow readers. `options` are those of FakeEngine."""
-    room = Mailroom(max_undelivered_tokens=max_undelivered_tokens)
-    engine = FakeEngine(room.deliver, **options)
-    edge = edge_of(engine, room, tokens)
+def serving(edge: Edge, room: Mailroom, listen: Listen = LISTEN) -> Iterator[Running]:
+    """A server of what `edge` has, until the block ends."""
     handles: list[ServerHandle] = []
     errors: list[BaseException] = []
     ready = threading.Event()
@@ -225,19 +224,32 @@ def running(
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=serve), threading.Thread(target=engine.run)]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=serve)
+    thread.start()
     assert ready.wait(WAIT_SECONDS), errors
-    server = Running(engine, room, handles[0], edge, f"127.0.0.1:{handles[0].port}", errors, threads[0])
     try:
-        yield server
+        yield Running(room, handles[0], edge, f"127.0.0.1:{handles[0].port}", errors, thread)
     finally:
         handles[0].request_stop()
         handles[0].request_stop()  # twice: without draining
-        threads[0].join(WAIT_SECONDS)
+        thread.join(WAIT_SECONDS)
+
+
+@contextlib.contextmanager
+def running(
+    *, max_undelivered_tokens: int = 2**20, tokens: Path | None = None, listen: Listen = LISTEN, **options: Any
+) -> Iterator[Running]:
+    """A server until the block ends, with patience for slow readers. `options` are those of FakeEngine."""
+    room = Mailroom(max_undelivered_tokens=max_undelivered_tokens)
+    engine = FakeEngine(room.deliver, **options)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    try:
+        with serving(edge_of(engine, room, tokens), room, listen) as server:
+            yield server
+    finally:
         engine.is_running = False
-        threads[1].join(WAIT_SECONDS)
+        thread.join(WAIT_SECONDS)
 
 
 def logged_errors(records: Sequence[logging.LogRecord]) -> list[logging.LogRecord]:

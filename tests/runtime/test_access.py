@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.access import Access, Permission, Tenant, new_token, read_tokens
+from meshserve.runtime.cli import main
 from meshserve.runtime.client import CallError, Client
 from meshserve.runtime.errors import ConfigError, UnauthenticatedError
 from meshserve.runtime.lifecycle import Listen, run_server
@@ -131,6 +132,19 @@ def test_health_needs_no_token_and_what_is_unknown_needs_admin(server):
         assert outcome(channel, "/other.Service/Method", empty, metadata) is Code.PERMISSION_DENIED
         metadata = [("authorization", "Bearer operate")]
         assert outcome(channel, "/other.Service/Method", empty, metadata) is Code.UNIMPLEMENTED
+
+
+def test_a_client_that_asks_for_the_newer_reflection_may_go_on_to_the_older(server):
+    path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    with grpc.insecure_channel(server.target) as channel:
+        empty = health_pb2.HealthCheckRequest()
+        assert outcome(channel, path, empty, [("authorization", "Bearer read")]) is Code.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("days", ["-1", "36501", "99999999999"])
+def test_the_command_refuses_days_that_no_token_has(days, capsys):
+    assert main(["token", "somebody", "--days", days]) == 2
+    assert f"--days is {days}; allowed is 0 (never) to 36500." in capsys.readouterr().err
 
 
 def test_strangers_do_not_learn_that_the_queue_is_full(server, monkeypatch):

@@ -1,4 +1,7 @@
-"""Callers that mean harm, or know no better. `make fuzz` sends 100,000 mutated requests; a plain run sends a few."""
+"""Callers that mean harm, or know no better.
+
+`make fuzz` sends 100,000 mutated requests, and 2,200 random ones to a real engine; a plain run sends a few.
+"""
 
 import asyncio
 import gc
@@ -19,11 +22,17 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor
 
 from meshserve.protos import inference_pb2 as pb
+from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.client import Client
+from meshserve.runtime.config import ServeConfig
+from meshserve.runtime.launch import launch
+from meshserve.runtime.mailbox import Mailroom
+from meshserve.runtime.permissions import new_access
 from meshserve.runtime.request import FinishReason
+from meshserve.runtime.server import Backend, Edge
 from tests.waiting import WAIT_SECONDS, wait_for
 
-from .loopback import Running, logged_errors, running
+from .loopback import Running, logged_errors, running, serving
 
 METHODS = [
     method
@@ -165,6 +174,130 @@ def test_mutated_requests_get_the_status_they_deserve(server, caplog, pytestconf
     assert_polite(server)
     gc.collect()
     wait_for(lambda: num_fds() <= fds + 4)  # a connection or two may still be closing
+    assert logged_errors(caplog.records) == []
+
+
+MODEL_VOCAB_SIZE = 2048
+TOKEN_IDS = (0, 2, 300, 301, 500, MODEL_VOCAB_SIZE - 1)
+SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+CONSTRAINTS = (
+    {"json_schema": SCHEMA}, {"json_object": True}, {"regex": "[ab]{2,40}"}, {"regex": "(a|b)*c{300}"},
+    {"choice": pb.Choice(texts=["yes", "no"])}, {"grammar": 'start: "x" start | "y"'},
+)  # fmt: skip
+# What a request to a real engine may ask for: mostly what is allowed, and the ends of each range.
+SAMPLING: dict[str, Any] = {
+    "max_tokens": (1, 2, 9, 60, 2**31 - 1, 2**32 - 1),
+    "temperature": (0.0, 0.0, 1e-6, 0.7, 100.0),
+    "top_k": (0, 1, 40, MODEL_VOCAB_SIZE, 2**31 - 1),
+    "top_p": (5e-324, 1e-6, 0.5, 1.0),
+    "min_p": (0.0, 0.1, 1.0),
+    "frequency_penalty": (-2.0, 0.5, 2.0),
+    "presence_penalty": (-2.0, 0.5, 2.0),
+    "repetition_penalty": (0.01, 1.1, 100.0),
+    "min_tokens": (0, 1, 30, 2**31 - 1),
+    "logprobs": (0, 3, 20),
+    "prompt_logprobs": (0, 3, 20),
+    "seed": (0, 1, 2**63 - 1),
+    "ignore_eos": (False, True),
+    "include_stop": (False, True),
+    "num_resumed_tokens": (0, 1, 5),
+    "stop": (["e"], [" "], ["zzz" * 80], ["a" * n for n in range(1, 17)]),
+    "stop_token_ids": ([2], [300], list(range(64))),
+    "allowed_token_ids": ([300, 301, 302], [2], list(range(1024))),
+    "bad_token_ids": ([300], [0, 2], list(range(1024))),
+    "logit_bias": ({300: 100.0}, {2: 100.0}, {token_id: -100.0 for token_id in range(1024)}),
+    "constraint": tuple(pb.Constraint(**kind) for kind in CONSTRAINTS),
+}
+
+
+def random_sampling(draw: random.Random) -> pb.SamplingParams:
+    sampling = pb.SamplingParams()
+    for name in draw.sample(sorted(SAMPLING), draw.choice([0, 1, 2, 3, 5, 8])):
+        value = draw.choice(SAMPLING[name])
+        if isinstance(value, dict):
+            sampling.logit_bias.update(value)
+        elif isinstance(value, list):
+            getattr(sampling, name).extend(value)
+        elif name == "constraint":
+            sampling.constraint.CopyFrom(value)
+        else:
+            setattr(sampling, name, value)
+    return sampling
+
+
+def random_request(draw: random.Random) -> pb.GenerateRequest:
+    """Some begin alike, some fill the context."""
+    token_ids = [draw.choice(TOKEN_IDS[2:])] * draw.choice([1, 8, 40]) + draw.choices(TOKEN_IDS, k=draw.randrange(60))
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(token_ids=token_ids),
+        sampling=random_sampling(draw),
+        n=draw.choice([None, None, 1, 2, 9]),
+        priority=draw.choice([None, -100, 100]),
+        cache_salt=draw.choice([None, "a"]),
+    )
+
+
+async def ask_everything(target: str, num_requests: int) -> Counter:
+    """How random requests to a real engine end, by status or by reason. A third of the callers do not wait for it."""
+    ends: Counter = Counter()
+    async with grpc.aio.insecure_channel(target) as channel:
+        generate = pb_grpc.InferenceServiceStub(channel).Generate
+
+        async def worker(seeds: Iterator[int]) -> None:
+            for seed in seeds:
+                draw = random.Random(seed)
+                request, num_messages = random_request(draw), draw.choice([1, 5, 10**6, 10**6, 10**6])
+                call = generate(request, timeout=draw.choice([0.1, WAIT_SECONDS, WAIT_SECONDS, WAIT_SECONDS]))
+                reasons: list[int] = []
+                try:
+                    async for message in call:
+                        num_messages -= 1
+                        if message.HasField("finish"):
+                            reasons.append(message.finish.reason)
+                        if not num_messages:
+                            call.cancel()
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() in ALLOWED, (seed, error.code(), error.details())
+                    ends[error.code().name] += 1
+                except asyncio.CancelledError:
+                    ends["CANCELLED"] += 1
+                else:
+                    assert len(reasons) == max(request.n, 1), seed
+                    ends.update(map(pb.FinishReason.Name, reasons))
+
+        seeds = iter(range(num_requests))
+        await asyncio.gather(*(worker(seeds) for _ in range(16)))
+    return ends
+
+
+def test_random_requests_to_a_real_engine_leave_it_as_it_was(caplog, pytestconfig):
+    num_requests = 200 + pytestconfig.getoption("--fuzz") // 50
+    config = ServeConfig(
+        model="demo", tp=2, cpu_devices=8, page_size=8, num_pages=64, max_running=8, max_step_tokens=32,
+        max_context=128, draft_tokens=4, cache_dir="",
+    )  # fmt: skip
+    room = Mailroom(max_undelivered_tokens=2**20)
+    launched = launch(config, room.deliver)
+    edge = Edge(room, access=new_access())
+    edge.attach(Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars))
+    launched.engine.start()
+    try:
+        with serving(edge, room) as server, Client(server.target) as client:
+
+            def polite() -> tuple[int, ...]:
+                prompt = "The wind blows over the hill"
+                return client.complete(prompt, max_tokens=40, temperature=0.0, timeout_seconds=WAIT_SECONDS).token_ids
+
+            before = polite()
+            ends = asyncio.run(ask_everything(server.target, num_requests))
+            print(", ".join(f"{name} {count}" for name, count in ends.most_common()))
+            wait_for(lambda: room.num_open == 0 and not room._mailboxes)
+            load = launched.engine.load()
+            assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
+            assert polite() == before and edge.failure is None
+            assert ends["FINISH_REASON_LENGTH"] > num_requests / 5, "most of them reach the engine"
+    finally:
+        launched.engine.stop()
     assert logged_errors(caplog.records) == []
 
 
