@@ -26,10 +26,11 @@ _IGNORED_KEYS = frozenset(
     "is_encoder_decoder label2id max_window_layers output_attentions output_hidden_states pad_token_id problem_type "
     "return_dict sliding_window transformers_version use_cache".split()
 )
-_REQUIRED_KEYS = (
+_SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "rms_norm_eps max_position_embeddings tie_word_embeddings".split()
+    "max_position_embeddings".split()
 )
+_REQUIRED_KEYS = (*_SIZES, "rms_norm_eps", "tie_word_embeddings")
 # Options that must have the one value meshserve implements.
 _FIXED_OPTIONS: Mapping[str, Any] = {
     "model_type": "qwen3",
@@ -101,14 +102,11 @@ class ModelConfig:
           UnsupportedModelError: the file is missing, or names an architecture or option that is not implemented.
         """
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_dict(read_json(path))
         except FileNotFoundError:
             raise UnsupportedModelError(
                 f"{path} does not exist. --model takes a Hugging Face model directory."
             ) from None
-        except json.JSONDecodeError as error:
-            raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
-        return cls.from_dict(raw)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
@@ -122,12 +120,43 @@ class ModelConfig:
             num_query_heads=raw["num_attention_heads"],
             num_kv_heads=raw["num_key_value_heads"],
             head_dim=raw["head_dim"],
-            rms_norm_eps=raw["rms_norm_eps"],
+            rms_norm_eps=_number(raw, "rms_norm_eps", above=0.0),
             max_positions=raw["max_position_embeddings"],
             is_tied=raw["tie_word_embeddings"],
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
             rope=_rope_config(raw),
         )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file of a model says.
+
+    Raises:
+      FileNotFoundError: there is none.
+      UnsupportedModelError: it is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise UnsupportedModelError(f"{path} holds JSON of type {type(value).__name__}; it must be an object.")
+    return value
+
+
+def _require(ok: bool, options: Mapping[str, Any], key: str, allowed: str) -> None:
+    if not ok:
+        raise UnsupportedModelError(f"config.json: {key} is {options[key]!r}; allowed is {allowed}.")
+
+
+def _number(options: Mapping[str, Any], key: str, *, above: float, default: float = math.nan) -> float:
+    """A finite number above a bound; `default` where the file has none."""
+    value = options.get(key)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(is_number and above < value < math.inf, options, key, f"a number above {above:g}")
+    return float(value)
 
 
 def _check_options(raw: Mapping[str, Any]) -> None:
@@ -138,14 +167,16 @@ def _check_options(raw: Mapping[str, Any]) -> None:
     missing = [key for key in _REQUIRED_KEYS if raw.get(key) is None]
     if missing:
         raise UnsupportedModelError(f"config.json lacks {', '.join(missing)}. Add what the model was trained with.")
+    for key in _SIZES:
+        _require(type(raw[key]) is int and raw[key] >= 1, raw, key, "a whole number, 1 or more")
+    _require(raw["head_dim"] % 2 == 0, raw, "head_dim", "an even number")
+    _require(type(raw["tie_word_embeddings"]) is bool, raw, "tie_word_embeddings", "true or false")
     for key, allowed in _FIXED_OPTIONS.items():
         if raw.get(key, allowed) != allowed:
             raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}; meshserve implements {allowed!r} only.")
-    layer_types = set(raw.get("layer_types") or ())
-    if layer_types - {"full_attention"}:
-        raise UnsupportedModelError(
-            f"config.json: layer_types has {sorted(layer_types)}; only full_attention is served."
-        )
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise UnsupportedModelError(f"config.json: layer_types is {layer_types!r}; only full_attention is served.")
     known = {
         *_REQUIRED_KEYS,
         *_FIXED_OPTIONS,
@@ -169,45 +200,53 @@ def _check_options(raw: Mapping[str, Any]) -> None:
 
 def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     """Transformers 5 writes `rope_parameters`; earlier files have `rope_theta` and `rope_scaling`."""
-    scaling = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = scaling.get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
+    scaling: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = raw.get(key) or {}
+        _require(isinstance(given, dict), raw, key, "an object")
+        scaling |= given
+    with_theta = {"rope_theta": raw.get("rope_theta"), **scaling}
+    if with_theta["rope_theta"] is None:
         raise UnsupportedModelError("config.json names no rope_theta. Add what the model was trained with.")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     allowed = {"default": {"rope_type", "type", "rope_theta"}, "yarn": _YARN_KEYS}
     allowed["linear"] = allowed["default"] | {"factor"}
-    if kind not in allowed:
+    if not isinstance(kind, str) or kind not in allowed:
         raise UnsupportedModelError(
             f"config.json: rope scaling {kind!r} is not implemented; meshserve honours {', '.join(sorted(allowed))}."
         )
     unknown = sorted(key for key in scaling if key not in allowed[kind])
     if unknown:
         raise UnsupportedModelError(f"config.json: rope scaling {kind!r} has unknown options {', '.join(unknown)}.")
-    if kind != "default" and "factor" not in scaling:
+    if kind != "default" and scaling.get("factor") is None:
         raise UnsupportedModelError(f"config.json: rope scaling {kind!r} needs a factor.")
-    factor = float(scaling.get("factor", 1.0))
+    factor = _number(scaling, "factor", above=0.0, default=1.0)
+    _require(factor >= 1.0, scaling, "factor", "1 or more")
+    original_key, max_positions = "original_max_position_embeddings", raw["max_position_embeddings"]
+    truncate = scaling.get("truncate", True)
+    _require(type(truncate) is bool, scaling, "truncate", "true or false")
     return RopeConfig(
-        theta=float(theta),
+        theta=_number(with_theta, "rope_theta", above=1.0),
         kind=kind,
         factor=factor,
-        original_max_positions=scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"],
+        original_max_positions=int(_number(scaling, original_key, above=0.0, default=max_positions)),
         attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
+        beta_fast=_number(scaling, "beta_fast", above=0.0, default=32.0),
+        beta_slow=_number(scaling, "beta_slow", above=0.0, default=1.0),
+        truncate=truncate,
     )
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """The temperature of YaRN (arXiv 2309.00071, section 3.4) unless the file states it."""
     if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
+        return _number(scaling, "attention_factor", above=0.0)
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+        return mscale(_number(scaling, "mscale", above=0.0)) / mscale(_number(scaling, "mscale_all_dim", above=0.0))
     return mscale(1.0)
 
 

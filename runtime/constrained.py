@@ -59,6 +59,9 @@ class ConstrainedSamples:
         if token_id is None:  # a stop token may come anywhere, an end token where the mask allowed it
             may_end = matcher.may_end or request.params.stop_token_ids
             return None if may_end else (FinishReason.ERROR, _CONFLICT)
+        params = request.params
+        if token_id in params.bad_token_ids or (params.allowed_token_ids and token_id not in params.allowed_token_ids):
+            return FinishReason.ERROR, _CONFLICT  # the device takes token 0 where none is left
         was_allowed = matcher.allows(token_id)
         if not matcher.advance([token_id]):
             return FinishReason.ERROR, _too_complex(matcher) if was_allowed else _CONFLICT

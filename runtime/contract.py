@@ -85,7 +85,8 @@ class ModelInfo:
     def check(self, params: SamplingParams) -> None:
         """
         Raises:
-          InvalidRequestError: a parameter names a token that does not exist, or asks for what this server does not do.
+          InvalidRequestError: a parameter names a token that does not exist, or asks for what this server does not do,
+            or they leave no token.
         """
         supported = {**dict.fromkeys(PENALTY_FIELDS, self.supports_penalties)}
         supported |= dict.fromkeys(LOGPROB_FIELDS, self.supports_logprobs)
@@ -98,3 +99,15 @@ class ModelInfo:
                 if not 0 <= token_id < self.vocab_size:
                     message = f"token {index} is {token_id}; allowed is 0 to {self.vocab_size - 1}."
                     raise InvalidRequestError(f"sampling.{name}", message)
+        self._check_choice(params)
+
+    def _check_choice(self, params: SamplingParams) -> None:
+        """Where no token is left, the device would choose token 0."""
+        bad = set(params.bad_token_ids)
+        if len(bad) == self.vocab_size:
+            message = f"got all {self.vocab_size} tokens of the vocabulary; allowed is to leave one of them."
+            raise InvalidRequestError("sampling.bad_token_ids", message)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        if params.min_tokens and params.allowed_token_ids and not set(params.allowed_token_ids) - bad - ends:
+            message = f"got {params.min_tokens}, and every one of allowed_token_ids ends the output; allowed is 0."
+            raise InvalidRequestError("sampling.min_tokens", message)

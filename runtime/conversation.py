@@ -12,6 +12,18 @@ _MAX_ROLE_CHARS = 64
 _MAX_TOOLS = 128  # and calls in a message
 
 
+def check_number(conversation: pb.Conversation, max_messages: int) -> None:
+    """To be asked before anything that looks at each message: small ones come by the million.
+
+    Raises:
+      InvalidRequestError: there are too many messages, tools, or calls in one message.
+    """
+    _check_number("messages", len(conversation.messages), max_messages)
+    _check_number("tools", len(conversation.tools))
+    for index, message in enumerate(conversation.messages):
+        _check_number(f"messages[{index}].tool_calls", len(message.tool_calls))
+
+
 def texts(conversation: pb.Conversation) -> Iterator[str]:
     """Everything in it that may come to stand in the prompt."""
     yield from conversation.tools
@@ -33,7 +45,6 @@ def template_arguments(conversation: pb.Conversation) -> tuple[list[dict[str, An
     if conversation.HasField("enable_thinking"):
         options["enable_thinking"] = conversation.enable_thinking
     if conversation.tools:
-        _check_number("tools", len(conversation.tools))
         options["tools"] = [_json_object(text, f"tools[{index}]") for index, text in enumerate(conversation.tools)]
     if conversation.continue_last_message:
         if conversation.add_generation_prompt:
@@ -58,7 +69,6 @@ def _message(message: pb.ChatMessage, place: str) -> dict[str, Any]:
     if message.HasField("reasoning_content"):
         plain["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
-        _check_number(f"{place}.tool_calls", len(message.tool_calls))
         plain["tool_calls"] = [
             _tool_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
         ]
@@ -72,9 +82,9 @@ def _tool_call(call: pb.ToolCall, place: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _check_number(field: str, number: int) -> None:
-    if number > _MAX_TOOLS:
-        raise InvalidRequestError(field, f"got {number}; allowed are {_MAX_TOOLS}.")
+def _check_number(field: str, number: int, allowed: int = _MAX_TOOLS) -> None:
+    if number > allowed:
+        raise InvalidRequestError(field, f"got {number}; allowed are {allowed}.")
 
 
 def _check_continued(message: pb.ChatMessage) -> None:

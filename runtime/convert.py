@@ -28,7 +28,7 @@ from meshserve.sharding.loading import load_parameters, progress_bar
 from meshserve.sharding.mesh import use_cpu_devices
 from meshserve.sharding.storage import as_path, is_remote
 from meshserve.sharding.tensor_files import INDEX_FILE, weight_files
-from meshserve.sharding.tensor_writer import is_written, split_files, write_file, write_index
+from meshserve.sharding.tensor_writer import drop_index, is_written, split_files, write_file, write_index
 from meshserve.sharding.weights import Parameter, Piece, Source
 
 from .config import ModelConfig
@@ -62,7 +62,10 @@ def run_convert(source: str, target: str, *, form: str, dtype: str, is_verified:
     if target:
         with contextlib.suppress(RuntimeError):  # jax has started, and with other devices
             use_cpu_devices(_NUM_DEVICES)
-        convert(source, target, form=form, dtype=dtype, devices=jax.devices("cpu"))
+        try:
+            convert(source, target, form=form, dtype=dtype, devices=jax.devices("cpu"))
+        except OSError as error:
+            raise ConfigError(f"{error}. What {target} has is kept, and the same command goes on from there.") from None
     if is_verified:
         print(f"{verify(target or source)} arrays are what was written.")
     return 0
@@ -80,11 +83,17 @@ def convert(
 
     Raises:
       CheckpointError, UnsupportedModelError: the source does not hold a model that meshserve serves.
-      ConfigError: source and target are the same, or the target's disk is too small.
+      ConfigError: source and target are the same, the target holds a checkpoint that would hide what is written, or
+        its disk is too small.
+      OSError: the target cannot be written.
     """
     directory, output = as_path(source), as_path(target)
-    if directory == output:
+    if os.path.realpath(directory) == os.path.realpath(output):
         raise ConfigError(f"--output {output} is the model itself. Name another directory.")
+    if form == "safetensors" and is_orbax(output):
+        raise ConfigError(
+            f"--output {output} holds an Orbax checkpoint, which would be served instead. Name another directory."
+        )
     config = ModelConfig.from_file(directory / "config.json")
     kind = _stored_dtype(config, dtype)
     weights = open_weights(directory, config)
@@ -137,8 +146,13 @@ class _Job:
         """Writes all parts; while one is written the next is read."""
         parts = stored_parts(self._config)
         writer = CheckpointWriter(self._output, self._source_id)
-        missing = {part: arrays for part, arrays in parts.items() if not writer.has(part)}
         sizes = {part: self._num_bytes(arrays[key][0] for key in arrays) for part, arrays in parts.items()}
+        missing: dict[str, Any] = {}
+        with progress_bar(sum(sizes.values()), "check") as progress:
+            for part, arrays in parts.items():
+                if not writer.has(part):
+                    missing[part] = arrays
+                progress.update(sizes[part])
         self._check_disk(sum(sizes[part] for part in missing))
         if len(missing) < len(parts):
             _log.info("%d of %d parts are there from an earlier run", len(parts) - len(missing), len(parts))
@@ -166,6 +180,7 @@ class _Job:
             pieces = hf_pieces_of_stored(self._config)
         else:
             pieces = {name: [_whole(name, shape)] for name, shape in shapes.items()}
+        drop_index(self._output)
         with progress_bar(num_bytes, "convert") as progress:
             for file, names in missing.items():
                 of_file = {name: shapes[name] for name in names}

@@ -100,11 +100,11 @@ class Grammars:
     Args:
       tokenizer_file: the model's tokenizer.json.
       vocab_size: of the model, padding included: a mask has a bit for each of these tokens.
-      eos_token_ids: allowed where the output may end.
+      eos_token_ids: allowed where the output may end; the tokenizer knows them.
     """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Collection[int]):
-        eos = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        eos = sorted(eos_token_ids)
         self._vocabulary = llguidance.LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos or None)
         self._limits = llguidance.LLParserLimits(
             max_lexer_states=_MAX_LEXER_STATES, step_lexer_fuel=_MAX_LEXER_FUEL, verbose_errors=False

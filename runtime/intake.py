@@ -6,9 +6,8 @@ So are constraints compiled, few at a time: a large one keeps a core busy for ha
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from meshserve.protos import inference_pb2 as pb
 
@@ -78,11 +77,12 @@ class Intake:
           InvalidRequestError: a message or the template's opinion of it.
           UnsupportedModelError: the model has no template.
         """
+        return await asyncio.to_thread(self._render, asked)
+
+    def _render(self, asked: pb.Conversation) -> tuple[int, ...]:
+        conversation.check_number(asked, self._info.max_context_tokens)
         self._check_chars("messages", sum(map(len, conversation.texts(asked))))
         messages, options = conversation.template_arguments(asked)
-        return await asyncio.to_thread(self._render, messages, options)
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
         return self._tokenizer.encode(self._tokenizer.render_chat(messages, **options))
 
     def checked(self, field: str, token_ids: tuple[int, ...]) -> tuple[int, ...]:

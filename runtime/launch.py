@@ -87,7 +87,8 @@ def launch(
     if config.controls:
         from .grammar import Grammars  # here, because benchmarks of the engine run where llguidance is not installed
 
-        grammars = Grammars(files.small / "tokenizer.json", model.vocab_size, tokenizer.eos_token_ids)
+        eos_token_ids = filter(tokenizer.knows, _eos_token_ids(tokenizer, model))
+        grammars = Grammars(files.small / "tokenizer.json", model.vocab_size, frozenset(eos_token_ids))
     if cluster is not None:
         progress("waiting for the other processes")
         cluster.begin(config, files)
@@ -155,7 +156,7 @@ def build_engine(
     config = kernels_here(config, model, mesh)
     limits = server_limits(config, context_tokens(config, model))
     pages = PageAllocator(num_pages)
-    eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else frozenset()
+    eos_token_ids = _eos_token_ids(tokenizer, model) if tokenizer is not None else frozenset()
     engine = Engine(
         scheduler=Scheduler(limits, pages, eos_token_ids),
         pages=pages,
@@ -279,6 +280,11 @@ def make_runner(
     return runner, num_pages
 
 
+def _eos_token_ids(tokenizer: Tokenizer, model: ModelConfig) -> frozenset[int]:
+    """Those that the model can choose: the files beside one whose vocabulary was cut may still name others."""
+    return frozenset(token_id for token_id in tokenizer.eos_token_ids if token_id < model.vocab_size)
+
+
 def _dtype_on(mesh: Mesh, config: ServeConfig, model: ModelConfig) -> jnp.dtype:
     return jnp.dtype(serving_dtype(config, model, mesh.devices.flat[0].platform))
 
@@ -289,7 +295,7 @@ def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, m
         architecture=SUPPORTED_ARCHITECTURE,
         vocab_size=model.vocab_size,
         max_context_tokens=context_tokens(config, model),
-        eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        eos_token_ids=tuple(sorted(_eos_token_ids(tokenizer, model))),
         tp_degree=config.tp,
         dtype=_dtype_on(mesh, config, model).name,
         page_size_tokens=config.page_size,

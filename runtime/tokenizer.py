@@ -9,7 +9,6 @@ and feed them to an incremental UTF-8 decoder, which keeps an unfinished charact
 
 import codecs
 import functools
-import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from .config import read_json
 from .errors import InvalidRequestError, UnsupportedModelError
 
 
@@ -34,11 +34,9 @@ def _unicode_bytes() -> dict[str, int]:
 def _read_json(path: Path) -> dict[str, Any]:
     """The parsed file; empty if there is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         return {}
-    except json.JSONDecodeError as error:
-        raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
 
 
 class Tokenizer:
@@ -87,10 +85,14 @@ class Tokenizer:
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             value = _read_json(self.directory / name).get("eos_token_id")
-            found.update([] if value is None else value if isinstance(value, list) else [value])
+            token_ids = [] if value is None else value if isinstance(value, list) else [value]
+            if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
+                path = self.directory / name
+                raise UnsupportedModelError(f"{path}: eos_token_id is {value!r}; allowed are token ids.")
+            found.update(token_ids)
         token = _read_json(self.directory / "tokenizer_config.json").get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
-        if text is not None and (token_id := self._tokenizer.token_to_id(text)) is not None:
+        if isinstance(text, str) and (token_id := self._tokenizer.token_to_id(text)) is not None:
             found.add(token_id)
         return frozenset(found)
 
@@ -99,6 +101,10 @@ class Tokenizer:
         """Whether `render_chat` works."""
         config = _read_json(self.directory / "tokenizer_config.json")
         return bool(config.get("chat_template")) or (self.directory / "chat_template.jinja").is_file()
+
+    def knows(self, token_id: int) -> bool:
+        """Whether there is such a token; a model's vocabulary may be padded beyond its tokenizer's."""
+        return self._tokenizer.id_to_token(token_id) is not None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of `text`. The text of a special token becomes that token; none is added of its own accord,

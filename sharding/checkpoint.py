@@ -183,9 +183,8 @@ class OrbaxCheckpoint:
         part = self._arrays[tensor][0]
         where = f"{part_directory(self._directory, part)}, array {tensor}"
         try:
-            store = self._store(tensor)
-            values = store[tuple(slice(first, last) for first, last in block)].read().result()
-        except (ValueError, OSError) as error:  # TensorStore's own: a node's checksum, a chunk cut short, no such file
+            values = read_block(self._store(tensor), block)
+        except (ValueError, OSError) as error:
             reason = str(error).split(" [source locations")[0]
             raise CheckpointError(f"{where}: cut short or damaged ({reason}). Convert the model again.") from None
         if crc32(values) != self._crcs[tensor][block]:
@@ -201,9 +200,7 @@ class OrbaxCheckpoint:
             store = self._stores.get(tensor)
         if store is None:
             part, key, digest = self._arrays[tensor]
-            store = open_array(part_directory(self._directory, part), key, self._context)
-            if (tuple(store.shape), store.dtype.numpy_dtype) != (digest.shape, DTYPES[digest.dtype]):
-                raise ValueError(f"it is {store.dtype.name} {tuple(store.shape)}, not {digest.dtype} {digest.shape}")
+            store = open_array(part_directory(self._directory, part), key, self._context, digest)
             with self._opening:
                 self._stores[tensor] = store
         return store
@@ -228,16 +225,29 @@ class OrbaxCheckpoint:
             self._crcs[name] = dict(zip(array.blocks(), array.crc32, strict=True))
 
 
-def open_array(directory: epath.Path, key: str, context: ts.Context) -> Any:
+def open_array(directory: epath.Path, key: str, context: ts.Context, digest: ArrayDigest | None = None) -> Any:
     """An array of an Orbax checkpoint, for reading.
 
     Raises:
-      ValueError: TensorStore cannot open it.
+      ValueError: TensorStore cannot open it, or its shape and dtype are not those of the digest.
     """
     text = os.fspath(directory)
     base = f"{text}/" if is_remote(text) else f"file://{text}/"
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{key}/"}}
-    return ts.open(spec, open=True, read=True, context=context).result()
+    store = ts.open(spec, open=True, read=True, context=context).result()
+    found = tuple(store.shape), store.dtype.numpy_dtype
+    if digest is not None and found != (digest.shape, DTYPES[digest.dtype]):
+        raise ValueError(f"it is {store.dtype.name} {tuple(store.shape)}, not {digest.dtype} {digest.shape}")
+    return store
+
+
+def read_block(store: Any, block: Region) -> np.ndarray:
+    """A block of an open array.
+
+    Raises:
+      ValueError, OSError: TensorStore cannot read it: a node's checksum, a chunk cut short, no such file.
+    """
+    return store[tuple(slice(first, last) for first, last in block)].read().result()
 
 
 def num_bytes(arrays: Mapping[str, ArrayDigest]) -> int:

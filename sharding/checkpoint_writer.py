@@ -28,6 +28,7 @@ from .checkpoint import (
     num_bytes,
     open_array,
     part_directory,
+    read_block,
     sha256,
 )
 from .storage import is_remote
@@ -64,12 +65,16 @@ class CheckpointWriter:
             (directory / MANIFEST_FILE).unlink()  # from here on it is not whole
 
     def has(self, part: str) -> bool:
-        """Whether an earlier run has written the part from the same source."""
+        """Whether an earlier run has written the part from the same source, and it is what was written: reads it."""
         try:
             digest = PartDigest.from_json(digest_file(self._directory, part).read_text())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
-        return digest.source_id == self._source_id and part_directory(self._directory, part).exists()
+        if digest.source_id != self._source_id:
+            return False
+        is_whole = partial(self._is_whole, part_directory(self._directory, part))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return all(pool.map(is_whole, digest.arrays, digest.arrays.values()))
 
     def write(self, part: str, arrays: Mapping[str, jax.Array]) -> None:
         """Writes a part: first Orbax's files, then the digests, which are taken from memory and not from what was
@@ -105,6 +110,14 @@ class CheckpointWriter:
         )
         _write_atomically(self._directory / MANIFEST_FILE, json.dumps(asdict(manifest), indent=2))
         return total
+
+    def _is_whole(self, directory: epath.Path, key: str, digest: ArrayDigest) -> bool:
+        try:
+            store = open_array(directory, key, self._context, digest)
+            blocks = zip(digest.blocks(), digest.crc32, strict=True)
+            return all(crc32(read_block(store, block)) == expected for block, expected in blocks)
+        except (ValueError, OSError):
+            return False
 
     def _digest(self, directory: epath.Path, key: str, array: jax.Array) -> ArrayDigest:
         store = open_array(directory, key, self._context)

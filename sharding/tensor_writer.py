@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from .tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE
 _MAX_FILE_BYTES = 4 * 2**30
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SOURCE_KEY = "meshserve_source"
+_FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # as `split_files` gives them
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -37,8 +39,11 @@ def is_written(path: epath.Path, source_id: str) -> bool:
     """Whether an earlier run has written this file, whole, from the same source."""
     try:
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return header["__metadata__"][_SOURCE_KEY] == source_id
+            start = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(start))
+        is_ours = header.pop("__metadata__")[_SOURCE_KEY] == source_id
+        end = max(tensor["data_offsets"][1] for tensor in header.values())
+        return is_ours and path.stat().length == 8 + start + end
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -63,8 +68,16 @@ def write_file(path: epath.Path, shapes: Shapes, dtype: np.dtype, values: Iterab
         target.replace(path)
 
 
+def drop_index(directory: epath.Path) -> None:
+    """An index that another run has left would make a model of files of both."""
+    (directory / INDEX_FILE).unlink(missing_ok=True)
+
+
 def write_index(directory: epath.Path, files: Mapping[str, Sequence[str]], num_bytes: int) -> None:
-    """The index of several files; one file needs none."""
+    """The index of several files; one file needs none. Weight files that another run has left are removed."""
+    for path in directory.glob("model*.safetensors"):
+        if _FILE_NAME.fullmatch(path.name) and path.name not in files:
+            path.unlink()
     if list(files) == [SINGLE_FILE]:
         return
     weight_map = {name: file for file, names in files.items() for name in names}

@@ -123,6 +123,47 @@ def test_a_missing_or_broken_file(tmp_path: Path):
         ModelConfig.from_file(tmp_path / "config.json")
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"a"'])
+def test_a_file_that_holds_no_object(text: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModelError, match=r"config.json holds JSON of type \w+; it must be an object"):
+        ModelConfig.from_file(tmp_path / "config.json")
+    (tmp_path / "config.json").write_bytes(b"\xff")
+    with pytest.raises(UnsupportedModelError, match="config.json is not valid JSON"):
+        ModelConfig.from_file(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("num_key_value_heads", 0, "a whole number, 1 or more"), ("num_attention_heads", "16", "a whole number"),
+        ("num_hidden_layers", 28.0, "a whole number"), ("vocab_size", True, "a whole number"),
+        ("head_dim", 127, "an even number"), ("tie_word_embeddings", "false", "true or false"),
+        ("tie_word_embeddings", 0, "true or false"), ("rms_norm_eps", math.nan, "a number above 0"),
+        ("rms_norm_eps", "1e-6", "a number above 0"), ("rms_norm_eps", 0, "a number above 0"),
+        ("rope_theta", 1.0, "a number above 1"), ("rope_theta", math.inf, "a number above 1"),
+        ("rope_scaling", "yarn", "an object"), ("layer_types", True, "only full_attention"),
+    ],
+)  # fmt: skip
+def test_values_that_mean_nothing_are_refused_by_name(key: str, value: object, allowed: str):
+    message = refusal(**{key: value})
+    assert f"{key} is {value!r}; " in message and allowed in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("factor", 0.0, "a number above 0"), ("factor", -4.0, "a number above 0"), ("factor", 0.5, "1 or more"),
+        ("factor", "4", "a number above 0"), ("factor", math.nan, "a number above 0"),
+        ("original_max_position_embeddings", -1, "a number above 0"), ("attention_factor", 0.0, "a number above 0"),
+        ("beta_fast", "32", "a number above 0"), ("truncate", "false", "true or false"),
+    ],
+)  # fmt: skip
+def test_rope_options_that_mean_nothing_are_refused_by_name(key: str, value: object, allowed: str):
+    message = refusal(rope_scaling={"rope_type": "yarn", "factor": 2.0, key: value})
+    assert f"{key} is {value!r}; allowed is {allowed}" in message
+
+
 # --- rotary embedding
 
 ROPES = {
@@ -173,6 +214,7 @@ def test_rope_options_are_never_ignored():
     scaling = {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}
     assert "'yarn' has unknown options partial_rotary_factor" in refusal(rope_scaling=scaling)
     assert "'yarn' needs a factor" in refusal(rope_scaling={"rope_type": "yarn"})
+    assert "'yarn' needs a factor" in refusal(rope_scaling={"rope_type": "yarn", "factor": None})
     assert "names no rope_theta" in refusal(rope_theta=None)
 
 

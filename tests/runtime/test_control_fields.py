@@ -111,6 +111,27 @@ def test_tokens_that_do_not_exist_are_refused(field: str):
     info.check(SamplingParams(**{field: {0: 1.0} if field == "logit_bias" else (VOCAB_SIZE - 1,)}))
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"bad_token_ids": tuple(range(VOCAB_SIZE))}, "bad_token_ids: got all 128 tokens of the vocabulary"),
+        ({"allowed_token_ids": (0, END), "min_tokens": 1}, "min_tokens: got 1, and every one of allowed_token_ids"),
+        ({"allowed_token_ids": (7, 9), "bad_token_ids": (9,), "stop_token_ids": (7,), "min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_what_leaves_no_token_is_refused(fields: dict, words: str):
+    info = dataclasses.replace(INFO, supports_penalties=True)
+    with pytest.raises(InvalidRequestError, match=words):
+        info.check(SamplingParams(**fields))
+
+
+def test_a_token_beside_those_that_end_is_enough():
+    info = dataclasses.replace(INFO, supports_penalties=True)
+    info.check(SamplingParams(allowed_token_ids=(END, 9), min_tokens=1))
+    info.check(SamplingParams(allowed_token_ids=(END,), min_tokens=1, ignore_eos=True))
+    info.check(SamplingParams(allowed_token_ids=(END,)))
+
+
 @pytest.mark.parametrize("field", [*PENALTY_FIELDS, *LOGPROB_FIELDS])
 def test_a_server_without_controls_refuses_their_fields(field: str):
     params = SamplingParams(**{field: EVERY_FIELD[field]})

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from meshserve.deploy import demo
+from meshserve.runtime.constrained import ConstrainedSamples
 from meshserve.runtime.constraint import MAX_CONSTRAINT_CHARS, Constraint
 from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.grammar import Grammars, Matcher, compiled
+from meshserve.runtime.request import FinishReason, Request, SamplingParams
 from meshserve.runtime.tokenizer import Tokenizer
 
 from .schemas import random_document_schema, random_regex
@@ -229,3 +231,15 @@ def test_a_token_that_is_not_allowed_ends_it(grammars, tokenizer):
     matcher = grammars.compile(of("regex", "ab")).matcher()
     assert not matcher.advance(tokenizer.encode("z"))
     assert matcher.failure is not None and not matcher.is_complete and not matcher.may_end
+
+
+@pytest.mark.parametrize("field", ["bad_token_ids", "allowed_token_ids"])
+def test_the_token_that_is_taken_where_none_is_left_is_no_output(grammars, tokenizer, field):
+    """A device that may choose none chooses token 0, which in some vocabularies a constraint allows."""
+    [token_id] = tokenizer.encode("!")
+    params = SamplingParams(**{field: (token_id if field == "bad_token_ids" else token_id + 1,)})
+    request = Request(request_id="r", prompt_token_ids=(1,), params=params, seed=0)
+    samples = ConstrainedSamples()
+    samples.open(request, grammars.compile(of("choice", ["!", "!!"])).matcher())
+    end = samples.advance(request, token_id)
+    assert end is not None and end[0] is FinishReason.ERROR and "no token was left" in end[1]

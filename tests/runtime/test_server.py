@@ -160,6 +160,8 @@ SAID = {"role": "assistant", "content": "b"}
         ([TALK], {"tools": ["{"]}, "tools[0]", "is not JSON"),
         ([TALK], {"tools": [{"type": "function"}, "[1]"]}, "tools[1]", "is JSON of type list; allowed is an object"),
         ([TALK], {"tools": ["{}"] * 129}, "tools", "got 129; allowed are 128"),
+        ([TALK] * 65, {}, "messages", "got 65; allowed are 64"),
+        ([SAID | {"tool_calls": [{"name": "f", "arguments": {}}] * 129}], {}, "messages[0].tool_calls", "got 129;"),
         ([TALK], {"tools": ['{"a": "' + "x" * 20_000 + '"}']}, "messages", "characters; allowed are"),
         ([TALK], {"continue_last_message": True}, "continue_last_message", "the last message is of 'user'"),
         (

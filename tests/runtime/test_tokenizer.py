@@ -1,5 +1,6 @@
 import codecs
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,14 @@ def test_special_tokens_have_no_text_and_other_added_tokens_do(tokenizer):
 def test_end_tokens_come_from_every_file(tokenizer):
     (im_end,) = tokenizer.encode("<|im_end|>")
     assert tokenizer.eos_token_ids == {7, 9, 11, im_end}
+
+
+@pytest.mark.parametrize("value", [-1, "</s>", True, [7, None], 1.0])
+def test_end_tokens_that_are_none_are_refused(directory: Path, tmp_path: Path, value: object):
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UnsupportedModelError, match=r"n_config.json: eos_token_id is .*; allowed are token ids"):
+        Tokenizer(copy)
 
 
 def test_chat_template(tokenizer):

@@ -208,6 +208,52 @@ def test_parts_of_another_source_are_not_kept(demo: Path, tmp_path: Path) -> Non
     assert_same_bits(parameters(copy, 1, "float32"), parameters(DEMO, 1, "float32"))
 
 
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_same_conversion_mends_what_is_damaged(demo: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(demo, tmp_path / "copy")
+    flip_a_byte(max((copy / "weights").rglob("d/*"), key=lambda path: path.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"CRC-32 differs|cut short or damaged"):
+        verify(copy)
+    converted(DEMO, copy)
+    assert verify(copy) == 50
+
+
+def test_safetensors_that_were_cut_short_are_written_again(demo: Path, tmp_path: Path) -> None:
+    back = converted(demo, tmp_path, form="safetensors") / "model.safetensors"
+    whole = back.read_bytes()
+    back.write_bytes(whole[: len(whole) // 2])
+    converted(demo, tmp_path, form="safetensors")
+    assert back.read_bytes() == whole
+
+
+def test_what_another_model_has_left_is_not_served(demo: Path, tmp_path: Path) -> None:
+    stale = [f"model-0000{index}-of-00002.safetensors" for index in (1, 2)]
+    for name in stale:
+        (tmp_path / name).write_bytes(b"old")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys("ab", stale[0])}))
+    (tmp_path / "model-card.safetensors").write_bytes(b"not ours")
+    converted(demo, tmp_path, form="safetensors")
+    assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors", "model-card.safetensors"}
+    assert_same_bits(parameters(tmp_path, 1), parameters(DEMO, 1))
+
+
+def test_safetensors_are_not_hidden_behind_a_checkpoint(demo: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(demo, tmp_path / "copy")
+    with pytest.raises(ConfigError, match="holds an Orbax checkpoint, which would be served instead"):
+        converted(DEMO, copy, form="safetensors")
+
+
+def test_an_output_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file.* the same command goes on from there"):
+        run_convert(str(DEMO), str(tmp_path / "file"), form="orbax", dtype="auto", is_verified=False)
+
+
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -216,10 +262,14 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
     assert not list((tmp_path / "out" / "weights").glob("*"))
 
 
-def test_nothing_to_do_and_the_model_itself(demo: Path) -> None:
+def test_nothing_to_do_and_the_model_itself(demo: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to do"):
         run_convert(str(demo), "", form="orbax", dtype="auto", is_verified=False)
     with pytest.raises(ConfigError, match="is the model itself"):
         run_convert(str(demo), str(demo), form="orbax", dtype="auto", is_verified=False)
+    link = tmp_path / "link"
+    link.symlink_to(demo)
+    with pytest.raises(ConfigError, match="is the model itself"):
+        run_convert(str(demo), str(link), form="orbax", dtype="auto", is_verified=False)
     with pytest.raises(ConfigError, match="no Orbax checkpoint"):
         run_convert(str(DEMO), "", form="orbax", dtype="auto", is_verified=True)
