@@ -21,6 +21,7 @@ from .errors import InvalidRequestError
 
 _MAX_CACHED_GRAMMARS = 32
 _MAX_LEXER_STATES = 20_000  # about 2 kB each, kept for as long as the grammar is
+_MAX_ROW_ITEMS = 500  # of the parser; an ambiguous grammar costs their square, 40 ms a mask (2 s at llguidance's 2,000)
 _MAX_LEXER_FUEL = 100_000  # of one mask, half of the default: a hostile expression spends everybody's time
 _MAX_MESSAGE_CHARS = 500
 # Between the parts of a JSON text: nothing, a space, or a new line and its indent. Given more, some models do not stop.
@@ -107,7 +108,10 @@ class Grammars:
         eos = sorted(eos_token_ids)
         self._vocabulary = llguidance.LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos or None)
         self._limits = llguidance.LLParserLimits(
-            max_lexer_states=_MAX_LEXER_STATES, step_lexer_fuel=_MAX_LEXER_FUEL, verbose_errors=False
+            max_items_in_row=_MAX_ROW_ITEMS,
+            max_lexer_states=_MAX_LEXER_STATES,
+            step_lexer_fuel=_MAX_LEXER_FUEL,
+            verbose_errors=False,
         )
         self._executor = llguidance.LLExecutor()
         self.eos_mask = _mask_of(eos, -(-vocab_size // 32))  # [W] uint32, as those of `masks`

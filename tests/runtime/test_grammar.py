@@ -243,3 +243,14 @@ def test_the_token_that_is_taken_where_none_is_left_is_no_output(grammars, token
     samples.open(request, grammars.compile(of("choice", ["!", "!!"])).matcher())
     end = samples.advance(request, token_id)
     assert end is not None and end[0] is FinishReason.ERROR and "no token was left" in end[1]
+
+
+def test_an_ambiguous_grammar_is_given_up_before_it_costs_much(grammars):
+    """Its parses double with every token, and what a mask costs grows with their square."""
+    matcher = grammars.compile(of("grammar", 'start: s\ns: s s s | s s | "a" | "b"')).matcher()
+    rng = random.Random(1)
+    for _ in range(300):
+        if not matcher.advance([rng.choice(allowed(matcher.mask & ~grammars.eos_mask))]):
+            break
+        grammars.renew_masks([matcher])
+    assert matcher.failure is not None and "max is 500" in matcher.failure
