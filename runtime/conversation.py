@@ -1,4 +1,4 @@
-"""From a Conversation message to what a chat template is given. Serves step 2 of 10."""
+"""From a conversation to what a chat template is given. Serves step 2 of 10."""
 
 import json
 from collections.abc import Iterator
@@ -11,8 +11,10 @@ from .errors import InvalidRequestError
 _MAX_ROLE_CHARS = 64
 _MAX_TOOLS = 128  # and calls in a message
 
+Messages = pb.Conversation | pb.ChatRequest  # the fields of the one are in the other, by the same names
 
-def check_number(conversation: pb.Conversation, max_messages: int) -> None:
+
+def check_number(conversation: Messages, max_messages: int) -> None:
     """To be asked before anything that looks at each message: small ones come by the million.
 
     Raises:
@@ -24,7 +26,7 @@ def check_number(conversation: pb.Conversation, max_messages: int) -> None:
         _check_number(f"messages[{index}].tool_calls", len(message.tool_calls))
 
 
-def texts(conversation: pb.Conversation) -> Iterator[str]:
+def texts(conversation: Messages) -> Iterator[str]:
     """Everything in it that may come to stand in the prompt."""
     yield from conversation.tools
     for message in conversation.messages:
@@ -32,7 +34,7 @@ def texts(conversation: pb.Conversation) -> Iterator[str]:
         yield from (text for call in message.tool_calls for text in (call.name, call.arguments))
 
 
-def template_arguments(conversation: pb.Conversation) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def template_arguments(conversation: Messages) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The messages, and the options of `Tokenizer.render_chat`.
 
     Raises:

@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from meshserve.protos import inference_pb2 as pb
-
 from . import conversation
 from .constraint import Constraint
 from .contract import ModelInfo
@@ -70,7 +68,7 @@ class Intake:
             return self._tokenizer.decode(token_ids)
         return await asyncio.to_thread(self._tokenizer.decode, token_ids)
 
-    async def render(self, asked: pb.Conversation) -> tuple[int, ...]:
+    async def render(self, asked: conversation.Messages) -> tuple[int, ...]:
         """The tokens of a conversation, as the model's chat template writes it.
 
         Raises:
@@ -79,7 +77,7 @@ class Intake:
         """
         return await asyncio.to_thread(self._render, asked)
 
-    def _render(self, asked: pb.Conversation) -> tuple[int, ...]:
+    def _render(self, asked: conversation.Messages) -> tuple[int, ...]:
         conversation.check_number(asked, self._info.max_context_tokens)
         self._check_chars("messages", sum(map(len, conversation.texts(asked))))
         messages, options = conversation.template_arguments(asked)

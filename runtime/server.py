@@ -132,7 +132,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> None:
         async def prompt(intake: Intake) -> tuple[int, ...]:
-            return intake.checked("messages", await intake.render(wire.conversation(request)))
+            return intake.checked("messages", await intake.render(request))
 
         await self._answer("Chat", request, prompt, pb.ChatResponse, context)
 

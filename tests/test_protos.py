@@ -96,6 +96,13 @@ def test_both_answers_have_the_same_fields():
     assert numbers[0] == numbers[1]
 
 
+def test_a_chat_request_has_every_field_of_a_conversation():
+    of_request = pb.ChatRequest.DESCRIPTOR.fields_by_name
+    for field in pb.Conversation.DESCRIPTOR.fields:
+        same = of_request[field.name]
+        assert (same.type, same.is_repeated, same.message_type) == (field.type, field.is_repeated, field.message_type)
+
+
 def test_every_finish_reason_goes_over_the_wire():
     for reason in FinishReason:
         for kind in (pb.GenerateResponse, pb.ChatResponse):
