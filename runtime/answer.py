@@ -170,6 +170,8 @@ def constraint_message(field: ConstraintField) -> pb.Constraint:
     if "json_schema" in fields:
         fields["json_schema"] = _json_text(fields["json_schema"])
     if "choice" in fields:
+        if isinstance(fields["choice"], str):
+            raise TypeError(f"choice is the string {fields['choice']!r}; it takes a list of strings.")
         fields["choice"] = pb.Choice(texts=fields["choice"])
     return pb.Constraint(**fields)
 

@@ -78,6 +78,8 @@ def credentials_from(tls_ca: Path | None, token_file: Path | None) -> tuple[grpc
         return credentials, token_file.read_text().strip() if token_file is not None else None
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{token_file} is no text file; it holds a token and nothing else.") from None
 
 
 class Client:

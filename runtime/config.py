@@ -133,11 +133,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: there is none.
-      UnsupportedModelError: it is no JSON object.
+      UnsupportedModelError: it cannot be read, or is no JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UnsupportedModelError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
         raise UnsupportedModelError(f"{path} holds JSON of type {type(value).__name__}; it must be an object.")

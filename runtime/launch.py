@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from .engine import Engine
 from .figures import FIGURES_IN_LOG
 from .kept import kept_shapes
 from .kernel_choice import choose_kernels, kernels_here
-from .model_files import DEMO_MODEL, ModelFiles, find_model
+from .model_files import ModelFiles, find_model
 from .orbax_weights import model_layout
 from .pages import PageAllocator
 from .random_weights import random_model
@@ -291,7 +292,7 @@ def _dtype_on(mesh: Mesh, config: ServeConfig, model: ModelConfig) -> jnp.dtype:
 
 def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, mesh: Mesh) -> ModelInfo:
     return ModelInfo(
-        name=config.served_name or (config.model if config.model == DEMO_MODEL else Path(config.model).name),
+        name=config.served_name or Path(os.path.abspath(config.model)).name,
         architecture=SUPPORTED_ARCHITECTURE,
         vocab_size=model.vocab_size,
         max_context_tokens=context_tokens(config, model),

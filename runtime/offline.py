@@ -1,9 +1,10 @@
 """`meshserve generate`: a file of prompts in, a file of completions out, no server."""
 
+import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         if line.strip():
             try:
                 prompts.append(_prompt(json.loads(line)))
-            except (ValueError, TypeError, OverflowError, InvalidRequestError) as error:
+            except (ValueError, TypeError, OverflowError, RecursionError, InvalidRequestError) as error:
                 raise MeshserveError(f"--input {path}, line {number}: {error}") from None
     return prompts
 
@@ -198,6 +199,14 @@ class Batch:
         return prompt.prompt
 
 
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MeshserveError(f"--output {target} cannot be written: {error.strerror}.") from None
+
+
 def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
     """Completes every prompt of `source` into `target`, line by line in the same order.
 
@@ -207,10 +216,10 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
       MeshserveError: the input is malformed, the output cannot be written, or the engine died.
     """
     prompts = read_prompts(source)
-    try:
-        target.touch()  # before anything is computed
-    except OSError as error:
-        raise MeshserveError(f"--output {target} cannot be written: {error.strerror}.") from None
+    with _writing(target):  # before anything is computed
+        target.open("a").close()
+    if target.samefile(source):
+        raise MeshserveError(f"--output {target} is the input. Name another file.")
     batch = Batch(prompts)
     config = dataclasses.replace(config, max_waiting=max(sum(prompt.options.n for prompt in prompts), 1))
     launched = launch(config, batch.deliver)
@@ -223,7 +232,8 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
         for sample, completion in enumerate(samples)
     ]
     lines = [completion.to_json(index, sample) for completion, index, sample in completions]
-    target.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    with _writing(target):
+        target.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     if launched.engine.failure is not None:
         raise MeshserveError(f"the engine died: {launched.engine.failure}. {target} holds what was finished before.")
     return sum(bool(completion.error) for completion, *_ in completions)

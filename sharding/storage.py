@@ -89,9 +89,11 @@ def open_file(path: epath.Path, hint: str) -> File:
     """Opens a file.
 
     Raises:
-      CheckpointError: there is none; `hint` says what belongs there.
+      CheckpointError: there is none, and `hint` says what belongs there; or it cannot be read.
     """
     try:
         return File(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist. {hint}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None

@@ -151,12 +151,12 @@ def target(name: str) -> Target:
     """
     match = _SLICE.fullmatch(name)
     chip = CHIPS.get(match["chip"]) if match is not None else None
-    if match is None or chip is None or (chip.platform == "tpu") != ("x" in match["shape"]):
+    num_chips = math.prod(map(int, match["shape"].split("x"))) if match is not None else 0
+    if match is None or chip is None or not num_chips or (chip.platform == "tpu") != ("x" in match["shape"]):
         raise ValueError(
             f"target is {name!r}; it takes CHIP:SHAPE with a chip of {', '.join(CHIPS)}, for example v6e:2x4, h100:8 "
             "or cpu:4."
         )
-    num_chips = math.prod(int(extent) for extent in match["shape"].split("x"))
     return Target(name=name, chip=chip, num_devices=num_chips * chip.devices_per_chip)
 
 

@@ -7,6 +7,7 @@ block of `_BLOCK_BYTES` that each thread keeps.
 
 import json
 import math
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ class TensorFiles:
         file = open_file(path, f"The directory must hold {SINGLE_FILE} or the files of its index.")
         try:
             self._parse(file)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is cut short or damaged ({error}). Download it again.") from None
 
     def _parse(self, file: File) -> None:
@@ -124,15 +125,19 @@ class TensorFiles:
         header: dict[str, Any] = json.loads(_bytes(file, 8, header_bytes))
         header.pop("__metadata__", None)
         start, end = 8 + header_bytes, 0
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            shape = tuple(map(int, entry["shape"]))
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            first, last = map(operator.index, entry["data_offsets"])
+            if first != end:
+                raise ValueError(f"{name} begins at byte {first}, where the tensor before it ends at {end}")
+            if name in self._tensors:
+                raise ValueError(f"{name} is in another file, too")
+            shape = tuple(map(operator.index, entry["shape"]))
             dtype = DTYPES.get(entry["dtype"])
-            end = max(end, last)
+            end = last
             if dtype is None:
                 self._wrong_dtype.append(f"{name} is {entry['dtype']}")
                 dtype = np.dtype(np.uint8)
-            elif not 0 <= first <= last or math.prod(shape) * dtype.itemsize != last - first:
+            elif min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != last - first:
                 raise ValueError(f"{name} of shape {shape} lies at bytes {first} to {last}")
             self._tensors[name] = _Tensor(file, start + first, shape, dtype)
         if start + end != file.size:

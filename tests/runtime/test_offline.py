@@ -82,6 +82,8 @@ def test_only_newlines_end_a_line(write, separator: str):
         ('{"prompt": "a", "constraint": {"regex": 1}}', "constraint: "),
         ('{"prompt": "a", "constraint": {"regexp": "a"}}', "regexp"),
         ('{"prompt": "a", "constraint": {}}', "constraint has the kinds none; it takes exactly one"),
+        ('{"prompt": "a", "constraint": {"choice": "abc"}}', "choice is the string 'abc'; it takes a list of strings"),
+        ('{"prompt": "a", "constraint": {"json_schema": ' + '{"a": ' * 90_000 + "}}", "maximum recursion depth"),
         ('{"prompt": "a", "constraint": {"choice": []}}', "sampling.constraint.choice: got 0 choices"),
         ('{"prompt": "a", "top_p": 0}', "sampling.top_p: got 0; allowed is above 0 and at most 1"),
         ('{"prompt": "a", "temperature": NaN}', "sampling.temperature: got nan"),
@@ -243,6 +245,11 @@ def test_a_faulty_file_is_reported_before_anything_is_launched(write, launched, 
 def test_an_output_that_cannot_be_written_is_reported_before_anything_is_launched(write, launched, tmp_path: Path):
     with pytest.raises(MeshserveError, match="--output .*nowhere/out.jsonl cannot be written: No such file"):
         generate_file(ServeConfig(), write('{"prompt": "a"}'), tmp_path / "nowhere" / "out.jsonl")
+    with pytest.raises(MeshserveError, match="cannot be written: Is a directory"):
+        generate_file(ServeConfig(), write('{"prompt": "a"}'), tmp_path)
+    prompts = write('{"prompt": "a"}')
+    with pytest.raises(MeshserveError, match="is the input. Name another file"):
+        generate_file(ServeConfig(), prompts, prompts)
     assert launched == []
 
 

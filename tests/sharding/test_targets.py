@@ -21,7 +21,9 @@ def test_a_slice_counts_its_devices(name, num_devices):
     assert goal.chip is CHIPS[name.partition(":")[0]]
 
 
-@pytest.mark.parametrize("name", ["v6e-8", "v7x:2x2x1", "v6e:2", "v6e:2x4 ", "h100:2x4", "h100", "cpu:2x2"])
+@pytest.mark.parametrize(
+    "name", ["v6e-8", "v7x:2x2x1", "v6e:2", "v6e:2x4 ", "h100:2x4", "h100", "cpu:2x2", "h100:0", "v6e:0x4"]
+)
 def test_a_name_of_another_form_is_refused(name):
     with pytest.raises(ValueError, match="it takes CHIP:SHAPE with a chip of v5e, v6e, v5p, tpu7x, h100, h200, cpu"):
         target(name)

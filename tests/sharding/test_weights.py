@@ -3,7 +3,9 @@
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from meshserve.runtime.config import ModelConfig, RopeConfig
 from meshserve.runtime.hf_weights import checkpoint_tensors
@@ -259,6 +261,54 @@ def test_an_index_that_names_a_missing_file(tmp_path: Path):
     save_indexed(tmp_path, random_tensors())
     (tmp_path / "model-1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="model-1.safetensors does not exist"):
+        TensorFiles(tmp_path)
+
+
+def edit_header(path: Path, edit: Callable[[dict], None]) -> None:
+    data = path.read_bytes()
+    num_bytes = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + num_bytes])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + num_bytes :])
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("data_offsets", lambda offsets: [float(offset) for offset in offsets]),
+        ("data_offsets", lambda offsets: [offset + 4 for offset in offsets]),  # over the next one, a hole before it
+        ("data_offsets", lambda offsets: None),
+        ("shape", lambda shape: [-length for length in shape]),
+        ("shape", lambda shape: [float(length) for length in shape]),
+        ("dtype", lambda dtype: ["F32"]),
+    ],
+)
+def test_a_header_that_contradicts_itself(key: str, change: Callable[[Any], object], tmp_path: Path):
+    path = save_single(tmp_path, random_tensors()) / "model.safetensors"
+
+    def edit(header: dict) -> None:
+        entry = next(entry for name, entry in header.items() if name != "__metadata__" and len(entry["shape"]) == 2)
+        entry[key] = change(entry[key])
+
+    edit_header(path, edit)
+    with pytest.raises(CheckpointError, match="model.safetensors is cut short or damaged .* Download it again"):
+        TensorFiles(tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path):
+    tensors = random_tensors()
+    save_indexed(tmp_path, tensors)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    (name, *_), others = load_file(files[0]), load_file(files[1])
+    save_file({**others, name: tensors[name]}, files[1])
+    with pytest.raises(CheckpointError, match=f"{files[1].name} is cut short or damaged .{name} is in another file"):
+        TensorFiles(tmp_path)
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path):
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(CheckpointError, match="model.safetensors cannot be read: Too many levels of symbolic links"):
         TensorFiles(tmp_path)
 
 
