@@ -496,6 +496,7 @@ def test_a_failure_while_pages_are_shared_is_told_too(start: Start, monkeypatch:
     serving = start()
     serving.device.is_ready.clear()
     serving.submit("runs", prompt="a" * 12, max_tokens=9)
+    serving.device.wait_for("dispatch 1")  # it has its pages, and shares the first at the next token it gets
     monkeypatch.setattr(running, "extend_page_keys", fail)
     serving.device.is_ready.set()
     assert serving.outputs("runs")[-1].message == "RuntimeError: no key"
