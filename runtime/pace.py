@@ -33,6 +33,10 @@ class Pace:
             self.step_seconds = min(seconds, slowest)
         self._last_step = now
 
+    def rest(self) -> None:
+        """No step is in flight: the time until the next one ends is not its own alone."""
+        self._last_step = None
+
     def request_left(self, now: float) -> None:
         """A request ended, whatever the reason: there is room for another."""
         self._fade(now)

@@ -89,8 +89,8 @@ class Scheduler:
         if len(requests) > max_waiting:
             raise InvalidRequestError("n", f"is {len(requests)}; this server queues {max_waiting} (max_waiting).")
         self.check_room(requests[0].arrival_seconds, len(requests))
-        if self.speculation is not None and not self._requests:
-            self.speculation.rest()
+        if not self._requests:
+            self._rest()
         for request in requests:
             head_start = request.priority * self.limits.priority_seconds
             request.rank = (request.arrival_seconds - head_start, next(self._arrivals))
@@ -306,6 +306,13 @@ class Scheduler:
         """Takes pages and rows from all running requests. Call it when no step is in flight."""
         while len(self._running):
             self._preempt(self._running.last)
+        self._rest()
+
+    def _rest(self) -> None:
+        """What passes before the next step is no time of a step."""
+        self._pace.rest()
+        if self.speculation is not None:
+            self.speculation.rest()
 
     def _preempt_last(self, draft: Draft) -> None:
         request = self._running.last

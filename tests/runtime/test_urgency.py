@@ -138,6 +138,18 @@ def test_a_deadline_that_cannot_be_met_costs_no_step():
     assert scheduler.take_expired() == [late] and late.num_computed_tokens == 0
 
 
+def test_a_pause_is_not_taken_for_the_time_of_a_step():
+    """One step since the start, ten idle minutes, and half a minute for more than two steps."""
+    scheduler = make_scheduler(max_step_tokens=8, max_context=64)
+    for now in (0.0, 600.0):
+        scheduler.add(make_request(int(now), max_tokens=1, arrival_seconds=now))
+        plan = scheduler.plan(now)
+        assert plan is not None
+        scheduler.account(plan, [7], now + 0.1)
+    scheduler.add(make_request(1, 24, deadline_seconds=631.0, arrival_seconds=601.0))
+    assert planned(scheduler, 601.0) == ["r1"]
+
+
 # --- the queue
 
 
