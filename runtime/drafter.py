@@ -1,5 +1,6 @@
 """Guesses how a text goes on, from what it said before. Serves step 4 of 10, for `speculation`."""
 
+import copy
 from collections.abc import Sequence
 
 _LONGEST_MATCH = 64  # tokens; the most that a text whose guesses fail must match before the next ones
@@ -18,10 +19,17 @@ class Drafter:
         self._min_match = self._needed = min_match
         # Behind each run of min_match tokens, where it stood last: all but the run that ends the text.
         runs = zip(*(self._tokens[index:-1] for index in range(min_match)), strict=False)
-        self._behind = dict(zip(runs, range(min_match, len(self._tokens)), strict=False))
+        self._behind_given = dict(zip(runs, range(min_match, len(self._tokens)), strict=False))  # forks share it
+        self._behind: dict[tuple[int, ...], int] = {}  # those that came since, which go before
         self._next: int | None = None  # the place in the text that foretells the next token
         self._matched = 0  # tokens before that place that are the last of the text, too
         self._look_up()
+
+    def fork(self) -> "Drafter":
+        """Another for the same text."""
+        other = copy.copy(self)
+        other._tokens, other._behind = list(self._tokens), dict(self._behind)
+        return other
 
     def push(self, token_id: int) -> None:
         """One more token is known."""
@@ -38,7 +46,8 @@ class Drafter:
             self._look_up()
 
     def _look_up(self) -> None:
-        self._next = self._behind.get(tuple(self._tokens[-self._min_match :]))
+        run = tuple(self._tokens[-self._min_match :])
+        self._next = self._behind.get(run, self._behind_given.get(run))
         self._matched = self._min_match
 
     def guess(self, num_pending: int, num_tokens: int) -> list[int]:

@@ -176,7 +176,8 @@ class Engine:
         assert (grammar is None) == (params.constraint is None), "a constraint comes with its grammar"
         samples = self._samples(request_id, tuple(prompt_token_ids), params, options)
         resumed = prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :]
-        matchers = [grammar.matcher(resumed) for _ in samples] if grammar is not None else []
+        matchers = grammar.matchers(len(samples), resumed) if grammar is not None else []
+        text = self._open.text_after(params, resumed)
         with self._changed:
             if self.failure is not None:
                 raise EngineStoppedError(f"the engine has failed: {self.failure}")
@@ -184,7 +185,7 @@ class Engine:
                 raise EngineStoppedError("the engine is stopping; send the request to another server.")
             self._open.check_new(request_id)
             self._scheduler.add(*samples)
-            self._open.add(samples, matchers, resumed)
+            self._open.add(samples, matchers, text)
             self._changed.notify()
 
     def _samples(
@@ -208,8 +209,9 @@ class Engine:
             for index in range(options.n)
         ]
         limits = self._scheduler.limits
-        for sample in samples:
-            sample.drafter = self._scheduler.drafter(sample)
+        drafter = samples[0].drafter = self._scheduler.drafter(samples[0])
+        for sample in samples[1:]:
+            sample.drafter = drafter.fork() if drafter is not None else None
         if limits.has_prefix_cache:  # here, because a long prompt takes a millisecond and the lock is not held
             extend_page_keys(samples[0], limits.page_size, (len(prompt_token_ids) - 1) // limits.page_size)
             for sample in samples[1:]:
@@ -370,6 +372,8 @@ class Engine:
         """Waits for the tokens of a dispatch and books them."""
         plan = flight.plan
         sampled = np.asarray(flight.sampled).reshape(plan.num_steps, -1)[:, : plan.num_samples].tolist()
+        if flight.logprobs is not None:
+            flight.logprobs.wait()
         with self._changed:
             now = self._clock()
             self._open.stream_prompts(flight.logprobs)

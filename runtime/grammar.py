@@ -61,6 +61,11 @@ class Grammar:
             self.grammars.renew_masks([matcher])
         return matcher
 
+    def matchers(self, num: int, token_ids: Sequence[int] = ()) -> list["Matcher"]:
+        """As `matcher`, one for each of so many samples; the tokens are looked at once."""
+        first = self.matcher(token_ids)
+        return [first, *(Matcher(self, first.inner.deep_copy(), first.mask) for _ in range(num - 1))]
+
 
 class Matcher:
     """How far one sample has come in its grammar. For one thread at a time."""

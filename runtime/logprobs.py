@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from .request import Request, TokenLogprobs
 
 
 class StepLogprobs:
-    """Of one step. The first look at them waits for the device.
+    """Of one step. `wait` before the first look at them.
 
     Args:
       plan: of the step.
@@ -26,23 +25,24 @@ class StepLogprobs:
         self, plan: StepPlan, sampled: Logprobs[Any] | None, prompt: Logprobs[Any] | None, targets: np.ndarray | None
     ):
         self._plan = plan
-        self._sampled, self._prompt, self._targets = sampled, prompt, targets
-        self._places = _places(plan) if sampled is not None else {}
+        is_wanted = sampled is not None and any(request.params.logprobs is not None for request in plan.requests)
+        self._sampled, self._prompt, self._targets = sampled if is_wanted else None, prompt, targets
+        self._places = _places(plan) if is_wanted else {}
 
-    @cached_property
-    def _host_sampled(self) -> Logprobs[np.ndarray] | None:
-        return _on_host(self._sampled)
+    def wait(self) -> None:
+        """Brings them to the host; with the engine's lock this would keep everybody waiting for the device."""
+        self._sampled, self._prompt = _on_host(self._sampled), _on_host(self._prompt)
 
     def of_output(self, request: Request, token_id: int) -> TokenLogprobs | None:
         """Of the next token that the step sampled for the request: first of that behind its own, then of those behind
         its drafts. None unless it asked."""
-        if request.params.logprobs is None or self._host_sampled is None:
+        if request.params.logprobs is None or self._sampled is None:
             return None
-        return _at(self._host_sampled, next(self._places[request]), token_id, request.params.logprobs)
+        return _at(self._sampled, next(self._places[request]), token_id, request.params.logprobs)
 
     def of_prompts(self) -> Iterator[tuple[Request, tuple[TokenLogprobs, ...]]]:
         """Of the prompt tokens that the step brought, by request, in order."""
-        prompt = _on_host(self._prompt)
+        prompt = self._prompt
         if prompt is None or self._targets is None:
             return
         place = len(self._plan.decodes) + self._plan.num_drafts

@@ -12,7 +12,7 @@ from .constrained import ConstrainedSamples
 from .errors import InvalidRequestError
 from .logprobs import StepLogprobs
 from .plan import Progress
-from .request import FinishReason, Output, Request, TokenLogprobs
+from .request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from .scheduler import Scheduler
 from .tokenizer import TextStream, Tokenizer
 
@@ -49,22 +49,23 @@ class OpenSamples:
             message = f"{request_id!r} is still being served. Use another, or wait until it has ended."
             raise InvalidRequestError("request_id", message)
 
-    def add(self, samples: list[Request], matchers: Sequence["Matcher"], resumed: Sequence[int]) -> None:
-        """All samples of a request. Each has a matcher, or none has; `resumed` are tokens that callers have already."""
-        first = samples[0]
-        self._samples[first.request_id] = samples
+    def text_after(self, params: SamplingParams, resumed: Sequence[int]) -> TextStream | None:
+        """The text of a sample whose caller has the tokens `resumed` already. Looks at no sample: needs no lock."""
+        if self._tokenizer is None:
+            return None
+        text = TextStream(
+            self._tokenizer, params.stop, include_stop=params.include_stop, num_free_tokens=params.min_tokens
+        )
+        text.push(resumed)
+        return text
+
+    def add(self, samples: list[Request], matchers: Sequence["Matcher"], text: TextStream | None) -> None:
+        """All samples of a request. Each has a matcher, or none has; `text` is of `text_after`."""
+        self._samples[samples[0].request_id] = samples
         for sample, matcher in zip(samples, matchers, strict=False):
             self.constrained.open(sample, matcher)
-        if self._tokenizer is None:
-            return
-        for sample in samples:
-            text = self._texts[sample] = TextStream(
-                self._tokenizer,
-                first.params.stop,
-                include_stop=first.params.include_stop,
-                num_free_tokens=first.params.min_tokens,
-            )
-            text.push(resumed)
+        if text is not None:
+            self._texts.update((sample, text.fork()) for sample in samples)
 
     @property
     def has_outputs(self) -> bool:
@@ -118,6 +119,9 @@ class OpenSamples:
         for request in tuple(self._scheduler.requests):
             request.publish_at_tokens = sys.maxsize
             self.end(request, reason, now, message)
+        for request in [sample for samples in self._samples.values() for sample in samples]:
+            request.finish_reason = reason  # the scheduler has ended it in the step that failed
+            self._close(request, message=message)
 
     def _close(
         self,

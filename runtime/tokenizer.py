@@ -8,6 +8,7 @@ and feed them to an incremental UTF-8 decoder, which keeps an unfinished charact
 """
 
 import codecs
+import copy
 import functools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ import tokenizers
 
 from .config import read_json
 from .errors import InvalidRequestError, UnsupportedModelError
+
+_DECODER = codecs.getincrementaldecoder("utf-8")
 
 
 def _unicode_bytes() -> dict[str, int]:
@@ -207,7 +210,7 @@ class TextStream:
         self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False, num_free_tokens: int = 0
     ):
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _DECODER("replace")
         self._stop = stop
         self._beginnings = _beginnings(stop)
         self._max_held_chars = max(map(len, stop), default=1) - 1
@@ -215,6 +218,13 @@ class TextStream:
         self._include_stop = include_stop
         self._num_free_tokens = num_free_tokens if stop else 0
         self._is_stopped = False
+
+    def fork(self) -> "TextStream":
+        """Another that has seen the same tokens."""
+        other = copy.copy(self)
+        other._decoder = _DECODER("replace")
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, bool]:
         """Takes new tokens.

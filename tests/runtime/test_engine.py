@@ -21,7 +21,7 @@ from meshserve.kernels.peers import gpu as peers_gpu
 from meshserve.runtime import running
 from meshserve.runtime.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
 from meshserve.runtime.constraint import Constraint
-from meshserve.runtime.control_batch import ControlBuilder, ControlShape, Sampled
+from meshserve.runtime.control_batch import ControlBuilder, ControlShape, Logprobs, Sampled
 from meshserve.runtime.engine import Engine
 from meshserve.runtime.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 from meshserve.runtime.grammar import Grammars
@@ -500,6 +500,49 @@ def test_a_failure_while_pages_are_shared_is_told_too(start: Start, monkeypatch:
     monkeypatch.setattr(running, "extend_page_keys", fail)
     serving.device.is_ready.set()
     assert serving.outputs("runs")[-1].message == "RuntimeError: no key"
+
+
+class Arriving:
+    """Log-probabilities that are on their way until the test lets them come."""
+
+    def __init__(self) -> None:
+        self.is_awaited, self.is_there = threading.Event(), threading.Event()
+        self.came_in_time = True
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        self.is_awaited.set()
+        self.came_in_time &= self.is_there.wait(WAIT_SECONDS)
+        return np.zeros((16, 20), np.float32)
+
+
+def test_a_failure_is_told_while_log_probabilities_are_on_their_way(start: Start, monkeypatch: pytest.MonkeyPatch):
+    serving, values = start(), Arriving()
+    logprobs = Logprobs(values, values, values)
+    monkeypatch.setattr(serving.device, "prompt_logprobs", lambda targets: logprobs, raising=False)
+    serving.submit("r", "abc", prompt_logprobs=0)
+    assert values.is_awaited.wait(WAIT_SECONDS)
+    serving.engine.fail("a peer is lost")
+    assert serving.outputs("r")[-1].message == "a peer is lost"
+    values.is_there.set()
+    serving.engine.stop()
+    assert values.came_in_time, "the failure was told after they had come"
+
+
+def test_who_ends_in_the_step_that_fails_is_told_too(start: Start, monkeypatch: pytest.MonkeyPatch):
+    """The scheduler has ended it when the failure comes, and its caller has not heard."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no text")
+
+    serving = start()
+    serving.device.is_ready.clear()
+    with serving.engine._changed:  # both in one step
+        serving.submit("ends", max_tokens=1)
+        serving.submit("goes on", max_tokens=9)
+    monkeypatch.setattr(serving.engine._open, "stream", fail)
+    serving.device.is_ready.set()
+    for name in ("ends", "goes on"):
+        assert serving.outputs(name)[-1].message == "RuntimeError: no text"
 
 
 def test_callers_hear_which_gpu_did_not_answer(start: Start, monkeypatch: pytest.MonkeyPatch):

@@ -40,6 +40,8 @@ def test_what_stood_behind_the_same_tokens_is_guessed(text: list[int], num_pendi
 def test_a_guess_follows_an_earlier_place_that_ends_alike(text: list[int], match: int, num_known: int) -> None:
     drafter = Drafter(text[:num_known], match)
     for token_id in text[num_known:]:
+        other, drafter = drafter, drafter.fork()
+        other.push(3 - token_id)  # which is nothing to the one that goes on
         drafter.push(token_id)
     before = [place for place in range(match, len(text)) if text[place - match : place] == text[-match:]]
     guess = drafter.guess(0, 5)

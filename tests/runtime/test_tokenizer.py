@@ -88,6 +88,8 @@ def stream(
 ) -> tuple[list[str], bool]:
     text_stream, pieces = TextStream(tokenizer, stop, **options), []
     for chunk in chunks:
+        other, text_stream = text_stream, text_stream.fork()
+        other.push(reversed(chunk))  # which is nothing to the one that goes on
         text, is_stopped = text_stream.push(chunk)
         pieces.append(text)
         if is_stopped:
