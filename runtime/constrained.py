@@ -48,6 +48,8 @@ class ConstrainedSamples:
         """A new sample."""
         self._matchers[request] = matcher
         self._set_mask(request, matcher)
+        if not (matcher.mask & ~matcher.grammar.grammars.eos_mask).any():
+            self._stale.append((request, matcher))  # complete, with resumed tokens: ends before it samples any
 
     def close(self, request: Request) -> None:
         """The sample has ended. Does nothing for one that is not held to anything."""

@@ -73,7 +73,7 @@ class _Flight:
     logprobs: StepLogprobs | None = None
 
 
-def _reason_of(error: Exception) -> str:
+def _reason_of(error: BaseException) -> str:
     """Why the loop died: what was raised and, of GPUs that add up by themselves, which one did not answer."""
     complaint = peers_gpu.complaint()
     raised = f"{type(error).__name__}: {error}"
@@ -128,6 +128,7 @@ class Engine:
         self.failure: str | None = None  # why the loop died
         # Guards everything above but the flight, which is the thread's own. Held for fractions of a millisecond.
         self._changed = threading.Condition()
+        self._delivering = threading.RLock()  # taken before the one above: what is taken first is delivered first
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -291,7 +292,7 @@ class Engine:
                     self._rebuild(self._change)
                 else:
                     self._step()
-        except Exception as error:  # whatever it was, every open request must hear of it
+        except BaseException as error:  # whatever it was, a library's panic too, every open request must hear of it
             _log.exception("the engine loop died")
             with self._changed:
                 self.failure = self.failure or _reason_of(error)
@@ -303,7 +304,7 @@ class Engine:
                 self._refuse_change(EngineStoppedError("the engine is stopping."))
         self._flush()
 
-    def _refuse_change(self, error: Exception) -> None:
+    def _refuse_change(self, error: BaseException) -> None:
         """Whoever waits for a change of the mesh hears that it will not come."""
         if self._change is not None:
             self._change.done.set_exception(error)
@@ -392,7 +393,8 @@ class Engine:
                     self._open.end(request, reason, self._clock(), message)
 
     def _flush(self) -> None:
-        with self._changed:
-            outputs = self._open.take_outputs()
-        if outputs:
-            self._deliver(outputs)
+        with self._delivering:
+            with self._changed:
+                outputs = self._open.take_outputs()
+            if outputs:
+                self._deliver(outputs)

@@ -219,20 +219,20 @@ class _Writer:
         self._first_token_id = first_token_id  # of the prompt, which has no log-probability
         self._is_streaming = is_streaming
         self._context = context
-        self._held: defaultdict[int, Output] = defaultdict(_nothing)  # by sample: what has not gone out
+        self._held: defaultdict[int, list[Output]] = defaultdict(list)  # by sample: what has not gone out
 
     async def write(self, output: Output) -> None:
         pb, index, num_new = self._pb, output.index, len(output.token_ids)
-        held = join((self._held[index], output))
+        self._held[index].append(output)
         if self._is_streaming and num_new:
             # Its first message has all of the prompt's log-probabilities, however many steps brought them.
+            held = self._take(index)
             chunk = pb.GenerateStreamChunk(
                 token_ids=held.token_ids, completion_tokens=num_new, index=index, **self._logprobs(held)
             )
             await self._context.write(pb.GenerateResponse(chunk=chunk))
-            held = _nothing()
-        self._held[index] = held
         if output.finish_reason is not None:
+            held = self._take(index)
             complete = pb.GenerateComplete(
                 output_ids=held.token_ids,
                 **self._logprobs(held),
@@ -243,6 +243,10 @@ class _Writer:
                 cached_tokens=output.num_cached_tokens,
             )
             await self._context.write(pb.GenerateResponse(complete=complete))
+
+    def _take(self, index: int) -> Output:
+        held = self._held.pop(index, ())
+        return join(held) if held else Output(request_id="")
 
     def _logprobs(self, output: Output) -> dict[str, Any]:
         pb, found = self._pb, {}
@@ -264,10 +268,6 @@ class _Writer:
     def _top(self, position: TokenLogprobs) -> Any:
         ids, values = zip(*position.top, strict=True) if position.top else ((), ())
         return self._pb.TopLogProbs(values=values, token_ids=ids)
-
-
-def _nothing() -> Output:
-    return Output(request_id="")
 
 
 def _tokenizer_zip(directory: Path) -> bytes:

@@ -15,6 +15,8 @@ from .errors import EngineStoppedError, MeshserveError
 from .request import FinishReason, Output
 
 DEFAULT_MAX_UNDELIVERED_TOKENS = 4096
+_PROMPT_POSITIONS_PER_TOKEN = 8  # log-probabilities of a prompt come by the thousand, and count less
+_MAX_JOINED_TOKENS = 512  # and no fewer than one output has: clients take messages of some MB
 
 
 class RequestIdInUseError(MeshserveError):
@@ -52,7 +54,7 @@ class Mailbox:
             self.num_open_samples -= 1
         if self._error is None and not self.is_abandoned:
             self._outputs.append(output)
-            self.num_undelivered_tokens += len(output.token_ids)
+            self.num_undelivered_tokens += _num_tokens(output)
             self._wake()
 
     def fail(self, error: MeshserveError) -> bool:
@@ -65,7 +67,7 @@ class Mailbox:
         return True
 
     async def take(self) -> Output:
-        """All that has gathered of one sample, as one output; waits for something to gather. At most one task may wait.
+        """What has gathered of one sample, as one output; waits for something to gather. At most one task may wait.
 
         Raises:
           MeshserveError: the one that `fail` was given.
@@ -75,15 +77,25 @@ class Mailbox:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        index = self._outputs[0].index
-        outputs = [output for output in self._outputs if output.index == index]
-        self._outputs = [output for output in self._outputs if output.index != index]
-        self.num_undelivered_tokens = sum(len(output.token_ids) for output in self._outputs)
+        index, num_tokens = self._outputs[0].index, 0
+        outputs: list[Output] = []
+        others: list[Output] = []
+        for output in self._outputs:
+            is_taken = output.index == index and (num_tokens < _MAX_JOINED_TOKENS or not outputs)
+            (outputs if is_taken else others).append(output)
+            num_tokens += _num_tokens(output) if is_taken else 0
+        self._outputs = others
+        self.num_undelivered_tokens -= num_tokens
         return outputs[0] if len(outputs) == 1 else join(outputs)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _num_tokens(output: Output) -> int:
+    """What it counts for."""
+    return len(output.token_ids) + len(output.prompt_logprobs) // _PROMPT_POSITIONS_PER_TOKEN
 
 
 def join(outputs: Sequence[Output]) -> Output:

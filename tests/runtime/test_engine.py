@@ -545,6 +545,42 @@ def test_who_ends_in_the_step_that_fails_is_told_too(start: Start, monkeypatch: 
         assert serving.outputs(name)[-1].message == "RuntimeError: no text"
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise them: no Exception."""
+
+
+def test_a_panic_is_told_too(start: Start, monkeypatch: pytest.MonkeyPatch):
+    def panic(*_: object) -> None:
+        raise Panic("no such state")
+
+    serving = start()
+    monkeypatch.setattr(serving.engine._open, "stream", panic)
+    serving.submit("r")
+    assert serving.outputs("r")[-1].message == serving.engine.failure == "Panic: no such state"
+
+
+def test_nothing_comes_after_the_end_that_a_failure_brings(start: Start):
+    """Outputs that the engine's thread has taken come before those that the failure brings, however slow they are."""
+    serving, deliver = start(), threading.Event()
+    plain = serving.engine._deliver
+
+    def slow(outputs: Sequence[Output]) -> None:
+        if threading.current_thread().name == "engine":
+            serving.device.note("delivers")
+            assert deliver.wait(WAIT_SECONDS)
+        plain(outputs)
+
+    serving.engine._deliver = slow
+    serving.submit("r", max_tokens=9)
+    serving.device.wait_for("delivers")
+    failing = threading.Thread(target=serving.engine.fail, args=("a peer is lost",))
+    failing.start()
+    failing.join(0.1)  # which is time enough to deliver first, if it did
+    deliver.set()
+    failing.join(WAIT_SECONDS)
+    assert serving.outputs("r")[-1].message == "a peer is lost"
+
+
 def test_callers_hear_which_gpu_did_not_answer(start: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers_gpu, "complaint", lambda: "waited in vain: GPU 2 for GPU 1")
     serving = start()

@@ -5,7 +5,7 @@ import pytest
 
 from meshserve.runtime.errors import EngineStoppedError
 from meshserve.runtime.mailbox import Mailroom, RequestIdInUseError, SlowReaderError
-from meshserve.runtime.request import FinishReason, Output
+from meshserve.runtime.request import FinishReason, Output, TokenLogprobs
 
 
 class Cancels(list):
@@ -125,6 +125,39 @@ def test_too_many_unread_tokens_cancel_the_request_at_once():
             assert cancels == ([] if step < 3 else [("slow", FinishReason.CANCELLED)])
         with pytest.raises(SlowReaderError, match="4 tokens wait to be read; this server keeps 3"):
             await slow.take()
+
+    asyncio.run(main())
+
+
+def prompt_positions(request_id: str, num: int) -> Output:
+    return Output(request_id=request_id, prompt_logprobs=(TokenLogprobs(1, -0.5, ()),) * num)
+
+
+def test_log_probabilities_of_prompts_count_an_eighth():
+    async def main():
+        room, cancels = bound_room(max_undelivered_tokens=30)
+        room.open("slow")
+        for _ in range(4):
+            assert cancels == []
+            room.deliver([prompt_positions("slow", 80)])
+            await settle()
+        assert cancels == [("slow", FinishReason.CANCELLED)]
+
+    asyncio.run(main())
+
+
+def test_what_has_gathered_is_no_larger_than_a_message_may_be():
+    """The log-probabilities of a long prompt come step by step, and go out so if nobody reads for a while."""
+
+    async def main():
+        room, _ = bound_room()
+        mailbox = room.open("a", num_samples=2)
+        room.deliver([prompt_positions("a", 4096)] * 3 + [token("a", 1, index=1), token("a", 2), token("a", 3)])
+        await settle()
+        outputs = [await mailbox.take() for _ in range(4)]
+        assert [len(output.prompt_logprobs) for output in outputs] == [4096, 4096, 4096, 0]
+        assert [output.token_ids for output in outputs] == [(), (), (), (1,)]
+        assert (await mailbox.take()).token_ids == (2, 3) and mailbox.num_undelivered_tokens == 0
 
     asyncio.run(main())
 

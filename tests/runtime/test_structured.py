@@ -189,6 +189,17 @@ def test_no_token_left_is_an_error_and_not_a_wrong_output(serving: Serving):
     assert "no token was left that the constraint and the other sampling parameters both allow" in end.message
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_output_that_was_complete_when_it_broke_off_ends_at_once(serving: Serving, ignore_eos: bool):
+    params = held_to("regex", "[a-z]{9}", ignore_eos=ignore_eos, seed=3)
+    [(text, tokens, _)] = serving.run(params)
+    assert re.fullmatch("[a-z]{9}", text)
+    name = serving.submit(params, resumed=tokens)
+    serving.wait()
+    assert (serving.texts[name], serving.tokens[name]) == ("", [])
+    assert serving.ends[name].finish_reason is FinishReason.STOP
+
+
 def test_a_grammar_that_is_given_up_says_so(serving: Serving):
     """After the first brace it has more items than llguidance takes."""
     properties = {f"k{index}": {"type": "string"} for index in range(600)}
