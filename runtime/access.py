@@ -22,6 +22,7 @@ import logging
 import re
 import secrets
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -89,6 +90,11 @@ def read_tokens(path: Path) -> tuple[Credential, ...]:
         raise ConfigError(f"--tokens {path}: {error}.") from None
     if not credentials:
         raise ConfigError(f"--tokens {path} holds no token. Make one with `meshserve token`.")
+    num_uses = Counter(credential.digest for credential in credentials)
+    for credential in credentials:
+        if num_uses[credential.digest] > 1:
+            digest = credential.digest.hex()
+            raise ConfigError(f"--tokens {path}: the token of sha256 {digest} is there twice; remove one.")
     return tuple(credentials)
 
 

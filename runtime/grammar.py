@@ -5,6 +5,7 @@ sample, which follows its tokens and has bitmasks of what it allows. The parsing
 the vocabulary with an Earley parser: nothing is computed ahead for every state of a grammar.
 """
 
+import contextlib
 import json
 import re
 import threading
@@ -24,6 +25,7 @@ _MAX_LEXER_STATES = 20_000  # about 2 kB each, kept for as long as the grammar i
 _MAX_ROW_ITEMS = 500  # of the parser; an ambiguous grammar costs their square, 40 ms a mask (2 s at llguidance's 2,000)
 _MAX_LEXER_FUEL = 100_000  # of one mask, half of the default: a hostile expression spends everybody's time
 _MAX_MESSAGE_CHARS = 500
+_MAX_EXACT_INT = 2**53
 # Between the parts of a JSON text: nothing, a space, or a new line and its indent. Given more, some models do not stop.
 _JSON_OPTIONS: Any = {
     "whitespace_pattern": r"( |\n( {0,16}|\t{0,8}))?",
@@ -173,7 +175,7 @@ class Grammars:
     def _start(self, constraint: Constraint) -> llguidance.LLMatcher:
         try:
             source = _source(constraint)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _refusal(constraint, str(error)) from error
         start = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=self._limits)
         if start.is_error():
@@ -209,6 +211,8 @@ def _source(constraint: Constraint) -> str:
     """
     if constraint.kind in ("json_schema", "json_object"):
         schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
+        with contextlib.suppress(json.JSONDecodeError):  # llguidance says what is wrong with it
+            _check_numbers(json.loads(schema), is_written=False)
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     if constraint.kind == "choice":
         return llguidance.grammar_from("choice", json.dumps(constraint.choices))
@@ -219,6 +223,22 @@ def _source(constraint: Constraint) -> str:
     return llguidance.grammar_from("grammar", constraint.text)
 
 
+def _check_numbers(schema: Any, *, is_written: bool) -> None:
+    """llguidance has numbers as float64: what `const` and `enum` write would be another number.
+
+    Raises:
+      ValueError: names one that it would not write as it is.
+    """
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            _check_numbers(value, is_written=is_written or key in ("const", "enum"))
+    elif isinstance(schema, list):
+        for value in schema:
+            _check_numbers(value, is_written=is_written)
+    elif is_written and isinstance(schema, int) and abs(schema) > _MAX_EXACT_INT:
+        raise ValueError(f"{schema} in const or enum is beyond 2^53, where whole numbers are not exact")
+
+
 def _refusal(constraint: Constraint, reason: str) -> InvalidRequestError:
     return InvalidRequestError(
         constraint.field, f"this server cannot hold an output to it: {_one_line(reason)}. Change it or leave it out."
@@ -226,5 +246,6 @@ def _refusal(constraint: Constraint, reason: str) -> InvalidRequestError:
 
 
 def _one_line(message: str) -> str:
+    message = message.partition("<backtrace>")[0]  # of a panic
     line = " ".join(message.split()).removesuffix(" <non-verbose/>").rstrip(".")
     return line if len(line) <= _MAX_MESSAGE_CHARS else line[:_MAX_MESSAGE_CHARS] + "..."

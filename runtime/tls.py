@@ -33,7 +33,8 @@ class TlsFiles:
         """
         try:
             # grpc accepts anything and fails each handshake later; Python's ssl tells at once.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate, self.key, password=self._refuse_passphrase)
             certificate, key = self.certificate.read_bytes(), self.key.read_bytes()
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"the certificate {self.certificate} with the key {self.key}: {error}.") from None
@@ -45,6 +46,10 @@ class TlsFiles:
             except (OSError, ValueError) as error:  # an SSLError is an OSError
                 raise ConfigError(f"the authority {self.client_ca}: {error}.") from None
         return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=client_ca)
+
+    def _refuse_passphrase(self) -> str:
+        """Instead of OpenSSL's question on the terminal, which nobody may read."""
+        raise ConfigError(f"the key {self.key} has a passphrase; write it without one, readable by the server alone.")
 
     def stamp(self) -> tuple[tuple[int, int], ...]:
         """Changes when a file does."""

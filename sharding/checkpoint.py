@@ -125,7 +125,10 @@ def read_manifest(directory: epath.Path) -> Manifest:
                 f"{path} is of format {raw['format']!r}, version {raw['format_version']}; this release reads "
                 f"{FORMAT!r}, version {FORMAT_VERSION}. Convert the model again."
             )
-        return Manifest(**raw)
+        manifest = Manifest(**raw)
+        if not isinstance(manifest.parts, dict):
+            raise TypeError(f"its parts are {manifest.parts!r}")
+        return manifest
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist: the conversion did not end. Run it again; it goes on where it stopped."

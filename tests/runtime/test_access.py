@@ -4,6 +4,7 @@ import datetime
 import hashlib
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,7 @@ def refused(target: str, token: str, **options: Any) -> bool:
     ("text", "words"),
     [
         ("", "holds no token"),
+        (f"[tenants.a]\ntokens = [{{sha256 = '{digest('a')}'}}, {{sha256 = '{digest('a')}'}}]", "is there twice"),
         ("[tenant.a]", "unknown keys tenant; known are tenants"),
         ("[tenants.a]\nmax_request = 1", "unknown keys max_request"),
         ("[tenants.a]\nmax_requests = 0", "max_requests is 0"),
@@ -329,6 +331,15 @@ def test_an_authority_that_is_none_is_refused(tmp_path: Path, text: str):
     (tmp_path / "authority.pem").write_text(text)
     with pytest.raises(ConfigError, match="the authority .*authority.pem"):
         TlsFiles(certificate=files.certificate, key=files.key, client_ca=tmp_path / "authority.pem").read()
+
+
+def test_a_key_with_a_passphrase_is_refused_without_a_question(tmp_path: Path):
+    plain = certificate(tmp_path, "server")
+    locked = tmp_path / "locked.key"
+    command = ["openssl", "pkcs8", "-topk8", "-in", plain.key, "-out", locked, "-passout", "pass:secret"]
+    subprocess.run(command, check=True)
+    with pytest.raises(ConfigError, match="locked.key has a passphrase; write it without one"):
+        TlsFiles(certificate=plain.certificate, key=locked).read()
 
 
 def test_nobody_reaches_a_tenants_requests():

@@ -578,6 +578,7 @@ def test_nothing_comes_after_the_end_that_a_failure_brings(start: Start):
     failing.join(0.1)  # which is time enough to deliver first, if it did
     deliver.set()
     failing.join(WAIT_SECONDS)
+    serving.engine.stop()
     assert serving.outputs("r")[-1].message == "a peer is lost"
 
 

@@ -146,6 +146,8 @@ def test_end_tokens_where_the_output_may_end_and_no_padding_ever(grammars, token
         ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
         ({"type": "whole"}, "whole"),
+        ({"const": 2**53 + 1}, "9007199254740993 in const or enum"),
+        ({"type": "array", "items": {"enum": [{"a": [-(2**60)]}, 1]}}, "-1152921504606846976 in const or enum"),
         ("{", "EOF|Expecting"),
         ("true", "object"),
         ('{"type":"array","items":' * 2000 + "{}" + "}" * 2000, "recursion"),
@@ -169,6 +171,7 @@ def test_what_a_schema_asks_in_vain_is_refused_by_name(grammars, schema: object,
         ("grammar", "start: foo", "foo"),
         ("grammar", "nonsense", "Expected ::="),
         ("grammar", "start: g\ng[temperature=0.3]: /a+/", "temperature"),
+        ("grammar", 'start: x\nx[stop="a"]: "a"', r"panic: [^<]+\. Change it"),  # without its backtrace
         ("grammar", "root ::= (", "GBNF"),
         ("grammar", "root ::= " + "(" * 30000, "GBNF"),
     ],
@@ -176,6 +179,14 @@ def test_what_a_schema_asks_in_vain_is_refused_by_name(grammars, schema: object,
 def test_what_is_malformed_is_refused(grammars, kind: str, text: str, name: str):
     with pytest.raises(InvalidRequestError, match=f"^sampling.constraint.{kind}: .*{name}"):
         grammars.compile(of(kind, text))
+
+
+def test_whole_numbers_up_to_2_to_the_53_and_bounds_beyond(grammars, tokenizer):
+    for schema, text in (
+        ({"const": 2**53}, "9007199254740992"),
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, "9007199254740993"),
+    ):
+        assert grammars.compile(of("json_schema", schema)).matcher(tokenizer.encode(text)).may_end
 
 
 def test_sizes():
