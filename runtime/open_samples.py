@@ -88,16 +88,18 @@ class OpenSamples:
         token_ids = () if token_id is None else (token_id,)
         logprob = logprobs.of_output(request, token_id) if logprobs is not None and token_id is not None else None
         found = () if logprob is None else (logprob,)
-        text, end = "", None
-        stream = self._texts.get(request)
+        reason, message = (request.is_constrained and self.constrained.advance(request, token_id)) or (None, "")
+        is_wrong = reason is FinishReason.ERROR and token_id is not None
+        if is_wrong:
+            token_ids, found = (), ()
+        text, stream = "", self._texts.get(request)
         if stream is not None:
             text, has_stopped = stream.push(token_ids)
-            end = (FinishReason.STOP, "") if has_stopped else None
-        if end is None and request.is_constrained:
-            end = self.constrained.advance(request, token_id)
-        reason, message = end or (None, "")
+            reason = FinishReason.STOP if has_stopped else reason
         if reason is not None and not self._scheduler.finish(request, reason, now):
             request.finish_reason = reason  # it reached its length, or its end token, with this very token
+        if is_wrong:
+            request.output_token_ids.pop()
         if request.is_finished:
             self._close(request, token_ids=token_ids, text=text, message=message, logprobs=found)
         else:

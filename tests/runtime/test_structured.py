@@ -184,8 +184,8 @@ def test_what_cuts_an_output_short_leaves_a_beginning(serving: Serving):
 
 def test_no_token_left_is_an_error_and_not_a_wrong_output(serving: Serving):
     digits = serving.launched.tokenizer.encode("0123456789")
-    [(text, _, end)] = serving.run(held_to("regex", "[a-z]+", allowed_token_ids=digits))
-    assert (text, end.finish_reason) == ("", FinishReason.ERROR)
+    [(text, token_ids, end)] = serving.run(held_to("regex", "[a-z]+", allowed_token_ids=digits))
+    assert (text, token_ids, end.num_output_tokens, end.finish_reason) == ("", [], 0, FinishReason.ERROR)
     assert "no token was left that the constraint and the other sampling parameters both allow" in end.message
 
 
