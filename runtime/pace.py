@@ -5,7 +5,7 @@ In: when steps end and requests leave. Out: a lower bound of a step's time, and 
 
 import math
 
-_WINDOW_SECONDS = 10.0  # what happened this long ago counts a third
+_WINDOW_SECONDS = 10.0  # of a queue; what happened this long ago counts a third
 _FORGET_PER_STEP = 1.01  # the fastest step seen is believed a little less with each step that is slower
 _MIN_MEMORY_SECONDS = 1.0  # of refused callers, where the queue is served faster than that
 _UNKNOWN_RETRY_SECONDS = 1.0  # the hint before anything has been measured
@@ -17,9 +17,9 @@ class Pace:
     """Times are seconds of any clock that never goes back; every call hands in its own."""
 
     def __init__(self) -> None:
-        self._started: float | None = None
-        self._last = 0.0
-        self._num_left = 0.0  # requests, those of long ago fading
+        self._last = 0.0  # the last that happened to the queue
+        self._queued_seconds = 0.0  # in which somebody waited
+        self._num_left = 0.0  # requests, meanwhile; those of long ago fading
         self._last_step: float | None = None
         self._num_refused = 0.0  # callers, those refused long ago fading
         self._last_refused = 0.0
@@ -37,17 +37,25 @@ class Pace:
         """No step is in flight: the time until the next one ends is not its own alone."""
         self._last_step = None
 
-    def request_left(self, now: float) -> None:
-        """A request ended, whatever the reason: there is room for another."""
-        self._fade(now)
-        self._num_left += 1.0
+    def queue_began(self, now: float) -> None:
+        """Nobody waited until now."""
+        self._last = now
+
+    def request_left(self, now: float, num_waiting: int) -> None:
+        """A request ended, whatever the reason: there is room for another. If nobody waits for it, as many leave as come,
+        which says nothing of how many could."""
+        if num_waiting:
+            self._wait(now)
+            self._num_left += 1.0
+        else:
+            self._last = now
 
     def requests_per_second(self, now: float) -> float:
-        """The rate at which requests leave; 0 while unknown."""
-        self._fade(now)
-        if self._started is None or now <= self._started:
+        """The rate at which requests leave where some wait, as they do now; 0 while unknown."""
+        self._wait(now)
+        if not self._queued_seconds:
             return 0.0
-        weight = _WINDOW_SECONDS * (1.0 - math.exp(-(now - self._started) / _WINDOW_SECONDS))
+        weight = _WINDOW_SECONDS * (1.0 - math.exp(-self._queued_seconds / _WINDOW_SECONDS))
         return self._num_left / weight
 
     def retry_seconds(self, now: float, num_waiting: int = 0) -> float:
@@ -66,9 +74,9 @@ class Pace:
         self._last_refused = now
         return min(max(self._num_refused / rate, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
-    def _fade(self, now: float) -> None:
-        if self._started is None:
-            self._started = self._last = now
-        elif now > self._last:
-            self._num_left *= math.exp((self._last - now) / _WINDOW_SECONDS)
-            self._last = now
+    def _wait(self, now: float) -> None:
+        """Somebody has waited since the last that happened."""
+        seconds = max(now - self._last, 0.0)
+        self._num_left *= math.exp(-seconds / _WINDOW_SECONDS)
+        self._queued_seconds += seconds
+        self._last = now

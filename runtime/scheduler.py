@@ -91,6 +91,8 @@ class Scheduler:
         self.check_room(requests[0].arrival_seconds, len(requests))
         if not self._requests:
             self._rest()
+        if not self.num_waiting:
+            self._pace.queue_began(requests[0].arrival_seconds)
         for request in requests:
             head_start = request.priority * self.limits.priority_seconds
             request.rank = (request.arrival_seconds - head_start, next(self._arrivals))
@@ -413,7 +415,7 @@ class Scheduler:
         self._deadlines.discard(request)
         del self._requests[request]
         request.finish_reason = reason
-        self._pace.request_left(now)
+        self._pace.request_left(now, self.num_waiting)
         return True
 
     def audit(self) -> None:

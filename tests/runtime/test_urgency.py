@@ -186,7 +186,7 @@ def test_a_request_queues_once():
 def test_refused_callers_are_told_to_come_back_at_the_rate_of_service():
     pace = Pace()
     for hundredth in range(1000):
-        pace.request_left(hundredth / 100 * 0.25)  # 400 a second
+        pace.request_left(hundredth / 100 * 0.25, 1)  # 400 a second
     hints = [pace.retry_seconds(2.5) for _ in range(400)]
     assert hints == sorted(hints)
     assert hints[-1] == pytest.approx(1.0, rel=0.15)
@@ -199,11 +199,11 @@ def test_the_hint_of_a_lasting_overload_settles():
     for tick in range(120 * 60):
         now = tick / 120
         if tick % 3 == 0:
-            pace.request_left(now)
+            pace.request_left(now, 20)
         hints.append(pace.retry_seconds(now, num_waiting=20))
     assert hints[120 * 30 :] == pytest.approx([3.0] * (120 * 30), rel=0.05)
     for _ in range(40):
-        pace.request_left(70.0)
+        pace.request_left(70.0, 20)
     assert pace.retry_seconds(70.0, num_waiting=20) < 0.1, "the overload is over"
 
 
@@ -211,7 +211,7 @@ def test_callers_who_keep_to_their_hints_are_served_without_a_gap():
     """500 callers at once, room for 20, 10 served a second: the queue never runs dry, and few have to ask twice."""
     pace, queue, num_asked, num_served = Pace(), 20, 0, 0
     for tenth in range(-100, 0):
-        pace.request_left(tenth / 10 + 10.0)
+        pace.request_left(tenth / 10 + 10.0, 20)
     due = [10.0] * 480
     for tenth in range(100, 100 + 500):
         now = tenth / 10
@@ -225,15 +225,38 @@ def test_callers_who_keep_to_their_hints_are_served_without_a_gap():
         assert queue, f"nobody is there to be served at {now}"
         queue -= 1
         num_served += 1
-        pace.request_left(now)
+        pace.request_left(now, queue)
     assert num_served == 500 and num_asked < 3 * 480, (num_served, num_asked)
 
 
 def test_the_hint_is_bounded_when_nobody_leaves():
     pace = Pace()
     assert pace.retry_seconds(0.0) == 1.0
-    pace.request_left(0.0)
+    pace.request_left(0.0, 1)
     assert 0.05 <= pace.retry_seconds(1e6) <= 60.0
+
+
+@pytest.mark.parametrize(("period", "idle_seconds"), [(2.0, 0.0), (0.1, 60.0), (0.1, 0.0)])
+def test_the_hint_is_of_what_could_be_served(period: float, idle_seconds: float):
+    """Steps take 0.1 s and serve four: 40 leave a second, however few came before a burst in which 148 are refused."""
+    scheduler, now, hints = make_scheduler(max_running=4, max_waiting=16, num_pages=64), 0.0, []
+    for _ in range(100):
+        scheduler.add(make_request(1, max_tokens=1, arrival_seconds=now))
+        plan = scheduler.plan(now)
+        assert plan is not None
+        scheduler.account(plan, [5], now + 0.1)
+        now += period
+    now += idle_seconds
+    for _ in range(5):
+        for seed in range(36):
+            try:
+                scheduler.add(make_request(seed, max_tokens=1, arrival_seconds=now))
+            except QueueFullError as error:
+                hints.append(error.retry_seconds)
+        plan, now = scheduler.plan(now), now + 0.1
+        assert plan is not None
+        scheduler.account(plan, [5] * plan.num_requests, now)
+    assert len(hints) == 148 and 0.05 <= min(hints) and max(hints) < 148 / 40
 
 
 def test_the_queue_hands_on_the_hint():
