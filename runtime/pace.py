@@ -42,8 +42,8 @@ class Pace:
         self._last = now
 
     def request_left(self, now: float, num_waiting: int) -> None:
-        """A request ended, whatever the reason: there is room for another. Where nobody waits, as many leave as come, which
-        says nothing of how many could."""
+        """A request ended, whatever the reason: there is room for another. Where nobody waits, as many leave as come,
+        which says nothing of how many could."""
         if num_waiting:
             self._wait(now)
             self._num_left += 1.0
