@@ -53,7 +53,7 @@ class _Attempts:
         self.num_used = 0
 
     def delay_seconds(self, error: grpc.RpcError) -> float:
-        """How long to wait before the next attempt.
+        """How long to wait before the next attempt; no longer than there is time left.
 
         Raises:
           CallError: another attempt would not help, or there is none left.
@@ -64,7 +64,8 @@ class _Attempts:
             raise failure from error
         delay = min(_FIRST_DELAY_SECONDS * 2**self.num_used, _MAX_DELAY_SECONDS) * random.uniform(0.5, 1.0)
         self.num_used += 1
-        return max(delay, failure.retry_seconds or 0.0)
+        delay, left = max(delay, failure.retry_seconds or 0.0), self.left_seconds()
+        return delay if left is None else min(delay, left)
 
 
 class _Run:

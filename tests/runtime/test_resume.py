@@ -14,6 +14,7 @@ import pytest
 from meshserve.deploy import demo
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
+from meshserve.runtime import resume
 from meshserve.runtime.client import AsyncClient, CallError, Client, Usage
 from meshserve.runtime.lifecycle import Listen
 from meshserve.runtime.local_cluster import reserved_port
@@ -115,6 +116,15 @@ def test_it_gives_up_when_no_token_comes_in_between(breaking):
     with Client(breaking.target, resumes=2) as client, pytest.raises(CallError, match="broken off"):
         client.complete([1], max_tokens=12)
     assert len(breaking.requests) == 3
+
+
+def test_it_waits_no_longer_than_the_call_may_take(monkeypatch):
+    """The server's hint is 2.5 s."""
+    delays: list[float] = []
+    monkeypatch.setattr(resume.time, "sleep", delays.append)
+    with running(is_full=True) as server, Client(server.target, resumes=2) as client, pytest.raises(CallError):
+        client.complete([1], max_tokens=12, timeout_seconds=2.0)
+    assert delays and max(delays) <= 2.0
 
 
 class Replica:
