@@ -122,12 +122,15 @@ class Tokenizer:
             raise InvalidRequestError(
                 "text", f"got half a surrogate pair at character {error.start}; allowed is Unicode text."
             ) from None
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # As a batch of one: only for batches does the library let other threads of Python run meanwhile.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens. Special tokens and ids outside the vocabulary have none; bytes that are not UTF-8
         become U+FFFD."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)  # see `encode`
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to the text, in UTF-8; it may end or begin within a character."""

@@ -1,6 +1,8 @@
 import codecs
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,20 @@ def test_special_tokens_have_no_text_and_other_added_tokens_do(tokenizer):
     assert len(token_ids) == 4
     assert tokenizer.decode(token_ids) == "<think>a</think>"
     assert stream(tokenizer, [list(token_ids)], ())[0][0] == "<think>a</think>"
+
+
+@pytest.mark.parametrize("is_encoded", [True, False])
+def test_other_threads_go_on_while_a_long_text_is_turned_over(tokenizer, is_encoded: bool):
+    """The engine and the event loop are such threads."""
+    text = "hello world 🙂 你好" * 60_000
+    work = (tokenizer.encode, text) if is_encoded else (tokenizer.decode, tokenizer.encode(text))
+    num_ticks = 0
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(*work)
+        while not done.done():
+            num_ticks += 1
+            time.sleep(0.001)
+    assert num_ticks > 20
 
 
 def test_end_tokens_come_from_every_file(tokenizer):
