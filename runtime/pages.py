@@ -56,7 +56,10 @@ class PageAllocator:
         """
         if not 0 <= num_pages <= self.num_free_pages:
             raise ValueError(f"{num_pages} pages asked for; {self.num_free_pages} of {self.num_pages} are free.")
-        pages = [self._unused.pop() if self._unused else self._evict() for _ in range(num_pages)]
+        num_evictions = max(num_pages - len(self._unused), 0)
+        self.num_evictions += num_evictions
+        pages = [self._unused.pop() for _ in range(num_pages - num_evictions)]
+        pages += [self._evict() for _ in range(num_evictions)]
         for page in pages:
             self._num_holders[page] = 1
         return pages
@@ -64,7 +67,6 @@ class PageAllocator:
     def _evict(self) -> int:
         page, _ = self._kept.popitem(last=False)
         del self._page_of[self._key_of.pop(page)]
-        self.num_evictions += 1
         return page
 
     def flush(self) -> int:

@@ -67,8 +67,12 @@ class Running:
         ahead = self._requests[: self.num_ahead_of(request)]
         if len(ahead) == len(self._requests):
             return False
+        num_needed = self._num_new_pages(request, cached) + len(ahead)
+        num_behind = sum(len(other.pages) for other in self._requests[len(ahead) :])
+        if num_needed > self._pages.num_free_pages + num_behind:
+            return False  # even if nobody shared any of them; the sets below take milliseconds
         untouchable = set(cached).union(*(other.pages for other in ahead))
-        return self._num_new_pages(request, cached) + len(ahead) + len(untouchable) <= self._pages.num_pages
+        return num_needed + len(untouchable) <= self._pages.num_pages
 
     def place(self, request: Request, cached: Sequence[int]) -> None:
         """Gives a waiting request, which has room, its row and its pages; `cached` are the first of them."""

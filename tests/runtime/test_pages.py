@@ -166,6 +166,7 @@ def test_a_flush_forgets_kept_pages_and_no_held_ones():
     pages.publish(kept[0], b"kept")
     pages.free(kept)
     assert pages.flush() == 1 and pages.flush() == 0
+    assert pages.num_evictions == 0  # nobody needed the room
     assert (pages.match([b"kept"]), pages.match([b"held"])) == ([], held[:1])
     pages.free(held)
     pages.audit([])
