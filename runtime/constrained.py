@@ -22,9 +22,15 @@ _COMPLETE: End = (FinishReason.STOP, "")
 
 
 def _too_complex(matcher: "Matcher") -> str:
-    """The message for a grammar that llguidance gave up; it is not offered again."""
-    matcher.grammar.grammars.forget(matcher.grammar)
+    """The message for a grammar that llguidance gave up."""
     return f"the constraint became too complex: {matcher.failure}"
+
+
+def _has_begun_anew(request: Request, matcher: "Matcher") -> bool:
+    prompt, params = request.prompt_token_ids, request.params
+    assert params.constraint is not None
+    resumed = prompt[len(prompt) - params.num_resumed_tokens :]
+    return matcher.begin_anew(params.constraint, [*resumed, *request.output_token_ids])
 
 
 def token_masks(requests: Sequence[Request]) -> np.ndarray | None:
@@ -66,7 +72,10 @@ class ConstrainedSamples:
             return FinishReason.ERROR, _CONFLICT  # the device takes token 0 where none is left
         was_allowed = matcher.allows(token_id)
         if not matcher.advance([token_id]):
-            return FinishReason.ERROR, _too_complex(matcher) if was_allowed else _CONFLICT
+            if not was_allowed:
+                return FinishReason.ERROR, _CONFLICT
+            if not _has_begun_anew(request, matcher):
+                return FinishReason.ERROR, _too_complex(matcher)
         if matcher.is_complete:
             return _COMPLETE
         self._stale.append((request, matcher))
@@ -85,8 +94,9 @@ class ConstrainedSamples:
         grammars.renew_masks([matcher for _, matcher in stale])
         ended: list[tuple[Request, End]] = []
         for request, matcher in stale:
+            is_lost = matcher.failure is not None and not _has_begun_anew(request, matcher)
             self._set_mask(request, matcher)
-            if matcher.failure is not None:
+            if is_lost:
                 ended.append((request, (FinishReason.ERROR, _too_complex(matcher))))
             elif not (matcher.mask & ~grammars.eos_mask).any():
                 ended.append((request, _COMPLETE))

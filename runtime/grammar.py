@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ _MAX_CACHED_GRAMMARS = 32
 _MAX_LEXER_STATES = 20_000  # about 2 kB each, kept for as long as the grammar is
 _MAX_ROW_ITEMS = 500  # of the parser; an ambiguous grammar costs their square, 40 ms a mask (2 s at llguidance's 2,000)
 _MAX_LEXER_FUEL = 100_000  # of one mask, half of the default: a hostile expression spends everybody's time
+_CHEAP_SECONDS = 0.05
 _MAX_MESSAGE_CHARS = 500
 _MAX_EXACT_INT = 2**53
 # Between the parts of a JSON text: nothing, a space, or a new line and its indent. Given more, some models do not stop.
@@ -40,10 +42,14 @@ _GUIDING_ATTRIBUTE = re.compile(r"^[?!]?\w+\s*\[[^\]]*?\b(temperature)\s*=", re.
 
 
 class Grammar:
-    """A compiled constraint. Made by `Grammars.compile`; shared by all who ask for the same."""
+    """A compiled constraint. Made by `Grammars.compile`; shared by all who ask for the same.
 
-    def __init__(self, grammars: "Grammars", start: llguidance.LLMatcher, first_mask: np.ndarray):
+    So is its lexer, whose states only become more, whoever needs them: see `Matcher.begin_anew`.
+    """
+
+    def __init__(self, grammars: "Grammars", start: llguidance.LLMatcher, first_mask: np.ndarray, seconds: float):
         self.grammars = grammars
+        self.is_cheap = seconds <= _CHEAP_SECONDS  # to compile again, on the engine's thread
         self._start = start
         self._first_mask = first_mask
 
@@ -81,6 +87,21 @@ class Matcher:
         """Whether the mask has a token."""
         word, bit = divmod(token_id, self.mask.itemsize * 8)
         return bool(self.mask[word] >> np.uint32(bit) & 1)
+
+    def begin_anew(self, constraint: Constraint, token_ids: Sequence[int]) -> bool:
+        """Goes on in another grammar of the constraint, with the tokens so far: others may have filled this one. False if
+        that is of no use either, or would take too long."""
+        grammars, is_cheap = self.grammar.grammars, self.grammar.is_cheap
+        grammars.forget(self.grammar)
+        for compiled_again in (grammars.compile, grammars.compile_alone) if is_cheap else ():
+            try:
+                fresh = compiled_again(constraint).matcher(token_ids)
+            except InvalidRequestError:
+                continue
+            if fresh.failure is None:
+                self.grammar, self.inner, self.mask = fresh.grammar, fresh.inner, fresh.mask
+                return True
+        return False
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Takes the next tokens. False if they are not allowed; the matcher is then of no more use."""
@@ -135,6 +156,16 @@ class Grammars:
             if (found := self._cached.get(constraint)) is not None:
                 self._cached.move_to_end(constraint)
                 return found
+        grammar = self.compile_alone(constraint)
+        with self._lock:
+            self._cached[constraint] = grammar
+            if len(self._cached) > _MAX_CACHED_GRAMMARS:
+                self._cached.popitem(last=False)
+        return grammar
+
+    def compile_alone(self, constraint: Constraint) -> Grammar:
+        """As `compile`, shared with nobody."""
+        started = time.perf_counter()
         start = self._start(constraint)
         [first_mask] = self._masks([start])
         if start.is_error():  # a grammar too large to be followed shows at the first step
@@ -142,12 +173,7 @@ class Grammars:
         if not (first_mask & ~self.eos_mask).any():
             raise _refusal(constraint, "no text but the empty one satisfies it")
         first_mask.flags.writeable = False
-        grammar = Grammar(self, start, first_mask)
-        with self._lock:
-            self._cached[constraint] = grammar
-            if len(self._cached) > _MAX_CACHED_GRAMMARS:
-                self._cached.popitem(last=False)
-        return grammar
+        return Grammar(self, start, first_mask, time.perf_counter() - started)
 
     def renew_masks(self, matchers: Sequence[Matcher]) -> None:
         """Sets the masks of matchers that have advanced.

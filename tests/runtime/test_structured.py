@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import math
 import random
 import re
 import threading
 from collections.abc import Iterator, Sequence
 
 import jsonschema
+import llguidance
 import pytest
 
 from meshserve.runtime.config import ServeConfig
@@ -187,6 +189,22 @@ def test_no_token_left_is_an_error_and_not_a_wrong_output(serving: Serving):
     [(text, token_ids, end)] = serving.run(held_to("regex", "[a-z]+", allowed_token_ids=digits))
     assert (text, token_ids, end.num_output_tokens, end.finish_reason) == ("", [], 0, FinishReason.ERROR)
     assert "no token was left that the constraint and the other sampling parameters both allow" in end.message
+
+
+def test_nobody_ends_because_others_have_filled_the_grammar(serving: Serving, monkeypatch: pytest.MonkeyPatch):
+    """Its lexer has room for the states that one or two of these outputs need, and not for those of all."""
+    regex = "|".join(f"{letter}[a-z {letter.upper()}]{{100}}!" for letter in "abcdefgh")
+    several = [held_to("regex", regex, seed=seed) for seed in range(12)]
+    expected = [tokens for _, tokens, _ in serving.run(*several)]
+    grammars = serving.launched.grammars
+    assert grammars is not None
+    grammars.forget(compiled(several[0].constraint, grammars))
+    monkeypatch.setattr("meshserve.runtime.grammar._CHEAP_SECONDS", math.inf)  # however busy the machine is
+    monkeypatch.setattr(grammars, "_limits", llguidance.LLParserLimits(max_lexer_states=300))
+    ends = serving.run(*several)
+    assert {end.finish_reason for _, _, end in ends} == {FinishReason.STOP}, [end.message for _, _, end in ends]
+    assert [tokens for _, tokens, _ in ends] == expected
+    grammars.forget(compiled(several[0].constraint, grammars))
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
