@@ -89,8 +89,8 @@ class Matcher:
         return bool(self.mask[word] >> np.uint32(bit) & 1)
 
     def begin_anew(self, constraint: Constraint, token_ids: Sequence[int]) -> bool:
-        """Goes on in another grammar of the constraint, with the tokens so far: others may have filled this one. False if
-        that is of no use either, or would take too long."""
+        """Goes on in another grammar of the constraint, with the tokens so far: others may have filled this one. False
+        if that is of no use either, or would take too long."""
         grammars, is_cheap = self.grammar.grammars, self.grammar.is_cheap
         grammars.forget(self.grammar)
         for compiled_again in (grammars.compile, grammars.compile_alone) if is_cheap else ():
