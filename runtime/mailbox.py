@@ -81,7 +81,7 @@ class Mailbox:
         outputs: list[Output] = []
         others: list[Output] = []
         for output in self._outputs:
-            is_taken = output.index == index and (num_tokens < _MAX_JOINED_TOKENS or not outputs)
+            is_taken = output.index == index and num_tokens < _MAX_JOINED_TOKENS
             (outputs if is_taken else others).append(output)
             num_tokens += _num_tokens(output) if is_taken else 0
         self._outputs = others

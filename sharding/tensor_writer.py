@@ -70,7 +70,8 @@ def write_file(path: epath.Path, shapes: Shapes, dtype: np.dtype, values: Iterab
 
 def drop_index(directory: epath.Path) -> None:
     """An index that another run has left would make a model of files of both."""
-    (directory / INDEX_FILE).unlink(missing_ok=True)
+    if (directory / INDEX_FILE).exists():
+        (directory / INDEX_FILE).unlink()
 
 
 def write_index(directory: epath.Path, files: Mapping[str, Sequence[str]], num_bytes: int) -> None:
