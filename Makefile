@@ -38,9 +38,11 @@ check-cuda:
 fuzz: $(VENV)/.test
 	$(BIN)/pytest -q -s --timeout 1800 --fuzz 100000 tests/runtime/test_hostile.py
 
-# What the edge carries, and a rolling restart of two replicas under 2,000 requests. Wants a quiet machine.
+# What the edge carries, how long one caller's request holds up the others, and a rolling restart of two replicas under 2,000
+# requests. Wants a quiet machine.
 bench-edge: $(VENV)/.test
 	$(BIN)/python benchmarks/edge_streams.py
+	$(BIN)/python benchmarks/standstill.py
 	$(BIN)/python benchmarks/edge_restart.py
 
 # Faults of two processes in lockstep, each several times; as root with iproute2 also a cut network. Half an hour.
