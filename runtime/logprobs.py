@@ -28,10 +28,13 @@ class StepLogprobs:
         is_wanted = sampled is not None and any(request.params.logprobs is not None for request in plan.requests)
         self._sampled, self._prompt, self._targets = sampled if is_wanted else None, prompt, targets
         self._places = _places(plan) if is_wanted else {}
+        # Of the prompt tokens that the step brought, by request, in order.
+        self.of_prompts: tuple[tuple[Request, tuple[TokenLogprobs, ...]], ...] = ()
 
     def wait(self) -> None:
-        """Brings them to the host; with the engine's lock this would keep everybody waiting for the device."""
-        self._sampled, self._prompt = _on_host(self._sampled), _on_host(self._prompt)
+        """Brings them to the host. With the engine's lock held, everybody would wait for the device, too."""
+        self._sampled = _on_host(self._sampled)
+        self.of_prompts = tuple(self._of_prompts(_on_host(self._prompt)))
 
     def of_output(self, request: Request, token_id: int) -> TokenLogprobs | None:
         """Of the next token that the step sampled for the request: first of that behind its own, then of those behind
@@ -40,9 +43,7 @@ class StepLogprobs:
             return None
         return _at(self._sampled, next(self._places[request]), token_id, request.params.logprobs)
 
-    def of_prompts(self) -> Iterator[tuple[Request, tuple[TokenLogprobs, ...]]]:
-        """Of the prompt tokens that the step brought, by request, in order."""
-        prompt = self._prompt
+    def _of_prompts(self, prompt: Logprobs[np.ndarray] | None) -> Iterator[tuple[Request, tuple[TokenLogprobs, ...]]]:
         if prompt is None or self._targets is None:
             return
         place = len(self._plan.decodes) + self._plan.num_drafts

@@ -78,7 +78,7 @@ class OpenSamples:
 
     def stream_prompts(self, logprobs: StepLogprobs | None) -> None:
         """Log-probabilities of prompt tokens go out as they come."""
-        for request, found in logprobs.of_prompts() if logprobs is not None else ():
+        for request, found in logprobs.of_prompts if logprobs is not None else ():
             if not request.is_finished:
                 self._put(request, prompt_logprobs=found)
 
