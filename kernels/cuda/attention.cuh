@@ -31,9 +31,8 @@ struct AttentionArgs {
   const bf16* cache;      // this layer's [P, K, 2, S, H]
   const int* page_table;  // [B, max_pages]
   ContextCuts cuts;
-  bf16* out;            // [B, K, G, H]
-  float* unmerged;      // [clusters, K, G, H + 4]: of a part's queries, then the largest score and the sum of each
-  int* num_arrived;     // [B, K, blocks of a cluster]: how often a part has left something here; 0 at the start
+  bf16* out;  // [B, K, G, H]
+  Unmerged unmerged;
   long long first_row;  // the layer's first row of the whole cache seen as [L P K 2 S, H]
   int max_pages, page_size, kv_heads, group, log2_splits;
   int stages;        // of a warp's ring
@@ -57,9 +56,6 @@ struct Received {
   uint64_t barrier;  // counts their bytes
   bool is_last;      // this block, of those of a request's parts
 };
-
-// 2^(a - b) where both may be -inf (nothing seen yet).
-__device__ __forceinline__ float rescale(float a, float b) { return a == -INFINITY ? 0.0f : exp2f(a - b); }
 
 // Address of the 16-byte chunk of a token's row in a tile [H / 64 halves, 16 tokens, 128 bytes], swizzled.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int token, int chunk) {
@@ -167,24 +163,6 @@ __device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_byte
   }
 }
 
-// Of a query, 4 elements: relative to exp2(largest), not yet divided by the sum.
-struct Merged {
-  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
-  float largest = -INFINITY, sum = 0.0f;
-  __device__ __forceinline__ void add(const float4& v, float v_sum, float scale) {
-    out = make_float4(out.x + v.x * scale, out.y + v.y * scale, out.z + v.z * scale, out.w + v.w * scale);
-    sum += v_sum * scale;
-  }
-};
-
-// A request without tokens gives zeros.
-__device__ __forceinline__ void store_divided(bf16* to, const Merged& merged) {
-  const float divisor = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;
-  const float4& out = merged.out;
-  *reinterpret_cast<uint2*>(to) =
-      make_uint2(pack_bf16(out.x * divisor, out.y * divisor), pack_bf16(out.z * divisor, out.w * divisor));
-}
-
 // Calls `merge(query, element)` for every 4 elements of the queries that this block finishes.
 template <int H, class Merge>
 __device__ __forceinline__ void for_my_queries(int group, int log2_splits, Merge merge) {
@@ -213,66 +191,6 @@ __device__ __forceinline__ Merged merge_blocks(const Received<H>* received, int 
     merged.add(v, stats.y, rescale(stats.x, merged.largest));
   }
   return merged;
-}
-
-// The result of the parts, in their order; `place_of` gives where a part has left its row.
-template <int H, class PlaceOf>
-__device__ __forceinline__ Merged merge_rows(int num_parts, int element, PlaceOf place_of) {
-  constexpr int kTogether = 8;  // loads on their way at once
-  Merged merged;
-#pragma unroll 1
-  for (int first = 0; first < num_parts; first += kTogether) {
-    float4 v[kTogether];
-    float2 stats[kTogether];
-    float largest = merged.largest;
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const float* place = place_of(min(first + i, num_parts - 1));
-      v[i] = __ldcg(reinterpret_cast<const float4*>(place + element));
-      stats[i] = __ldcg(reinterpret_cast<const float2*>(place + H));
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) largest = fmaxf(largest, stats[i].x);
-    const Merged before = merged;
-    merged = Merged{.largest = largest};
-    merged.add(before.out, before.sum, rescale(before.largest, largest));
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (first + i < num_parts) merged.add(v[i], stats[i].y, rescale(stats[i].x, largest));
-    }
-  }
-  return merged;
-}
-
-// Leaves this block's queries of a part in memory. The block that is the last of the parts to do so puts them together,
-// in the order of the parts: the same bits whoever it is.
-template <int H>
-__device__ __forceinline__ void merge_parts(Received<H>* received, bf16* out, const ContextPart& part,
-                                            const AttentionArgs& args) {
-  const int kv_head = blockIdx.y;
-  auto place = [&](int index, int query) {
-    const size_t cluster = blockIdx.z - part.index + index;
-    return args.unmerged + ((cluster * args.kv_heads + kv_head) * args.group + query) * (H + 4);
-  };
-  for_my_queries<H>(args.group, args.log2_splits, [&](int query, int element) {
-    const Merged merged = merge_blocks(received, query, element, args.group, args.log2_splits);
-    float* to = place(part.index, query);
-    *reinterpret_cast<float4*>(to + element) = merged.out;
-    if (element == 0) *reinterpret_cast<float2*>(to + H) = make_float2(merged.largest, merged.sum);
-  });
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int* num_arrived = args.num_arrived + (part.request * args.kv_heads + kv_head) * gridDim.x + blockIdx.x;
-    received->is_last = (atomicAdd(num_arrived, 1) + 1) % part.num_parts == 0;  // once a layer
-    __threadfence();
-  }
-  __syncthreads();
-  if (!received->is_last) return;
-  for_my_queries<H>(args.group, args.log2_splits, [&](int query, int element) {
-    auto place_of = [&](int index) { return place(index, query); };
-    store_divided(out + query * H + element, merge_rows<H>(part.num_parts, element, place_of));
-  });
 }
 
 // Grid (blocks of a cluster, K, clusters of a KV head).
@@ -409,10 +327,21 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     __syncthreads();
   }
   bf16* out = args.out + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
-  if (part.num_parts > 1) return merge_parts(received, out, part, args);
-  for_my_queries<H>(args.group, args.log2_splits, [&](int query, int element) {
-    store_divided(out + query * H + element, merge_blocks(received, query, element, args.group, args.log2_splits));
-  });
+  auto merged_of = [&](int query, int element) {
+    return merge_blocks(received, query, element, args.group, args.log2_splits);
+  };
+  auto for_mine = [&](auto use) { for_my_queries<H>(args.group, args.log2_splits, use); };
+  if (part.num_parts > 1) {
+    auto row_of = [&](int index, int query) {
+      const size_t cluster = blockIdx.z - part.index + index;
+      return args.unmerged.rows + ((cluster * args.kv_heads + kv_head) * args.group + query) * (H + 4);
+    };
+    auto arrive = [&] {
+      return atomicAdd(args.unmerged.num_arrived + (request * args.kv_heads + kv_head) * gridDim.x + blockIdx.x, 1);
+    };
+    return merge_parts<H>(part, arrive, &received->is_last, out, for_mine, merged_of, row_of);
+  }
+  for_mine([&](int query, int element) { store_divided(out + query * H + element, merged_of(query, element)); });
 }
 
 }  // namespace meshserve

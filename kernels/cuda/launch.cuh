@@ -40,8 +40,8 @@ struct Cache {
 // What the kernels of one call hand to each other; cut from one buffer.
 struct Scratch {
   bf16 *scaled, *q, *attended, *activated;
-  float *sums, *cos_sin, *unmerged;
-  int* num_arrived;
+  float *sums, *cos_sin;
+  Unmerged unmerged;
 
   static size_t bytes(const Shapes& s) {
     Scratch none;
@@ -62,8 +62,8 @@ struct Scratch {
     attended = reinterpret_cast<bf16*>(take(b * s.q_columns() * 2));
     activated = reinterpret_cast<bf16*>(take(b * s.mlp * 2));
     const size_t clusters = most_clusters(s.batch, fewest_shares(s.kv_heads, 1)), heads = s.kv_heads;
-    unmerged = reinterpret_cast<float*>(take(clusters * heads * s.group * (s.head_dim + 4) * 4));
-    num_arrived = reinterpret_cast<int*>(take(b * s.arrivals() * 4));
+    unmerged.rows = reinterpret_cast<float*>(take(clusters * heads * s.group * (s.head_dim + 4) * 4));
+    unmerged.num_arrived = reinterpret_cast<int*>(take(b * s.arrivals() * 4));
     return used;
   }
 };
@@ -130,7 +130,7 @@ class Step {
     args.cos_sin = scratch.cos_sin;
     args.rotary_scale = rotary_scale;
     args.head_dim = shapes_.head_dim;
-    args.num_arrived = scratch.num_arrived;
+    args.num_arrived = scratch.unmerged.num_arrived;
     args.arrivals = shapes_.arrivals();
     launch("prepare", prepare_kernel, dim3(shapes_.batch), kPrepareThreads, 0, 1, args);
   }
@@ -164,7 +164,6 @@ class Step {
     args.page_table = cache.page_table;
     args.out = out;
     args.unmerged = scratch.unmerged;
-    args.num_arrived = scratch.num_arrived;
     args.first_row = layer * (layer_elements() / h);
     args.max_pages = shapes_.max_pages;
     args.page_size = shapes_.page_size;

@@ -1,7 +1,10 @@
-"""The source of kernels/cuda/context_parts.cuh compiled for the host: which part of which request each cluster has."""
+"""The source of kernels/cuda/context_parts.cuh compiled for the host: which part of which request each cluster has, and
+how the parts of one are merged.
+"""
 
 import ctypes
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -98,3 +101,20 @@ def test_what_costs_less_than_a_merge_is_not_cut(library):
 def test_where_no_request_can_be_long_nobody_is_looked_at(library):
     assert library.count_clusters(32, 16, 256, 383) == 32
     assert find_parts(library, [383] + [1] * 31, max_context=383) == [1] * 32
+
+
+@pytest.mark.parametrize(("num_parts", "group"), [(2, 4), (8, 1), (11, 8)])
+def test_the_last_part_merges_them_all_once_a_call(library, num_parts, group):
+    rng = np.random.default_rng(num_parts)
+    head_dim, num_calls = 128, 3
+    parts = np.full((num_calls, num_parts, group, head_dim + 4), np.nan, np.float32)
+    parts[..., :head_dim] = out = rng.standard_normal((num_calls, num_parts, group, head_dim))
+    parts[..., head_dim] = largest = rng.uniform(-30, 30, (num_calls, num_parts, group))
+    parts[..., head_dim + 1] = total = rng.uniform(1, 50, (num_calls, num_parts, group))
+    parts[0, 0, :, :head_dim], parts[0, 0, :, head_dim], parts[0, 0, :, head_dim + 1] = 0, -np.inf, 0  # saw no token
+    largest[0, 0] = -np.inf
+    merged = np.full((num_calls, group, head_dim), np.nan, ml_dtypes.bfloat16)
+    library.merge(num_parts, group, num_calls, ctypes.c_void_p(parts.ctypes.data), ctypes.c_void_p(merged.ctypes.data))
+    scale = np.exp2(largest - largest.max(axis=1, keepdims=True))
+    expected = (out * scale[..., None]).sum(axis=1) / (total * scale).sum(axis=1)[..., None]
+    np.testing.assert_allclose(merged.astype(np.float64), expected, rtol=0.01, atol=1e-4)

@@ -1,4 +1,5 @@
-// What every cluster of decode attention finds out from the lengths, by the source of context_parts.cuh on a host.
+// What every cluster of decode attention finds out from the lengths, and how parts are merged, by the source of
+// context_parts.cuh on a host.
 #include "context_parts.cuh"
 
 #include <thread>
@@ -23,5 +24,42 @@ extern "C" void find_parts(const ContextCuts* cuts, ContextPart* parts) {
         if (static_cast<int>(lane) == cluster % 32) parts[cluster] = part;
       }
     });
+  }
+}
+
+// `num_calls` times, one after the other: parts [calls, parts, G, H + 4] as attention leaves them, each a block's, are
+// merged into out [calls, G, H] by blocks that run at once.
+extern "C" void merge(int num_parts, int group, int num_calls, const float* parts, bf16* out) {
+  constexpr int H = 128, kThreads = 128;
+  struct State {
+    Block block{kThreads};
+    bool is_last = false;
+  };
+  int num_arrived = 0;
+  for (int call = 0; call < num_calls; ++call) {
+    std::vector<float> rows(static_cast<size_t>(num_parts) * group * (H + 4), NAN);
+    std::vector<State> states(num_parts);
+    std::vector<std::jthread> threads;
+    for (int index = 0; index < num_parts; ++index) {
+      for (unsigned t = 0; t < kThreads; ++t) {
+        threads.emplace_back([&, index, t] {
+          threadIdx = {t};
+          block = &states[index].block;
+          auto for_mine = [&](auto use) {
+            for (int i = t; i < group * (H / 4); i += kThreads) use(i / (H / 4), i % (H / 4) * 4);
+          };
+          auto merged_of = [&](int query, int element) {
+            const float* row = parts + ((static_cast<size_t>(call) * num_parts + index) * group + query) * (H + 4);
+            const float* at = row + element;
+            return Merged{make_float4(at[0], at[1], at[2], at[3]), row[H], row[H + 1]};
+          };
+          auto row_of = [&](int part, int query) { return rows.data() + (part * group + query) * (H + 4); };
+          auto arrive = [&] { return atomicAdd(&num_arrived, 1); };
+          const ContextPart part = {0, index, num_parts};
+          bf16* to = out + static_cast<size_t>(call) * group * H;
+          merge_parts<H>(part, arrive, &states[index].is_last, to, for_mine, merged_of, row_of);
+        });
+      }
+    }
   }
 }

@@ -115,6 +115,13 @@ auto read_lanes(uint32_t mine, Read read) {
 inline int __reduce_add_sync(uint32_t, int value) {
   return read_lanes(value, [](const uint32_t* words) { return std::accumulate(words, words + 32, 0); });
 }
+inline int __reduce_max_sync(uint32_t, int value) {
+  return read_lanes(value, [](const uint32_t* words) {
+    int largest = static_cast<int>(words[0]);
+    for (int lane = 1; lane < 32; ++lane) largest = max(largest, static_cast<int>(words[lane]));
+    return largest;
+  });
+}
 inline uint32_t __ballot_sync(uint32_t, bool is_set) {
   return read_lanes(is_set, [](const uint32_t* words) {
     uint32_t bits = 0;
@@ -122,7 +129,6 @@ inline uint32_t __ballot_sync(uint32_t, bool is_set) {
     return bits;
   });
 }
-inline bool __any_sync(uint32_t mask, bool is_set) { return __ballot_sync(mask, is_set) != 0; }
 inline int __shfl_sync(uint32_t, int value, int lane) {
   return read_lanes(value, [=](const uint32_t* words) { return static_cast<int>(words[lane]); });
 }
