@@ -87,14 +87,15 @@ class FollowingProcess:
         thread = threading.Thread(target=self.run, name="replay", daemon=True)
         thread.start()
         has_told = False
-        with on_signals(self._on_signal):
-            while thread.is_alive() and self._watch.failure is None and self._num_signals < 2:
+        with on_signals(self._on_signal, self._on_hangup):
+            while thread.is_alive() and not self._is_over():
                 if self.is_ready and not has_told:
                     has_told = True
                     await set_health(servicer, health_pb2.HealthCheckResponse.SERVING)
                 await asyncio.sleep(_POLL_SECONDS)
             await servicer.enter_graceful_shutdown()
-            await server.stop(STOP_GRACE_SECONDS)
+            # Process 0 waits for this one's end, but no longer than that; who watches the health keeps a call open.
+            await server.stop(min(STOP_GRACE_SECONDS, self._watch.limits.exit_seconds / 2))
             await http.stop()
 
     def _on_signal(self) -> None:
@@ -103,6 +104,15 @@ class FollowingProcess:
             self._follower.ask_to_drain()
         else:
             self._num_signals += 1  # nobody to ask
+
+    def _on_hangup(self) -> None:
+        _log.warning("SIGHUP changes nothing here: the degree of several processes is that of their start")
+
+    def _is_over(self) -> bool:
+        """Whether to end, whatever the thread does. One that prepares may be in a compiler, one that replays has what
+        process 0 sent before it ended things."""
+        is_left = self._follower is not None and self._follower.is_over and not self.is_ready
+        return is_left or self._watch.failure is not None or self._num_signals > 1
 
     def _alive(self) -> tuple[int, str]:
         return (200, "following\n") if self._watch.failure is None else (503, f"{self._watch.failure}\n")

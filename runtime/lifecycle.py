@@ -78,30 +78,34 @@ class ServerHandle:
         self.gateway_port: int | None = None
         self.grace_seconds: float | None = None  # that `Drain` asked for
         self._loop = asyncio.get_running_loop()
-        self._num_requests = 0
+        self._is_draining = False
+        self._num_stops = 0
 
     @property
     def is_stopping(self) -> bool:
-        return self._num_requests > 0
+        return self._is_draining or self._num_stops > 0
 
     @property
     def is_forced(self) -> bool:
-        """Asked to stop twice: do not wait for running requests."""
-        return self._num_requests > 1
+        """Told to stop twice: do not wait for running requests."""
+        return self._num_stops > 1
 
     def drain(self, grace_seconds: float | None) -> None:
-        """As SIGTERM, with a grace of its own. On the event loop; a second time changes nothing."""
+        """As the first SIGTERM, with a grace of its own. On the event loop; a second time changes nothing.
+
+        It does not count as a SIGTERM: whoever asks for this may send the signal after it, and so may others beside
+        it."""
         if not self.is_stopping:
             self.grace_seconds = grace_seconds
-            self._count_request()
+            self._is_draining = True
 
     def request_stop(self) -> None:
         """As SIGTERM: drain, then stop. Asking twice stops without draining."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has stopped
-            self._loop.call_soon_threadsafe(self._count_request)
+            self._loop.call_soon_threadsafe(self._count_stop)
 
-    def _count_request(self) -> None:
-        self._num_requests += 1
+    def _count_stop(self) -> None:
+        self._num_stops += 1
 
 
 async def serve(
@@ -186,9 +190,9 @@ def run_server(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether only this machine can reach it. An IPv6 address may stand in brackets, as in a target."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
 
@@ -314,17 +318,20 @@ def bind(server: grpc.aio.Server, listen: Listen) -> int:
 
 
 @contextlib.contextmanager
-def on_signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT ask to stop. Python allows handlers in the main thread only; elsewhere this does nothing."""
+def on_signals(request_stop: Callable[[], None], hang_up: Callable[[], None] | None = None) -> Iterator[None]:
+    """SIGTERM and SIGINT ask to stop; SIGHUP, where given, hangs up. Python allows handlers in the main thread only;
+    elsewhere this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, request_stop)
+    handlers = {signal.SIGTERM: request_stop, signal.SIGINT: request_stop}
+    if hang_up is not None:
+        handlers[signal.SIGHUP] = hang_up
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in handlers:
             loop.remove_signal_handler(number)

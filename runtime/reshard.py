@@ -94,14 +94,15 @@ class Resharder:
             for path, weight in nnx.to_flat_state(abstract)
         ]
         weight_bytes = device_weight_bytes(self._model, mesh, old.dtype)
-        stays = Mesh(mesh.devices[: min(mesh.size, self._config.tp)], mesh.axis_names)
+        # Virtual CPU devices share one memory, and a cache for each of them the same as at a start.
+        num_measured = mesh.size if mesh.devices.flat[0].platform == "cpu" else min(mesh.size, self._config.tp)
         return self._make_runner(
             config,
             self._model,
             mesh,
             structure,
             nnx.from_flat_state(placed),
-            measured=stays,
+            measured=Mesh(mesh.devices[:num_measured], mesh.axis_names),
             kept_bytes=weight_bytes - old.device_bytes,
         )
 

@@ -6,6 +6,7 @@ coordinator's port, ours at the port of the step stream (`leading.py`, `followin
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -93,10 +94,12 @@ def start_devices(membership: Membership) -> None:
     Returns when every process has come so far.
 
     Raises:
-      ClusterError: they did not, within `JOIN_SECONDS`.
+      ClusterError: they did not, within `JOIN_SECONDS`, or the coordinator's port is in use.
     """
     import jax  # here, because it takes seconds
 
+    if membership.is_leader:
+        _check_free(membership)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from the server
     try:
@@ -110,4 +113,19 @@ def start_devices(membership: Membership) -> None:
     except RuntimeError as error:
         raise ClusterError(
             f"jax's processes did not meet at {membership.coordinator}: {error}. Is the port free there, and open?"
+        ) from None
+
+
+def _check_free(membership: Membership) -> None:
+    """jax ends the process, without a word, where it cannot listen at the coordinator's port."""
+    port = membership.coordinator.rpartition(":")[2]
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    try:
+        socket.create_server(("", int(port)), family=family, dualstack_ipv6=has_both).close()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ClusterError(
+            f"jax's processes cannot meet at {membership.coordinator}: {reason}. Free port {port}, or give all "
+            "processes another in --coordinator."
         ) from None

@@ -69,10 +69,11 @@ class Follower:
             ) from None
         self._outbox: SimpleQueue[pb.JoinRequest | None] = SimpleQueue()
         self._calls: SimpleQueue[pb.Plan | None] = SimpleQueue()
-        self._changed = threading.Condition()  # guards the next four
+        self._changed = threading.Condition()  # guards the next five
         self._agreements: dict[str, pb.Agreement] = {}
         self._under_way: dict[int, float] = {}
         self._num_calls = 0
+        self.is_over = False  # process 0 has ended the lockstep, in order
         self.stats = FollowingStats(heard=clock())
         self._outbox.put(pb.JoinRequest(hello=pb.Hello(process_id=process_id)))
         metadata = (("authorization", bearer(security.token)),) if security.token else None
@@ -85,14 +86,14 @@ class Follower:
         """Waits until every process has reported under this name; returns the least value.
 
         Raises:
-          ClusterError: facts differ, or something has failed.
+          ClusterError: facts differ, process 0 has ended, or something has failed.
         """
         self._outbox.put(pb.JoinRequest(report=pb.Report(name=name, facts=facts, value=value)))
         with self._changed:
-            self._changed.wait_for(lambda: name in self._agreements or self._watch.failure is not None)
+            self._changed.wait_for(lambda: name in self._agreements or self.is_over or self._watch.failure is not None)
             agreement = self._agreements.get(name)
         if agreement is None:
-            raise ClusterError(str(self._watch.failure))
+            raise ClusterError(self._watch.failure or "process 0 has ended")
         if agreement.refusal:
             raise ClusterError(agreement.refusal)
         return agreement.value
@@ -151,6 +152,9 @@ class Follower:
             _log.info("process 0 has ended the lockstep")
             self._watch.stop()
             self._calls.put(None)
+            with self._changed:
+                self.is_over = True
+                self._changed.notify_all()
         return kind != "stop"
 
     def _checked(self, call: pb.Call) -> pb.Plan:

@@ -26,6 +26,7 @@ from .steps import OPTIONS, Security, bearer, differences, plan_digest
 from .watch import Watch
 
 _MANY_STRANGERS = 8  # threads to refuse callers with, beside one for each follower
+_HELLO_SECONDS = 5.0  # for a caller to say who it is: it keeps a thread meanwhile
 _log = logging.getLogger(__name__)
 
 
@@ -184,7 +185,7 @@ class Leader(pb_grpc.StepServiceServicer):
         if not hmac.compare_digest(str(metadata.get("authorization", "")), bearer(self._token)):
             _log.warning("refused %s, which wanted to join without this cluster's token", context.peer())
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this is not the token of the cluster (--cluster-token)")
-        hello = next(requests).hello
+        hello = _first(requests, context).hello
         peer = _Peer(hello.process_id, context.peer(), self._clock())
         with self._changed:
             if not 0 < peer.process_id < self._num_processes:
@@ -275,3 +276,17 @@ class Leader(pb_grpc.StepServiceServicer):
         self._changed.wait_for(lambda: is_so() or self._watch.failure is not None, timeout_seconds)
         if self._watch.failure is not None:
             raise ClusterError(self._watch.failure)
+
+
+def _first(requests: Iterator[pb.JoinRequest], context: Any) -> pb.JoinRequest:
+    """What a caller says first; ends the call of one who says nothing."""
+    late = threading.Timer(_HELLO_SECONDS, context.cancel)
+    late.daemon = True
+    late.start()
+    try:
+        return next(requests)
+    except StopIteration:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "who joins says its number first")
+        raise  # never: `abort` has
+    finally:
+        late.cancel()

@@ -103,12 +103,16 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
             tokens[num_processes] = mixed_load(cluster.target)
             for target in cluster.targets:
                 assert health(target) == health_pb2.HealthCheckResponse.SERVING
-            if num_processes == 2:  # a follower that is told to stop drains everybody: the open stream ends well
+            if num_processes == 2:  # told to stop, one after the other, they drain: the open stream ends well
                 assert re.search(r'_followed_calls_total{method="run"} [1-9]', scraped(cluster, 1))
                 assert "\nmeshserve_ready 1\n" in scraped(cluster, 0) and "\nmeshserve_ready" not in scraped(cluster, 1)
                 stream = Stream(cluster.target, 1, max_tokens=400)
                 stream.has_begun.wait(WAIT_SECONDS)
+                cluster.processes[1].send_signal(signal.SIGHUP)  # changes nothing
+                wait_for(lambda: "SIGHUP changes nothing here" in cluster.log(1).read_text())
                 cluster.processes[1].send_signal(signal.SIGTERM)
+                wait_for(lambda: health(cluster.target) == health_pb2.HealthCheckResponse.NOT_SERVING)
+                cluster.processes[0].send_signal(signal.SIGTERM)
                 stream.finish()
                 assert stream.error is None and len(stream.token_ids) == 400
                 assert cluster.wait(WAIT_SECONDS) == [0, 0]
@@ -143,3 +147,11 @@ def test_a_lost_process_ends_everybody(cache, tmp_path, every_case, victim, numb
             assert "the engine failed: " in str(errors[0])
         ended = cluster.wait(WAIT_SECONDS)
         assert 0 not in ended and ended == [statuses.get(index, status) for index, status in enumerate(ended)]
+
+
+def test_a_cluster_told_to_stop_while_it_starts_ends_in_order(cache, tmp_path):
+    with local_cluster(2, (*FLAGS, cache, "--cpu-devices=2"), tmp_path) as cluster:
+        wait_for(lambda: "joined" in cluster.log(0).read_text())
+        cluster.processes[0].send_signal(signal.SIGTERM)
+        assert cluster.wait(WAIT_SECONDS) == [0, 0]
+        assert "process 0 has ended the lockstep" in cluster.log(1).read_text()

@@ -138,6 +138,21 @@ def test_streams_go_on_with_the_same_tokens(model: Path, monkeypatch: pytest.Mon
         launched.resharder.change_tp(2)
 
 
+def test_the_cache_of_cpu_devices_is_that_of_a_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share one memory, so more devices have no larger cache."""
+    monkeypatch.setattr("meshserve.sharding.memory.CPU_CACHE_BYTES", 1 << 20)
+    config = CONFIG | {"num_pages": 0}
+    pages = {}
+    for tp in (1, 4):
+        launched = launch(ServeConfig(model=str(model), tp=tp, **config), lambda outputs: None)
+        pages[tp] = launched.engine.load().num_pages
+    launched = launch(ServeConfig(model=str(model), tp=1, **config), lambda outputs: None)
+    launched.engine.start()
+    launched.resharder.change_tp(4)
+    assert launched.engine.load().num_pages == pages[4] > 0
+    launched.engine.stop()
+
+
 def test_what_no_longer_fits_and_what_fails(model: Path) -> None:
     """A request too large for the new cache is told so; a change that fails ends the engine and every stream."""
     streams = Streams()

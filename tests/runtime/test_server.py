@@ -426,6 +426,22 @@ def test_stopping_lets_running_requests_end():
         assert server.errors == []
 
 
+def test_a_signal_after_a_request_to_drain_is_the_first():
+    """A preStop hook drains, the orchestrator sends its signal after it; in a cluster every process gets one."""
+    with running() as server, Client(server.target) as client:
+        stream = client.generate("a", max_tokens=100)
+        with server.engine.holding(100), grpc.insecure_channel(server.target) as channel:
+            next(stream)
+            pb_grpc.AdminServiceStub(channel).Drain(pb.DrainRequest(grace_seconds=WAIT_SECONDS))
+            server.handle.request_stop()
+            wait_for(lambda: server.handle._num_stops == 1)
+            assert server.handle.is_stopping and not server.handle.is_forced
+            assert server.thread.is_alive()
+        assert list(stream)[-1].finish.usage.num_output_tokens == 100
+        server.join()
+        assert server.errors == []
+
+
 def test_stopping_does_not_wait_for_ever():
     with (
         running(listen=Listen(drain_seconds=0.2, status_seconds=WAIT_SECONDS)) as server,

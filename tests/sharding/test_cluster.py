@@ -1,13 +1,14 @@
 """Which processes serve together; what each of them reads."""
 
 import json
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from meshserve.runtime.local_cluster import reserved_port
-from meshserve.sharding.cluster import ClusterError, Membership, find_membership
+from meshserve.sharding.cluster import ClusterError, Membership, find_membership, start_devices
 from tests.waiting import WAIT_SECONDS
 
 LWS = {"LWS_LEADER_ADDRESS": "m-0.m.default", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2"}
@@ -63,6 +64,14 @@ def test_what_jax_knows_names_a_cluster(monkeypatch, environment, expected):
     assert (found.host, found.num_processes, found.process_id) == (
         expected.coordinator, expected.num_processes, expected.process_id
     )  # fmt: skip
+
+
+def test_a_port_in_use_is_an_error():
+    """jax would end the process."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        coordinator = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=f"cannot meet at {coordinator}: Address already in use. Free port"):
+            start_devices(Membership(coordinator=coordinator, num_processes=2, process_id=0))
 
 
 def test_an_orchestrator_that_is_not_there_is_an_error(monkeypatch):

@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import grpc
 import pytest
 
 from meshserve.benchmarks.step_proxy import Spoil, StepProxy
 from meshserve.protos import steps_pb2 as pb
+from meshserve.protos import steps_pb2_grpc as pb_grpc
+from meshserve.sharding import leading
 from meshserve.sharding.cluster import ClusterError
 from meshserve.sharding.following import Follower
 from meshserve.sharding.leading import Leader
@@ -284,6 +287,24 @@ def test_an_ordered_end_is_no_failure():
         assert ends.failures == [[], []]
 
 
+def test_an_ordered_end_while_the_processes_start_is_heard_by_who_waits():
+    with cluster() as ends:
+        heard: list[str] = []
+
+        def follow() -> None:
+            with pytest.raises(ClusterError) as caught:
+                ends.followers[0].meet("options", {})
+            heard.append(str(caught.value))
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        ends.watches[0].stop()
+        ends.leader._end("")
+        thread.join(WAIT_SECONDS)
+        assert heard == ["process 0 has ended"] and ends.followers[0].is_over
+        assert ends.failures == [[], []]
+
+
 def test_a_follower_that_is_told_to_stop_drains_the_leader():
     with cluster() as ends:
         asked = threading.Event()
@@ -314,5 +335,31 @@ def test_strangers_are_refused_and_disturb_nobody(token, process_id, reason):
     with pytest.raises(ClusterError, match=reason):
         stranger.meet("options", {})
     assert watch.failure is None and quiet.failure is None
+    follower.close()
+    leader.stop()
+
+
+@pytest.mark.parametrize("says", ["nothing", "goes away"])
+def test_callers_that_do_not_say_who_they_are_keep_nobody_out(monkeypatch, caplog, says):
+    monkeypatch.setattr(leading, "_HELLO_SECONDS", 0.1)
+    watch = Watch(PATIENT, exit=lambda status: None)
+    leader = Leader("127.0.0.1:0", 2, watch, Security())
+    address = f"127.0.0.1:{leader.port}"
+    never = threading.Event()
+
+    def hello() -> Iterator[pb.JoinRequest]:
+        if says == "nothing":
+            never.wait()
+        yield from ()
+
+    with grpc.insecure_channel(address) as channel:
+        calls = [pb_grpc.StepServiceStub(channel).Join(hello()) for _ in range(20)]  # more than there are threads
+        quiet = Watch(PATIENT, exit=lambda status: None)
+        follower = Follower(address, 1, quiet, Security())
+        leader.wait_for_followers(WAIT_SECONDS)
+        expected = grpc.StatusCode.CANCELLED if says == "nothing" else grpc.StatusCode.INVALID_ARGUMENT
+        assert {call.code() for call in calls} == {expected}
+        never.set()
+    assert watch.failure is None and quiet.failure is None and not caplog.records[1:]  # the first: "process 1 joined"
     follower.close()
     leader.stop()
