@@ -1,4 +1,4 @@
-"""Asks `access` before each call, whatever its service. In: method and metadata. Out: the call goes on or ends.
+"""What each call passes first, whatever its service. In: method and metadata. Out: the call goes on or ends.
 
 A request for which the queue has no room ends here, too, before it is read: under overload a refusal is what a server
 does most often, so it must cost the least.
@@ -19,23 +19,27 @@ from .metrics import Metrics
 from .permissions import QUEUED_METHODS
 from .status import abort, code_of
 
-_OUR_PACKAGE = "/meshserve."
-
 
 class Gate(grpc.aio.ServerInterceptor):
-    """The interceptor of a server. `check_room` raises while there is no room for another request."""
+    """The interceptor of a server.
 
-    def __init__(self, access: Access, metrics: Metrics, check_room: Callable[[], None]):
-        self._access = access
+    Args:
+      check_room: raises while there is no room for another request.
+      access: who may call what; None on a port that asks nobody who they are.
+    """
+
+    def __init__(self, metrics: Metrics, check_room: Callable[[], None], access: Access | None = None):
         self._metrics = metrics
         self._check_room = check_room
-        self._handlers: dict[str, Any] = {}  # of our own methods, as `_checking_bytes` makes them
+        self._access = access
+        self._handlers: dict[str, Any] = {}  # as `_checking_bytes` makes them
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         try:
-            self._access.check(details.method, details.invocation_metadata)
+            if self._access is not None:
+                self._access.check(details.method, details.invocation_metadata)
             if details.method in QUEUED_METHODS:
                 self._check_room()
         except Exception as error:
@@ -44,21 +48,10 @@ class Gate(grpc.aio.ServerInterceptor):
         if (known := self._handlers.get(details.method)) is not None:
             return known
         handler = await continuation(details)
-        if handler is None or not details.method.startswith(_OUR_PACKAGE):
+        if handler is None or not inspect.iscoroutinefunction(handler.unary_stream or handler.unary_unary):
             return handler
         checking = self._handlers[details.method] = _checking_bytes(handler)
         return checking
-
-
-class BytesGate(grpc.aio.ServerInterceptor):
-    """Of a port that asks nobody who they are: looks at the bytes of coroutines with one request, and nothing else."""
-
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
-    ) -> Any:
-        handler = await continuation(details)
-        is_checked = handler is not None and inspect.iscoroutinefunction(handler.unary_stream or handler.unary_unary)
-        return _checking_bytes(handler) if is_checked else handler
 
 
 def _refusal(error: Exception) -> Any:

@@ -24,7 +24,7 @@ class HttpPort:
 
     def __init__(self, answers: dict[str, Answer]):
         self._answers = answers
-        self._num_connections = 0
+        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -45,17 +45,20 @@ class HttpPort:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
+        if len(self._open) >= _MAX_CONNECTIONS:  # the oldest has had the most time to ask
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        self._open[writer] = None
         try:
-            if self._num_connections <= _MAX_CONNECTIONS:
-                async with asyncio.timeout(_TIMEOUT_SECONDS):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer(head))
-                    await writer.drain()
+            async with asyncio.timeout(_TIMEOUT_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head))
+                await writer.drain()
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # nobody to tell
         finally:
-            self._num_connections -= 1
+            self._open.pop(writer, None)
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()

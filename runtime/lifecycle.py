@@ -26,7 +26,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from .access import ANYBODY
 from .admin import Admin
 from .errors import ConfigError, EngineStoppedError
-from .gate import BytesGate, Gate
+from .gate import Gate
 from .gateway import add_gateway
 from .http_port import HttpPort
 from .permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
@@ -133,7 +133,7 @@ async def serve(
     health_servicer = health.aio.HealthServicer()
     await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
     # Reflection tells strangers what there is to attack, and serves only those who explore by hand.
-    gate = Gate(edge.access, edge.observer.metrics, edge.check_room)
+    gate = Gate(edge.observer.metrics, edge.check_room, edge.access)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate])
     handle = ServerHandle(bind(server, listen))
     _add_services(server, edge, health_servicer, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
@@ -144,7 +144,8 @@ async def serve(
     edge.mailroom.bind(edge.cancel)
     servers = [server]
     if listen.gateway_port is not None:
-        servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[BytesGate()]))
+        gate = Gate(edge.observer.metrics, edge.check_room)
+        servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate]))
         add_gateway(edge, servers[-1])
     await server.start()
     print(f"meshserve listens on {_address(listen.host, handle.port)}", flush=True)

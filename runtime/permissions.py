@@ -31,7 +31,9 @@ _NEEDS = {
     ],
 }
 # What takes a place in the queue. Refused before the request is read while there is none.
-QUEUED_METHODS = frozenset(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Chat"))
+QUEUED_METHODS = frozenset(
+    (f"/{SERVICE_NAME}/Generate", f"/{SERVICE_NAME}/Chat", "/vllm.grpc.engine.VllmEngine/Generate")
+)
 METHOD_PERMISSIONS = MappingProxyType(
     {f"/{method}": permission for permission, methods in _NEEDS.items() for method in methods}
 )

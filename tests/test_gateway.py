@@ -17,10 +17,13 @@ import grpc
 import pytest
 
 from meshserve.deploy import demo
+from meshserve.runtime.client import CallError, call_errors
 from meshserve.runtime.errors import InvalidRequestError
 from meshserve.runtime.gateway import refuse_others, sampling_params
+from meshserve.runtime.lifecycle import Listen
 from meshserve.runtime.local_cluster import reserved_port
 from meshserve.runtime.request import SamplingParams
+from tests.runtime.loopback import running
 from tests.waiting import WAIT_SECONDS, wait_for
 
 openai = pytest.importorskip("openai", reason="needs the extra gateway-test")
@@ -121,6 +124,20 @@ def test_several_samples(client):
     texts = [choice.message.content for choice in done.choices]
     assert len(texts) == 3 and len(set(texts)) == 3
     assert sorted(choice.index for choice in done.choices) == [0, 1, 2]
+
+
+def test_a_full_queue_refuses_a_request_before_it_is_read(monkeypatch):
+    with running(listen=Listen(gateway_port=0)) as server:
+        monkeypatch.setattr(server.engine, "is_full", True)
+        generate = "/vllm.grpc.engine.VllmEngine/Generate"
+        with grpc.insecure_channel(f"127.0.0.1:{server.handle.gateway_port}") as channel:
+            with pytest.raises(CallError, match="9 requests wait") as caught, call_errors():
+                list(channel.unary_stream(generate)(b"\xff no message"))
+            monkeypatch.undo()
+            with pytest.raises(CallError, match="the bytes are not a message"), call_errors():
+                list(channel.unary_stream(generate)(b"\xff no message"))
+        assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 2.5
+        assert server.edge.observer.metrics.num_refused_calls["resource_exhausted"] == 1
 
 
 def test_stop_strings(client):

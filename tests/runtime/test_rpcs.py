@@ -1,5 +1,7 @@
 """The methods beside Generate and Chat, against a server on loopback."""
 
+import contextlib
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -202,6 +204,14 @@ def test_metrics_count_what_happened():
         assert after["vllm:kv_cache_usage_perc{model_name=toy}"] == pytest.approx(0.1)
         assert after["vllm:cache_config_info{block_size=16,model_name=toy,num_gpu_blocks=100}"] == 1
         assert http(server, "/nothing")[0] == 404
+
+
+def test_connections_that_ask_nothing_keep_no_probe_out():
+    with running(listen=Listen(http_port=0)) as server, contextlib.ExitStack() as stack:
+        for _ in range(100):  # more than are kept open
+            address = ("127.0.0.1", server.handle.http_port)
+            stack.enter_context(socket.create_connection(address, timeout=WAIT_SECONDS))
+        assert http(server, "/livez")[0] == 200
 
 
 def test_probes_while_the_engine_dies():
