@@ -172,7 +172,7 @@ class ControlBuilder:
         num_fresh_tokens = len(prompt) - params.num_resumed_tokens
         output = [*prompt[num_fresh_tokens:], *request.output_token_ids]
         history = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
-        history[list(set(prompt[:num_fresh_tokens]))] |= IN_PROMPT
+        history[np.array(prompt[:num_fresh_tokens], np.int32)] |= IN_PROMPT
         ends = params.stop_token_ids if params.ignore_eos else {*self._eos_token_ids, *params.stop_token_ids}
         history[list(ends)] |= ENDS
         return history
