@@ -25,7 +25,7 @@ from .config import ServeConfig
 from .follower_metrics import exposition
 from .http_port import HttpPort
 from .joining import follow
-from .lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, set_health
+from .lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, run_until_done, set_health
 
 _POLL_SECONDS = 0.05
 _log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def follow_until_stopped(config: ServeConfig, membership: Membership, watch: Wat
       ConfigError: the address cannot be bound.
     """
     process = FollowingProcess(config, membership, watch)
-    asyncio.run(process.serve(listen))
+    run_until_done(process.serve(listen))
     if watch.failure is not None:
         print(f"meshserve: {watch.failure}", file=sys.stderr)
         return FAILED

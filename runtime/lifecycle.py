@@ -12,7 +12,7 @@ import contextlib
 import ipaddress
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -180,14 +180,18 @@ def run_server(
     prepare: Callable[[], Backend] | None = None,
     on_ready: Callable[[ServerHandle], None] | None = None,
 ) -> None:
-    """`serve`, blocking, on a loop of its own: uvloop's where it is installed. Signals work in the main thread only."""
-    serving = serve(edge, listen, prepare=prepare, on_ready=on_ready)
+    """`serve`, blocking, on a loop of its own. Signals work in the main thread only."""
+    run_until_done(serve(edge, listen, prepare=prepare, on_ready=on_ready))
+
+
+def run_until_done(coroutine: Coroutine[Any, Any, None]) -> None:
+    """On a loop of its own: uvloop's where it is installed."""
     try:
         import uvloop
     except ImportError:
-        asyncio.run(serving)
+        asyncio.run(coroutine)
     else:
-        uvloop.run(serving)
+        uvloop.run(coroutine)
 
 
 def is_loopback(host: str) -> bool:
