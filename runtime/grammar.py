@@ -240,8 +240,8 @@ def _source(constraint: Constraint) -> str:
         with contextlib.suppress(json.JSONDecodeError):  # llguidance says what is wrong with it
             _check_numbers(json.loads(schema), is_written=False)
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
-    if constraint.kind == "choice":
-        return llguidance.grammar_from("choice", json.dumps(constraint.choices))
+    if constraint.kind == "choice":  # one lexeme; as alternatives of a grammar they would be as many items of the parser
+        return llguidance.grammar_from("regex", "|".join(map(re.escape, constraint.choices)))
     if constraint.kind == "regex":
         return llguidance.grammar_from("regex", constraint.text)
     if (found := _GUIDING_ATTRIBUTE.search(constraint.text)) is not None:

@@ -99,6 +99,20 @@ def test_grammars_and_choices(grammars, tokenizer, constraint: Constraint, expre
     assert len(texts) >= 2 and all(re.fullmatch(expression, text) for text in texts), texts
 
 
+def test_as_many_choices_as_are_allowed(grammars, tokenizer):
+    rng = random.Random(4)
+    letters = "ab 漢🙂\n\t\"\\/<>|.*+?[](){}^$#&~-\x01"
+    choices = {"".join(rng.choices(letters, k=rng.randrange(1, 60))) for _ in range(2_000)}
+    grammar = grammars.compile(of("choice", sorted(choices)[:1024]))
+    for text in sorted(choices)[:1024:100]:
+        matcher = grammar.matcher()
+        for token_id in tokenizer.encode(text):
+            assert matcher.allows(token_id), text
+            assert matcher.advance([token_id])
+            grammars.renew_masks([matcher])
+        assert matcher.failure is None and matcher.may_end
+
+
 def test_any_json_object_and_nothing_else(grammars, tokenizer):
     grammar = grammars.compile(Constraint(kind="json_object"))
     for text in ('{"a": [1, {"b": null}], "c": "é\\n"}', "{}", '{\n  "a": 1.5e3\n}'):
