@@ -58,7 +58,11 @@ __all__ = [
     "credentials_from",
 ]
 
-_CHANNEL_OPTIONS = (("grpc.keepalive_time_ms", 30_000), ("grpc.max_receive_message_length", 16 * 2**20))
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.max_receive_message_length", 16 * 2**20),
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # its default of two minutes would let a server wait that has come
+)
 _HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name)
 _HEALTH_POLL_SECONDS = 0.1
 

@@ -54,7 +54,15 @@ def compile_all(
     num_threads = num_threads or min(os.cpu_count() or 1, _MAX_THREADS)
     with ThreadPool(min(num_threads, max(num_programs, 1))) as pool:
         programs = pool.imap(lambda program: program.compile(), lowered)
-        bar = tqdm(programs, desc="programs", unit="", total=num_programs, delay=_PROGRESS_DELAY_SECONDS, leave=False)
+        bar = tqdm(
+            programs,
+            desc="programs",
+            unit="",
+            total=num_programs,
+            delay=_PROGRESS_DELAY_SECONDS,
+            leave=False,
+            disable=None,
+        )
         return list(bar)
 
 

@@ -26,6 +26,7 @@ from .follower_metrics import exposition
 from .http_port import HttpPort
 from .joining import follow
 from .lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, run_until_done, set_health
+from .logs import say
 
 _POLL_SECONDS = 0.05
 _log = logging.getLogger(__name__)
@@ -81,9 +82,9 @@ class FollowingProcess:
         if listen.http_port is not None:
             await http.start(listen.host, listen.http_port)
         await server.start()
-        print(f"meshserve follows; health at {listen.host}:{port}", flush=True)
+        say(f"meshserve follows; health at {listen.host}:{port}")
         if listen.http_port is not None:
-            print(f"meshserve answers probes on http://{listen.host}:{http.port}", flush=True)
+            say(f"meshserve answers probes on http://{listen.host}:{http.port}")
         thread = threading.Thread(target=self.run, name="replay", daemon=True)
         thread.start()
         has_told = False

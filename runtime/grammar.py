@@ -240,7 +240,7 @@ def _source(constraint: Constraint) -> str:
         with contextlib.suppress(json.JSONDecodeError):  # llguidance says what is wrong with it
             _check_numbers(json.loads(schema), is_written=False)
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
-    if constraint.kind == "choice":  # one lexeme; as alternatives of a grammar they would be as many items of the parser
+    if constraint.kind == "choice":  # one lexeme: as alternatives of a grammar they are as many items of the parser
         return llguidance.grammar_from("regex", "|".join(map(re.escape, constraint.choices)))
     if constraint.kind == "regex":
         return llguidance.grammar_from("regex", constraint.text)

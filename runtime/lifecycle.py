@@ -29,6 +29,7 @@ from .errors import ConfigError, EngineStoppedError
 from .gate import Gate
 from .gateway import add_gateway
 from .http_port import HttpPort
+from .logs import say
 from .permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
 from .profiler import Profiler
 from .server import MAX_MESSAGE_BYTES, Backend, Edge, failure_error
@@ -148,9 +149,9 @@ async def serve(
         servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate]))
         add_gateway(edge, servers[-1])
     await server.start()
-    print(f"meshserve listens on {_address(listen.host, handle.port)}", flush=True)
+    say(f"meshserve listens on {_address(listen.host, handle.port)}")
     if listen.http_port is not None:
-        print(f"meshserve answers probes on http://{_address(listen.host, http.port)}", flush=True)
+        say(f"meshserve answers probes on http://{_address(listen.host, http.port)}")
     with on_signals(handle.request_stop):
         try:
             if await _prepared(edge, prepare, handle):
@@ -160,7 +161,7 @@ async def serve(
                     # Only now: a gateway that finds the port open and no model behind it remembers an unknown model.
                     handle.gateway_port = bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
                     await servers[-1].start()
-                    print(f"meshserve answers gateways on {_address(listen.host, handle.gateway_port)}", flush=True)
+                    say(f"meshserve answers gateways on {_address(listen.host, handle.gateway_port)}")
                 if on_ready is not None:
                     on_ready(handle)
                 await _watch(edge, handle)

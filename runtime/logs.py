@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 
@@ -28,6 +29,15 @@ class JsonFormatter(logging.Formatter):
 def is_worth_a_line(record: logging.LogRecord) -> bool:
     """False for what grpc reports as an error of the server and is only a caller who went away before the answer."""
     return not (record.name == "grpc._cython.cygrpc" and "ExecuteBatchError" in record.getMessage())
+
+
+def say(text: str) -> None:
+    """A line to standard output. Its reader may have gone: no server ends for that."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        with open(os.devnull, "w") as nowhere:  # or Python would try again at its end, and exit with another status
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def configure_logs(log_format: str) -> None:

@@ -212,6 +212,8 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
 
     A prompt with `n` samples has as many lines. Returns the number of samples that failed; their lines carry `error`.
 
+    After Ctrl-C they are as they were by then.
+
     Raises:
       MeshserveError: the input is malformed, the output cannot be written, or the engine died.
     """
@@ -224,16 +226,18 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
     config = dataclasses.replace(config, max_waiting=max(sum(prompt.options.n for prompt in prompts), 1))
     launched = launch(config, batch.deliver)
     launched.engine.start()
-    batch.run(launched)
-    launched.engine.stop()
-    completions = [
-        (completion, index, sample)
-        for index, samples in enumerate(batch.completions)
-        for sample, completion in enumerate(samples)
-    ]
-    lines = [completion.to_json(index, sample) for completion, index, sample in completions]
-    with _writing(target):
-        target.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    try:
+        batch.run(launched)
+    finally:  # after Ctrl-C, too: jax aborts a process that ends while a thread of it computes
+        launched.engine.stop()
+        completions = [
+            (completion, index, sample)
+            for index, samples in enumerate(batch.completions)
+            for sample, completion in enumerate(samples)
+        ]
+        lines = [completion.to_json(index, sample) for completion, index, sample in completions]
+        with _writing(target):
+            target.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     if launched.engine.failure is not None:
         raise MeshserveError(f"the engine died: {launched.engine.failure}. {target} holds what was finished before.")
     return sum(bool(completion.error) for completion, *_ in completions)

@@ -30,7 +30,6 @@ BALANCED_CHANNEL_OPTIONS = (
         '{"loadBalancingConfig": [{"round_robin": {}}], '
         '"healthCheckConfig": {"serviceName": "meshserve.v1.InferenceService"}}',
     ),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 # CANCELLED is what a server that is going away says to calls it has not begun; nobody here cancelled them.
 _RETRIED = frozenset((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED))

@@ -101,7 +101,7 @@ def test_grammars_and_choices(grammars, tokenizer, constraint: Constraint, expre
 
 def test_as_many_choices_as_are_allowed(grammars, tokenizer):
     rng = random.Random(4)
-    letters = "ab 漢🙂\n\t\"\\/<>|.*+?[](){}^$#&~-\x01"
+    letters = 'ab 漢🙂\n\t"\\/<>|.*+?[](){}^$#&~-\x01'
     choices = {"".join(rng.choices(letters, k=rng.randrange(1, 60))) for _ in range(2_000)}
     grammar = grammars.compile(of("choice", sorted(choices)[:1024]))
     for text in sorted(choices)[:1024:100]:
