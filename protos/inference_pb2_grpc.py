@@ -118,7 +118,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served. Constant while the server runs.
+        """What is served. Constant while the server runs, but for the degree and its devices, which SIGHUP may change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

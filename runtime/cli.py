@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ SERVER_ONLY = frozenset(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status. Errors meant for the user are printed without a traceback."""
+    _open_missing_files()
     namespace = _parser().parse_args(arguments)
     configure_logs("text")
     try:
@@ -44,6 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+
+
+def _open_missing_files() -> None:
+    """Of the standard ones, those that the caller has closed: what is opened next would take their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -241,7 +250,11 @@ def _token(namespace: argparse.Namespace) -> int:
         raise ConfigError(f"--days is {namespace.days}; allowed is 0 (never) to {_MAX_TOKEN_DAYS}.")
     expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=namespace.days) if namespace.days else None
     token, lines = new_token(namespace.tenant, expires=expires)
-    print(f"Add to the tokens file:\n\n{lines}\nThe token, which is kept nowhere:", file=sys.stderr)
+    print(
+        f"Add to the tokens file (a tenant that is there already gets one more entry in its tokens):\n\n{lines}\n"
+        "The token, which is kept nowhere:",
+        file=sys.stderr,
+    )
     print(token)
     return 0
 

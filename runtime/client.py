@@ -6,7 +6,8 @@
 
 `AsyncClient` has the same methods for asyncio. Whatever goes wrong in a call raises `CallError`, which carries the
 status code and the server's hints; grpc's own error is its `__cause__`. Values that cannot be sent at all raise
-ValueError or TypeError before the call. Leaving the loop over `generate` early cancels the request.
+ValueError or TypeError before the call. Leaving the loop over `generate` early cancels the request, once nothing refers
+to the generator any more; its `close` does so at once.
 """
 
 import asyncio
@@ -169,7 +170,12 @@ class Client:
         timeout_seconds: float | None = None,
         **fields: Unpack[RequestFields],
     ) -> Completion:
-        """As `generate`, all at once."""
+        """As `generate`, all at once.
+
+        Raises:
+          ValueError: several samples are asked for; `complete_samples` keeps them apart.
+        """
+        _check_single(fields)
         chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **fields)
         return completion(list(chunks))
 
@@ -296,6 +302,7 @@ class AsyncClient:
         **fields: Unpack[RequestFields],
     ) -> Completion:
         """See `Client.complete`."""
+        _check_single(fields)
         chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **fields)
         return completion([chunk async for chunk in chunks])
 
@@ -350,6 +357,11 @@ class AsyncClient:
                 pass  # not there yet
             await asyncio.sleep(_HEALTH_POLL_SECONDS)
         raise _not_ready(timeout_seconds)
+
+
+def _check_single(fields: RequestFields) -> None:
+    if (n := fields.get("n", 1)) != 1:
+        raise ValueError(f"n is {n}; ask for several samples with complete_samples.")
 
 
 def _channel_options(resumes: int) -> tuple[tuple[str, Any], ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from .errors import ConfigError, UnsupportedModelError
 
+_MAX_EXACT_INT = 2**53
 _MIN_FAIL_SECONDS = 1.0  # below it a busy machine looks like a dead one
 
 SUPPORTED_ARCHITECTURE = "Qwen3ForCausalLM"
@@ -457,7 +458,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: no such file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no TOML, or a number or a nesting beyond what Python reads
         raise ConfigError(f"--config {path}: {error}.") from None
     types = {option_field.name: option_field.type for option_field in dataclasses.fields(ServeConfig)}
     for key, value in raw.items():
@@ -466,7 +467,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             hint = f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(types)}."
             raise ConfigError(f"--config {path}: unknown key {key!r}.{hint}")
         expected = types[key]
-        if expected is float and type(value) is int:
+        if expected is float and type(value) is int and abs(value) < _MAX_EXACT_INT:
             raw[key] = float(value)
         elif type(value) is not expected:
             raise ConfigError(

@@ -193,6 +193,7 @@ class _Generation:
         return self.edge.backend
 
     async def Generate(self, request: Any, context: Any) -> None:
+        began = time.monotonic()
         try:
             backend, intake = self.edge.serving()
             request_id = checked_request_id(request.request_id or None)
@@ -205,7 +206,7 @@ class _Generation:
             params = sampling_params(request.sampling_params, backend.info.max_context_tokens - len(token_ids))
             options = RequestOptions(n=request.sampling_params.n or 1, timeout_seconds=context.time_remaining())
             writer = _Writer(self.pb, request.stream, token_ids[0], context)
-            asked = Asked(request_id, token_ids, params, options)
+            asked = Asked(request_id, token_ids, params, options, began)
             await self.edge.stream("VllmEngine.Generate", asked, writer.write, context, tenant=LOCAL)
         except Exception as error:
             await abort(context, error)

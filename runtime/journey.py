@@ -22,9 +22,11 @@ class Journey:
 
     __slots__ = ("fields", "first_token", "last_token", "num_output_tokens", "started", "_metrics", "_on_end")
 
-    def __init__(self, metrics: Metrics, fields: dict[str, Any], on_end: "Callable[[Journey, str], None] | None"):
+    def __init__(
+        self, metrics: Metrics, fields: dict[str, Any], on_end: "Callable[[Journey, str], None] | None", began: float
+    ):
         self.fields = fields  # of the log line
-        self.started = time.monotonic()
+        self.started = began
         self.first_token = 0.0
         self.last_token = 0.0
         self.num_output_tokens = 0
@@ -74,11 +76,19 @@ class Observer:
         self._tracer = tracer
 
     def begin(
-        self, *, method: str, request_id: str, tenant: str, num_prompt_tokens: int, metadata: Mapping[str, Any]
-    ) -> Journey:
-        """A request is about to be submitted. `metadata` is that of the call: it may carry the caller's trace."""
+        self, *, method: str, request_id: str, tenant: str, num_prompt_tokens: int, metadata: Mapping[str, Any],
+        began: float,
+    ) -> Journey:  # fmt: skip
+        """A request is submitted. `metadata` is that of the call: it may carry the caller's trace. `began`: when it was
+        called, by the monotonic clock."""
         fields = {
             "request_id": request_id, "tenant": tenant, "method": method, "num_prompt_tokens": num_prompt_tokens
         }  # fmt: skip
         on_end = self._tracer.begin(fields, metadata) if self._tracer is not None else None
-        return Journey(self.metrics, fields, on_end)
+        return Journey(self.metrics, fields, on_end, began)
+
+    def refuse(self, method: str, request_id: str, tenant: str, code: str) -> None:
+        """A request that would have been more than its tenant's quota, or the like: counted and logged."""
+        self.metrics.num_refused_calls[code] += 1
+        fields = {"request_id": request_id, "tenant": tenant, "method": method, "outcome": code}
+        _log.info("%s %s: refused, %s", method, request_id, code, extra=fields)

@@ -9,8 +9,10 @@ that is not 0, and whoever supervises it starts another.
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import signal
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
@@ -153,6 +155,7 @@ async def serve(
     if listen.http_port is not None:
         say(f"meshserve answers probes on http://{_address(listen.host, http.port)}")
     with on_signals(handle.request_stop):
+        reloading = asyncio.create_task(_reload_tokens(edge))
         try:
             if await _prepared(edge, prepare, handle):
                 edge.accept()
@@ -170,6 +173,7 @@ async def serve(
             await _drain(edge, handle, listen.drain_seconds)
             await asyncio.gather(*(each.stop(listen.status_seconds) for each in servers))
             await http.stop()
+            reloading.cancel()
     if edge.failure is not None:
         raise failure_error(edge.failure)
 
@@ -250,16 +254,19 @@ def _http_answers(edge: Edge) -> dict[str, Callable[[], tuple[int, str]]]:
 
 
 async def _watch(edge: Edge, handle: ServerHandle) -> None:
-    """Until it is time to stop, or the engine is dead. Looks after the tokens meanwhile, and the loop's own lag."""
+    """Until it is time to stop, or the engine is dead. Measures the loop's own lag meanwhile."""
     loop, lag = asyncio.get_running_loop(), edge.observer.metrics.loop_lag_seconds
-    next_reload = loop.time() + _RELOAD_SECONDS
     while not handle.is_stopping and edge.failure is None:
         began = loop.time()
         await asyncio.sleep(_POLL_SECONDS)
         lag.observe(max(0.0, loop.time() - began - _POLL_SECONDS))
-        if loop.time() >= next_reload:
-            edge.access.reload()
-            next_reload = loop.time() + _RELOAD_SECONDS
+
+
+async def _reload_tokens(edge: Edge) -> None:
+    """For as long as the server answers, also while it starts or drains."""
+    while True:
+        await asyncio.sleep(_RELOAD_SECONDS)
+        edge.access.reload()
 
 
 async def set_health(servicer: Any, status: int) -> None:
@@ -316,11 +323,31 @@ def bind(server: grpc.aio.Server, listen: Listen) -> int:
     """
     address = _address(listen.host, listen.port)
     try:
+        _check_unused(listen)
         if listen.tls is not None:
             return server.add_secure_port(address, server_credentials(listen.tls))
         return server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigError(f"cannot bind {address}: {error}. Free it, or choose another --port.") from error
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"cannot bind {address}: {error}. Free it, or choose another port.") from error
+
+
+def _check_unused(listen: Listen) -> None:
+    """gRPC is content with one address of a name that has several, such as localhost.
+
+    Raises:
+      OSError: somebody listens at one of them.
+    """
+    found = []
+    with contextlib.suppress(socket.gaierror):  # gRPC says so, too
+        found = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ Everything but `Mailroom.deliver` belongs to the event loop's thread.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from .errors import EngineStoppedError, MeshserveError
 from .request import FinishReason, Output
@@ -39,6 +39,7 @@ class Mailbox:
         self._outputs: list[Output] = []
         self._error: MeshserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[None] | None = None  # hangs in a write, as far as is known here
 
     @property
     def has_failed(self) -> bool:
@@ -64,6 +65,8 @@ class Mailbox:
         self._error = error
         self._outputs.clear()
         self._wake()
+        if self._writer is not None:
+            self._writer.cancel()
         return True
 
     async def take(self) -> Output:
@@ -87,6 +90,24 @@ class Mailbox:
         self._outputs = others
         self.num_undelivered_tokens -= num_tokens
         return outputs[0] if len(outputs) == 1 else join(outputs)
+
+    async def handing_over(self, write: Awaitable[None]) -> None:
+        """Awaits a write of what was taken. It may hang for as long as the caller does not read, but not after `fail`.
+
+        Raises:
+          MeshserveError: the one that `fail` was given.
+        """
+        self._writer = asyncio.current_task()
+        assert self._writer is not None
+        try:
+            await write
+        except asyncio.CancelledError:
+            if self._error is None:
+                raise
+            self._writer.uncancel()
+            raise self._error from None
+        finally:
+            self._writer = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

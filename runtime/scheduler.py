@@ -346,7 +346,6 @@ class Scheduler:
 
     def _expire(self, request: Request, now: float) -> None:
         self.finish(request, FinishReason.DEADLINE, now)
-        self.num_expired += 1
         self._expired.append(request)
 
     def accept(self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float) -> Sequence[Sequence[int | None]]:
@@ -415,6 +414,7 @@ class Scheduler:
         self._deadlines.discard(request)
         del self._requests[request]
         request.finish_reason = reason
+        self.num_expired += reason is FinishReason.DEADLINE
         self._pace.request_left(now, self.num_waiting)
         return True
 

@@ -5,6 +5,7 @@ thread reaches it through `mailbox.Mailroom.deliver` only. `lifecycle` binds the
 decides who may call; `intake` makes tokens of what was sent.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import time
@@ -20,7 +21,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from . import wire
 from .access import Access, Tenant
 from .contract import Engine, ModelInfo
-from .errors import DeadlineError, EngineStoppedError, InvalidRequestError
+from .errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
 from .grammar import Grammars
 from .intake import Intake
 from .journey import Observer
@@ -45,6 +46,7 @@ class Asked:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     options: RequestOptions
+    began: float  # when it was called, by the monotonic clock
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,14 @@ class Edge(pb_grpc.InferenceServiceServicer):
         async def write(output: Output) -> None:
             await context.write(wire.answer(kind, output))
 
+        began = time.monotonic()
         try:
             _, intake = self.serving()
             request_id = checked_request_id(request.request_id if request.HasField("request_id") else None)
             params = wire.sampling_params(request.sampling)
-            asked = Asked(
-                request_id, await prompt(intake), params, wire.request_options(request, context.time_remaining())
-            )
+            token_ids = await prompt(intake)
+            options = wire.request_options(request, context.time_remaining())
+            asked = Asked(request_id, token_ids, params, options, began)
             await self.stream(method, asked, write, context)
         except Exception as error:  # a cancelled call raises CancelledError, which is not among these
             await abort(context, error)
@@ -182,7 +185,12 @@ class Edge(pb_grpc.InferenceServiceServicer):
         tenant = tenant if tenant is not None else self.access.tenant(metadata)
         options = salted(tenant, asked.options)
         num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * options.n
-        with self.access.in_flight(tenant, num_tokens):
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self.access.in_flight(tenant, num_tokens))
+            except QuotaExceededError as error:
+                self.observer.refuse(method, asked.request_id, tenant.name, code_of(error).name.lower())
+                raise
             mailbox = self.mailroom.open(scoped(tenant, asked.request_id), options.n)
             try:
                 backend.engine.submit(mailbox.request_id, asked.prompt_token_ids, asked.params, options, grammar)
@@ -191,7 +199,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
                 raise
             journey = self.observer.begin(
                 method=method, request_id=asked.request_id, tenant=tenant.name, num_prompt_tokens=num_prompt_tokens,
-                metadata=dict(metadata or ()),
+                metadata=dict(metadata or ()), began=asked.began,
             )  # fmt: skip
             outcome, ended, num_open_samples = "cancelled", "cancelled", options.n
             try:
@@ -202,8 +210,11 @@ class Edge(pb_grpc.InferenceServiceServicer):
                         ended = output.finish_reason.value
                         self._check_end(output)
                     journey.sent(output)  # before: a client that hangs up on reading it cancels the rest of the write
-                    await write(output)
+                    await mailbox.handing_over(write(output))
                 outcome = ended
+            except DeadlineError:
+                outcome = ended
+                raise
             except Exception as error:
                 outcome = code_of(error).name.lower()
                 raise

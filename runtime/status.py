@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """The status code of an error; CANCELLED for the caller's own doing."""
-    if isinstance(error, asyncio.CancelledError):
+    """The status code of an error; CANCELLED for the caller's own doing, of which a write may be the first to hear."""
+    if isinstance(error, (asyncio.CancelledError, grpc.aio.InternalError)):
         return grpc.StatusCode.CANCELLED
     return next((code for kind, code in GRPC_STATUS.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 

@@ -190,6 +190,18 @@ def test_refusals_name_the_field(server: str) -> None:
             client.complete([300] * 5000)
 
 
+def test_a_reader_of_stdout_that_has_gone_ends_nobody() -> None:
+    says = "from meshserve.runtime.logs import say; say('one'); input(); say('two'); say('three')"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", says], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"one\n"
+        process.stdout.close()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.wait(WAIT_SECONDS) == 0
+
+
 def test_sigterm_ends_the_server_in_order(tmp_path: Path) -> None:
     """A running stream ends well, the exit status is 0."""
     with _serving(tmp_path) as (target, process):

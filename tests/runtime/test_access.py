@@ -157,6 +157,7 @@ def test_strangers_do_not_learn_that_the_queue_is_full(server, monkeypatch):
 
 
 def test_quotas_of_requests_and_tokens(server):
+    num_refused = server.edge.observer.metrics.num_refused_calls["resource_exhausted"]
     with Client(server.target, token="write") as client, Client(server.target, token="operate") as other:
         first, second = (client.generate("a" * 9, max_tokens=20) for _ in range(2))
         next(first), next(second)
@@ -168,6 +169,7 @@ def test_quotas_of_requests_and_tokens(server):
             with pytest.raises(CallError, match="requests in flight would be 3; this caller may have 2") as caught:
                 client.complete("a")
             assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 1.0
+            assert server.edge.observer.metrics.num_refused_calls["resource_exhausted"] > num_refused
             assert other.complete("a", max_tokens=1).token_ids == (98,)  # another tenant does not notice
             open_streams[0].close()
             wait_for(lambda: "tokens in flight would be 84; this caller may have 60" in refusal(client))
@@ -232,10 +234,21 @@ def test_a_revoked_token_is_refused_and_a_new_one_let_in(tmp_path, caplog):
             write(path, lines)
             wait_for(lambda: refused(server.target, token))
             assert not refused(server.target, other)
+            server.handle.request_stop()  # while it drains, too
+            wait_for(lambda: server.handle.is_stopping)
+            write(path, new_token("third")[1])
+            wait_for(lambda: refused(server.target, other))
         assert list(stream)[-1].finish.usage.num_output_tokens == 60  # what runs may end
+
+
+def test_a_broken_file_of_tokens_changes_nothing(tmp_path, caplog):
+    path = tmp_path / "tokens.toml"
+    token, lines = new_token("first")
+    write(path, lines)
+    with running(tokens=path) as server:
         write(path, "nonsense")
         wait_for(lambda: "the tokens stay as they were" in caplog.text)
-        assert not refused(server.target, other)  # a broken file changes nothing
+        assert not refused(server.target, token)
 
 
 def refused(target: str, token: str, **options: Any) -> bool:

@@ -94,6 +94,7 @@ def test_the_async_client_does_the_same(script):
         ({"prompt": "a", "max_tokens": -1}, ValueError),
         ({"prompt": "a", "no_such_field": 1}, ValueError),
         ({"prompt": [-1]}, ValueError),
+        ({"prompt": "a", "n": 2}, ValueError),  # their texts would be mixed
     ],
 )
 def test_what_cannot_be_sent_raises_before_the_call(script, client, arguments, error):

@@ -313,6 +313,9 @@ def test_a_whole_number_may_stand_for_a_float(tmp_path: Path):
         ("model = 7", "model is 7; it must be of type str"),
         ("[tp]", "tp is {}; it must be of type int"),
         ("tp = ", "serve.toml: Invalid value"),
+        ("drain_seconds = 1" + 400 * "0", "it must be of type float"),
+        ("tp = 1" + 5_000 * "0", "serve.toml: Exceeds the limit"),
+        ("tp = " + 3_000 * "[", "serve.toml: maximum recursion depth"),
     ],
 )
 def test_a_faulty_toml_file_is_explained(text: str, fault: str, tmp_path: Path):

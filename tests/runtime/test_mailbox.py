@@ -206,3 +206,29 @@ def test_samples_are_taken_one_at_a_time_and_end_one_by_one():
         room.open("a")
 
     asyncio.run(main())
+
+
+def test_a_write_that_hangs_ends_when_its_request_is_given_up():
+    async def main():
+        room, cancels = bound_room(max_undelivered_tokens=2)
+        mailbox = room.open("a")
+        handing = asyncio.create_task(mailbox.handing_over(asyncio.Event().wait()))
+        await settle()
+        in_thread(room.deliver, [token("a", step) for step in range(3)])
+        with pytest.raises(SlowReaderError):
+            await handing
+        assert handing.cancelling() == 0 and cancels == [("a", FinishReason.CANCELLED)]
+
+    asyncio.run(main())
+
+
+def test_a_caller_who_leaves_cancels_a_write():
+    async def main():
+        room, _ = bound_room()
+        handing = asyncio.create_task(room.open("a").handing_over(asyncio.Event().wait()))
+        await settle()
+        handing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handing
+
+    asyncio.run(main())

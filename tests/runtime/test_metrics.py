@@ -42,7 +42,9 @@ def test_steps_add_up():
 
 def test_the_log_has_a_line_of_json_for_each_request(caplog):
     caplog.set_level(logging.INFO, "meshserve.request")
-    journey = Observer().begin(method="Chat", request_id="r\n1", tenant="t", num_prompt_tokens=3, metadata={})
+    journey = Observer().begin(
+        method="Chat", request_id="r\n1", tenant="t", num_prompt_tokens=3, metadata={}, began=0.0
+    )
     journey.sent(Output(request_id="r\n1", token_ids=(1, 2)))
     journey.sent(Output(request_id="r\n1", text="held"))
     journey.end("stop")

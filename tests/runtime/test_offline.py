@@ -236,6 +236,19 @@ def test_when_the_engine_dies_what_was_finished_is_kept(write, launched, tmp_pat
     assert launched[0][1].calls == ["start", "stop"]
 
 
+def test_what_there_is_by_ctrl_c_is_written(write, launched, monkeypatch, tmp_path: Path):
+    def interrupt(batch: offline.Batch, engine: Any) -> None:
+        batch.deliver([Output(request_id="0", token_ids=(66,), text="B")])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(offline.Batch, "run", interrupt)
+    target = tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        generate_file(ServeConfig(), write('{"prompt": "A"}\n'), target)
+    assert [line["text"] for line in output_lines(target)] == ["B"]
+    assert launched[0][1].calls == ["start", "stop"]  # or jax would abort the process
+
+
 def test_a_faulty_file_is_reported_before_anything_is_launched(write, launched, tmp_path: Path):
     with pytest.raises(MeshserveError, match="line 1"):
         generate_file(ServeConfig(), write("{"), tmp_path / "out.jsonl")

@@ -586,6 +586,8 @@ def test_addresses_that_are_refused(server):
             run_server(edge, Listen(host=host))
     with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{server.handle.port}"):
         run_server(edge, Listen(port=server.handle.port))
+    with pytest.raises(ConfigError, match=f"cannot bind localhost:{server.handle.port}"):  # its other address is free
+        run_server(edge, Listen(host="localhost", port=server.handle.port))
 
 
 def buf() -> str:

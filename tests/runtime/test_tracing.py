@@ -19,7 +19,12 @@ def test_a_request_is_a_span_under_its_callers():
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     for outcome in ("stop", "unavailable"):
         journey = observer.begin(
-            method="Generate", request_id="r", tenant="t", num_prompt_tokens=3, metadata={"traceparent": parent}
+            method="Generate",
+            request_id="r",
+            tenant="t",
+            num_prompt_tokens=3,
+            metadata={"traceparent": parent},
+            began=0.0,
         )
         journey.sent(Output(request_id="r", token_ids=(1, 2)))
         journey.end(outcome)

@@ -122,6 +122,14 @@ def test_a_passed_deadline_ends_a_request_wherever_it_stands():
     scheduler.audit()
 
 
+def test_a_request_whose_caller_gives_up_at_its_deadline_counts_as_expired():
+    scheduler = make_scheduler()
+    request = make_request(1, deadline_seconds=5.0)
+    scheduler.add(request)
+    assert scheduler.finish(request, FinishReason.DEADLINE, 5.0) and scheduler.num_expired == 1
+    assert not scheduler.finish(request, FinishReason.DEADLINE, 5.0) and scheduler.num_expired == 1
+
+
 def test_a_deadline_that_cannot_be_met_costs_no_step():
     """Steps take a second, the prompt needs three of them, and two and a half are left."""
     scheduler = make_scheduler(max_step_tokens=8, max_context=64)
