@@ -8,6 +8,7 @@ exception between any two lines of grpc, which may then hold a lock for ever, an
 
 import asyncio
 import contextlib
+import io
 import sys
 
 import grpc
@@ -38,6 +39,8 @@ def chat(
     Returns:
       The exit status: 1 if the input is a pipe and any answer failed, else 0.
     """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a line that is no UTF-8 ends no conversation
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401 - gives `input` a history and keys to edit with

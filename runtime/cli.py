@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .config import ServeConfig, read_toml
 from .errors import ConfigError, EngineStoppedError, MeshserveError
-from .logs import configure_logs
+from .logs import configure_logs, drop_output
 
 _EXIT_USAGE = 2
 _MAX_TOKEN_DAYS = 36_500
@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_USAGE
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        drop_output()
+        return 141
 
 
 def _open_missing_files() -> None:

@@ -36,8 +36,13 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:
-        with open(os.devnull, "w") as nowhere:  # or Python would try again at its end, and exit with another status
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        drop_output()
+
+
+def drop_output() -> None:
+    """Whose reader has gone. Python would try again at its end, and exit with another status."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def configure_logs(log_format: str) -> None:

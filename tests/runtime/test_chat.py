@@ -157,3 +157,23 @@ def test_a_pipe_ends_at_a_signal_between_answers(server):
             process.stdin.flush()
         said = process.stdout.readline()
     assert process.wait(WAIT_SECONDS) == 130
+
+
+def test_a_line_that_is_no_utf8_ends_no_conversation(server):
+    command = [*CHAT, f"--target={server.target}", "--max-tokens=1"]
+    done = subprocess.run(command, input=b"a\xff\nhi\n", capture_output=True, timeout=WAIT_SECONDS)
+    assert (done.stdout, done.stderr, done.returncode) == (b"11 \n11 \n", b"", 0)
+
+
+def test_a_reader_who_has_had_enough_ends_it_without_a_trace(server):
+    pipe = subprocess.PIPE
+    command = [*CHAT, f"--target={server.target}", "--max-tokens=1"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write("hi\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "11 \n"
+        process.stdout.close()
+        process.stdin.write("hi\n")
+        process.stdin.flush()
+        assert process.wait(WAIT_SECONDS) == 141 and process.stderr.read() == ""
