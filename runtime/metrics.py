@@ -95,7 +95,7 @@ class Metrics:
             f"{name}{labels(method=method, outcome=outcome)} {count}" for (method, outcome), count in requests
         ))  # fmt: skip
         name = "meshserve_refused_calls_total"
-        family(name, "counter", "Calls that the gate refused, by status.", (
+        family(name, "counter", "Calls refused before they had a place in the queue, by status.", (
             f"{name}{labels(code=code)} {count}" for code, count in sorted(self.num_refused_calls.items())
         ))  # fmt: skip
         if info is not None:
