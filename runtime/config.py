@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from typing import Any
 
 from .errors import ConfigError, UnsupportedModelError
 
-_MAX_EXACT_INT = 2**53
 _MIN_FAIL_SECONDS = 1.0  # below it a busy machine looks like a dead one
 
 SUPPORTED_ARCHITECTURE = "Qwen3ForCausalLM"
@@ -467,7 +467,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             hint = f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(types)}."
             raise ConfigError(f"--config {path}: unknown key {key!r}.{hint}")
         expected = types[key]
-        if expected is float and type(value) is int and abs(value) < _MAX_EXACT_INT:
+        if expected is float and type(value) is int and abs(value) <= sys.float_info.max:
             raw[key] = float(value)
         elif type(value) is not expected:
             raise ConfigError(

@@ -88,7 +88,7 @@ class Observer:
         return Journey(self.metrics, fields, on_end, began)
 
     def refuse(self, method: str, request_id: str, tenant: str, code: str) -> None:
-        """A request that would have been more than its tenant's quota, or the like: counted and logged."""
+        """A request that its tenant's quota has no room for is counted, and logged."""
         self.metrics.num_refused_calls[code] += 1
         fields = {"request_id": request_id, "tenant": tenant, "method": method, "outcome": code}
         _log.info("%s %s: refused, %s", method, request_id, code, extra=fields)

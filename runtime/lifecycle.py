@@ -9,10 +9,8 @@ that is not 0, and whoever supervises it starts another.
 
 import asyncio
 import contextlib
-import errno
 import ipaddress
 import signal
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
+from meshserve.sharding.cluster import is_taken
 
 from .access import ANYBODY
 from .admin import Admin
@@ -322,32 +321,14 @@ def bind(server: grpc.aio.Server, listen: Listen) -> int:
       ConfigError: it cannot be bound, or the certificates cannot be used.
     """
     address = _address(listen.host, listen.port)
+    if listen.port and is_taken(listen.host, listen.port):  # gRPC is content with one of the addresses of a name
+        raise ConfigError(f"cannot bind {address}: it is in use. Free it, or choose another port.")
     try:
-        _check_unused(listen)
         if listen.tls is not None:
             return server.add_secure_port(address, server_credentials(listen.tls))
         return server.add_insecure_port(address)
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         raise ConfigError(f"cannot bind {address}: {error}. Free it, or choose another port.") from error
-
-
-def _check_unused(listen: Listen) -> None:
-    """gRPC is content with one address of a name that has several, such as localhost.
-
-    Raises:
-      OSError: somebody listens at one of them.
-    """
-    found = []
-    with contextlib.suppress(socket.gaierror):  # gRPC says so, too
-        found = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)
-    for family, kind, _, _, address in found:
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise
 
 
 @contextlib.contextmanager

@@ -4,11 +4,13 @@ A slice of several hosts runs one process on each. They meet at the address of p
 coordinator's port, ours at the port of the step stream (`leading.py`, `following.py`).
 """
 
+import errno
 import logging
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 JOIN_SECONDS = 300.0  # how long processes wait for each other at the start: pods come up one by one
 _LWS_COORDINATOR_PORT = 50060
@@ -119,13 +121,28 @@ def start_devices(membership: Membership) -> None:
 def _check_free(membership: Membership) -> None:
     """jax ends the process, without a word, where it cannot listen at the coordinator's port."""
     port = membership.coordinator.rpartition(":")[2]
-    has_both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_both else socket.AF_INET
-    try:
-        socket.create_server(("", int(port)), family=family, dualstack_ipv6=has_both).close()
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
+    if is_taken("", int(port)):
         raise ClusterError(
-            f"jax's processes cannot meet at {membership.coordinator}: {reason}. Free port {port}, or give all "
+            f"jax's processes cannot meet at {membership.coordinator}: the port is in use. Free it, or give all "
             "processes another in --coordinator."
-        ) from None
+        )
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether somebody listens at the port of an address of this machine, of any that the name has; "" is all of them.
+    False where the host is no address of it."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        return False
+    return any(_is_in_use(family, address) for family, _, _, _, address in found)
+
+
+def _is_in_use(family: int, address: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:  # the machine may also have no such address, or no such family
+        return error.errno == errno.EADDRINUSE
+    return False

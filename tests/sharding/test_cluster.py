@@ -70,7 +70,7 @@ def test_a_port_in_use_is_an_error():
     """jax would end the process."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         coordinator = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ClusterError, match=f"cannot meet at {coordinator}: Address already in use. Free port"):
+        with pytest.raises(ClusterError, match=f"cannot meet at {coordinator}: the port is in use. Free it"):
             start_devices(Membership(coordinator=coordinator, num_processes=2, process_id=0))
 
 
