@@ -98,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def run(options: argparse.Namespace) -> int:
     credentials, token = credentials_from(options.tls_ca, options.token_file)
-    loads = {f"{rate:g} requests/s (Poisson)": rate for rate in options.rate}
-    loads |= {f"{number} open (closed loop)": number for number in options.concurrency or ([] if loads else [32])}
+    loads = _loads(options)
     found, calls = [], {}
     async with AsyncClient(options.target, credentials=credentials, token=token) as client:
         await client.wait_until_ready(_READY_SECONDS)
@@ -119,6 +118,17 @@ async def run(options: argparse.Namespace) -> int:
 
         plot(calls, options.plot)
     return 1 if any(each.failed for each in found) else 0
+
+
+def _loads(options: argparse.Namespace) -> dict[str, float]:
+    """What to send, by a name: a rate, or as an int how many to keep open. The same one again has a number."""
+    loads: dict[str, float] = {}
+    closed = options.concurrency or ([] if options.rate else [32])
+    for load in (*options.rate, *closed):
+        kind = f"{load} open (closed loop" if isinstance(load, int) else f"{load:g} requests/s (Poisson"
+        count = 1 + sum(name.startswith(kind) for name in loads)
+        loads[f"{kind})" if count == 1 else f"{kind}, {count})"] = load
+    return loads
 
 
 async def _load(options: argparse.Namespace, client: AsyncClient, traffic: Traffic, size: float) -> Sender:

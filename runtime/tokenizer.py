@@ -10,6 +10,7 @@ and feed them to an incremental UTF-8 decoder, which keeps an unfinished charact
 import codecs
 import copy
 import functools
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from .config import read_json
 from .errors import InvalidRequestError, UnsupportedModelError
 
 _DECODER = codecs.getincrementaldecoder("utf-8")
+_transformers_log = logging.getLogger("transformers")
 
 
 def _unicode_bytes() -> dict[str, int]:
@@ -188,10 +190,18 @@ class Tokenizer:
         it."""
         with self._renderer_lock:
             if self._loaded_renderer is None:
-                from transformers import PreTrainedTokenizerFast
-
+                _transformers_log.addFilter(_drop)  # at its import it warns that there is no torch, as should be
+                try:
+                    from transformers import PreTrainedTokenizerFast
+                finally:
+                    _transformers_log.removeFilter(_drop)
                 self._loaded_renderer = PreTrainedTokenizerFast.from_pretrained(self.directory)
             return self._loaded_renderer
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    """A filter that lets nothing through."""
+    return False
 
 
 @functools.lru_cache(maxsize=8)

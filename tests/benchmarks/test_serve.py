@@ -110,6 +110,20 @@ def test_loads_on_a_server(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert capsys.readouterr().out.count("Serving Benchmark Result") == 3
 
 
+def test_the_same_load_twice_is_two_loads(tmp_path: Path):
+    path = tmp_path / "figures.json"
+    with running() as server:
+        arguments = ["--rate", "inf", "inf", "--concurrency", "2", "2", "--requests=4", "--input-tokens=fixed:8"]
+        assert serve.main([f"--target={server.target}", *arguments, "--output-tokens=fixed:2", f"--json={path}"]) == 0
+        assert server.engine.num_submits == 4 * 5  # a warm-up each
+    assert [load["load"] for load in json.loads(path.read_text())] == [
+        "inf requests/s (Poisson)",
+        "inf requests/s (Poisson, 2)",
+        "2 open (closed loop)",
+        "2 open (closed loop, 2)",
+    ]
+
+
 def test_refused_requests_count_as_failed(tmp_path: Path, capsys: pytest.CaptureFixture):
     with running() as server:
         path = tmp_path / "figures.json"

@@ -1,6 +1,8 @@
 import codecs
 import json
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -281,6 +283,16 @@ def test_an_assistant_message_may_go_on(with_tools):
     assert rendered(with_tools, asked) == whole
     asked = pb.Conversation(messages=[USER, begun], add_generation_prompt=False)
     assert rendered(with_tools, asked) == whole + "<|im_end|>\n"
+
+
+def test_chat_says_nothing_of_torch_which_servers_have_not(directory):
+    code = (
+        "import sys; sys.modules['torch'] = None; from meshserve.runtime.tokenizer import Tokenizer; "
+        f"print(Tokenizer({str(directory)!r}).render_chat([{{'role': 'user', 'content': 'hi'}}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "hi<|im_end|>" in done.stdout
+    assert done.stderr == ""
 
 
 def test_errors_say_what_to_do(tokenizer, directory, tmp_path):
