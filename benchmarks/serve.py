@@ -168,7 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefix-tokens", type=int, default=0, help="shared beginning, before the input tokens (0)")
     parser.add_argument("--prefixes", type=_count, default=1, help="different shared beginnings (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    seed = "of prompts and arrivals; one used before finds its prompts in the prefix cache (%(default)s)"
+    parser.add_argument("--seed", type=int, default=0, help=seed)
     parser.add_argument(
         "--goodput", type=_limit, nargs="+", action=_Limits, metavar="NAME:MS", help="service level: ttft, tpot, e2el"
     )
