@@ -11,6 +11,7 @@ lengths drawn. With `--prefix-tokens` prompts begin alike. The figures are those
 
 import argparse
 import asyncio
+import collections
 import dataclasses
 import importlib.util
 import json
@@ -123,11 +124,12 @@ async def run(options: argparse.Namespace) -> int:
 def _loads(options: argparse.Namespace) -> dict[str, float]:
     """What to send, by a name: a rate, or as an int how many to keep open. The same one again has a number."""
     loads: dict[str, float] = {}
+    times: collections.Counter[str] = collections.Counter()
     closed = options.concurrency or ([] if options.rate else [32])
     for load in (*options.rate, *closed):
-        kind = f"{load} open (closed loop" if isinstance(load, int) else f"{load:g} requests/s (Poisson"
-        count = 1 + sum(name.startswith(kind) for name in loads)
-        loads[f"{kind})" if count == 1 else f"{kind}, {count})"] = load
+        name = f"{load} open (closed loop)" if isinstance(load, int) else f"{load:g} requests/s (Poisson)"
+        times[name] += 1
+        loads[name if times[name] == 1 else f"{name}, {times[name]}"] = load
     return loads
 
 

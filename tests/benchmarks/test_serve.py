@@ -118,9 +118,9 @@ def test_the_same_load_twice_is_two_loads(tmp_path: Path):
         assert server.engine.num_submits == 4 * 5  # a warm-up each
     assert [load["load"] for load in json.loads(path.read_text())] == [
         "inf requests/s (Poisson)",
-        "inf requests/s (Poisson, 2)",
+        "inf requests/s (Poisson), 2",
         "2 open (closed loop)",
-        "2 open (closed loop, 2)",
+        "2 open (closed loop), 2",
     ]
 
 
