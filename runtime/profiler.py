@@ -19,7 +19,7 @@ class Profiler:
         """Begins to record; returns the folder.
 
         Raises:
-          UnavailableFeatureError: a profile is being recorded.
+          UnavailableFeatureError: a profile is being recorded, or there can be no folder.
         """
         import jax
 
@@ -27,7 +27,13 @@ class Profiler:
             if self._current is not None:
                 raise UnavailableFeatureError(f"a profile is being recorded to {self._current}; StopProfile ends it.")
             folder = self._directory / datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-            folder.mkdir(parents=True)
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                raise UnavailableFeatureError(
+                    f"a profile has no place in {self._directory}: {error.strerror}. Restart with a --profile-dir that "
+                    "the server can write to."
+                ) from error
             jax.profiler.start_trace(folder)
             self._current = folder
             return str(folder)
