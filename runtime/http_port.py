@@ -24,7 +24,7 @@ class HttpPort:
 
     def __init__(self, answers: dict[str, Answer]):
         self._answers = answers
-        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._open: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}  # who serves it; the oldest first
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -41,15 +41,21 @@ class HttpPort:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
+        """Takes no more connections and ends the open ones."""
         if self._server is not None:
             self._server.close()
+        serving = [task for task in self._open.values() if task is not None]
+        for writer in self._open:
+            writer.transport.abort()
+        # Else the end of the loop cancels them, and asyncio logs a trace of each.
+        await asyncio.gather(*serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= _MAX_CONNECTIONS:  # the oldest has had the most time to ask
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()
-        self._open[writer] = None
+        self._open[writer] = asyncio.current_task()
         try:
             async with asyncio.timeout(_TIMEOUT_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
