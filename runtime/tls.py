@@ -66,19 +66,22 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     Raises:
       ConfigError: they cannot be used as they are now.
     """
-    seen = [files.stamp()]
+    used = told = files.stamp()
 
     def changed() -> Any:
         """grpc asks at each handshake; None keeps what it has."""
+        nonlocal used, told
         stamp = files.stamp()
-        if stamp == seen[0]:
+        if stamp == used:
             return None
         try:
             configuration = files.read()
         except ConfigError as error:
-            _log.error("the certificates stay as they were: %s", error)
+            if stamp != told:  # once for each state of the files; they are read again at the next handshake
+                _log.error("the certificates stay as they were: %s", error)
+            told = stamp
             return None
-        seen[0] = stamp
+        used = stamp
         _log.info("read the certificate %s again", files.certificate)
         return configuration
 

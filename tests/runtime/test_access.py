@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -324,6 +325,22 @@ def test_tls_rotation_drops_no_stream(tmp_path):
                         stranger.load(timeout_seconds=WAIT_SECONDS)
                     assert caught.value.code is Code.UNAVAILABLE
             assert list(stream)[-1].finish.usage.num_output_tokens == 60
+
+
+def test_a_certificate_that_cannot_be_used_changes_nothing_and_is_told_once(tmp_path, caplog):
+    files = certificate(tmp_path, "server")
+    trusted = trust(files)
+    with running(listen=Listen(tls=files)) as server:
+        key = files.key.read_bytes()
+        files.key.write_text("no key")
+        for _ in range(3):  # a handshake each
+            with Client(server.target, credentials=trusted) as client:
+                assert client.complete("a", max_tokens=1).token_ids == (98,)
+        assert caplog.text.count("the certificates stay as they were") == 1
+        files.key.write_bytes(key)
+        with caplog.at_level(logging.INFO), Client(server.target, credentials=trusted) as client:
+            assert client.complete("a", max_tokens=1).token_ids == (98,)
+        assert "read the certificate" in caplog.text
 
 
 def test_mutual_tls_wants_a_certificate_of_the_authority(tmp_path):
