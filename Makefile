@@ -25,35 +25,35 @@ test: $(VENV)/.test
 # Every program for five TPU slices, compiled without one, and every case of the TPU kernels in the interpreter. About an hour
 # on two cores.
 check-tpu: $(VENV)/.test
-	$(NO_TPU) $(BIN)/python -m meshserve.benchmarks.check_tpu
-	$(BIN)/pytest -q --every-case tests/kernels/test_tpu_kernels.py tests/runtime/test_tpu_interpreted.py
+	$(NO_TPU) $(BIN)/python -m meshserve.benchmarks.checks.check_tpu
+	$(BIN)/pytest -q --every-case tests/kernels/test_tpu_kernels.py tests/runtime/model/test_tpu_interpreted.py
 
 # Every program for H100 and H200, with our kernels and with XLA's, compiled without a GPU. Uses PYTHON as it is: it must
 # have jax's CUDA build, and nvcc and ptxas from its packages or on the PATH. Hours on two cores; CHECK="--layers 4": less.
 check-cuda:
-	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.check_cuda $(CHECK)
-	PYTHONPATH=src $(PYTHON) -m pytest -q tests/runtime/test_check_cuda.py
+	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.checks.check_cuda $(CHECK)
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/benchmarks/test_check_cuda.py
 
 # 100,000 mutated requests, 2,200 random ones to a real engine, a thousand streams that nobody reads. Minutes.
 fuzz: $(VENV)/.test
-	$(BIN)/pytest -q -s --timeout 1800 --fuzz 100000 tests/runtime/test_hostile.py
+	$(BIN)/pytest -q -s --timeout 1800 --fuzz 100000 tests/runtime/server/test_hostile.py
 
 # What the edge carries, how long one caller's request holds up the others, and a rolling restart of two replicas under 2,000
 # requests. Wants a quiet machine.
 bench-edge: $(VENV)/.test
-	$(BIN)/python benchmarks/edge_streams.py
-	$(BIN)/python benchmarks/standstill.py
-	$(BIN)/python benchmarks/edge_restart.py
+	$(BIN)/python benchmarks/load/edge_streams.py
+	$(BIN)/python benchmarks/load/stalls.py
+	$(BIN)/python benchmarks/load/edge_restart.py
 
 # Faults of two processes in lockstep, each several times; as root with iproute2 also a cut network. Half an hour.
 test-cluster: $(VENV)/.test
 	$(BIN)/pytest -q --timeout 900 --every-case tests/test_cluster.py
-	$(BIN)/python -m meshserve.benchmarks.cluster_faults
+	$(BIN)/python -m meshserve.benchmarks.checks.cluster_faults
 
 # Ten minutes of mixed load on two processes and ten on four: the tokens of one process? And what the step stream costs.
 bench-cluster: $(VENV)/.test
-	$(BIN)/python -m meshserve.benchmarks.cluster_soak --processes 2
-	$(BIN)/python -m meshserve.benchmarks.cluster_soak --processes 4
+	$(BIN)/python -m meshserve.benchmarks.checks.cluster_soak --processes 2
+	$(BIN)/python -m meshserve.benchmarks.checks.cluster_soak --processes 4
 
 # Off-the-shelf clients through the gateway `smg`. With aiperf on the PATH that, too.
 test-gateway: $(VENV)/.test
@@ -68,15 +68,15 @@ test-deploy: $(VENV)/.test
 
 # The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
 simulate: $(VENV)/.test
-	$(BIN)/pytest -n 2 --timeout 3600 -rP --simulated 20000 tests/runtime/test_simulation.py
+	$(BIN)/pytest -n 2 --timeout 3600 -rP --simulated 20000 tests/runtime/scheduler/test_simulation.py
 
 # 1,000 outputs held to random JSON schemas and 1,000 held to random expressions, from the demo model at temperature 1.5.
 structured: $(VENV)/.test
-	$(BIN)/pytest -q --timeout 3600 --structured 1000 tests/runtime/test_structured.py
+	$(BIN)/pytest -q --timeout 3600 --structured 1000 tests/runtime/engine/test_structured.py
 
 # Host time a step: planning, batch building, accounting. On one core, without a device.
 bench-scheduler: $(VENV)/.demo
-	taskset -c 0 $(BIN)/python benchmarks/scheduler.py
+	taskset -c 0 $(BIN)/python benchmarks/engine/scheduler.py
 
 check: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -120,19 +120,19 @@ test-gpu:
 # The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON as it is: it must have jax's CUDA build.
 bench-gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
-	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-0.6b --random-weights --batch 1 4 \
+	$(PYTHON) -m meshserve bench decode --model qwen3-0.6b --random-weights --batch 1 4 \
 	    --context 82 512 --max-step-tokens 128
-	$(PYTHON) -m meshserve.runtime.cli bench decode --model qwen3-8b --random-weights --batch 1 32 128 \
+	$(PYTHON) -m meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 128 \
 	    --context 1024
 
 # What sampling costs on the device, path by path. Uses PYTHON as it is, with a GPU if jax sees one.
 bench-sampling:
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
-	$(PYTHON) -m meshserve.runtime.cli bench sampling
+	$(PYTHON) -m meshserve bench sampling
 
 # 100,000 draws of each case of the samplers, TP 1, 4 and 8.
 sample: $(VENV)/.test
-	$(BIN)/pytest -q --timeout 3600 --draws 100000 tests/runtime/test_sampling.py tests/runtime/test_controls.py
+	$(BIN)/pytest -q --timeout 3600 --draws 100000 tests/runtime/program/test_sampling.py tests/runtime/program/test_logits_processors.py
 
 clean:
 	rm -rf $(VENV) build dist

@@ -11,6 +11,9 @@ from .mesh import TENSOR_AXIS
 # for each of four devices.
 PeerSum = Callable[[jax.Array], jax.Array]
 
+# Gathers a small array [...] of each shard into [shards, ...], equal on all of them.
+Exchange = Callable[[jax.Array], jax.Array]
+
 # Up to so many bytes peers add up faster than XLA's all-reduce, by the number of devices: as far as it was measured on
 # H200s (docs/log.md). On four, nothing has been timed above what goes in one shot.
 _PEER_BYTES = {2: 64 << 20, 4: 2 << 20}
@@ -19,6 +22,11 @@ _PEER_BYTES = {2: 64 << 20, 4: 2 << 20}
 def peer_bytes(num_devices: int) -> int:
     """Of an array, the most that peers add up rather than XLA."""
     return _PEER_BYTES.get(num_devices, 0)
+
+
+def all_gather(x: jax.Array) -> jax.Array:
+    """The arrays of all shards, stacked: [shards, ...]. Call inside `shard_map`."""
+    return jax.lax.all_gather(x, TENSOR_AXIS)
 
 
 def all_reduce(x: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:

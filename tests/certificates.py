@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshserve.runtime.tls import TlsFiles
+from meshserve.runtime.server.tls import TlsFiles
 
 
 def certificate(folder: Path, name: str, authority: str | None = None, address: str = "127.0.0.1") -> TlsFiles:

@@ -12,12 +12,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from meshserve.runtime.client import CallError, Client
-from meshserve.runtime.local_cluster import LocalCluster, local_cluster
-from tests.waiting import WAIT_SECONDS, wait_for
+from meshserve.runtime.client.client import CallError, Client
+from meshserve.runtime.commands.local_cluster import LocalCluster, local_cluster
+
+from .waiting import WAIT_SECONDS, wait_for
 
 # Half of it without a sign of life is a failure, also on a busy machine. When things are overdue, and when a process is
-# ended, tests/sharding/test_steps.py shows with clocks of its own.
+# ended, tests/runtime/cluster/test_step_stream.py shows with clocks of its own.
 FAIL_SECONDS = 60.0
 FLAGS = [
     "--model=demo", "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=2", "--max-step-tokens=2",

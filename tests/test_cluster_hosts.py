@@ -6,13 +6,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from meshserve.benchmarks.namespaces import can_make_hosts, hosts
+from meshserve.benchmarks.lib.namespaces import can_make_hosts, hosts
 from meshserve.protos import steps_pb2 as pb
 from meshserve.protos import steps_pb2_grpc as pb_grpc
-from meshserve.runtime.client import Client
-from meshserve.runtime.local_cluster import local_cluster
-from tests.certificates import certificate
-from tests.waiting import WAIT_SECONDS
+from meshserve.runtime.client.client import Client
+from meshserve.runtime.commands.local_cluster import local_cluster
+
+from .certificates import certificate
+from .waiting import WAIT_SECONDS
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="wants root, network namespaces and iproute2")
 

@@ -16,13 +16,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from meshserve.runtime.client import AsyncClient, CallError, Client
-from meshserve.runtime.request import FinishReason
-from tests.waiting import WAIT_SECONDS
+from meshserve.runtime.api.request import FinishReason
+from meshserve.runtime.client.client import AsyncClient, CallError, Client
+
+from .waiting import WAIT_SECONDS
 
 NUM_STREAMS = 64
 SERVE = [
-    sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--tp=4", "--cpu-devices=8",
+    sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--tp=4", "--cpu-devices=8",
     "--dtype=float32", "--page-size=16", "--max-running=16", "--max-step-tokens=32", "--num-pages=96",
     f"--drain-seconds={WAIT_SECONDS:g}",
 ]  # fmt: skip
@@ -191,7 +192,7 @@ def test_refusals_name_the_field(server: str) -> None:
 
 
 def test_a_reader_of_stdout_that_has_gone_ends_nobody() -> None:
-    says = "from meshserve.runtime.logs import say; say('one'); input(); say('two'); say('three')"
+    says = "from meshserve.runtime.telemetry.logs import say; say('one'); input(); say('two'); say('three')"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", says], stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin is not None and process.stdout is not None

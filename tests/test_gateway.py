@@ -17,14 +17,15 @@ import grpc
 import pytest
 
 from meshserve.deploy import demo
-from meshserve.runtime.client import CallError, call_errors
-from meshserve.runtime.errors import InvalidRequestError
-from meshserve.runtime.gateway import refuse_others, sampling_params
-from meshserve.runtime.lifecycle import Listen
-from meshserve.runtime.local_cluster import reserved_port
-from meshserve.runtime.request import SamplingParams
+from meshserve.runtime.api.errors import InvalidRequestError
+from meshserve.runtime.api.request import SamplingParams
+from meshserve.runtime.client.client import CallError, call_errors
+from meshserve.runtime.commands.local_cluster import reserved_port
+from meshserve.runtime.server.lifecycle import Listen
+from meshserve.runtime.server.vllm_service import refuse_others, sampling_params
 from tests.runtime.loopback import running
-from tests.waiting import WAIT_SECONDS, wait_for
+
+from .waiting import WAIT_SECONDS, wait_for
 
 openai = pytest.importorskip("openai", reason="needs the extra gateway-test")
 pytest.importorskip("smg_grpc_proto", reason="needs the extra gateway")
@@ -32,7 +33,7 @@ SMG = shutil.which("smg", path=str(Path(sys.executable).parent)) or shutil.which
 pytestmark = pytest.mark.skipif(SMG is None, reason="smg comes with the extra gateway")
 
 SERVE = [
-    sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--gateway-port=0", "--tp=2",
+    sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--gateway-port=0", "--tp=2",
     "--cpu-devices=2", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=32",
     "--num-pages=256",
 ]  # fmt: skip

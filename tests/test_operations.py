@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 from meshserve.protos import inference_pb2 as pb
-from meshserve.runtime.access import new_token
-from meshserve.runtime.client import AsyncClient, Client
-from meshserve.runtime.request import FinishReason
-from tests.waiting import WAIT_SECONDS, wait_for
+from meshserve.runtime.api.request import FinishReason
+from meshserve.runtime.client.client import AsyncClient, Client
+from meshserve.runtime.server.auth import new_token
+
+from .waiting import WAIT_SECONDS, wait_for
 
 SERVE = [
-    sys.executable, "-m", "meshserve.runtime.cli", "serve", "--model=demo", "--port=0", "--cpu-devices=2",
+    sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--cpu-devices=2",
     "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=8", "--num-pages=512",
     f"--drain-seconds={WAIT_SECONDS:g}",
 ]  # fmt: skip

@@ -14,11 +14,12 @@ from google.protobuf.message import Message
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.protos import steps_pb2
-from meshserve.runtime import wire
-from meshserve.runtime.answer import SamplingFields
-from meshserve.runtime.contract import ModelInfo
-from meshserve.runtime.request import FinishReason, Load, Output, SamplingParams
-from tests.waiting import WAIT_SECONDS
+from meshserve.runtime.api import proto_codec
+from meshserve.runtime.api.engine_api import ModelInfo
+from meshserve.runtime.api.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.client.messages import SamplingFields
+
+from .waiting import WAIT_SECONDS
 
 PROTOS = Path(__file__).resolve().parent.parent / "protos"
 
@@ -106,12 +107,12 @@ def test_a_chat_request_has_every_field_of_a_conversation():
 def test_every_finish_reason_goes_over_the_wire():
     for reason in FinishReason:
         for kind in (pb.GenerateResponse, pb.ChatResponse):
-            response = wire.answer(kind, Output(request_id="a", finish_reason=reason))
+            response = proto_codec.answer(kind, Output(request_id="a", finish_reason=reason))
             assert pb.FinishReason.Name(response.finish.reason) == f"FINISH_REASON_{reason.name}"
-            assert wire.finish_reason(response.finish.reason) is reason
+            assert proto_codec.finish_reason(response.finish.reason) is reason
 
 
 def test_presence_decides_between_a_zero_and_a_default():
     sent = pb.SamplingParams(temperature=0.0, top_k=0, seed=0, ignore_eos=False, stop=["a"])
-    assert wire.sampling_params(sent) == SamplingParams(temperature=0.0, seed=0, stop=("a",))
-    assert wire.sampling_params(pb.SamplingParams()) == SamplingParams()
+    assert proto_codec.sampling_params(sent) == SamplingParams(temperature=0.0, seed=0, stop=("a",))
+    assert proto_codec.sampling_params(pb.SamplingParams()) == SamplingParams()

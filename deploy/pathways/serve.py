@@ -9,7 +9,7 @@ import sys
 
 import pathwaysutils
 
-from meshserve.runtime.cli import main
+from meshserve.runtime.commands.cli import main
 
 if __name__ == "__main__":
     pathwaysutils.initialize()

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from meshserve.benchmarks import gpu_power
-from meshserve.benchmarks.gpu_power import PowerWatch, Reading, at_power
+from meshserve.benchmarks.lib import gpu_power
+from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from tests.waiting import wait_for
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from meshserve.benchmarks import decode, speculation, throughput
-from meshserve.benchmarks.offline_engine import parse_settings
-from meshserve.benchmarks.peers import compare
-from meshserve.benchmarks.token_times import TokenClock, percentile
-from meshserve.benchmarks.workloads import fixed, nano_vllm
-from meshserve.runtime.config import ConfigError, ModelConfig
-from meshserve.runtime.model_sizes import named_model, published_config
+from meshserve.benchmarks.baselines import compare
+from meshserve.benchmarks.engine import decode, speculation, throughput
+from meshserve.benchmarks.lib.offline_engine import parse_settings
+from meshserve.benchmarks.lib.token_times import TokenClock, percentile
+from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
+from meshserve.runtime.api.config import ConfigError, ModelConfig
+from meshserve.runtime.model.published_sizes import named_model, published_config
 from tests.checkpoints import TINY
 
 RAW = {
@@ -147,9 +147,9 @@ def test_a_peer_that_fails_is_named_with_its_words(tiny: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("is_single", [False, True])
 def test_hugging_face_ends_each_row_at_its_length(tiny: Path, is_single: bool):
     pytest.importorskip("torch")
-    from meshserve.benchmarks.peers.hugging_face import start
-    from meshserve.benchmarks.peers.job import Job
-    from meshserve.benchmarks.workloads import Work
+    from meshserve.benchmarks.baselines.hugging_face import start
+    from meshserve.benchmarks.baselines.job import Job
+    from meshserve.benchmarks.lib.workloads import Work
 
     batch = [Work([1, 2, 3], 5), Work([4], 2)]
     job = Job(
@@ -189,8 +189,8 @@ def test_vllms_outputs_are_counted_once(tiny: Path, monkeypatch: pytest.MonkeyPa
     """Against a stand-in that, like vLLM, tells all tokens so far at each step."""
     (tiny / "vllm.py").write_text(VLLM)
     monkeypatch.syspath_prepend(tiny)
-    from meshserve.benchmarks.peers import vllm_engine
-    from meshserve.benchmarks.peers.job import Job
+    from meshserve.benchmarks.baselines import vllm_engine
+    from meshserve.benchmarks.baselines.job import Job
 
     batch = fixed(0, 2, 3, 4, 99)
     job = Job(
@@ -207,7 +207,7 @@ def test_vllms_outputs_are_counted_once(tiny: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_light_modules_need_nothing_but_python():
-    code = "import sys, meshserve.benchmarks.peers.job; print(*sys.modules)"
+    code = "import sys, meshserve.benchmarks.baselines.job; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"numpy", "jax", "grpc", "torch"} & set(done.stdout.split())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshserve.benchmarks import padding
+from meshserve.benchmarks.checks import padding
 
 
 def test_the_traffic_is_served_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture):

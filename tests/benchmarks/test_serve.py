@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshserve.benchmarks import serve
-from meshserve.benchmarks.serving_report import Call, figures, open_requests, text, tokens_by_second
-from meshserve.benchmarks.traffic import Lengths, Traffic
+from meshserve.benchmarks.lib.traffic import Lengths, Traffic
+from meshserve.benchmarks.load import serve
+from meshserve.benchmarks.load.serving_report import Call, figures, open_requests, text, tokens_by_second
 from tests.runtime.loopback import running
 
 

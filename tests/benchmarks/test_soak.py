@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshserve.benchmarks import soak
+from meshserve.benchmarks.checks import soak
 from meshserve.deploy import demo
 
 

@@ -17,19 +17,20 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from meshserve.protos import inference_pb2 as pb
-from meshserve.runtime import cli
-from meshserve.runtime.capacity_report import Asked, planner_of
-from meshserve.runtime.config import ServeConfig, read_toml
-from meshserve.runtime.contract import ModelInfo
-from meshserve.runtime.follower_metrics import exposition as follower_exposition
-from meshserve.runtime.metrics import Metrics
-from meshserve.runtime.record import StepRecord
-from meshserve.runtime.request import Load
-from meshserve.sharding.cluster import Membership
-from meshserve.sharding.following import FollowingStats
-from meshserve.sharding.targets import GIB
-from tests.deploy.manifests import DEPLOY, OVERLAYS, arguments, containers, rendered, tool, workloads
+from meshserve.runtime.api.config import ServeConfig, read_toml
+from meshserve.runtime.api.engine_api import ModelInfo
+from meshserve.runtime.api.request import Load
+from meshserve.runtime.cluster.follower_metrics import exposition as follower_exposition
+from meshserve.runtime.cluster.membership import Membership
+from meshserve.runtime.cluster.stream_client import FollowingStats
+from meshserve.runtime.commands import cli
+from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.planning.report import Asked, planner_of
+from meshserve.runtime.telemetry.metrics import Metrics
+from meshserve.sharding.chips import GIB
 from tests.waiting import WAIT_SECONDS
+
+from .manifests import DEPLOY, OVERLAYS, arguments, containers, rendered, tool, workloads
 
 RUNBOOK = (DEPLOY.parent / "docs" / "runbook.md").read_text()
 CONFIGS = sorted([*(DEPLOY / "configs").glob("*.toml"), *(DEPLOY / "tpu").glob("*.toml")])

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.manifests import DEPLOY, OVERLAYS, Resource, containers, pod_templates, rendered, tool, workloads
 from tests.waiting import WAIT_SECONDS
+
+from .manifests import DEPLOY, OVERLAYS, Resource, containers, pod_templates, rendered, tool, workloads
 
 jsonschema = pytest.importorskip("jsonschema", reason="make test-deploy installs it")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make test-deploy installs it")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels.paged_attention import HeadSettings, PagedBatch, write_kv
-from meshserve.runtime.model import rms_norm
-from meshserve.runtime.rope import rotate
+from meshserve.runtime.model.qwen3 import rms_norm
+from meshserve.runtime.model.rope import rotate
 
 NUM_LAYERS, LAYER = 3, 1
 STEP = 2.0**-7  # of bfloat16: what another order of the sum of squares may change, relative to a head's largest element

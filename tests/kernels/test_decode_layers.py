@@ -10,7 +10,8 @@ import pytest
 from meshserve.kernels import decode_layers
 from meshserve.kernels.decode_layers import cases, reference
 from meshserve.kernels.peers import Peers
-from tests.kernels.mesh_layers import AXIS, layers_over, mesh_of, placed
+
+from .mesh_layers import AXIS, layers_over, mesh_of, placed
 
 SMALL = [case for case in cases.CASES if case.embed <= 256 and sum(case.lengths) <= 160]
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 
 from meshserve.kernels.cuda import build
 from meshserve.kernels.sampling import gpu
-from meshserve.runtime.request import SamplingMode
-from meshserve.runtime.sampling import SamplingBatch, sample
+from meshserve.runtime.api.request import SamplingMode
+from meshserve.runtime.program.sampling import SamplingBatch, sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 from .floors import FILTERS, is_well, parameters, rows

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from meshserve.benchmarks.sums import shares_of, wrong_elements
+from meshserve.benchmarks.kernels.sums import shares_of, wrong_elements
 from meshserve.kernels.cuda import build
 from meshserve.kernels.decode_layers import cases, gpu
 from meshserve.kernels.decode_layers import reference as layers_reference
 from meshserve.kernels.peers import Peers, reference
 from meshserve.kernels.peers import gpu as peers_gpu
-from tests.kernels.mesh_layers import AXIS, layers_over, mesh_of, placed
 from tests.waiting import WAIT_SECONDS
+
+from .mesh_layers import AXIS, layers_over, mesh_of, placed
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

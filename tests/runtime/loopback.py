@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from meshserve.deploy import demo
-from meshserve.runtime.contract import ModelInfo
-from meshserve.runtime.errors import InvalidRequestError, QueueFullError
-from meshserve.runtime.grammar import Grammar, Grammars
-from meshserve.runtime.lifecycle import Listen, ServerHandle, run_server
-from meshserve.runtime.logs import is_worth_a_line
-from meshserve.runtime.mailbox import Mailroom
-from meshserve.runtime.permissions import new_access
-from meshserve.runtime.request import FinishReason, Load, Output, RequestOptions, SamplingParams
-from meshserve.runtime.server import Backend, Edge
+from meshserve.runtime.api.engine_api import ModelInfo
+from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
+from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOptions, SamplingParams
+from meshserve.runtime.server.inference_service import Backend, Edge
+from meshserve.runtime.server.lifecycle import Listen, ServerHandle, run_server
+from meshserve.runtime.server.method_permissions import new_access
+from meshserve.runtime.server.output_queue import Mailroom
+from meshserve.runtime.telemetry.logs import is_worth_a_line
+from meshserve.runtime.text.grammar import Grammar, Grammars
 from tests.waiting import WAIT_SECONDS
 
 VOCAB_SIZE = 128

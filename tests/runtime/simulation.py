@@ -11,13 +11,13 @@ from collections import deque
 import numpy as np
 from hypothesis import strategies as st
 
-from meshserve.runtime.batch import ON_DEVICE, Batch, BatchBuilder, declare_buckets
-from meshserve.runtime.control_batch import ControlBuilder
-from meshserve.runtime.limits import SchedulerLimits
-from meshserve.runtime.pages import PageAllocator
-from meshserve.runtime.plan import Progress, StepPlan
-from meshserve.runtime.request import FinishReason, Request, SamplingParams
-from meshserve.runtime.scheduler import Scheduler
+from meshserve.runtime.api.request import FinishReason, Request, SamplingParams
+from meshserve.runtime.program.batch import ON_DEVICE, Batch, BatchBuilder, declare_buckets
+from meshserve.runtime.program.control_batch import ControlBuilder
+from meshserve.runtime.scheduler.limits import SchedulerLimits
+from meshserve.runtime.scheduler.page_allocator import PageAllocator
+from meshserve.runtime.scheduler.scheduler import Scheduler
+from meshserve.runtime.scheduler.step_plan import Progress, StepPlan
 
 EOS_TOKEN_ID = 0
 VOCAB_SIZE = 40  # hence one sampled token in 40 ends its request

@@ -8,7 +8,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from meshserve.runtime.request import RequestOptions
+from meshserve.runtime.api.request import RequestOptions
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from meshserve.runtime import launch as launching
-from meshserve.runtime.config import ServeConfig
-from meshserve.runtime.launch import launch
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.startup import launch as launching
+from meshserve.runtime.startup.launch import launch
 from meshserve.sharding import memory
 from meshserve.sharding.mesh import make_mesh
 

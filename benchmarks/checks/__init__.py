@@ -1,0 +1,1 @@
+"""Long-running checks: compiled programs, plans, clusters and soak runs."""

@@ -1,0 +1,54 @@
+"""What `check_tpu` and `check_cuda` share: every program of planned servers compiled, their tables, the verdict."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.planning.aot import KnownKey, ProgramReport
+from meshserve.runtime.planning.memory_plan import Planner
+from meshserve.runtime.planning.report import Asked, compile_with_table, plan_json, plan_table, planner_of
+
+
+def planner(model: str, target: str, **options: Any) -> Planner:
+    """A server of a published size on a whole target."""
+    return planner_of(Asked(config=ServeConfig(model=model, **options), target=target))
+
+
+def parser(description: str, *, models: Sequence[str], targets: Sequence[str]) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("--models", nargs="*", default=models, help="published sizes (default: %(default)s)")
+    found.add_argument("--targets", nargs="*", default=targets, help="machines (default: %(default)s)")
+    found.add_argument("--tokens", nargs="*", type=int, default=(), help="of the steps (default: all of them)")
+    found.add_argument("--layers", type=int, default=0, help="of each model, to be quick (default: all it has)")
+    found.add_argument("--json", help="file to append a line a planned server to")
+    return found
+
+
+def check(planned: Iterable[Planner], options: argparse.Namespace) -> list[str]:
+    """Compiles the programs of each server, prints its tables; returns what does not hold."""
+    jax.config.update("jax_platforms", "cpu")  # the programs are for another platform; nothing runs
+    faults: list[str] = []
+    known: dict[KnownKey, ProgramReport] = {}
+    for plan in planned:
+        model = dataclasses.replace(plan.model, num_layers=options.layers or plan.model.num_layers)
+        mixed = [bucket.num_tokens for bucket in plan.buckets if not bucket.is_decode]
+        if options.tokens and not set(mixed) & set(options.tokens):
+            raise SystemExit(f"--tokens names no step that may hold prompts; add one of {mixed}.")
+        plan = dataclasses.replace(plan, tokens=tuple(options.tokens), model=model)
+        print("\n" + plan_table(plan.plan()), flush=True)
+        compiled = compile_with_table(plan, known)
+        faults += [f"{plan.name} on {plan.target.name}: {fault}" for fault in compiled.faults]
+        if options.json:
+            with open(options.json, "a", encoding="utf-8") as file:
+                file.write(plan_json(plan.plan(), compiled) + "\n")
+    return faults
+
+
+def verdict(faults: Sequence[str]) -> int:
+    """Prints it; the exit status."""
+    print("\n" + ("\n".join(faults) if faults else "everything holds"))
+    return 1 if faults else 0

@@ -1,0 +1,76 @@
+"""Compiles every program of the server for TPU slices that are not there, and checks what the compiler made of them.
+
+    make check-tpu
+    python -m meshserve.benchmarks.checks.check_tpu --models qwen3-8b --targets v6e:2x4
+
+For each model and slice: every declared program compiles and fits, updates the KV cache in place, and has the kernels
+and all-reduces it should; and the largest cache that compiles is the one that `meshserve plan` predicts. At last
+programs that cannot fit are planted: if the compiler accepts one, the check itself is broken.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from meshserve.kernels.paged_attention import tpu, tpu_write
+from meshserve.runtime.model.qwen3 import Kernels
+from meshserve.runtime.planning.aot import DryServer, OutOfMemoryError
+from meshserve.runtime.planning.memory_plan import Planner
+from meshserve.runtime.program.step import CacheShape
+
+from . import check_programs
+
+MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
+TARGETS = ("v5e:2x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x2", "tpu7x:2x2x1")
+PAGE_SIZE = 128  # tokens: on TPU a copy of 64 KiB or more costs less than its scalar instructions
+
+
+def planner(model: str, slice_name: str, **options: Any) -> Planner:
+    """A server of a published size on a whole slice."""
+    return check_programs.planner(model, slice_name, page_size=PAGE_SIZE, **options)
+
+
+def refusals(slice_name: str) -> list[str]:
+    """Plants programs that exceed each memory of the chip. Returns those that the compiler accepted."""
+    plan = planner("qwen3-0.6b", slice_name)
+    server = DryServer.on(plan.target, plan.model)
+    bucket, many = plan.buckets[0], next(bucket for bucket in plan.buckets if bucket.num_requests == 64)
+    shape = CacheShape(num_pages=256, page_size=PAGE_SIZE, max_running=64, max_request_pages=256)
+    tiling = tpu.default_tiling(num_tokens=64, kv_heads=1, group=2, page_size=PAGE_SIZE)
+    large = tpu.default_tiling(num_tokens=1, kv_heads=1, group=2, page_size=256)
+    over_vmem = dataclasses.replace(large, slots=128)  # 256 MiB
+    over_smem = dataclasses.replace(tiling, table_bytes=1 << 30)
+    planted = {
+        "HBM": (bucket, shape._replace(num_pages=plan.plan().max_pages * 11 // 10), tiling),
+        "VMEM": (bucket, shape._replace(page_size=256), over_vmem),
+        # 64 requests of 10240 pages: 2.5 MiB of page table in 1 MiB of scalar memory.
+        "SMEM": (many, shape._replace(max_request_pages=10240), over_smem),
+    }
+    accepted = []
+    for memory, (planted_bucket, planted_shape, planted_tiling) in planted.items():
+        kernels = Kernels(attend=partial(tpu.paged_attention, tiling=planted_tiling), write=tpu_write.write_kv)
+        try:
+            server.compile(planted_bucket, planted_shape, kernels)
+            accepted.append(f"{slice_name}: a program beyond {memory} was accepted")
+        except OutOfMemoryError as error:
+            print(f"beyond {memory}, {slice_name}: refused: {str(error)[:110]}", flush=True)
+    # The same page table passes where the kernel may split it.
+    server.compile(*planted["SMEM"][:2])
+    return accepted
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if anything does not hold."""
+    parser = check_programs.parser("Compile every program for TPUs without any.", models=MODELS, targets=TARGETS)
+    options = parser.parse_args(arguments)
+    faults = []
+    for slice_name in options.targets:
+        faults += check_programs.check((planner(model, slice_name) for model in options.models), options)
+        faults += refusals(slice_name)
+    return check_programs.verdict(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

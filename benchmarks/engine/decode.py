@@ -1,0 +1,296 @@
+"""Times decoding through the real engine: scheduler, page tables, sampling on the device, one step ahead.
+
+    meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 128 --context 1024
+
+For each batch and context, requests of random tokens are prefilled and then decode together. A run is a row of steps;
+after a warm-up of as many runs as are measured, the table gives the median, P10 and P90 of a step's time over the runs.
+The context is the average one in the middle of the measurement; with `--first-context` one request of each batch has
+another: a long one among short ones. The roofline is the least time in which the device can read what a step must read:
+every weight once (of the embedding only the rows looked up), and all keys and values.
+
+At the end stands what clock the GPU had meanwhile, and what power it took, where NVIDIA's library tells.
+
+A step is *starved* if the device had finished the step before it when it was dispatched: the host was too slow. The
+dispatch is the host's time in the call that launches a step.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
+from meshserve.benchmarks.lib.kernel_times import kernel_table
+from meshserve.runtime.api.config import ModelConfig, ServeConfig
+from meshserve.runtime.api.request import Output, SamplingParams
+from meshserve.runtime.engine.engine import Engine, Runner
+from meshserve.runtime.program.batch import Bucket
+from meshserve.runtime.program.control_batch import Logprobs, Sampled
+from meshserve.runtime.startup.launch import build_engine, open_model
+
+_BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # a second, by the datasheets
+_PREFILL_STEPS = 4  # of slack before the first measured step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One row of the table. Times in milliseconds."""
+
+    model: str
+    tp: int
+    batch: int
+    context: int
+    first_context: int  # of one request; the others have `context`
+    step_ms: float
+    step_ms_p10: float
+    step_ms_p90: float
+    tokens_per_second: float
+    roofline_ms: float | None
+    roofline_fraction: float | None
+    starved_steps: float
+    dispatch_ms: float
+    prefill_seconds: float
+    power: Reading | None  # of the GPU that took most, while the steps were measured
+
+
+class Timeline:
+    """Collects when each step's outputs came. `deliver` is for the engine."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.reset()
+
+    def reset(self) -> None:
+        self.steps: list[tuple[float, int]] = []  # time, tokens
+        self.num_finished = 0
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        now = time.perf_counter()
+        with self._changed:
+            self.steps.append((now, sum(len(output.token_ids) for output in outputs)))
+            self.num_finished += sum(output.finish_reason is not None for output in outputs)
+            self._changed.notify()
+
+    def num_full(self, batch: int) -> int:
+        """Steps so far that gave a token to each of `batch` requests."""
+        return sum(num_tokens == batch for _, num_tokens in self.steps)
+
+    def wait(self, engine: Engine, num_requests: int) -> None:
+        with self._changed:
+            while self.num_finished < num_requests:
+                self._changed.wait(timeout=1.0)
+                if engine.failure is not None:
+                    raise RuntimeError(f"the engine died: {engine.failure}")
+
+
+class WatchedRunner:
+    """A runner that counts the steps dispatched after the device had run dry, and times the dispatches."""
+
+    def __init__(self, runner: Runner):
+        self._runner = runner
+        self._last: Any = None
+        self.starved: list[bool] = []
+        self.dispatch_ms: list[float] = []
+
+    def set_page_row(self, page_row: np.ndarray) -> None:
+        self._runner.set_page_row(page_row)
+
+    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
+        self.starved.append(self._last is None or self._last.is_ready())
+        started = time.perf_counter()
+        self._last = self._runner.run(bucket, packed)
+        self.dispatch_ms.append(1000 * (time.perf_counter() - started))
+        return self._last
+
+    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
+        self._runner.set_control_row(row, history, bias)
+
+    def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
+        return self._runner.sample(packed, masks)
+
+    def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
+        return self._runner.prompt_logprobs(targets)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    model, make_params = open_model(options.model, random_weights=options.random_weights)
+    num_steps = 2 * options.runs * options.steps  # warm-up and measurement
+    config = _serve_config(options, num_steps)
+    timeline = Timeline()
+    engine, mesh = build_engine(config, model, make_params, None, timeline.deliver)
+    engine.runner = watched = WatchedRunner(engine.runner)
+    engine.start()
+    results = []
+    with PowerWatch() as power:
+        for context in options.context:
+            for batch in options.batch:
+                results.append(_measure(options, model, engine, timeline, watched, power, batch, context))
+                print(_row(results[-1]), flush=True)
+    if options.profile:
+        print(_profile(options, model, engine, timeline))
+    engine.stop()
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshserve bench decode", description="Time decoding through the engine.")
+    parser.add_argument("--model", required=True, help="a model directory, or with --random-weights a published size")
+    parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--context", type=int, nargs="+", default=[1024])
+    parser.add_argument("--first-context", type=int, help="of one request of each batch, instead")
+    parser.add_argument("--max-context", type=int, default=0, help="of the server, if more than the steps need")
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="decode steps of a run")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--max-step-tokens", type=int, default=512)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--decode-layers", default="auto")
+    parser.add_argument("--cpu-devices", type=int, default=0)
+    parser.add_argument("--profile", type=Path, help="trace steps of the last case, once more; prints the kernels")
+    parser.add_argument("--json", type=Path, help="write the results here, too")
+    return parser
+
+
+def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
+    """Just enough pages for the largest case."""
+    contexts = _contexts(options, max(options.batch), max(options.context))
+    num_new = num_steps + _num_prefill_steps(options, contexts)
+    num_pages = sum(-(-(context + num_new) // options.page_size) for context in contexts)
+    return ServeConfig(
+        model=options.model,
+        tp=options.tp,
+        cpu_devices=options.cpu_devices,
+        dtype=options.dtype,
+        page_size=options.page_size,
+        num_pages=num_pages,
+        max_context=max(options.max_context, max(contexts) + num_new),
+        max_running=max(options.batch),
+        max_step_tokens=max(options.max_step_tokens, *options.batch),
+        attention=options.attention,
+        decode_layers=options.decode_layers,
+        prefix_cache=False,  # the cases draw the same prompts, and each is to be prefilled
+        controls=False,
+    )
+
+
+def _contexts(options: argparse.Namespace, batch: int, context: int) -> list[int]:
+    return [options.first_context or context] + [context] * (batch - 1)
+
+
+def _num_prefill_steps(options: argparse.Namespace, contexts: Sequence[int]) -> int:
+    return -(-sum(contexts) // options.max_step_tokens) + _PREFILL_STEPS
+
+
+def _measure(
+    options: argparse.Namespace,
+    model: ModelConfig,
+    engine: Engine,
+    timeline: Timeline,
+    watched: WatchedRunner,
+    power: PowerWatch,
+    batch: int,
+    context: int,
+) -> Result:
+    timeline.reset()
+    contexts = _contexts(options, batch, context)
+    started = time.perf_counter()
+    _submit(options, model, engine, contexts)
+    timeline.wait(engine, batch)
+    times = [moment for moment, num_tokens in timeline.steps if num_tokens == batch]
+    if len(times) < options.runs * options.steps + 2:
+        raise ValueError(f"batch {batch} did not decode together for long enough. Raise --runs, --steps or --context.")
+    first_full = times[0]
+    times = times[-(options.runs * options.steps + 1) - 1 : -1]
+    runs = [
+        1000 * (times[start + options.steps] - times[start]) / options.steps
+        for start in range(0, len(times) - options.steps, options.steps)
+    ]
+    step_ms = statistics.median(runs)
+    roofline_ms = _roofline_ms(options, model, contexts)
+    return Result(
+        model=options.model,
+        tp=options.tp,
+        batch=batch,
+        context=context,
+        first_context=contexts[0],
+        step_ms=step_ms,
+        step_ms_p10=float(np.percentile(runs, 10)),
+        step_ms_p90=float(np.percentile(runs, 90)),
+        tokens_per_second=batch / step_ms * 1000,
+        roofline_ms=roofline_ms,
+        roofline_fraction=roofline_ms / step_ms if roofline_ms else None,
+        starved_steps=float(np.mean(watched.starved[-len(times) :])),
+        dispatch_ms=statistics.median(watched.dispatch_ms[-len(times) :]),
+        prefill_seconds=first_full - started,
+        power=power.between(times[0], times[-1]),
+    )
+
+
+def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, contexts: Sequence[int]) -> None:
+    """Requests that all decode together for as long as a warm-up and a measurement take."""
+    num_steps = 2 * options.runs * options.steps
+    draw = random.Random(len(contexts) * 1_000_003 + contexts[-1])  # other prompts in each case
+    # Requests that are prefilled early decode while the others are prefilled; all must outlast the measurement.
+    num_prefill_steps = _num_prefill_steps(options, contexts)
+    for index, context in enumerate(contexts):
+        num_prompt_tokens = max(1, context - 3 * num_steps // 4 - num_prefill_steps // 2)
+        prompt = tuple(draw.randrange(min(model.vocab_size, 10_000)) for _ in range(num_prompt_tokens))
+        params = SamplingParams(
+            max_tokens=num_steps + num_prefill_steps,
+            temperature=options.temperature,
+            ignore_eos=True,
+        )
+        engine.submit(str(index), prompt, params)
+
+
+def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline) -> str:
+    """The kernels of a decode step of the last case, with prefill's among them."""
+    contexts = _contexts(options, options.batch[-1], options.context[-1])
+    timeline.reset()
+    # The profiler must be there before the steps: it does not get along with command buffers that are in flight.
+    with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
+        _submit(options, model, engine, contexts)
+        timeline.wait(engine, len(contexts))
+    return kernel_table(options.profile, num_steps=timeline.num_full(len(contexts)))
+
+
+def _roofline_ms(options: argparse.Namespace, model: ModelConfig, contexts: Sequence[int]) -> float | None:
+    """None for a device whose bandwidth is not known here."""
+    kind = jax.devices()[0].device_kind
+    bandwidth = next((rate for name, rate in _BANDWIDTH_BYTES.items() if name in kind), None)
+    if bandwidth is None:
+        return None
+    num_read = model.num_params - (0 if model.is_tied else model.vocab_size * model.embed_dim)
+    num_cached = sum(contexts) * model.num_layers * 2 * max(model.num_kv_heads, options.tp) * model.head_dim
+    return 1000 * np.dtype("uint16").itemsize * (num_read + num_cached) / options.tp / bandwidth
+
+
+def _row(result: Result) -> str:
+    fraction = f"{result.roofline_fraction:5.1%} of the roofline" if result.roofline_fraction else "roofline unknown"
+    first = "" if result.first_context == result.context else f" (one {result.first_context})"
+    return (
+        f"{result.model} tp {result.tp} batch {result.batch:4d} context {result.context:6d}{first}: "
+        f"{result.step_ms:7.3f} ms a step (P10 {result.step_ms_p10:.3f}, P90 {result.step_ms_p90:.3f}), "
+        f"{result.tokens_per_second:8.0f} tokens/s, {fraction}, {result.starved_steps:.0%} of steps starved, "
+        f"dispatch {result.dispatch_ms:.3f} ms, prefill {result.prefill_seconds:.2f} s{at_power(result.power)}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,67 @@
+"""Does it pay to run several decode steps in one dispatch? The demo model on one CPU device, through the engine.
+
+    python benchmarks/engine/decode_steps.py [--requests 4] [--tokens 200] [--steps 1 4 8]
+
+Wall time and this process's CPU time for each token; the CPU time is the one to trust on a busy machine.
+"""
+
+import argparse
+import threading
+import time
+from collections.abc import Sequence
+
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.api.request import Output, SamplingParams
+from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.startup.launch import launch
+
+_NUM_ROUNDS = 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="decode-steps", description="Several decode steps in one dispatch.")
+    parser.add_argument("--requests", type=int, default=4, help="decoding at once")
+    parser.add_argument("--tokens", type=int, default=200, help="of each request")
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 8], help="in one dispatch")
+    options = parser.parse_args(arguments)
+    for num_steps in options.steps:
+        wall, cpu, num_dispatches = _measure(options.requests, options.tokens, num_steps)
+        print(f"{num_steps} steps: {wall * 1000:.2f} ms a step, {cpu * 1000:.2f} ms of CPU time, "
+              f"{num_dispatches} dispatches", flush=True)  # fmt: skip
+    return 0
+
+
+def _measure(num_requests: int, num_tokens: int, num_steps: int) -> tuple[float, float, int]:
+    """Of the best of a few rounds: wall and CPU seconds for each decode step; and its dispatches."""
+    records: list[StepRecord] = []
+    ended = threading.Semaphore(0)
+
+    def deliver(outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                ended.release()
+
+    config = ServeConfig(
+        model="demo", cpu_devices=1, dtype="float32", page_size=16, num_pages=num_requests * (num_tokens // 16 + 2),
+        max_running=num_requests, max_step_tokens=max(num_requests, 16), max_context=num_tokens + 16,
+        max_decode_steps=num_steps,
+    )  # fmt: skip
+    engine = launch(config, deliver, records.append).engine
+    engine.start()
+    rounds = []
+    for number in range(_NUM_ROUNDS):
+        records.clear()
+        started, started_cpu = time.monotonic(), time.process_time()
+        for index in range(num_requests):
+            params = SamplingParams(max_tokens=num_tokens, seed=index, ignore_eos=True)
+            engine.submit(f"{number} {index}", (300 + index, 400, 500), params)
+        for _ in range(num_requests):
+            ended.acquire()
+        wall, cpu = time.monotonic() - started, time.process_time() - started_cpu
+        rounds.append((wall / num_tokens, cpu / num_tokens, len(records)))
+    engine.stop()
+    return min(rounds, key=lambda round: round[1])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,175 @@
+"""Times prefill through the real engine: the time from submitting prompts to the first token of the last of them.
+
+    meshserve bench prefill --model qwen3-8b --random-weights --prompts 1x1024 1x4096 8x4096
+
+A workload NxT is N prompts of T random tokens, submitted together to an idle engine; each asks for one token of output.
+After as many warm-up runs as are measured, the table gives the median, P10 and P90. For one prompt the time is its time
+to first token. TFLOP/s counts the linear layers' work alone (two operations a parameter of the layers and token), so
+what attention, norms, padding and the mesh's sums cost lowers it; on a mesh it is that of a device. The last layer's
+MLP counts for every token, too, though a step leaves out those whose logits nobody wants: 2.2 % of an 8B's work.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
+from meshserve.benchmarks.lib.kernel_times import kernel_table
+from meshserve.runtime.api.config import ModelConfig, ServeConfig
+from meshserve.runtime.api.request import SamplingParams
+from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.startup.launch import build_engine, open_model
+
+from .decode import Timeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One row of the table. Times in milliseconds."""
+
+    model: str
+    tp: int
+    prompts: int
+    tokens: int  # of each prompt
+    ms: float
+    ms_p10: float
+    ms_p90: float
+    tokens_per_second: float
+    linear_tflops: float  # of a device
+    power: Reading | None  # of the GPU that took most, in the measured runs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    model, make_params = open_model(options.model, random_weights=options.random_weights)
+    timeline = Timeline()
+    engine, _ = build_engine(_serve_config(options), model, make_params, None, timeline.deliver)
+    engine.start()
+    results = []
+    with PowerWatch() as power:
+        for num_prompts, num_tokens in options.prompts:
+            results.append(_measure(options, model, engine, timeline, power, num_prompts, num_tokens))
+            print(_row(results[-1]), flush=True)
+    if options.profile:
+        with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
+            _run(model, engine, timeline, *options.prompts[-1], seed=-1)
+        print(kernel_table(options.profile))
+    engine.stop()
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return 0
+
+
+def _workload(text: str) -> tuple[int, int]:
+    num_prompts, _, num_tokens = text.partition("x")
+    return int(num_prompts), int(num_tokens)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshserve bench prefill", description="Time prefill through the engine.")
+    parser.add_argument("--model", required=True, help="a model directory, or with --random-weights a published size")
+    parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
+    parser.add_argument("--prompts", type=_workload, nargs="+", default=[(1, 1024), (8, 4096)], metavar="NxT")
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--max-step-tokens", type=int, default=4096)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--products", default="auto", help="as of meshserve serve: auto, tuned or library")
+    parser.add_argument("--all-reduce", default="auto", help="as of meshserve serve: auto, peers or xla")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cpu-devices", type=int, default=0)
+    parser.add_argument("--profile", type=Path, help="trace one more run of the last workload; prints its kernels")
+    parser.add_argument("--json", type=Path, help="write the results here, too")
+    return parser
+
+
+def _serve_config(options: argparse.Namespace) -> ServeConfig:
+    """Just enough pages for the largest workload."""
+    most_prompts = max(num_prompts for num_prompts, _ in options.prompts)
+    max_context = max(num_tokens for _, num_tokens in options.prompts) + 2
+    return ServeConfig(
+        model=options.model,
+        tp=options.tp,
+        cpu_devices=options.cpu_devices,
+        dtype=options.dtype,
+        page_size=options.page_size,
+        num_pages=most_prompts * -(-max_context // options.page_size),
+        max_context=max_context,
+        max_running=min(most_prompts, options.max_step_tokens),
+        max_step_tokens=options.max_step_tokens,
+        attention=options.attention,
+        products=options.products,
+        all_reduce=options.all_reduce,
+        prefix_cache=False,
+        controls=False,
+    )
+
+
+def _run(
+    model: ModelConfig, engine: Engine, timeline: Timeline, num_prompts: int, num_tokens: int, *, seed: int
+) -> float:
+    """Milliseconds until every prompt has its first token."""
+    draw = random.Random(seed)
+    most = min(model.vocab_size, 10_000)
+    prompts = [tuple(draw.randrange(most) for _ in range(num_tokens)) for _ in range(num_prompts)]
+    timeline.reset()
+    started = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        engine.submit(f"{seed}-{index}", prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    timeline.wait(engine, num_prompts)
+    return 1000 * (timeline.steps[-1][0] - started)
+
+
+def _measure(
+    options: argparse.Namespace,
+    model: ModelConfig,
+    engine: Engine,
+    timeline: Timeline,
+    power: PowerWatch,
+    prompts: int,
+    tokens: int,
+) -> Result:
+    for seed in range(options.runs):
+        _run(model, engine, timeline, prompts, tokens, seed=seed)
+    started = time.perf_counter()
+    figures = [_run(model, engine, timeline, prompts, tokens, seed=options.runs + seed) for seed in range(options.runs)]
+    ms, p10, p90 = (float(np.percentile(figures, rank)) for rank in (50, 10, 90))
+    num_computed = prompts * tokens
+    return Result(
+        model=options.model,
+        tp=options.tp,
+        prompts=prompts,
+        tokens=tokens,
+        ms=ms,
+        ms_p10=p10,
+        ms_p90=p90,
+        tokens_per_second=num_computed / ms * 1e3,
+        linear_tflops=num_computed * linear_flops(model) / options.tp / ms / 1e9,
+        power=power.between(started, time.perf_counter()),
+    )
+
+
+def linear_flops(model: ModelConfig) -> int:
+    """Of one token: two for each parameter of the layers' projections."""
+    attention = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
+    return 2 * model.num_layers * model.embed_dim * (attention + 3 * model.mlp_dim)
+
+
+def _row(result: Result) -> str:
+    return (
+        f"{result.model} tp {result.tp} {result.prompts:3d} x {result.tokens:6d} tokens: {result.ms:8.2f} ms "
+        f"(P10 {result.ms_p10:.2f}, P90 {result.ms_p90:.2f}), {result.tokens_per_second:8.0f} tokens/s, "
+        f"{result.linear_tflops:6.1f} TFLOP/s of linear work a device{at_power(result.power)}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

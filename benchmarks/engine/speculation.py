@@ -1,0 +1,143 @@
+"""What prompt lookup brings and costs: output tokens a second with drafts and without, through the engine.
+
+    meshserve bench speculation --model qwen3-8b --random-weights --requests 1 8 32
+    meshserve bench speculation --model DIRECTORY --temperature 0
+
+Two ends of what may come. At temperature 0 models, and random weights above all, fall into repeating themselves: drafts
+hold. At temperature 1 with random weights nothing repeats: what is lost there is the price of the option. The tokens
+must be the same with drafts and without, but for near ties, which another shape of the step may break otherwise: how
+many requests got other tokens is told.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for, parse_settings
+from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed
+from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.startup.launch import open_model
+
+_WARM_UP_SEED = 99
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One workload with drafts and without, all timed runs together."""
+
+    num_requests: int
+    temperature: float
+    plain_tokens_per_second: float
+    tokens_per_second: float
+    num_drafts: int
+    num_accepted: int
+    num_changed: int  # requests that got other tokens
+
+    @property
+    def ratio(self) -> float:
+        return self.tokens_per_second / self.plain_tokens_per_second
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """What one engine did with the workload of a case."""
+
+    tokens_per_second: float
+    tokens: list[list[int]]
+    num_drafts: int
+    num_accepted: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    model, make_params = open_model(options.model, random_weights=options.random_weights)
+    workloads = {number: _draw(options, number, model.vocab_size) for number in options.requests}
+    settings = {"tp": options.tp, "cpu_devices": options.cpu_devices, **parse_settings(options.set)}
+    sides: dict[int, dict[tuple[int, float], _Side]] = {}
+    for draft_tokens in (0, options.draft_tokens):
+        records: list[StepRecord] = []
+        chosen = {"model": options.model, **settings, "draft_tokens": draft_tokens}
+        config = config_for([work for works in workloads.values() for work in works], chosen)
+        with OfflineEngine(config, model, make_params, records.append) as engine:
+            sides[draft_tokens] = {
+                (number, temperature): _run(engine, records, works, temperature)
+                for number, works in workloads.items()
+                for temperature in options.temperature
+            }
+    cases = [_case(*key, plain, sides[options.draft_tokens][key]) for key, plain in sides[0].items()]
+    print(f"{options.model} tp {options.tp} on {jax.devices()[0].device_kind}, up to {options.draft_tokens} drafts")
+    print("requests  temperature  tokens/s without  with  ratio  drafts held  changed")
+    for case in cases:
+        print(_row(case))
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(case) for case in cases], indent=1))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshserve bench speculation", description="Drafts against none.")
+    parser.add_argument("--model", required=True, help="a model directory, or with --random-weights a published size")
+    parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="at once")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--draft-tokens", type=int, default=7)
+    parser.add_argument("--input-tokens", type=int, default=256, help="of each request")
+    parser.add_argument("--output-tokens", type=int, default=512, help="of each request")
+    parser.add_argument("--runs", type=int, default=3, help="timed runs, each of a fresh draw")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--cpu-devices", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
+    parser.add_argument("--json", type=Path, help="write the cases here, too")
+    return parser
+
+
+def _draw(options: argparse.Namespace, num_requests: int, vocab_size: int) -> list[list[Work]]:
+    """The warm-up, then the timed runs."""
+    max_id = min(MAX_TOKEN_ID, vocab_size - 1)
+    seeds = (_WARM_UP_SEED, *range(options.runs))
+    return [fixed(seed, num_requests, options.input_tokens, options.output_tokens, max_id) for seed in seeds]
+
+
+def _run(engine: OfflineEngine, records: list[StepRecord], works: Sequence[list[Work]], temperature: float) -> _Side:
+    warm_up, *timed = works
+    engine.run(warm_up, temperature)
+    records.clear()
+    tokens: list[list[int]] = []
+    seconds = 0.0
+    for batch in timed:
+        seconds += engine.run(batch, temperature).seconds
+        tokens += engine.tokens
+    return _Side(
+        sum(map(len, tokens)) / seconds,
+        tokens,
+        sum(record.num_draft_tokens for record in records),
+        sum(record.num_accepted_tokens for record in records),
+    )
+
+
+def _case(num_requests: int, temperature: float, plain: _Side, drafted: _Side) -> Case:
+    return Case(
+        num_requests=num_requests,
+        temperature=temperature,
+        plain_tokens_per_second=plain.tokens_per_second,
+        tokens_per_second=drafted.tokens_per_second,
+        num_drafts=drafted.num_drafts,
+        num_accepted=drafted.num_accepted,
+        num_changed=sum(mine != other for mine, other in zip(plain.tokens, drafted.tokens, strict=True)),
+    )
+
+
+def _row(case: Case) -> str:
+    held = f"{case.num_accepted / case.num_drafts:.0%}" if case.num_drafts else "none made"
+    return (
+        f"{case.num_requests:8}  {case.temperature:11g}  {case.plain_tokens_per_second:16,.0f}  "
+        f"{case.tokens_per_second:,.0f}  {case.ratio:5.2f}  {held:>11}  {case.num_changed:7}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

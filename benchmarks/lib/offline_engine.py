@@ -1,0 +1,109 @@
+"""The engine without a server, for benchmarks: random or real weights, fed with whole batches."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshserve.runtime.api.config import ConfigError, ModelConfig, ServeConfig
+from meshserve.runtime.api.request import FinishReason, Output, SamplingParams
+from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.engine.step_record import Record
+from meshserve.runtime.startup.launch import MakeParams, build_engine
+
+from .token_times import RunTimes, TokenClock
+from .workloads import Work
+
+_OWN_OPTIONS = {"model": "--model", "random_weights": "--random-weights"}  # of the benchmarks, which need them earlier
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options of ServeConfig from KEY=VALUE.
+
+    Raises:
+      ConfigError: there is no such option, the benchmark has one of its own, or the value is not of its type.
+    """
+    types = {field.name: field.type for field in dataclasses.fields(ServeConfig)}
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        kind = types.get(key)
+        if kind is None:
+            raise ConfigError(f"--set {pair}: no option is called {key!r}; known are {', '.join(types)}.")
+        if key in _OWN_OPTIONS:
+            raise ConfigError(f"--set {pair}: say it with {_OWN_OPTIONS[key]}.")
+        try:
+            settings[key] = value.lower() in ("1", "true") if kind is bool else kind(value)  # type: ignore[operator]
+        except ValueError:
+            raise ConfigError(f"--set {pair}: {value!r} is no {kind.__name__}.") from None  # type: ignore[union-attr]
+    return settings
+
+
+def config_for(batches: Sequence[Sequence[Work]], settings: Mapping[str, Any]) -> ServeConfig:
+    """All requests of a batch may run at once, none finds another's prompt; `settings` beat everything."""
+    num_requests = max(len(batch) for batch in batches)
+    longest = max(len(work.prompt_token_ids) + work.max_tokens for batch in batches for work in batch)
+    chosen: dict[str, Any] = {
+        "page_size": 64,
+        "max_running": num_requests,
+        "max_step_tokens": max(ServeConfig.max_step_tokens, num_requests),
+        "max_waiting": num_requests,
+        "max_context": longest,
+        "prefix_cache": False,
+    }
+    return ServeConfig(**{**chosen, **settings})
+
+
+class OfflineEngine:
+    """A running engine. Use it as a context manager; not by several threads."""
+
+    def __init__(self, config: ServeConfig, model: ModelConfig, make_params: MakeParams, record: Record | None = None):
+        self._changed = threading.Condition()
+        self._clock = TokenClock()
+        self._began = 0.0
+        self._num_open = 0
+        self._fault = ""
+        self.tokens: list[list[int]] = []  # of the last run, request by request
+        self.engine, _ = build_engine(config, model, make_params, None, self._deliver, record)
+
+    def __enter__(self) -> "OfflineEngine":
+        self.engine.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.engine.stop()
+
+    def run(self, batch: Sequence[Work], temperature: float) -> RunTimes:
+        """Submits all at once and waits for all; end tokens are ignored.
+
+        Raises:
+          RuntimeError: a request did not come to its full length.
+        """
+        engine: Engine = self.engine
+        with self._changed:
+            self._clock, self._num_open = TokenClock(), len(batch)
+            self.tokens = [[] for _ in batch]
+            self._began = time.perf_counter()
+        for index, work in enumerate(batch):
+            params = SamplingParams(max_tokens=work.max_tokens, temperature=temperature, seed=index, ignore_eos=True)
+            engine.submit(str(index), work.prompt_token_ids, params)
+        with self._changed:
+            while self._num_open and not self._fault:
+                self._changed.wait(timeout=1.0)
+            if self._fault:
+                raise RuntimeError(self._fault)
+            return self._clock.times(time.perf_counter() - self._began)
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        now = time.perf_counter()
+        with self._changed:
+            for output in outputs:
+                self.tokens[int(output.request_id)] += output.token_ids
+                self._clock.add(int(output.request_id), self._began, now, len(output.token_ids))
+                if output.finish_reason is not None:
+                    self._num_open -= 1
+                    if output.finish_reason is not FinishReason.LENGTH:
+                        self._fault = f"request {output.request_id} ended: {output.finish_reason}: {output.message}"
+            if self._num_open == 0 or self._fault:
+                self._changed.notify()

@@ -1,0 +1,1 @@
+"""Benchmarks that load a server through gRPC."""

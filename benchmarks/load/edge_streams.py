@@ -1,0 +1,182 @@
+"""What the edge itself can carry: a server with an engine that costs nothing, and a client on another core.
+
+    python benchmarks/load/edge_streams.py --streams 256 --step-ms 5 --seconds 15
+
+The engine delivers one token to each open stream a step, as the real one does. Reported: messages and tokens a second,
+the gap between messages of a stream as the client sees it, and how much of one core the server's event loop takes (its
+thread's CPU time: an upper bound for its share of the interpreter lock).
+"""
+
+import argparse
+import asyncio
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import uvloop
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.runtime.api.engine_api import ModelInfo
+from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOptions, SamplingParams
+from meshserve.runtime.server.inference_service import Backend, Edge
+from meshserve.runtime.server.lifecycle import Listen, run_server
+from meshserve.runtime.server.output_queue import Mailroom
+
+_INFO = ModelInfo(
+    name="nothing", architecture="Qwen3ForCausalLM", vocab_size=1000, max_context_tokens=2**20, eos_token_ids=(),
+    tp_degree=1, dtype="float32", page_size_tokens=16, num_parameters=0, num_devices=1, device_kind="none",
+    server_version="0",
+)  # fmt: skip
+
+
+class Ticking:
+    """An engine that gives every open request one token a step."""
+
+    failure = None
+
+    def __init__(self, mailroom: Mailroom, step_seconds: float):
+        self._mailroom = mailroom
+        self._step_seconds = step_seconds
+        self._lock = threading.Lock()
+        self._open: dict[str, int] = {}
+
+    def check_room(self) -> None:
+        pass
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        options: RequestOptions,
+        grammar: None = None,
+    ) -> None:
+        with self._lock:
+            self._open[request_id] = 0
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        with self._lock:
+            if self._open.pop(request_id, None) is not None:
+                self._mailroom.deliver([Output(request_id=request_id, finish_reason=reason)])
+
+    def load(self) -> Load:
+        return Load(num_running=len(self._open), num_waiting=0, num_pages=1, num_free_pages=1)
+
+    def flush_prefix_cache(self) -> int:
+        return 0
+
+    def run(self) -> None:
+        due = time.monotonic()
+        while True:
+            with self._lock:
+                outputs = [Output(request_id=name, token_ids=(7,), text=" word") for name in self._open]
+            self._mailroom.deliver(outputs)
+            due = max(due + self._step_seconds, time.monotonic())
+            time.sleep(max(0.0, due - time.monotonic()))
+
+
+class NoTokenizer:
+    """Prompts come as token ids."""
+
+    max_token_chars = 1
+
+
+def serve(step_seconds: float) -> None:
+    """The server process."""
+    mailroom = Mailroom()
+    engine = Ticking(mailroom, step_seconds)
+    edge = Edge(mailroom)
+    edge.attach(Backend(engine, NoTokenizer(), _INFO))  # type: ignore[arg-type]
+    thread = threading.Thread(target=engine.run, daemon=True)
+    run_server(edge, Listen(drain_seconds=0.0), on_ready=lambda handle: thread.start())
+
+
+def thread_seconds(pid: int) -> dict[int, float]:
+    """CPU seconds of each thread of a process; the event loop's is the one whose id is the process's."""
+    found = {}
+    for tid in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{tid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        found[int(tid)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+async def measure(target: str, pid: int, num_streams: int, seconds: float) -> None:
+    """Streams for some seconds, the first of them left out, and prints what was seen."""
+    gaps: list[float] = []
+    counts = {"messages": 0, "tokens": 0}
+    begin = time.monotonic() + 2.0
+    end = begin + seconds
+
+    async def one(generate: Any) -> None:
+        last = 0.0
+        async for data in generate(request):
+            now = time.monotonic()
+            if now >= end:
+                return
+            if now >= begin:
+                counts["messages"] += 1
+                counts["tokens"] += len(pb.GenerateResponse.FromString(data).token_ids)
+                if last:
+                    gaps.append(now - last)
+            last = now
+
+    async def cpu() -> dict[int, float]:
+        await asyncio.sleep(begin - time.monotonic())
+        before = thread_seconds(pid)
+        await asyncio.sleep(end - time.monotonic() - 0.1)
+        return {tid: used - before.get(tid, 0.0) for tid, used in thread_seconds(pid).items()}
+
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(token_ids=[1]), sampling=pb.SamplingParams(max_tokens=1_000_000)
+    ).SerializeToString()
+    async with grpc.aio.insecure_channel(target) as channel:  # bytes: the client is not what is measured
+        generate: Any = channel.unary_stream("/meshserve.v1.InferenceService/Generate")
+        watching = asyncio.create_task(cpu())
+        await asyncio.gather(*(one(generate) for _ in range(num_streams)))
+        used = await watching
+    cuts = statistics.quantiles(gaps, n=1000)
+    print(f"{num_streams} streams for {seconds:.0f} s, {os.cpu_count()} cores:")
+    print(f"  {counts['messages'] / seconds:,.0f} messages/s, {counts['tokens'] / seconds:,.0f} tokens/s")
+    print(f"  gap ms: p50 {cuts[499] * 1e3:.1f}, p99 {cuts[989] * 1e3:.1f}, p99.9 {cuts[998] * 1e3:.1f}")
+    print(
+        f"  server CPU: event loop {used[pid] / seconds:.0%} of a core, "
+        f"all {len(used)} threads {sum(used.values()) / seconds:.0%}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.serve:
+        serve(options.step_ms / 1000)
+        return 0
+    cores = sorted(os.sched_getaffinity(0))
+    command = [sys.executable, __file__, "--serve", f"--step-ms={options.step_ms}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        if len(cores) > 1:
+            os.sched_setaffinity(process.pid, cores[:1])
+            os.sched_setaffinity(0, cores[1:2])
+        assert process.stdout is not None
+        target = next(found[1] for line in process.stdout if (found := re.search(r"listens on (\S+)", line)))
+        uvloop.run(measure(target, process.pid, options.streams, options.seconds))
+    finally:
+        process.kill()
+        process.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Load on a running server through gRPC, and what it came to.
+
+    meshserve bench serve --target 127.0.0.1:50051 --rate 4 8 16 --requests 500 \\
+        --input-tokens lognormal:512:1:4096 --output-tokens uniform:64:512 --goodput ttft:500 tpot:50 --plot load.png
+
+`--rate` sends at the moments of a Poisson process, whether or not answers come (open loop); `inf` sends all at once.
+`--concurrency` keeps so many requests open (closed loop). Of several, each is a load of its own, one after the other
+with prompts of its own. Prompts are token ids, drawn from a seed; end tokens are ignored, so that outputs have the
+lengths drawn. With `--prefix-tokens` prompts begin alike. The figures are those of vLLM's serving benchmark.
+"""
+
+import argparse
+import asyncio
+import collections
+import dataclasses
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshserve.benchmarks.lib.traffic import Lengths, Traffic
+from meshserve.benchmarks.lib.workloads import Work
+from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.client.client import AsyncClient, CallError, credentials_from
+from meshserve.runtime.commands.cli import add_credentials
+
+from .serving_report import Call, figures, text
+
+_GOODPUT_NAMES = ("ttft", "tpot", "e2el")
+_READY_SECONDS = 30.0
+_SEEDS_A_LOAD = 1000  # apart, so that no load finds the prompts of another in the prefix cache
+
+
+class Sender:
+    """Sends requests and keeps what it saw. Times are since its construction."""
+
+    def __init__(self, client: AsyncClient, temperature: float):
+        self._client = client
+        self._temperature = temperature
+        self._began = time.perf_counter()
+        self.calls: list[Call] = []
+        self.first_error = ""
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self._began
+
+    async def send(self, work: Work, due: float | None = None) -> None:
+        """Until the request has ended, one way or another."""
+        call = Call(num_input_tokens=len(work.prompt_token_ids), sent=self.now, due=due)
+        self.calls.append(call)
+        try:
+            chunks = self._client.generate(
+                work.prompt_token_ids, max_tokens=work.max_tokens, temperature=self._temperature, ignore_eos=True
+            )
+            async for chunk in chunks:
+                if chunk.token_ids:
+                    call.messages.append((self.now, len(chunk.token_ids)))
+            if call.num_output_tokens != work.max_tokens:
+                call.error = "too few tokens"
+        except CallError as error:
+            call.error = error.code.name
+            self.first_error = self.first_error or str(error)
+        call.ended = self.now
+
+    async def send_at(self, works: Sequence[Work], arrivals: Sequence[float]) -> None:
+        """Open loop."""
+        tasks = []
+        for work, due in zip(works, arrivals, strict=True):
+            await asyncio.sleep(max(0.0, due - self.now))
+            tasks.append(asyncio.create_task(self.send(work, due)))
+        await asyncio.gather(*tasks)
+
+    async def keep_open(self, works: Sequence[Work], concurrency: int) -> None:
+        """Closed loop."""
+        shared = iter(works)
+
+        async def one_after_the_other() -> None:
+            for work in shared:
+                await self.send(work)
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(concurrency)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exits with 1 if a request failed."""
+    options = _parser().parse_args(arguments)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib. Install meshserve with the extra [plots], or leave it out.")
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(run(options))
+    return uvloop.run(run(options))
+
+
+async def run(options: argparse.Namespace) -> int:
+    credentials, token = credentials_from(options.tls_ca, options.token_file)
+    loads = _loads(options)
+    found, calls = [], {}
+    async with AsyncClient(options.target, credentials=credentials, token=token) as client:
+        await client.wait_until_ready(_READY_SECONDS)
+        vocab_size = (await client.model_info()).vocab_size
+        for index, (name, size) in enumerate(loads.items()):
+            traffic = _traffic(options, vocab_size, options.seed + index * _SEEDS_A_LOAD)
+            sender = await _load(options, client, traffic, size)
+            calls[name] = sender.calls
+            found.append(figures(name, calls[name], options.goodput))
+            print(text(found[-1]), flush=True)
+            if sender.first_error:
+                print(f"The first failure: {sender.first_error}", file=sys.stderr)
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
+    if options.plot:
+        from .serving_plots import plot
+
+        plot(calls, options.plot)
+    return 1 if any(each.failed for each in found) else 0
+
+
+def _loads(options: argparse.Namespace) -> dict[str, float]:
+    """What to send, by a name: a rate, or as an int how many to keep open. The same one again has a number."""
+    loads: dict[str, float] = {}
+    times: collections.Counter[str] = collections.Counter()
+    closed = options.concurrency or ([] if options.rate else [32])
+    for load in (*options.rate, *closed):
+        name = f"{load} open (closed loop)" if isinstance(load, int) else f"{load:g} requests/s (Poisson)"
+        times[name] += 1
+        loads[name if times[name] == 1 else f"{name}, {times[name]}"] = load
+    return loads
+
+
+async def _load(options: argparse.Namespace, client: AsyncClient, traffic: Traffic, size: float) -> Sender:
+    works = traffic.requests()
+    warm_up = dataclasses.replace(traffic, num_requests=options.warmups, seed=traffic.seed - 1)
+    await Sender(client, options.temperature).keep_open(warm_up.requests(), options.warmups)
+    sender = Sender(client, options.temperature)
+    if isinstance(size, int):
+        await sender.keep_open(works, size)
+    else:
+        await sender.send_at(works, traffic.arrivals(size))
+    return sender
+
+
+def _traffic(options: argparse.Namespace, vocab_size: int, seed: int) -> Traffic:
+    return Traffic(
+        num_requests=options.requests,
+        input_lengths=options.input_tokens,
+        output_lengths=options.output_tokens,
+        num_prefix_tokens=options.prefix_tokens,
+        num_prefixes=options.prefixes,
+        vocab_size=vocab_size,
+        seed=seed,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshserve bench serve", description="Load on a server through gRPC.")
+    parser.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (%(default)s)")
+    parser.add_argument("--rate", type=_rate, nargs="+", default=[], help="requests a second, of a Poisson process")
+    parser.add_argument("--concurrency", type=_count, nargs="+", default=[], help="requests kept open (32)")
+    parser.add_argument("--requests", type=_count, default=200, help="of each load (%(default)s)")
+    parser.add_argument("--warmups", type=_count, default=1, help="requests before, not counted (%(default)s)")
+    lengths = "fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:HIGH (%(default)s)"
+    parser.add_argument("--input-tokens", type=_lengths, default="fixed:1024", help=lengths)
+    parser.add_argument("--output-tokens", type=_lengths, default="fixed:128", help=lengths)
+    parser.add_argument("--prefix-tokens", type=int, default=0, help="shared beginning, before the input tokens (0)")
+    parser.add_argument("--prefixes", type=_count, default=1, help="different shared beginnings (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    seed = "of prompts and arrivals; one used before finds its prompts in the prefix cache (%(default)s)"
+    parser.add_argument("--seed", type=int, default=0, help=seed)
+    parser.add_argument(
+        "--goodput", type=_limit, nargs="+", action=_Limits, metavar="NAME:MS", help="service level: ttft, tpot, e2el"
+    )
+    add_credentials(parser)
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--plot", type=Path, help="write a PNG (extra `plots`)")
+    return parser
+
+
+def _rate(value: str) -> float:
+    rate = float(value)
+    if math.isnan(rate) or rate <= 0:
+        raise ValueError
+    return rate
+
+
+def _count(value: str) -> int:
+    count = int(value)
+    if count < 1:
+        raise ValueError
+    return count
+
+
+def _lengths(value: str) -> Lengths:
+    try:
+        return Lengths.parse(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _limit(value: str) -> tuple[str, float]:
+    name, _, milliseconds = value.partition(":")
+    if name not in _GOODPUT_NAMES:
+        raise argparse.ArgumentTypeError(f"{value!r}: it takes NAME:MS with a name of {', '.join(_GOODPUT_NAMES)}")
+    return name, float(milliseconds)
+
+
+class _Limits(argparse.Action):
+    """The pairs as a dict."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        setattr(namespace, self.dest, dict(values))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

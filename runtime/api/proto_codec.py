@@ -1,0 +1,133 @@
+"""Between the messages of inference.proto and the nouns of `request` and `contract`, for the server and the client.
+
+The dataclasses use the field names of the messages, so most of this copies by name; a test holds the names together.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from meshserve.protos import inference_pb2 as pb
+
+from .constraint import CONSTRAINT_KINDS, Constraint
+from .engine_api import ModelInfo
+from .errors import InvalidRequestError
+from .request import FinishReason, Load, Output, RequestOptions, SamplingParams, TokenLogprobs
+
+_FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
+    {
+        FinishReason.STOP: pb.FINISH_REASON_STOP,
+        FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+        FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+        FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
+        FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+    }
+)
+
+AnswerMessage = pb.GenerateResponse | pb.ChatResponse  # the same fields
+
+
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """The sent fields, and the defaults for the rest.
+
+    Raises:
+      InvalidRequestError: a value is out of range.
+    """
+    sent: dict[str, Any] = {field.name: value for field, value in message.ListFields()}  # a zero that was sent is here
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+        if name in sent:
+            sent[name] = tuple(sent[name])
+    if "logit_bias" in sent:
+        sent["logit_bias"] = dict(sent["logit_bias"])
+    if "constraint" in sent:
+        sent["constraint"] = constraint(sent["constraint"])
+    return SamplingParams(**sent)
+
+
+def constraint(message: pb.Constraint) -> Constraint:
+    """
+    Raises:
+      InvalidRequestError: it says nothing, or too much.
+    """
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequestError("sampling.constraint", f"says nothing; send one of {', '.join(CONSTRAINT_KINDS)}.")
+    if kind == "choice":
+        return Constraint(kind=kind, choices=tuple(message.choice.texts))
+    if kind == "json_object":
+        if not message.json_object:
+            raise InvalidRequestError(
+                "sampling.constraint.json_object", "got false; allowed is true, or no constraint."
+            )
+        return Constraint(kind=kind)
+    return Constraint(kind=kind, text=getattr(message, kind))
+
+
+def request_options(message: pb.GenerateRequest | pb.ChatRequest, timeout_seconds: float | None) -> RequestOptions:
+    """The sent fields, and the defaults for the rest.
+
+    Raises:
+      InvalidRequestError: a value is out of range.
+    """
+    names: tuple[Any, ...] = ("priority", "cache_salt", "n")
+    sent = {name: getattr(message, name) for name in names if message.HasField(name)}
+    return RequestOptions(timeout_seconds=timeout_seconds, **sent)
+
+
+def conversation(request: pb.ChatRequest) -> pb.Conversation:
+    """What a chat template is given of it."""
+    names = {field.name for field in pb.Conversation.DESCRIPTOR.fields}
+    return pb.Conversation(**{field.name: value for field, value in request.ListFields() if field.name in names})
+
+
+def answer(kind: type[AnswerMessage], output: Output) -> AnswerMessage:
+    """A message of an answer's stream."""
+    response = kind(text=output.text, token_ids=output.token_ids, index=output.index)
+    response.logprobs.extend(map(_token_logprobs, output.logprobs))
+    response.prompt_logprobs.extend(map(_token_logprobs, output.prompt_logprobs))
+    if output.finish_reason is not None:
+        names = ("num_prompt_tokens", "num_output_tokens", "num_cached_tokens")
+        usage = pb.Usage(**{name: getattr(output, name) for name in names})
+        reason = _FINISH_REASONS[output.finish_reason]
+        response.finish.CopyFrom(pb.Finish(reason=reason, message=output.message, usage=usage))
+    return response
+
+
+def _token_logprobs(found: TokenLogprobs) -> pb.TokenLogprobs:
+    ids, values = zip(*found.top, strict=True) if found.top else ((), ())
+    return pb.TokenLogprobs(token_id=found.token_id, logprob=found.logprob, top_token_ids=ids, top_logprobs=values)
+
+
+def token_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    """Of the positions of a message."""
+    return tuple(
+        TokenLogprobs(
+            message.token_id,
+            message.logprob,
+            tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)),
+        )
+        for message in messages
+    )
+
+
+def finish_reason(value: int) -> FinishReason:
+    """The reason of a Finish message. One that a newer server may send and this code does not know is an ERROR."""
+    return next((reason for reason, number in _FINISH_REASONS.items() if number == value), FinishReason.ERROR)
+
+
+def model_info_response(info: ModelInfo) -> pb.GetModelInfoResponse:
+    return pb.GetModelInfoResponse(**dataclasses.asdict(info))
+
+
+def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
+    values = {field.name: getattr(response, field.name) for field in dataclasses.fields(ModelInfo)}
+    return ModelInfo(**values | {"eos_token_ids": tuple(response.eos_token_ids)})
+
+
+def load_response(load: Load) -> pb.GetLoadResponse:
+    return pb.GetLoadResponse(**dataclasses.asdict(load))
+
+
+def load(response: pb.GetLoadResponse) -> Load:
+    return Load(**{field.name: getattr(response, field.name) for field in dataclasses.fields(Load)})

@@ -1,0 +1,1 @@
+"""The Python client: synchronous and asyncio, with streams that survive restarts."""

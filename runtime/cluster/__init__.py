@@ -1,0 +1,1 @@
+"""Several processes in lockstep: membership, the step stream, replay and the watchdog."""

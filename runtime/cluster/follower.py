@@ -1,0 +1,160 @@
+"""The life of a process that follows:
+
+    bind, health NOT_SERVING -> join process 0, load, compile -> SERVING -> replay until process 0 ends it
+
+It takes no requests; its port has health alone, its HTTP port probes and metrics of its own. SIGTERM asks process 0 to
+drain, which then ends everybody; a second one does not wait. Whatever fails ends this process with a status that is
+not 0 within `fail_seconds`.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from ..api.config import ServeConfig
+from ..server.lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, run_until_done, set_health
+from ..telemetry.logs import say
+from ..telemetry.probe_server import HttpPort
+from .follower_metrics import exposition
+from .joining import follow
+from .membership import Membership
+from .stream_client import Follower
+from .watchdog import FAILED, Watch
+
+if TYPE_CHECKING:
+    from ..program.step import StepRunner
+    from .preflight import Cluster
+
+# Loads and compiles what a follower runs, and tells how far it is.
+LaunchFollower = Callable[[ServeConfig, "Cluster", Callable[[str], None]], "StepRunner"]
+
+_POLL_SECONDS = 0.05
+_log = logging.getLogger(__name__)
+
+
+class FollowingProcess:
+    """One follower, from its start to its end. `run` is the thread that replays; the rest is the event loop's."""
+
+    def __init__(self, config: ServeConfig, membership: Membership, watch: Watch, launch: LaunchFollower):
+        self._config, self._membership, self._watch, self._launch = config, membership, watch, launch
+        self._follower: Follower | None = None
+        self._num_signals = 0
+        self.progress = "the process has begun"
+        self.is_ready = False
+        self._num_late_compiles: Callable[[], int] = lambda: 0
+        self._started = time.monotonic()
+
+    def run(self) -> None:
+        """Joins, prepares, replays. Returns when that is over, one way or another."""
+        try:
+            self._follower = follow(self._config, self._membership, self._watch)
+            self._replay(self._follower)
+        except Exception as error:  # whatever it was, process 0 must hear of it
+            self._watch.fail(f"process {self._membership.process_id} could not start: {error}")
+
+    def _replay(self, follower: Follower) -> None:
+        from ..program.compile_cache import CompileWatch
+        from .preflight import Cluster  # here, because importing jax takes seconds
+        from .replay import replay
+
+        def tell(progress: str) -> None:
+            self.progress = progress
+
+        with CompileWatch(is_strict=self._config.strict) as compiles:
+            cluster = Cluster(self._membership, follower)
+            runner = self._launch(self._config, cluster, tell)
+            cluster.ready()
+            self._watch.ready()
+            compiles.ready()
+            self._num_late_compiles = lambda: compiles.counts.num_late_compiles
+            self.progress, self.is_ready = "", True
+            replay(runner, follower, self._watch)
+
+    async def serve(self, listen: Listen) -> None:
+        """Answers health until the end."""
+        servicer = health.aio.HealthServicer()
+        await set_health(servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        port = bind(server, listen)
+        http = HttpPort({"/livez": self._alive, "/readyz": self._ready, "/metrics": self.metrics})
+        if listen.http_port is not None:
+            await http.start(listen.host, listen.http_port)
+        await server.start()
+        say(f"meshserve follows; health at {listen.host}:{port}")
+        if listen.http_port is not None:
+            say(f"meshserve answers probes on http://{listen.host}:{http.port}")
+        thread = threading.Thread(target=self.run, name="replay", daemon=True)
+        thread.start()
+        has_told = False
+        with on_signals(self._on_signal, self._on_hangup):
+            while thread.is_alive() and not self._is_over():
+                if self.is_ready and not has_told:
+                    has_told = True
+                    await set_health(servicer, health_pb2.HealthCheckResponse.SERVING)
+                await asyncio.sleep(_POLL_SECONDS)
+            await servicer.enter_graceful_shutdown()
+            # Process 0 waits for this one's end, but no longer than that; who watches the health keeps a call open.
+            await server.stop(min(STOP_GRACE_SECONDS, self._watch.limits.exit_seconds / 2))
+            await http.stop()
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        if self._follower is not None:
+            self._follower.ask_to_drain()
+        else:
+            self._num_signals += 1  # nobody to ask
+
+    def _on_hangup(self) -> None:
+        _log.warning("SIGHUP changes nothing here: the degree of several processes is that of their start")
+
+    def _is_over(self) -> bool:
+        """Whether to end, whatever the thread does. One that prepares may be in a compiler, one that replays has what
+        process 0 sent before it ended things."""
+        is_left = self._follower is not None and self._follower.is_over and not self.is_ready
+        return is_left or self._watch.failure is not None or self._num_signals > 1
+
+    def _alive(self) -> tuple[int, str]:
+        return (200, "following\n") if self._watch.failure is None else (503, f"{self._watch.failure}\n")
+
+    def _ready(self) -> tuple[int, str]:
+        failure = self._watch.failure
+        return (200, "following\n") if self.is_replaying else (503, f"{failure or self.progress}\n")
+
+    @property
+    def is_replaying(self) -> bool:
+        return self.is_ready and self._watch.failure is None
+
+    def metrics(self) -> tuple[int, str]:
+        """What /metrics answers."""
+        return 200, exposition(
+            self._membership,
+            self._follower.stats if self._follower is not None else None,
+            now=time.monotonic(),
+            started=self._started,
+            is_ready=self.is_replaying,
+            num_late=self._num_late_compiles(),
+        )
+
+
+def follow_until_stopped(
+    config: ServeConfig, membership: Membership, watch: Watch, listen: Listen, launch: LaunchFollower
+) -> int:
+    """Follows; returns the exit status.
+
+    Raises:
+      ConfigError: the address cannot be bound.
+    """
+    process = FollowingProcess(config, membership, watch, launch)
+    run_until_done(process.serve(listen))
+    if watch.failure is not None:
+        print(f"meshserve: {watch.failure}", file=sys.stderr)
+        return FAILED
+    return 0

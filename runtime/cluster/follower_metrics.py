@@ -1,0 +1,50 @@
+"""What Prometheus reads of a follower: that it replays, how much, and how fresh. Requests are counted by process 0.
+
+No name of a server's that means "takes requests" stands here: alerts and autoscalers add those up over all pods.
+"""
+
+from collections.abc import Iterator
+
+from ..telemetry.metrics import family_lines, labels
+from .membership import Membership
+from .stream_client import FollowingStats
+
+
+def exposition(
+    membership: Membership, stats: FollowingStats | None, *, now: float, started: float, is_ready: bool, num_late: int
+) -> str:
+    """Everything in Prometheus's text format, version 0.0.4.
+
+    Args:
+      stats: None until process 0 was reached.
+      now, started: on the clock of `stats`.
+      num_late: programs that were compiled after the process was ready.
+    """
+    name = "meshserve_follower_info"
+    who = labels(
+        role="follower", process_id=str(membership.process_id), num_processes=str(membership.num_processes)
+    )  # fmt: skip
+    lines = [*family_lines(name, "gauge", "Which process of its cluster this is; always 1.", [f"{name}{who} 1"])]
+    for name, kind, text, value in _values(stats, now, started, is_ready, num_late):
+        lines += family_lines(name, kind, text, [f"{name} {value}"])
+    if stats is not None:
+        name = "meshserve_followed_calls_total"
+        samples = [f"{name}{labels(method=method)} {count}" for method, count in sorted(dict(stats.num_calls).items())]
+        lines += family_lines(name, "counter", "Calls taken from process 0; the method run is a step.", samples)
+    return "\n".join(lines) + "\n"
+
+
+def _values(
+    stats: FollowingStats | None, now: float, started: float, is_ready: bool, num_late: int
+) -> Iterator[tuple[str, str, str, float]]:
+    """Name, type, help and value of what has no labels."""
+    yield "meshserve_follower_ready", "gauge", "1 while the process replays.", int(is_ready)
+    yield "meshserve_uptime_seconds", "gauge", "Since the server began.", now - started
+    yield "meshserve_compiles_after_ready_total", "counter", "A fault, each of them.", num_late
+    if stats is None:
+        return
+    yield "meshserve_followed_done_total", "counter", "Calls done and acknowledged.", stats.num_acknowledged
+    yield "meshserve_leader_silence_seconds", "gauge", "Since process 0 was last heard.", max(0.0, now - stats.heard)
+    if stats.acknowledged is not None:
+        age = max(0.0, now - stats.acknowledged)
+        yield "meshserve_last_followed_age_seconds", "gauge", "Since the last call was done.", age

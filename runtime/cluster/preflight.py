@@ -1,0 +1,101 @@
+"""What the processes of a cluster compare before they do anything together, and agree on while they start."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from etils import epath
+
+from ..api.config import ServeConfig
+from ..weights.locate import ModelFiles
+from .membership import Membership, start_devices
+
+# Options in which processes may differ: where they listen and how they are looked after. Everything else must be equal;
+# the model is compared by its contents, wherever it lies.
+_OWN_OPTIONS = frozenset(
+    "model coordinator num_processes process_id step_port host port http_port gateway_port drain_seconds "
+    "allow_insecure tls_cert tls_key tls_client_ca tokens log_format trace profile_dir served_name max_waiting "
+    "cache_dir compile_threads cluster_token cluster_ca".split()
+)
+_PACKAGES = ("meshserve", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+_SAMPLE_BYTES = 64 * 1024
+
+
+class Peers(Protocol):
+    """Either end of the step stream."""
+
+    def meet(self, name: str, facts: Mapping[str, str], value: int = 0) -> int:
+        """Waits until every process has reported under this name; returns the least value.
+
+        Raises:
+          ClusterError: facts differ, or a process has failed.
+        """
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The other processes, for what starts an engine."""
+
+    membership: Membership
+    peers: Peers
+
+    def begin(self, config: ServeConfig, files: ModelFiles) -> None:
+        """Compares what all must have in common, then starts the devices.
+
+        Raises:
+          ClusterError: as `Peers.meet` and `start_devices`.
+        """
+        self.peers.meet("options", common_facts(config, self.membership, files))
+        start_devices(self.membership)
+
+    def num_pages(self, num_pages: int, **programs: object) -> int:
+        """The least that any process has room for, once all have said what their programs are made of."""
+        return self.peers.meet("programs", {name: _digest(repr(thing)) for name, thing in programs.items()}, num_pages)
+
+    def ready(self) -> None:
+        """Waits until all processes are ready for the first step."""
+        self.peers.meet("readiness", {})
+
+
+def common_facts(config: ServeConfig, membership: Membership, files: ModelFiles) -> dict[str, str]:
+    """What must be equal on all processes: options, releases, the model."""
+    facts = {
+        field.name: str(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.name not in _OWN_OPTIONS
+    }
+    facts["num_processes"] = str(membership.num_processes)
+    facts |= {f"version of {name}": version for name in _PACKAGES if (version := _version(name))}
+    facts["config.json"] = _digest((files.small / "config.json").read_text(encoding="utf-8"))
+    facts["weights"] = _weights_digest(files.weights) if files.weights is not None else "random"
+    return facts
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _weights_digest(directory: epath.Path) -> str:
+    """Of names, sizes, beginnings and ends of the weight files; of a checkpoint's manifest, which has digests of all.
+
+    No process reads all of the weights, so this is a sample: a file of the same size that differs in the middle passes.
+    """
+    digest = hashlib.sha256()
+    pattern = "checkpoint.json" if (directory / "checkpoint.json").exists() else "*.safetensors"
+    for path in sorted(directory.glob(pattern)):
+        length = path.stat().length
+        with path.open("rb") as file:
+            head = file.read(_SAMPLE_BYTES)
+            file.seek(max(0, length - _SAMPLE_BYTES))
+            digest.update(repr((path.name, length, head, file.read())).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,292 @@
+"""Process 0's end of the step streams: what its runner is told goes to every follower, and comes back acknowledged.
+
+    engine thread: `call` -> a queue for each follower -> its handler's thread -> the wire
+    a reader's thread for each follower: `acknowledge`, which compares what all processes made of a call
+
+Nobody waits for acknowledgements: a call costs the engine's thread a few queues, and the rest runs beside the device.
+"""
+
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+
+from meshserve.protos import steps_pb2 as pb
+from meshserve.protos import steps_pb2_grpc as pb_grpc
+
+from .membership import JOIN_SECONDS, ClusterError
+from .steps import OPTIONS, Security, bearer, differences, plan_digest
+from .watchdog import Watch
+
+_MANY_STRANGERS = 8  # threads to refuse callers with, beside one for each follower
+_HELLO_SECONDS = 5.0  # for a caller to say who it is: it keeps a thread meanwhile
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class StreamStats:
+    """What the streams have cost so far."""
+
+    num_calls: int = 0
+    send_seconds: float = 0.0  # of the caller's thread
+    num_acknowledged: int = 0  # by everybody
+    lag_seconds: float = 0.0  # from our own result to the last follower's acknowledgement; nobody waits for it
+    longest_seconds: float = 0.0  # from sending a call to that
+
+
+@dataclass
+class _Peer:
+    """A follower."""
+
+    process_id: int
+    address: str
+    heard: float
+    is_leaving: bool = False
+    outbox: "SimpleQueue[pb.JoinResponse | None]" = field(default_factory=SimpleQueue)
+
+    def __str__(self) -> str:
+        return f"process {self.process_id} at {self.address}"
+
+
+@dataclass
+class _UnderWay:
+    """A call that not everybody has acknowledged. `own` is when this process did."""
+
+    method: str
+    sent: float
+    own: float = 0.0
+    digests: dict[int, bytes] = field(default_factory=dict)
+
+
+class Leader(pb_grpc.StepServiceServicer):
+    """Keeps the followers in lockstep.
+
+    Args:
+      address: HOST:PORT to listen at; port 0 takes a free one.
+      num_processes: of the cluster, this one counted.
+      watch: hears of every failure, and tells of those that others found.
+
+    Raises:
+      ClusterError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        num_processes: int,
+        watch: Watch,
+        security: Security,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.stats = StreamStats()
+        self.on_drain: Callable[[], None] | None = None  # what to do when a follower is told to stop
+        self._num_processes, self._watch, self._token, self._clock = num_processes, watch, security.token, clock
+        self._changed = threading.Condition()  # guards everything below
+        self._peers: dict[int, _Peer] = {}
+        self._reports: dict[str, dict[int, pb.Report]] = {}
+        self._under_way: dict[int, _UnderWay] = {}
+        workers = ThreadPoolExecutor(num_processes + _MANY_STRANGERS, thread_name_prefix="steps")
+        self._server = grpc.server(workers, options=OPTIONS)
+        pb_grpc.add_StepServiceServicer_to_server(self, self._server)
+        try:
+            if security.server is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, security.server)
+        except RuntimeError as error:
+            raise ClusterError(f"cannot bind {address} for the step stream: {error}. Free --step-port.") from error
+        watch.listen(self._tell)
+        watch.look(self._look)
+        self._server.start()
+
+    def wait_for_followers(self, timeout_seconds: float = JOIN_SECONDS) -> None:
+        """Until all have joined.
+
+        Raises:
+          ClusterError: some have not, or something has failed.
+        """
+        with self._changed:
+            self._wait(lambda: len(self._peers) == self._num_processes - 1, timeout_seconds)
+            missing = [str(index) for index in range(1, self._num_processes) if index not in self._peers]
+        if missing:
+            raise ClusterError(f"process {', '.join(missing)} did not join within {timeout_seconds:g} s.")
+
+    def meet(self, name: str, facts: Mapping[str, str], value: int = 0) -> int:
+        """Waits until every process has reported under this name; returns the least value.
+
+        Raises:
+          ClusterError: facts differ, or something has failed.
+        """
+        with self._changed:
+            reports = self._reports.setdefault(name, {})
+            reports[0] = pb.Report(name=name, facts=facts, value=value)
+            self._wait(lambda: len(reports) == self._num_processes)
+        refusal = differences(name, {index: report.facts for index, report in reports.items()})
+        least = min(report.value for report in reports.values())
+        self._send(pb.JoinResponse(agreement=pb.Agreement(name=name, value=least, refusal=refusal)))
+        if refusal:
+            raise ClusterError(refusal)
+        return least
+
+    def call(self, method: str, arguments: Sequence[pb.Argument]) -> int:
+        """Tells every follower to do this next. Returns its number; `acknowledge` it when this process has done it."""
+        began = self._clock()
+        with self._changed:
+            sequence = self.stats.num_calls
+            self.stats.num_calls += 1
+            self._under_way[sequence] = _UnderWay(method, began)
+        plan = pb.Plan(sequence=sequence, method=method, arguments=arguments).SerializeToString()
+        self._send(pb.JoinResponse(call=pb.Call(plan=plan, digest=plan_digest(plan))))
+        self.stats.send_seconds += self._clock() - began
+        return sequence
+
+    def acknowledge(self, sequence: int, digest: bytes, process_id: int = 0) -> None:
+        """A process has done a call, and this is the digest of what it returned."""
+        now = self._clock()
+        with self._changed:
+            call = self._under_way.get(sequence)
+            if call is None or process_id in call.digests:
+                reason = f"process {process_id} acknowledged call {sequence}, which it was not given"
+            else:
+                call.digests[process_id] = digest
+                if process_id == 0:
+                    call.own = now
+                if len(call.digests) < self._num_processes:
+                    return
+                del self._under_way[sequence]
+                self.stats.num_acknowledged += 1
+                self.stats.lag_seconds += now - call.own
+                self.stats.longest_seconds = max(self.stats.longest_seconds, now - call.sent)
+                if len(set(call.digests.values())) == 1:
+                    return
+                made = ", ".join(f"{found.hex()[:8]} on process {index}" for index, found in call.digests.items())
+                reason = f"call {sequence} ({call.method}) made different tokens: {made}"
+        self._watch.fail(reason)
+
+    def stop(self) -> None:
+        """Lets the followers end in order, then closes. They have a moment for it, and go first: jax ends a process
+        that sees process 0 go."""
+        self._watch.stop()
+        self._end("")
+        with self._changed:
+            self._changed.wait_for(lambda: not self._peers, self._watch.limits.exit_seconds)
+        self._server.stop(None)
+
+    def Join(self, requests: Iterator[pb.JoinRequest], context: Any) -> Iterator[pb.JoinResponse]:
+        metadata = dict(context.invocation_metadata())
+        if not hmac.compare_digest(str(metadata.get("authorization", "")), bearer(self._token)):
+            _log.warning("refused %s, which wanted to join without this cluster's token", context.peer())
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "this is not the token of the cluster (--cluster-token)")
+        hello = _first(requests, context).hello
+        peer = _Peer(hello.process_id, context.peer(), self._clock())
+        with self._changed:
+            if not 0 < peer.process_id < self._num_processes:
+                message = f"no process {peer.process_id} belongs here: --num-processes is {self._num_processes}"
+                context.abort(grpc.StatusCode.OUT_OF_RANGE, message)
+            if peer.process_id in self._peers:
+                message = f"process {peer.process_id} has joined already, from {self._peers[peer.process_id].address}"
+                context.abort(grpc.StatusCode.ALREADY_EXISTS, message)
+            self._peers[peer.process_id] = peer
+            self._changed.notify_all()
+        _log.info("%s joined", peer)
+        context.add_callback(lambda: peer.outbox.put(None))
+        threading.Thread(
+            target=self._read, args=(peer, requests), name=f"reader-{peer.process_id}", daemon=True
+        ).start()
+        while (response := peer.outbox.get()) is not None:
+            yield response
+
+    def _read(self, peer: _Peer, requests: Iterator[pb.JoinRequest]) -> None:
+        """Takes what a follower says until it leaves or is lost."""
+        try:
+            for request in requests:
+                peer.heard = self._clock()
+                self._take(peer, request)
+        except grpc.RpcError:
+            pass  # the call broke off
+        except Exception as error:  # a message that makes no sense
+            self._watch.fail(f"{peer} sent what cannot be taken: {type(error).__name__}: {error}")
+        with self._changed:
+            is_expected = peer.is_leaving
+            del self._peers[peer.process_id]
+            self._changed.notify_all()
+        if not is_expected:
+            self._watch.fail(f"{peer} is gone")
+
+    def _take(self, peer: _Peer, request: pb.JoinRequest) -> None:
+        kind = request.WhichOneof("message")
+        if kind == "acknowledgement":
+            self.acknowledge(request.acknowledgement.sequence, request.acknowledgement.digest, peer.process_id)
+        elif kind == "report":
+            with self._changed:
+                self._reports.setdefault(request.report.name, {})[peer.process_id] = request.report
+                self._changed.notify_all()
+        elif kind == "stop" and request.stop.failure:
+            self._watch.fail(f"{peer}: {request.stop.failure}")
+        elif kind == "stop" and self.on_drain is None:
+            self._watch.fail(f"{peer} was told to stop while the cluster was starting")
+        elif kind == "stop" and self.on_drain is not None:
+            _log.info("%s was told to stop: draining", peer)
+            self.on_drain()
+
+    def _look(self, now: float) -> str | None:
+        """Signs of life to everybody; what is overdue from them."""
+        self._send(pb.JoinResponse(beat=pb.Beat()))
+        limit = self._watch.overdue_seconds
+        with self._changed:
+            for peer in self._peers.values():
+                if now - peer.heard > limit:
+                    return f"{peer} was not heard for {now - peer.heard:.1f} s"
+            for sequence, call in self._under_way.items():  # the oldest is the first
+                if now - call.sent > limit:
+                    late = ", ".join(str(index) for index in range(self._num_processes) if index not in call.digests)
+                    return f"call {sequence} ({call.method}) is not done after {limit:g} s on process {late}"
+                break
+        return None
+
+    def _tell(self, failure: str) -> None:
+        self._end(failure)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _end(self, failure: str) -> None:
+        with self._changed:
+            for peer in self._peers.values():
+                peer.is_leaving = True
+                peer.outbox.put(pb.JoinResponse(stop=pb.Stop(failure=failure)))
+
+    def _send(self, response: pb.JoinResponse) -> None:
+        for peer in tuple(self._peers.values()):
+            peer.outbox.put(response)
+
+    def _wait(self, is_so: Callable[[], bool], timeout_seconds: float | None = None) -> None:
+        """With the lock held.
+
+        Raises:
+          ClusterError: something has failed.
+        """
+        self._changed.wait_for(lambda: is_so() or self._watch.failure is not None, timeout_seconds)
+        if self._watch.failure is not None:
+            raise ClusterError(self._watch.failure)
+
+
+def _first(requests: Iterator[pb.JoinRequest], context: Any) -> pb.JoinRequest:
+    """What a caller says first; ends the call of one who says nothing."""
+    late = threading.Timer(_HELLO_SECONDS, context.cancel)
+    late.daemon = True
+    late.start()
+    try:
+        return next(requests)
+    except StopIteration:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "who joins says its number first")
+        raise  # never: `abort` has
+    finally:
+        late.cancel()

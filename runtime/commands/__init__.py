@@ -1,0 +1,1 @@
+"""The command line: `meshserve serve`, `generate`, `chat`, `plan`, `demo` and `bench`."""

@@ -1,0 +1,280 @@
+"""The command line: meshserve serve | generate | chat | plan | convert | token | bench | demo.
+
+The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
+Heavy imports happen inside the commands, so that --help is instant.
+"""
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..api.config import ServeConfig, read_toml
+from ..api.errors import ConfigError, EngineStoppedError, MeshserveError
+from ..telemetry.logs import configure_logs, drop_output
+
+_EXIT_USAGE = 2
+_MAX_TOKEN_DAYS = 36_500
+# What `meshserve bench` knows by name, and the package of each.
+_BENCHMARKS = {
+    **dict.fromkeys(("decode", "loading", "prefill", "scaling", "speculation", "start", "throughput"), "engine"),
+    **dict.fromkeys(("kernels", "sampling"), "kernels"),
+    "baselines": "",
+    "serve": "load",
+    "soak": "checks",
+}
+SERVER_ONLY = frozenset(
+    "host port drain_seconds allow_insecure served_name max_waiting tls_cert tls_key tls_client_ca tokens http_port "
+    "gateway_port log_format trace profile_dir coordinator num_processes process_id step_port fail_seconds "
+    "cluster_token cluster_ca".split()
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status. Errors meant for the user are printed without a traceback."""
+    _open_missing_files()
+    namespace = _parser().parse_args(arguments)
+    configure_logs("text")
+    try:
+        return namespace.run(namespace)
+    except EngineStoppedError as error:
+        print(f"meshserve: {error}", file=sys.stderr)
+        return 1
+    except (MeshserveError, ValueError, MemoryError) as error:
+        print(f"meshserve: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        drop_output()
+        return 141
+
+
+def _open_missing_files() -> None:
+    """Of the standard ones, those that the caller has closed: what is opened next would take their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="meshserve", description="Serve Qwen3 from a mesh of accelerators.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve = commands.add_parser("serve", help="serve a model over gRPC")
+    add_options(serve, frozenset())
+    serve.set_defaults(run=_serve)
+
+    generate = commands.add_parser("generate", help="complete a file of prompts, without a server")
+    add_options(generate, SERVER_ONLY)
+    generate.add_argument(
+        "--input", type=Path, required=True, help="JSONL: prompt or prompt_token_ids, sampling fields"
+    )
+    generate.add_argument(
+        "--output", type=Path, required=True, help="JSONL: index, sample, token_ids, text, finish_reason"
+    )
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk to a server")
+    chat.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (%(default)s)")
+    chat.add_argument("--max-tokens", type=int, default=512, help="of each answer (%(default)s)")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
+    chat.add_argument("--system", default="", help="a system message to begin with")
+    add_credentials(chat)
+    chat.set_defaults(run=_chat)
+
+    convert = commands.add_parser("convert", help="a Hugging Face model to an Orbax checkpoint and back")
+    convert.add_argument("--model", required=True, help="directory of either form, local, gs:// or s3://")
+    convert.add_argument("--output", default="", help="directory to write; left out, --verify checks --model alone")
+    convert.add_argument("--to", choices=("orbax", "safetensors"), default="orbax", help="form (%(default)s)")
+    convert.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the model's (%(default)s)"
+    )
+    convert.add_argument("--verify", action="store_true", help="read a checkpoint and compare all its digests")
+    convert.set_defaults(run=_convert)
+
+    plan = commands.add_parser("plan", help="what a model needs on each device of a machine, and how fast it could be")
+    add_options(plan, SERVER_ONLY | {"cpu_devices", "cache_dir", "compile_threads", "random_weights"})
+    plan.add_argument("--target", required=True, help="for example h100:8, v6e:2x4 or cpu:4; tp is its size by default")
+    plan.add_argument("--length", type=int, default=1024, help="tokens of the requests to count (%(default)s)")
+    plan.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="decodes to reckon with (%(default)s)")
+    plan.add_argument(
+        "--jax-fraction", type=float, default=0.0, help="of a GPU's memory, what jax is told to take; 0: its default"
+    )
+    plan.add_argument(
+        "--compile", action="store_true", help="compile every program for the target (extra [tpu] or [cuda])"
+    )
+    plan.add_argument("--json", action="store_true", help="print one line of JSON")
+    plan.set_defaults(run=_plan)
+
+    bench = commands.add_parser(
+        "bench", help="measure this machine", add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    bench.add_argument("benchmark", choices=sorted(_BENCHMARKS), help="what to measure")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark; --help lists them")
+    bench.add_argument("-h", "--help", action=_BenchHelp, nargs=0, help="show the benchmarks and exit")
+    bench.set_defaults(run=_bench)
+
+    token = commands.add_parser("token", help="make a token for --tokens")
+    token.add_argument("tenant", help="whose it is")
+    token.add_argument("--days", type=int, default=0, help="until it expires; 0 is never (%(default)s)")
+    token.set_defaults(run=_token)
+
+    demo = commands.add_parser("demo", help="serve the embedded model on a CPU mesh and stream from it")
+    demo.add_argument("--tp", type=int, default=4, help="tensor-parallel degree (%(default)s)")
+    demo.add_argument("--processes", type=int, default=1, help="share the devices among so many (%(default)s)")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _benchmark_module(name: str) -> str:
+    return ".".join(part for part in ("meshserve.benchmarks", _BENCHMARKS[name], name) if part)
+
+
+class _BenchHelp(argparse.Action):
+    """The help of `bench`, with what each benchmark says of itself. Reads their sources, which are slow to import."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
+        lines = ["benchmarks:"]
+        for name in sorted(_BENCHMARKS):
+            spec = importlib.util.find_spec(_benchmark_module(name))
+            assert spec is not None and spec.origin is not None
+            about = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+            lines.append(f"  {name:12} {about.partition(chr(10))[0]}")
+        parser.epilog = "\n".join(lines)
+        parser.print_help()
+        parser.exit()
+
+
+def add_options(parser: argparse.ArgumentParser, left_out: frozenset[str]) -> None:
+    """One flag for each option of ServeConfig, and --config."""
+    parser.add_argument("--config", type=Path, help="TOML file with the same options as keys; flags beat it")
+    for field in dataclasses.fields(ServeConfig):
+        if field.name in left_out:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        text = f"{field.metadata['help']} (default: {field.default!r})"
+        if field.type is bool:
+            parser.add_argument(
+                flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+        else:
+            parser.add_argument(
+                flag,
+                dest=field.name,
+                type=field.type,  # int, float or str
+                choices=field.metadata["choices"] or None,
+                default=argparse.SUPPRESS,
+                help=text,
+            )
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """What a client shows a secured server; see `client.credentials_from`."""
+    parser.add_argument("--token-file", type=Path, help="holds the token to show")
+    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority that signed the server's certificate")
+
+
+def serve_config(namespace: argparse.Namespace) -> ServeConfig:
+    """The config that flags and TOML file make together.
+
+    Raises:
+      ConfigError: see `read_toml` and `ServeConfig`.
+    """
+    names = {field.name for field in dataclasses.fields(ServeConfig)}
+    from_file = read_toml(namespace.config) if namespace.config else {}
+    from_flags = {name: value for name, value in vars(namespace).items() if name in names}
+    return ServeConfig(**(from_file | from_flags))
+
+
+def _serve(namespace: argparse.Namespace) -> int:
+    from ..startup.serve import serve_config_until_stopped
+
+    return serve_config_until_stopped(serve_config(namespace), lambda: serve_config(namespace))
+
+
+def _generate(namespace: argparse.Namespace) -> int:
+    from .generate import generate_file
+
+    num_failed = generate_file(serve_config(namespace), namespace.input, namespace.output)
+    if num_failed:
+        print(f"meshserve: {num_failed} prompts were refused; see `error` in {namespace.output}", file=sys.stderr)
+    return 1 if num_failed else 0
+
+
+def _chat(namespace: argparse.Namespace) -> int:
+    from ..client.client import credentials_from
+    from .chat import chat
+
+    credentials, token = credentials_from(namespace.tls_ca, namespace.token_file)
+    return chat(
+        namespace.target,
+        max_tokens=namespace.max_tokens,
+        temperature=namespace.temperature,
+        system=namespace.system,
+        credentials=credentials,
+        token=token,
+    )
+
+
+def _convert(namespace: argparse.Namespace) -> int:
+    from ..weights.convert import run_convert
+
+    return run_convert(
+        namespace.model, namespace.output, form=namespace.to, dtype=namespace.dtype, is_verified=namespace.verify
+    )
+
+
+def _plan(namespace: argparse.Namespace) -> int:
+    from ..planning.report import Asked, run_plan
+
+    config = serve_config(namespace)
+    asked = Asked(
+        config=config,
+        target=namespace.target,
+        tensor_parallelism=getattr(namespace, "tp", 0) or (config.tp if config.tp > 1 else 0),
+        length=namespace.length,
+        batches=tuple(namespace.batch),
+        jax_fraction=namespace.jax_fraction,
+        is_compiled=namespace.compile,
+        is_json=namespace.json,
+    )
+    return run_plan(asked)
+
+
+def _bench(namespace: argparse.Namespace) -> int:
+    return importlib.import_module(_benchmark_module(namespace.benchmark)).main(namespace.arguments)
+
+
+def _token(namespace: argparse.Namespace) -> int:
+    """The token goes to stdout, so that it can be piped away; the lines for the file to stderr."""
+    from datetime import UTC, datetime, timedelta
+
+    from ..server.auth import new_token
+
+    if not 0 <= namespace.days <= _MAX_TOKEN_DAYS:
+        raise ConfigError(f"--days is {namespace.days}; allowed is 0 (never) to {_MAX_TOKEN_DAYS}.")
+    expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=namespace.days) if namespace.days else None
+    token, lines = new_token(namespace.tenant, expires=expires)
+    print(
+        f"Add to the tokens file (a tenant that is there already gets one more entry in its tokens):\n\n{lines}\n"
+        "The token, which is kept nowhere:",
+        file=sys.stderr,
+    )
+    print(token)
+    return 0
+
+
+def _demo(namespace: argparse.Namespace) -> int:
+    from .demo import run_demo
+
+    return run_demo(tp=namespace.tp, num_processes=namespace.processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""`meshserve generate`: a file of prompts in, a file of completions out, no server."""
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..api import proto_codec
+from ..api.config import ServeConfig
+from ..api.constraint import Constraint
+from ..api.errors import EngineStoppedError, InvalidRequestError, MeshserveError
+from ..api.request import Output, RequestOptions, SamplingParams, TokenLogprobs
+from ..client import messages
+from ..startup.launch import Launched, launch
+from ..text.grammar import compiled
+
+_SAMPLING_FIELDS = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.name != "num_resumed_tokens"
+)
+_OPTION_FIELDS = ("n", "priority", "cache_salt")
+
+
+@dataclasses.dataclass
+class Completion:
+    """One sample's output, as it grows."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    error: str = ""
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+
+    def add(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.error = output.message
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason.value
+
+    def to_json(self, index: int, sample: int) -> str:
+        line: dict[str, Any] = {
+            "index": index,
+            "sample": sample,
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+        }
+        for name in ("logprobs", "prompt_logprobs"):
+            if found := getattr(self, name):
+                line[name] = [position._asdict() for position in found]
+        if self.error:
+            line["error"] = self.error
+        return json.dumps(line, ensure_ascii=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One line of the input file."""
+
+    prompt: str | tuple[int, ...]
+    params: SamplingParams
+    options: RequestOptions = RequestOptions()
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads a JSONL file: `prompt` (text) or `prompt_token_ids`, any fields of `SamplingParams`, and `n`, `priority`
+    and `cache_salt` of `RequestOptions`.
+
+    Raises:
+      MeshserveError: the file cannot be read, or a line is not such an object; the message names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also cuts at U+2028, which JSON may contain
+    except (OSError, UnicodeDecodeError) as error:
+        raise MeshserveError(f"--input {path} cannot be read: {error}.") from None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                prompts.append(_prompt(json.loads(line)))
+            except (ValueError, TypeError, OverflowError, RecursionError, InvalidRequestError) as error:
+                raise MeshserveError(f"--input {path}, line {number}: {error}") from None
+    return prompts
+
+
+def _prompt(raw: Any) -> Prompt:
+    if not isinstance(raw, dict):
+        raise ValueError(f"got {type(raw).__name__}; a line is a JSON object.")
+    json.dumps(raw, ensure_ascii=False).encode()  # lone surrogates are no text
+    known = ("prompt", "prompt_token_ids", *_OPTION_FIELDS, *_SAMPLING_FIELDS)
+    unknown = sorted(raw.keys() - set(known))
+    if unknown:
+        raise ValueError(f"unknown fields {', '.join(unknown)}; known are {', '.join(known)}.")
+    text, token_ids = raw.get("prompt"), raw.get("prompt_token_ids")
+    if (text is None) == (token_ids is None):
+        raise ValueError("give exactly one of prompt and prompt_token_ids.")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"prompt is {text!r}; it must be a string.")
+    if token_ids is not None and not (isinstance(token_ids, list) and all(type(token) is int for token in token_ids)):
+        raise ValueError("prompt_token_ids must be a list of integers.")
+    prompt = text if text is not None else tuple(token_ids or ())
+    return Prompt(prompt, _sampling_params(raw), _options(raw))
+
+
+def _options(raw: Mapping[str, Any]) -> RequestOptions:
+    fields = {name: raw[name] for name in _OPTION_FIELDS if name in raw}
+    for name, value in fields.items():
+        if type(value) is not (str if name == "cache_salt" else int):
+            raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}.")
+    return RequestOptions(**fields)
+
+
+def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:
+    types: dict[str, tuple[type, ...]] = {
+        "max_tokens": (int,), "temperature": (int, float), "top_k": (int,), "top_p": (int, float),
+        "seed": (int, type(None)), "ignore_eos": (bool,), "stop": (str, list), "include_stop": (bool,),
+        "stop_token_ids": (list,), "constraint": (dict,), "min_p": (int, float), "frequency_penalty": (int, float),
+        "presence_penalty": (int, float), "repetition_penalty": (int, float), "logit_bias": (dict,),
+        "allowed_token_ids": (list,), "bad_token_ids": (list,), "min_tokens": (int,), "logprobs": (int, type(None)),
+        "prompt_logprobs": (int, type(None)),
+    }  # fmt: skip
+    fields = {name: raw[name] for name in _SAMPLING_FIELDS if name in raw}
+    for name, value in fields.items():
+        if type(value) not in types[name]:
+            raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}.")
+    stop = fields.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not all(isinstance(text, str) for text in stop):
+        raise ValueError("stop must be a string or a list of strings.")
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids"):
+        token_ids = fields.setdefault(name, [])
+        if not all(type(token_id) is int for token_id in token_ids):
+            raise ValueError(f"{name} must be a list of integers.")
+        fields[name] = tuple(token_ids)
+    if "logit_bias" in fields:  # the keys of a JSON object are strings
+        fields["logit_bias"] = {int(token_id): float(bias) for token_id, bias in fields["logit_bias"].items()}
+    if "constraint" in fields:
+        fields["constraint"] = _constraint(fields["constraint"])
+    return SamplingParams(**{**fields, "stop": tuple(stop)})
+
+
+def _constraint(raw: Any) -> Constraint:
+    try:
+        return proto_codec.constraint(messages.constraint_message(raw))
+    except TypeError as error:
+        raise ValueError(f"constraint: {error}") from None
+
+
+class Batch:
+    """Collects the outputs of a set of requests. `deliver` is for the engine; the ids are the prompts' indices.
+
+    `completions` holds those of each prompt, by sample.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt]):
+        self.completions = [[Completion() for _ in range(prompt.options.n)] for prompt in prompts]
+        self._prompts = prompts
+        self._num_open = 0
+        self._changed = threading.Condition()
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                self.completions[int(output.request_id)][output.index].add(output)
+                self._num_open -= output.finish_reason is not None
+            self._changed.notify()
+
+    def run(self, launched: Launched) -> None:
+        """Submits every prompt and waits for all of them. What is refused gets its reason as `error`."""
+        for index, prompt in enumerate(self._prompts):
+            with self._changed:
+                self._num_open += prompt.options.n
+            try:
+                launched.info.check(prompt.params)
+                grammar = compiled(prompt.params.constraint, launched.grammars)
+                token_ids = self._token_ids(launched, prompt)
+                launched.engine.submit(str(index), token_ids, prompt.params, prompt.options, grammar)
+            except (InvalidRequestError, EngineStoppedError) as error:
+                for completion in self.completions[index]:
+                    completion.finish_reason, completion.error = "error", str(error)
+                with self._changed:
+                    self._num_open -= prompt.options.n
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_open == 0)
+
+    @staticmethod
+    def _token_ids(launched: Launched, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt.prompt, str):
+            return launched.tokenizer.encode(prompt.prompt)
+        vocab_size = launched.info.vocab_size
+        for token_id in prompt.prompt:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError("prompt_token_ids", f"{token_id} is no token; ids are 0 to {vocab_size - 1}.")
+        return prompt.prompt
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MeshserveError(f"--output {target} cannot be written: {error.strerror}.") from None
+
+
+def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
+    """Completes every prompt of `source` into `target`, line by line in the same order.
+
+    A prompt with `n` samples has as many lines. Returns the number of samples that failed; their lines carry `error`.
+
+    After Ctrl-C they are as they were by then.
+
+    Raises:
+      MeshserveError: the input is malformed, the output cannot be written, or the engine died.
+    """
+    prompts = read_prompts(source)
+    with _writing(target):  # before anything is computed
+        target.open("a").close()
+    if target.samefile(source):
+        raise MeshserveError(f"--output {target} is the input. Name another file.")
+    batch = Batch(prompts)
+    config = dataclasses.replace(config, max_waiting=max(sum(prompt.options.n for prompt in prompts), 1))
+    launched = launch(config, batch.deliver)
+    launched.engine.start()
+    try:
+        batch.run(launched)
+    finally:  # after Ctrl-C, too: jax aborts a process that ends while a thread of it computes
+        launched.engine.stop()
+        completions = [
+            (completion, index, sample)
+            for index, samples in enumerate(batch.completions)
+            for sample, completion in enumerate(samples)
+        ]
+        lines = [completion.to_json(index, sample) for completion, index, sample in completions]
+        with _writing(target):
+            target.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    if launched.engine.failure is not None:
+        raise MeshserveError(f"the engine died: {launched.engine.failure}. {target} holds what was finished before.")
+    return sum(bool(completion.error) for completion, *_ in completions)

@@ -1,0 +1,400 @@
+"""The loop: plan, dispatch, collect, stream; one step ahead of the device.
+
+Step 8 of 10. In: requests, from any thread. Out: `Output`s, one delivery a step, from the engine's own thread.
+
+While the device runs step k the host plans and dispatches step k+1, and only then waits for the tokens of step k. So
+the device always has its next step queued, at the price that an end the host could not foresee (an end token, a stop
+string) is seen one step late: that step's token for the request is dropped.
+"""
+
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+
+from meshserve.kernels.peers import gpu as peers_gpu
+
+from ..api.engine_api import Deliver
+from ..api.errors import EngineStoppedError
+from ..api.request import DEFAULT_OPTIONS, MAX_SEED, FinishReason, Load, Request, RequestOptions, SamplingParams
+from ..program.batch import BatchBuilder, Bucket
+from ..program.control_batch import ControlBatch, Logprobs, Sampled
+from ..scheduler.page_allocator import PageAllocator
+from ..scheduler.page_keys import extend_page_keys
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_plan import StepPlan
+from ..text.tokenizer import Tokenizer
+from .grammar_masks import token_masks
+from .logprobs import StepLogprobs
+from .output_streams import OpenSamples
+from .step_record import Record, StepRecord, StepRecorder
+
+if TYPE_CHECKING:
+    from ..text.grammar import Grammar  # llguidance may be missing where there are no constraints
+
+_log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Dispatches steps; the device runs what it is given in order (`step.StepRunner`)."""
+
+    def set_page_row(self, page_row: np.ndarray) -> None:
+        """Sets a row of the page table for the steps to come; see `batch.Batch`."""
+
+    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
+        """Returns the step's tokens, which may still be on their way: [B], or [bucket.num_steps, B]."""
+
+    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
+        """Tells `sample` about a request that just got its row; see `control_batch.ControlRow`."""
+
+    def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
+        """Samples the last `run` anew, under controls; may come as late as just before the next `run`."""
+
+    def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
+        """Of the tokens after those of the last `run`."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A dispatched step whose tokens the host has not seen."""
+
+    plan: StepPlan
+    sampled: jax.Array | np.ndarray
+    dispatched: float  # seconds
+    record: StepRecord | None
+    logprobs: StepLogprobs | None = None
+
+
+def _reason_of(error: BaseException) -> str:
+    """Why the loop died: what was raised and, of GPUs that add up by themselves, which one did not answer."""
+    complaint = peers_gpu.complaint()
+    raised = f"{type(error).__name__}: {error}"
+    return raised if complaint is None else f"{complaint}; {raised}"
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the mesh that was asked for."""
+
+    make_runner: Callable[[], tuple[Runner, int]]
+    done: Future[None] = field(default_factory=Future)
+
+
+class Engine:
+    """Serves requests on one mesh.
+
+    Args:
+      scheduler, pages: the queues and the pages they share.
+      batches: makes host arrays of plans.
+      runner: runs them.
+      tokenizer: turns tokens into text; None leaves every text empty and honours no stop strings.
+      deliver: gets the outputs of each step, once a step, on the engine's thread. Each accepted request's last output,
+        and only that one, has a finish reason; with several samples, each one's. It must not block, and must not raise.
+      record: gets a `StepRecord` for each dispatch, likewise.
+      clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        pages: PageAllocator,
+        batches: BatchBuilder,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        deliver: Deliver,
+        record: Record | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._scheduler = scheduler
+        self._pages = pages
+        self._batches = batches
+        self.runner = runner
+        self._deliver = deliver
+        self._recorder = StepRecorder(scheduler, pages, record) if record is not None else None
+        self._clock = clock
+        self._open = OpenSamples(scheduler, tokenizer)
+        self._flight: _Flight | None = None
+        self._change: _Change | None = None
+        self._is_stopping = False
+        self.failure: str | None = None  # why the loop died
+        # Guards everything above but the flight, which is the thread's own. Held for fractions of a millisecond.
+        self._changed = threading.Condition()
+        self._delivering = threading.RLock()  # taken before the one above: what is taken first is delivered first
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends every open request as cancelled and waits for the loop to end. Idempotent."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def fail(self, reason: str) -> None:
+        """Ends every open request with `reason` and the loop with the present step. From any thread, and at once: the
+        loop may hang in a step that never ends."""
+        with self._changed:
+            self.failure = self.failure or reason
+            self._is_stopping = True
+            self._open.end_all(FinishReason.ERROR, self._clock(), self.failure)
+            self._changed.notify()
+        self._flush()
+
+    def check_room(self) -> None:
+        """As `contract.Engine.check_room`."""
+        if self._scheduler.num_waiting < self._scheduler.limits.max_waiting:
+            return  # without the lock, which a step may hold: one number, and `submit` looks again
+        with self._changed:
+            self._scheduler.check_room(self._clock())
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        grammar: "Grammar | None" = None,
+    ) -> None:
+        """Accepts a request; its outputs come through `deliver`. `grammar` is `params.constraint`, compiled.
+
+        Raises:
+          InvalidRequestError: it can never be served, or its id is in use.
+          QueueFullError: too many wait.
+          EngineStoppedError: the engine is stopping or has failed.
+        """
+        assert (grammar is None) == (params.constraint is None), "a constraint comes with its grammar"
+        samples = self._samples(request_id, tuple(prompt_token_ids), params, options)
+        resumed = prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :]
+        matchers = grammar.matchers(len(samples), resumed) if grammar is not None else []
+        text = self._open.text_after(params, resumed)
+        with self._changed:
+            if self.failure is not None:
+                raise EngineStoppedError(f"the engine has failed: {self.failure}")
+            if self._is_stopping:
+                raise EngineStoppedError("the engine is stopping; send the request to another server.")
+            self._open.check_new(request_id)
+            self._scheduler.add(*samples)
+            self._open.add(samples, matchers, text)
+            self._changed.notify()
+
+    def _samples(
+        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+    ) -> list[Request]:
+        now = self._clock()
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        timeout_seconds = math.inf if options.timeout_seconds is None else options.timeout_seconds
+        samples = [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                seed=(seed + index) % (MAX_SEED + 1),
+                index=index,
+                priority=options.priority,
+                cache_salt=options.cache_salt,
+                arrival_seconds=now,
+                deadline_seconds=now + timeout_seconds,
+            )
+            for index in range(options.n)
+        ]
+        limits = self._scheduler.limits
+        drafter = samples[0].drafter = self._scheduler.drafter(samples[0])
+        for sample in samples[1:]:
+            sample.drafter = drafter.fork() if drafter is not None else None
+        if limits.has_prefix_cache:  # here, because a long prompt takes a millisecond and the lock is not held
+            extend_page_keys(samples[0], limits.page_size, (len(prompt_token_ids) - 1) // limits.page_size)
+            for sample in samples[1:]:
+                sample.page_keys = list(samples[0].page_keys)
+        return samples
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        """Ends a request, all samples; its pages are free at once. One that is unknown or has ended is left alone."""
+        with self._changed:
+            for sample in self._open.of(request_id):
+                if self._open.end(sample, reason, self._clock()):
+                    self._changed.notify()
+
+    def load(self) -> Load:
+        with self._changed:
+            return Load(
+                num_running=self._scheduler.num_running,
+                num_waiting=self._scheduler.num_waiting,
+                num_pages=self._pages.num_pages,
+                num_free_pages=self._pages.num_free_pages,
+            )
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets the pages kept for prompts to come; returns how many."""
+        with self._changed:
+            return self._pages.flush()
+
+    def rebuild(self, make_runner: Callable[[], tuple[Runner, int]]) -> None:
+        """Puts another runner in the place of the present one between two steps, and waits until it is there.
+
+        The steps in flight are collected first. Running requests lose their pages and compute their tokens anew
+        afterwards; their streams pause. Requests are accepted all the while.
+
+        Args:
+          make_runner: makes the runner, with an empty cache, and tells the number of its pages. Runs on the engine's
+            thread. If it raises, the engine has failed: what the old runner held may be gone.
+
+        Raises:
+          EngineStoppedError: the engine is not running, or is rebuilding already.
+          Whatever `make_runner` raises.
+        """
+        change = _Change(make_runner)
+        with self._changed:
+            if self._is_stopping or self.failure is not None or not self._thread.is_alive() or self._change is not None:
+                raise EngineStoppedError("the engine is not running, or its mesh is being changed already.")
+            self._change = change
+            self._changed.notify()
+        change.done.result()
+
+    def _rebuild(self, change: _Change) -> None:
+        if self._flight is not None:
+            self._collect(self._flight)
+            self._flight = None
+        self._flush()
+        with self._changed:
+            self._scheduler.preempt_all()
+        runner, num_pages = change.make_runner()
+        with self._changed:
+            self.runner = runner
+            self._pages.reset(num_pages)
+            self._end_too_large()
+            self._change = None
+        change.done.set_result(None)
+
+    def _end_too_large(self) -> None:
+        """Ends the requests that the cache could not hold even if it held nothing else."""
+        num_pages = self._pages.num_pages
+        for request in tuple(self._scheduler.requests):
+            if self._scheduler.limits.num_needed_pages(request) > num_pages:
+                message = f"the cache was rebuilt with {num_pages} pages, too few for this request"
+                self._open.end(request, FinishReason.ERROR, self._clock(), message)
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                if self._change is not None:
+                    self._rebuild(self._change)
+                else:
+                    self._step()
+        except BaseException as error:  # whatever it was, a library's panic too, every open request must hear of it
+            _log.exception("the engine loop died")
+            with self._changed:
+                self.failure = self.failure or _reason_of(error)
+                self._open.end_all(FinishReason.ERROR, self._clock(), self.failure)
+                self._refuse_change(error)
+        else:
+            with self._changed:
+                self._open.end_all(FinishReason.CANCELLED, self._clock(), "the server is stopping")
+                self._refuse_change(EngineStoppedError("the engine is stopping."))
+        self._flush()
+
+    def _refuse_change(self, error: BaseException) -> None:
+        """Whoever waits for a change of the mesh hears that it will not come."""
+        if self._change is not None:
+            self._change.done.set_exception(error)
+
+    def _wait_for_work(self) -> bool:
+        """Sleeps while there is nothing to do; False when it is time to stop."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._is_stopping
+                    or self._change
+                    or self._scheduler.has_work
+                    or self._flight
+                    or self._open.has_outputs
+                )
+            )
+            return not self._is_stopping
+
+    def _step(self) -> None:
+        """Dispatches the next step, then collects the one before.
+
+        What constrained requests may sample follows from the tokens collected; so their steps are dispatched in two
+        parts, and masks are made while the device is in the first.
+        """
+        flight, controls = self._dispatch() or (None, None)
+        if self._flight is not None:
+            self._collect(self._flight)
+        self._renew_masks()
+        if flight is not None and controls is not None:
+            flight = self._control(flight, controls)
+        self._flight = flight
+        self._flush()
+
+    def _dispatch(self) -> tuple[_Flight, ControlBatch | None] | None:
+        """Plans and dispatches a step, but for the controls returned, which come later. None: nothing to do."""
+        with self._changed:
+            started = self._clock()
+            plan = self._scheduler.plan(started)
+            for request in self._scheduler.take_expired():
+                self._open.expired(request, "its deadline passed, or could not be met any more")
+            if plan is None:
+                return None
+            batch = self._batches.build(plan)
+            dispatched = self._clock()
+            record = self._recorder.planned(plan, batch.bucket, dispatched - started) if self._recorder else None
+        for page_row in batch.page_rows:
+            self.runner.set_page_row(page_row)
+        flight = _Flight(plan, self.runner.run(batch.bucket, batch.packed), dispatched, record)
+        if batch.controls is None or any(request.is_constrained for request in plan.requests):
+            return flight, batch.controls
+        return self._control(flight, batch.controls), None
+
+    def _control(self, flight: _Flight, controls: ControlBatch) -> _Flight:
+        """What the step just dispatched has to do beside it, and its tokens, which may be others now."""
+        for row in controls.rows:
+            self.runner.set_control_row(*row)
+        tokens, sampled, prompt = flight.sampled, None, None
+        if controls.packed is not None:
+            tokens, sampled = self.runner.sample(controls.packed, token_masks(flight.plan.requests))
+        if controls.prompt_targets is not None:
+            prompt = self.runner.prompt_logprobs(controls.prompt_targets)
+        logprobs = StepLogprobs(flight.plan, sampled, prompt, controls.prompt_targets)
+        return replace(flight, sampled=tokens, logprobs=logprobs)
+
+    def _collect(self, flight: _Flight) -> None:
+        """Waits for the tokens of a dispatch and books them."""
+        plan = flight.plan
+        sampled = np.asarray(flight.sampled).reshape(plan.num_steps, -1)[:, : plan.num_samples].tolist()
+        if flight.logprobs is not None:
+            flight.logprobs.wait()
+        with self._changed:
+            now = self._clock()
+            self._open.stream_prompts(flight.logprobs)
+            for step, tokens in enumerate(self._scheduler.accept(plan, sampled, now)):
+                for progress in self._scheduler.account(plan, tokens, now, step):
+                    self._open.stream(progress, now, flight.logprobs)
+            if self._recorder is not None and flight.record is not None:
+                self._recorder.collected(flight.record, now - flight.dispatched)
+
+    def _renew_masks(self) -> None:
+        """What constrained requests may sample next. Without the lock, for it may take long."""
+        ended = self._open.constrained.renew_masks()
+        if ended:
+            with self._changed:
+                for request, (reason, message) in ended:
+                    self._open.end(request, reason, self._clock(), message)
+
+    def _flush(self) -> None:
+        with self._delivering:
+            with self._changed:
+                outputs = self._open.take_outputs()
+            if outputs:
+                self._deliver(outputs)

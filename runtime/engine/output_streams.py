@@ -1,0 +1,157 @@
+"""The unfinished samples and what callers get of them. Serves step 8 of 10.
+
+In: the progress of a step. Out: `Output`s in the order in which they came about; a sample's last one, and only that,
+has a finish reason. The engine's lock guards it all.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..api.errors import InvalidRequestError
+from ..api.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_plan import Progress
+from ..text.tokenizer import TextStream, Tokenizer
+from .grammar_masks import ConstrainedSamples
+from .logprobs import StepLogprobs
+
+if TYPE_CHECKING:
+    from ..text.grammar import Matcher
+
+
+class OpenSamples:
+    """Texts, constraints and outputs of the samples that are being served.
+
+    Args:
+      scheduler: told of the ends that it cannot see itself: a stop string, the end of a constraint.
+      tokenizer: None leaves every text empty and honours no stop strings.
+    """
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None):
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._samples: dict[str, list[Request]] = {}  # by request id
+        self._texts: dict[Request, TextStream] = {}
+        self.constrained = ConstrainedSamples()
+        self._outputs: list[Output] = []
+
+    def of(self, request_id: str) -> tuple[Request, ...]:
+        """A request's unfinished samples."""
+        return tuple(self._samples.get(request_id, ()))
+
+    def check_new(self, request_id: str) -> None:
+        """
+        Raises:
+          InvalidRequestError: the id is in use.
+        """
+        if request_id in self._samples:
+            message = f"{request_id!r} is still being served. Use another, or wait until it has ended."
+            raise InvalidRequestError("request_id", message)
+
+    def text_after(self, params: SamplingParams, resumed: Sequence[int]) -> TextStream | None:
+        """The text of a sample whose caller has the tokens `resumed` already. Looks at no sample: needs no lock."""
+        if self._tokenizer is None:
+            return None
+        text = TextStream(
+            self._tokenizer, params.stop, include_stop=params.include_stop, num_free_tokens=params.min_tokens
+        )
+        text.push(resumed)
+        return text
+
+    def add(self, samples: list[Request], matchers: Sequence["Matcher"], text: TextStream | None) -> None:
+        """All samples of a request. Each has a matcher, or none has; `text` is of `text_after`."""
+        self._samples[samples[0].request_id] = samples
+        for sample, matcher in zip(samples, matchers, strict=False):
+            self.constrained.open(sample, matcher)
+        if text is not None:
+            self._texts.update((sample, text.fork()) for sample in samples)
+
+    @property
+    def has_outputs(self) -> bool:
+        return bool(self._outputs)
+
+    def take_outputs(self) -> list[Output]:
+        """What came about since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def stream_prompts(self, logprobs: StepLogprobs | None) -> None:
+        """Log-probabilities of prompt tokens go out as they come."""
+        for request, found in logprobs.of_prompts if logprobs is not None else ():
+            if not request.is_finished:
+                self._put(request, prompt_logprobs=found)
+
+    def stream(self, progress: Progress, now: float, logprobs: StepLogprobs | None) -> None:
+        """Turns a request's new token into an output; a stop string in its text, or its constraint, ends it."""
+        request, token_id = progress
+        token_ids = () if token_id is None else (token_id,)
+        logprob = logprobs.of_output(request, token_id) if logprobs is not None and token_id is not None else None
+        found = () if logprob is None else (logprob,)
+        reason, message = (request.is_constrained and self.constrained.advance(request, token_id)) or (None, "")
+        is_wrong = reason is FinishReason.ERROR and token_id is not None
+        if is_wrong:
+            token_ids, found = (), ()
+        text, stream = "", self._texts.get(request)
+        if stream is not None:
+            text, has_stopped = stream.push(token_ids)
+            reason = FinishReason.STOP if has_stopped else reason
+        if reason is not None and not self._scheduler.finish(request, reason, now):
+            request.finish_reason = reason  # it reached its length, or its end token, with this very token
+        if is_wrong:
+            request.output_token_ids.pop()
+        if request.is_finished:
+            self._close(request, token_ids=token_ids, text=text, message=message, logprobs=found)
+        else:
+            self._put(request, token_ids=token_ids, text=text, logprobs=found)
+
+    def end(self, request: Request, reason: FinishReason, now: float, message: str = "") -> bool:
+        """Ends a sample before its time; False if it has ended."""
+        has_ended = self._scheduler.finish(request, reason, now)
+        if has_ended:
+            self._close(request, message=message)
+        return has_ended
+
+    def expired(self, request: Request, message: str) -> None:
+        """The scheduler has ended it."""
+        self._close(request, message=message)
+
+    def end_all(self, reason: FinishReason, now: float, message: str) -> None:
+        """Every request. Nothing of theirs is shared any more: that may be what failed."""
+        for request in tuple(self._scheduler.requests):
+            request.publish_at_tokens = sys.maxsize
+            self.end(request, reason, now, message)
+        for request in [sample for samples in self._samples.values() for sample in samples]:
+            request.finish_reason = reason  # the scheduler has ended it in the step that failed
+            self._close(request, message=message)
+
+    def _close(
+        self,
+        request: Request,
+        *,
+        token_ids: tuple[int, ...] = (),
+        text: str = "",
+        message: str = "",
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        """A finished sample's last output: all text that was held back comes with it."""
+        stream = self._texts.pop(request, None)
+        self.constrained.close(request)
+        samples = self._samples[request.request_id]
+        samples.remove(request)
+        if not samples:
+            del self._samples[request.request_id]
+        self._put(
+            request,
+            token_ids=token_ids,
+            text=text + (stream.flush() if stream is not None else ""),
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            message=message,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=len(request.output_token_ids),
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _put(self, request: Request, **content: Any) -> None:
+        self._outputs.append(Output(request_id=request.request_id, index=request.index, **content))

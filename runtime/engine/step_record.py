@@ -1,0 +1,129 @@
+"""What a step was: one typed record, which metrics, benchmarks and tests all read.
+
+In: plans as they are dispatched, and the scheduler's counts. Out: a `StepRecord` for each dispatch, once its tokens are
+booked, on the engine's thread.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..program.batch import Bucket
+from ..scheduler.page_allocator import PageAllocator
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.step_plan import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One dispatch. Pages are counted for one device: every device holds the same number."""
+
+    # When it was planned:
+    num_running: int  # requests with a row
+    max_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int  # kept ones included
+    num_kept_pages: int  # free, but still found by their contents
+    # Its work:
+    num_decodes: int  # requests
+    num_prefills: int  # chunks
+    num_prefill_tokens: int
+    num_decode_tokens: int  # of all its steps together, drafts included
+    num_draft_tokens: int = 0  # guesses of what would be sampled
+    num_padding_tokens: int  # places of the compiled shape that were left empty
+    num_steps: int  # decode steps in this dispatch
+    # Who came and went:
+    queue_seconds: tuple[float, ...]  # of each request that began, how long it waited
+    num_admitted_tokens: int  # known tokens of those that got a row, and how many of them were found in the cache:
+    num_cached_tokens: int
+    num_preempted: int
+    # Since the record before:
+    num_evicted_pages: int = 0
+    num_wasted_tokens: int = 0  # sampled for requests that had ended
+    num_accepted_tokens: int = 0  # drafts that held
+    num_refused: int = 0  # requests, for want of room in the queue
+    num_expired: int = 0  # requests, for their deadline
+    # Time, by the engine's clock:
+    host_seconds: float  # planning and batch building
+    step_seconds: float = 0.0  # from dispatch until its tokens were there, the wait behind the step before included
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the rows that are in use."""
+        return self.num_running / self.max_running
+
+    @property
+    def padding(self) -> float:
+        """Share of the compiled shape that was left empty."""
+        num_tokens = self.num_prefill_tokens + self.num_decode_tokens
+        return self.num_padding_tokens / (num_tokens + self.num_padding_tokens)
+
+
+# Takes each record, on the engine's thread. It returns at once and never raises.
+Record = Callable[[StepRecord], None]
+
+
+class StepRecorder:
+    """Makes the records of one engine. Call it where the scheduler may be read."""
+
+    def __init__(self, scheduler: Scheduler, pages: PageAllocator, record: Record):
+        self._scheduler = scheduler
+        self._pages = pages
+        self._record = record
+        self._counts = self._read_counts()
+
+    def planned(self, plan: StepPlan, bucket: Bucket, host_seconds: float) -> StepRecord:
+        """The record of a step as it is dispatched, still without its end."""
+        scheduler, pages = self._scheduler, self._pages
+        num_prefill_tokens = plan.num_prefill_tokens
+        num_decode_tokens = sum(plan.decode_lengths) if plan.decode_lengths else len(plan.decodes)
+        page_size = scheduler.limits.page_size
+        return StepRecord(
+            num_running=scheduler.num_running,
+            max_running=scheduler.limits.max_running,
+            num_waiting=scheduler.num_waiting,
+            num_pages=pages.num_pages,
+            num_free_pages=pages.num_free_pages,
+            num_kept_pages=pages.num_kept_pages,
+            num_decodes=len(plan.decodes),
+            num_prefills=len(plan.prefills),
+            num_prefill_tokens=num_prefill_tokens,
+            num_decode_tokens=num_decode_tokens,
+            num_draft_tokens=plan.num_drafts,
+            num_padding_tokens=bucket.num_tokens * bucket.num_steps - num_prefill_tokens - num_decode_tokens,
+            num_steps=plan.num_steps,
+            queue_seconds=tuple(seconds for *_, seconds in plan.admitted if seconds is not None),
+            num_admitted_tokens=sum(request.num_prefill_tokens for request, *_ in plan.admitted),
+            num_cached_tokens=sum(num_pages for _, num_pages, _ in plan.admitted) * page_size,
+            num_preempted=len(plan.preempted),
+            host_seconds=host_seconds,
+        )
+
+    def collected(self, record: StepRecord, step_seconds: float) -> None:
+        """Completes the record of a step whose tokens are booked, and hands it on."""
+        before, self._counts = self._counts, self._read_counts()
+        evicted, wasted, accepted, refused, expired = (
+            now - then for now, then in zip(self._counts, before, strict=True)
+        )
+        self._record(
+            dataclasses.replace(
+                record,
+                step_seconds=step_seconds,
+                num_evicted_pages=evicted,
+                num_wasted_tokens=wasted,
+                num_accepted_tokens=accepted,
+                num_refused=refused,
+                num_expired=expired,
+            )
+        )
+
+    def _read_counts(self) -> tuple[int, ...]:
+        scheduler, speculation = self._scheduler, self._scheduler.speculation
+        return (
+            self._pages.num_evictions,
+            scheduler.num_wasted_tokens,
+            speculation.num_accepted if speculation is not None else 0,
+            scheduler.num_refused,
+            scheduler.num_expired,
+        )

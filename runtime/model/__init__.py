@@ -1,0 +1,1 @@
+"""The model classes, written per shard with flax.nnx."""

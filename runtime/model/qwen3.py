@@ -1,0 +1,326 @@
+"""Qwen3 dense as flax.nnx modules, written per shard.
+
+Step 6 of 10. In: the token ids of one step. Out: hidden states, and logits of a vocabulary shard.
+
+Called inside `shard_map`, every module sees its shard's block of each parameter and says itself what crosses the mesh:
+one `all_reduce` after the attention output, one after the MLP, one for the embedding. Outside, the same modules are
+built abstractly (`abstract_model`) and declare each parameter once: its global shape, its logical axes.
+
+T tokens, D embed, K groups of heads (KV heads, repeats counted), G query heads a group, H head dim, F mlp, V vocab.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
+from meshserve.kernels.paged_attention import HeadSettings, PagedAttention, PagedBatch, PrepareHeads, WriteKV, write_kv
+from meshserve.kernels.peers import PeerOperations, Peers
+from meshserve.kernels.sampling import FindFloor
+from meshserve.sharding.collectives import Exchange, PeerSum, all_gather, all_reduce
+from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
+
+from ..api.config import ModelConfig
+from ..scheduler.limits import MAX_FUSED_TOKENS
+from . import fused_decode
+from .rope import rotate, rotation
+
+LARGE_STEP_TOKENS = 512  # from here on a step takes the time of its multiplications, not that of its launches
+LIBRARY_TOKENS = 64  # of a step that is not fused, from which a library's products are no slower than XLA's own
+LIBRARY_ROWS = 8  # whose logits are wanted, beside a library's products: cuBLAS converts the table to float32 for fewer
+
+
+class Weight(nnx.Param):
+    """A parameter. Its metadata `axes` names the logical axis of each dimension (see `sharding.mesh.RULES`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What a backend computes its layers with."""
+
+    attend: PagedAttention
+    write: WriteKV = write_kv
+    prepare: PrepareHeads | None = None  # in place of `write` and what comes before it
+    decode: DecodeKernels | None = None  # fused layers for steps of few tokens
+    is_unrolled: bool = False  # layer after layer in one program rather than a loop
+    has_statistics_apart: bool = False  # in large steps without `prepare`, see `Attention`
+    has_library_products: bool = False  # in steps of LIBRARY_TOKENS and more, see `targets.compiler_options`
+    keeps_outputs: bool = False  # of steps, see `kept`
+    find_floor: FindFloor | None = None  # what the filters of sampling keep, where one device has the vocabulary
+    peers: Peers | None = None  # of the mesh, where its devices reach each other's memory
+    peer_operations: PeerOperations | None = None  # given with `peers`
+
+    def fused(self, num_tokens: int, *, is_decode: bool) -> DecodeKernels | None:
+        """The fused layers, for a step that they serve."""
+        return self.decode if is_decode and num_tokens <= MAX_FUSED_TOKENS else None
+
+    @property
+    def peer_sum(self) -> PeerSum | None:
+        """The sum over the mesh by its peers."""
+        if self.peers is None or self.peer_operations is None:
+            return None
+        return partial(self.peer_operations.peer_sum, peers=self.peers)
+
+    @property
+    def exchange(self) -> Exchange:
+        """How the shards tell each other their best tokens."""
+        if self.peers is None or self.peer_operations is None:
+            return all_gather
+        return partial(self.peer_operations.peer_exchange, peers=self.peers)
+
+
+class StepContext(NamedTuple):
+    """What every layer of a step shares."""
+
+    batch: PagedBatch
+    cos: jax.Array  # [T, H / 2]
+    sin: jax.Array
+    attend: PagedAttention
+    write: WriteKV = write_kv
+    prepare: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # `PrepareHeads` with its settings
+    peer_sum: PeerSum | None = None
+    has_statistics_apart: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Declare:
+    """Makes parameters of one dtype; `stack` layers of them share one array, so that a step has few arguments."""
+
+    dtype: jnp.dtype
+    stack: tuple[int, ...] = ()
+
+    def __call__(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Weight:
+        return Weight(jnp.zeros(self.stack + shape, self.dtype), axes=(None,) * len(self.stack) + axes)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, inverse: jax.Array | None = None) -> jax.Array:
+    """x / rms(x) * weight over the last axis; statistics in float32, x's dtype out. `inverse`: 1 / rms(x) if known."""
+    inverse = inverse_rms(x, eps) if inverse is None else inverse
+    return weight * (x.astype(jnp.float32) * inverse).astype(x.dtype)
+
+
+def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+    """1 / rms(x) over the last axis, which stays as one element: float32."""
+    wide = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
+def project(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [T, in] times weight [out, in], transposed: [T, out]. float32 stays float32 on every backend."""
+    return jnp.einsum("ti,oi->to", x, weight, precision="highest" if x.dtype == jnp.float32 else None)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with normalised q and k."""
+
+    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
+        embed_dim, head_dim = config.embed_dim, config.head_dim
+        groups, group_size = layout.num_groups, layout.group_size
+        # The rows of a group: its query heads, then its key head, then its value head.
+        self.qkv = declare((groups, (group_size + 2) * head_dim, embed_dim), ("kv_heads", None, None))
+        self.q_norm = declare((head_dim,), (None,))
+        self.k_norm = declare((head_dim,), (None,))
+        self.out = declare((embed_dim, config.num_query_heads * head_dim), (None, "query_heads"))
+        self.head_dim, self.eps = head_dim, config.rms_norm_eps
+
+    def __call__(
+        self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, D] -> ([T, D] summed over the mesh, the cache with this step's keys and values)."""
+        rows = project(x, self.qkv[...].reshape(-1, x.shape[1]))
+        if not isinstance(layer, int):  # in a loop: else the TPU compiler splits the weights rather than the rows
+            rows = jax.lax.optimization_barrier(rows)
+        if context.prepare is not None:
+            q, cache = context.prepare(rows, cache, context.batch, layer=layer)
+        else:
+            q, cache = self._prepare(rows, cache, layer, context)
+        attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
+        return all_reduce(project(attended.reshape(x.shape[0], -1), self.out[...]), context.peer_sum), cache
+
+    def _prepare(
+        self, rows: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """What `PrepareHeads` describes, by XLA."""
+        heads = rows.reshape(rows.shape[0], self.qkv.shape[0], -1, self.head_dim)
+        q, k, v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
+        of_q = of_k = None
+        if context.has_statistics_apart:
+            # Else XLA's CUDA compiler first copies q and k out of `heads`, and takes longest of all over these kernels.
+            inverse = jax.lax.optimization_barrier(inverse_rms(heads[:, :, :-1], self.eps))
+            of_q, of_k = inverse[:, :, :-1], inverse[:, :, -1]
+        q = rotate(rms_norm(q, self.q_norm[...], self.eps, of_q), context.cos, context.sin)
+        k = rotate(rms_norm(k, self.k_norm[...], self.eps, of_k), context.cos, context.sin)
+        return q, context.write(cache, k, v, context.batch, layer=layer)
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
+        self.gate_up = declare((2, layout.mlp_dim, config.embed_dim), (None, "mlp", None))
+        self.down = declare((config.embed_dim, layout.mlp_dim), (None, "mlp"))
+
+    def __call__(self, x: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+        """x [T, D] -> [T, D] summed over the mesh."""
+        gate, up = jnp.split(project(x, self.gate_up[...].reshape(-1, x.shape[1])), 2, axis=-1)
+        return all_reduce(project(jax.nn.silu(gate) * up, self.down[...]), peer_sum)
+
+
+class DecoderLayer(nnx.Module):
+    """Norm, attention, norm, MLP, each pair around the residual stream."""
+
+    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
+        self.attention_norm = declare((config.embed_dim,), (None,))
+        self.attention = Attention(config, layout, declare)
+        self.mlp_norm = declare((config.embed_dim,), (None,))
+        self.mlp = MLP(config, layout, declare)
+        self.eps = config.rms_norm_eps
+
+    def __call__(
+        self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        x, cache = self.after_attention(x, cache, layer, context)
+        return self.after_mlp(x, context.peer_sum), cache
+
+    def after_attention(
+        self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """The first half, which tokens go through together: x [T, D] and the cache -> the same."""
+        attended, cache = self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, layer, context)
+        return x + attended, cache
+
+    def after_mlp(self, x: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+        """The second half, of any tokens: x [B, D] -> the same."""
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), peer_sum)
+
+
+class Forward(NamedTuple):
+    """What a run through the layers brings."""
+
+    wanted: jax.Array  # [B, D], after all layers: of the tokens that were wanted
+    hidden: jax.Array | None  # [T, D], before the MLP of the last layer; the fused layers do not show it
+    cache: jax.Array
+
+
+class Qwen3(nnx.Module):
+    """The whole model. `layers` holds the parameters of all layers, stacked."""
+
+    def __init__(self, config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype):
+        declare = _Declare(dtype=dtype)
+        table = (layout.vocab_size, config.embed_dim)
+        self.embedding = declare(table, ("vocab", None))
+        self.layers = DecoderLayer(config, layout, _Declare(dtype=dtype, stack=(config.num_layers,)))
+        self.norm = declare((config.embed_dim,), (None,))
+        if not config.is_tied:
+            self.head = declare(table, ("vocab", None))
+        self.config = config
+
+    def embed(self, token_ids: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+        """Ids [T] -> [T, D]. Each shard looks up the ids of its own vocabulary; the others give zeros."""
+        num_rows = self.embedding.shape[0]
+        local = token_ids - jax.lax.axis_index(TENSOR_AXIS) * num_rows
+        is_here = (local >= 0) & (local < num_rows)
+        rows = self.embedding[...][jnp.clip(local, 0, num_rows - 1)]
+        return all_reduce(jnp.where(is_here[:, None], rows, 0), peer_sum)
+
+    def __call__(
+        self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, kernels: Kernels, wanted: jax.Array | None
+    ) -> Forward:
+        """Runs all layers.
+
+        Args:
+          token_ids: [T] int32.
+          cache: [L, P, K, 2, S, H], this shard's KV heads.
+          batch: where each token belongs.
+          kernels: of this backend. GPUs want the layers unrolled, because XLA captures no loop in a command buffer; a
+            loop compiles several times faster.
+          wanted: the tokens [B] whose logits are wanted. The others need not go through the last layer's MLP: nobody
+            attends to what it makes of them. None: all are, and no two are of one request. Only then may the fused
+            layers serve: their attention fetches pages before the step's own keys and values are written.
+        """
+        x = self.embed(token_ids, kernels.peer_sum)
+        weights = layer_weights(nnx.state(self.layers))
+        fused = kernels.fused(x.shape[0], is_decode=wanted is None)
+        if fused is not None:
+            x, cache = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.peers)
+            return Forward(x, None, cache)
+        cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
+        prepare = None
+        if kernels.prepare is not None:
+            settings = HeadSettings(weights.q_norm, weights.k_norm, cos, sin, self.config.rms_norm_eps)
+            prepare = partial(kernels.prepare, settings=settings)
+        is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
+        context = StepContext(batch, cos, sin, kernels.attend, kernels.write, prepare, kernels.peer_sum, is_apart)
+
+        def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return self.layer(index)(*carry, index, context)
+
+        carry, last = (x, cache), self.config.num_layers - 1
+        if kernels.is_unrolled:
+            for index in range(last):
+                carry = run_layer(index, carry)
+        else:
+            carry = jax.lax.fori_loop(0, last, run_layer, carry)
+            last = jnp.int32(last)  # as in the loop, see `_slice_stack`
+        hidden, cache = self.layer(last).after_attention(*carry, last, context)
+        of_wanted = hidden if wanted is None else hidden[wanted]
+        return Forward(self.after_last_mlp(of_wanted, kernels.peer_sum), hidden, cache)
+
+    def layer(self, index: int | jax.Array) -> DecoderLayer:
+        """One decoder layer."""
+        structure, stacked = nnx.split(self.layers)
+        return nnx.merge(structure, jax.tree.map(partial(_slice_stack, index=index), stacked))
+
+    def after_last_mlp(self, hidden: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+        """Hidden states [B, D] as `Forward.hidden` -> after all layers."""
+        return self.layer(self.config.num_layers - 1).after_mlp(hidden, peer_sum)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states [B, D] -> float32 logits of this shard's vocabulary [B, V / shards]."""
+        x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+        table = self.embedding[...] if self.config.is_tied else self.head[...]
+        precision = "highest" if x.dtype == jnp.float32 else None
+        return jnp.einsum("bd,vd->bv", x, table, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:
+    """A layer's part of stacked weights. In a loop it is cut out as the matrix that it is multiplied as: where its rows
+    have two dimensions the TPU compiler would copy it first."""
+    if isinstance(index, int) or stack.ndim <= 3:
+        return stack[index]
+    return stack.reshape(stack.shape[0], -1, stack.shape[-1])[index].reshape(stack.shape[1:])
+
+
+def layer_weights(layers: nnx.State) -> LayerWeights:
+    """The stacked parameters of the decoder layers, arrays or shapes, as the fused decode kernels name them."""
+    attention, mlp = layers["attention"], layers["mlp"]
+    return LayerWeights(
+        input_norm=layers["attention_norm"].get_value(),
+        qkv=attention["qkv"].get_value(),
+        q_norm=attention["q_norm"].get_value(),
+        k_norm=attention["k_norm"].get_value(),
+        o=attention["out"].get_value(),
+        post_norm=layers["mlp_norm"].get_value(),
+        gate_up=mlp["gate_up"].get_value(),
+        down=mlp["down"].get_value(),
+    )
+
+
+def abstract_model(config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure, and its parameters as shapes with their logical axes. Allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: Qwen3(config, layout, dtype)))
+
+
+def specs_of(params: nnx.State) -> nnx.State:
+    """Where each parameter lies on the mesh."""
+
+    def spec(weight: nnx.Variable) -> nnx.Variable:
+        return weight.replace(partition_spec(weight.axes))
+
+    return jax.tree.map(spec, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

@@ -1,0 +1,1 @@
+"""What a model needs in memory and time on a machine, computed before there is one."""

@@ -1,0 +1,205 @@
+"""`meshserve plan`: what `capacity`, `roofline`, `degrees` and, if asked, the compiler say, as text or JSON."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import jax
+
+from meshserve.sharding.chips import GIB, NoCompilerError, target
+
+from ..api.config import ModelConfig, ServeConfig
+from ..api.errors import ConfigError
+from ..model.published_sizes import is_published, named_model
+from ..weights.locate import find_model
+from .aot import KnownKey, ProgramReport
+from .compiled_plan import REPORT_HEAD, CompiledPlan, compile_plan, report_row
+from .kernel_selection import named_kernels
+from .memory_plan import MIB, MemoryPlan, Planner
+from .roofline import Roof
+from .tp_choice import DegreePlan, best_degree, degree_plans, roofline_of
+
+PROMPT_LENGTHS = (1024, 8192)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that is said of a planned server."""
+
+    plan: MemoryPlan
+    length: int  # of the requests that are counted
+    decode: tuple[Roof, ...] = ()  # empty where the device's speed is not known
+    prefill: tuple[Roof, ...] = ()
+    degrees: tuple[DegreePlan, ...] = ()
+    best: DegreePlan | None = None
+    reason: str = ""
+
+
+def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Report:
+    """Raises:
+    MemoryError, ValueError: the model does not fit at this degree; says which one would do."""
+    degrees = degree_plans(planner, length)
+    best, reason = best_degree(degrees, length)
+    try:
+        plan = planner.plan()
+    except MemoryError as error:
+        remedy = f" On {planner.target.name} it fits at --tp {best.tp}." if best is not None else ""
+        raise MemoryError(f"{error}{remedy}") from None
+    roofline = roofline_of(planner)
+    decode = [roofline.decode(batch, length) for batch in batches] if roofline is not None else []
+    step_tokens = planner.config.max_step_tokens
+    prefill = [roofline.prefill(tokens, step_tokens) for tokens in PROMPT_LENGTHS] if roofline is not None else []
+    return Report(
+        plan=plan, length=length, decode=tuple(decode), prefill=tuple(prefill),
+        degrees=tuple(degrees), best=best, reason=reason,
+    )  # fmt: skip
+
+
+def plan_table(plan: MemoryPlan) -> str:
+    """The bytes of a device, as text."""
+    rows = [
+        ("memory", f"{plan.limit_bytes / GIB:.2f} GiB" if plan.limit_bytes else "the host's"),
+        ("weights", f"{plan.weight_bytes / GIB:.2f} GiB"),
+        ("scratch", f"{plan.scratch_bytes / MIB:.0f} MiB"),
+        ("penalties and bias", f"{plan.control_bytes / MIB:.0f} MiB"),
+        (f"a page of {plan.page_size} tokens", f"{plan.page_bytes / MIB:.2f} MiB"),
+        ("pages that fit at most", f"{plan.max_pages}"),
+        ("pages served", f"{plan.served_pages} ({plan.served_tokens} tokens)"),
+        ("programs of steps", f"{plan.num_programs}"),
+    ]
+    head = f"{plan.model} on {plan.target}, tp {plan.tp}, {plan.dtype}, each device:"
+    return "\n".join([head, *(f"  {name:<26} {value:>22}" for name, value in rows)])
+
+
+def report_text(report: Report) -> str:
+    """All of it, as tables."""
+    plan, length = report.plan, report.length
+    lines = [plan_table(plan), f"  {f'requests of {length} tokens':<26} {plan.num_requests(length):>22}"]
+    if report.decode:
+        head = f"{'roofline':<28}{'ms':>10}{'tokens/s':>12}{'bound':>10}{'all-reduces, ms (estimated)':>30}"
+        lines += ["", head]
+        fits = {False: "  beyond the cache or max_running", True: ""}
+        for roof in report.decode:
+            name = f"decode {roof.num_tokens} x {roof.context}"
+            lines.append(_roof_row(name, roof) + fits[roof.num_tokens <= plan.num_requests(length)])
+        lines += [_roof_row(f"prefill of {roof.num_tokens}", roof) for roof in report.prefill]
+    lines += ["", f"{'tp':>4}{'replicas':>10}{'requests each':>15}{'ms a token alone':>18}{'tokens/s in all':>17}"]
+    for item in report.degrees:
+        speeds = f"{1e3 * item.step_seconds:>18.3f}{item.tokens_per_second:>17,.0f}" if item.step_seconds else ""
+        row = f"{item.tp:>4}{item.num_replicas:>10}{item.num_requests:>15}{speeds}"
+        lines.append(row if item.num_requests else f"{item.tp:>4}{item.num_replicas:>10}  does not fit")
+    best = f"best: tp {report.best.tp}: " if report.best is not None else "no degree will do: "
+    return "\n".join([*lines, best + report.reason])
+
+
+def _roof_row(name: str, roof: Roof) -> str:
+    return (
+        f"{name:<28}{1e3 * roof.seconds:>10.3f}{roof.tokens_per_second:>12,.0f}{roof.bound:>10}"
+        f"{1e3 * roof.all_reduce_seconds:>30.2f}"
+    )
+
+
+def report_json(report: Report, compiled: CompiledPlan | None = None) -> str:
+    """All of it in one line; `figures` has the fields of the line in the start's log."""
+
+    def roofs(found: Sequence[Roof]) -> list[dict[str, object]]:
+        return [dataclasses.asdict(roof) | {"tokens_per_second": roof.tokens_per_second} for roof in found]
+
+    value = dataclasses.asdict(report.plan) | {
+        "figures": dataclasses.asdict(report.plan.figures),
+        "served_tokens": report.plan.served_tokens,
+        "length": report.length,
+        "num_requests": report.plan.num_requests(report.length),
+        "decode": roofs(report.decode),
+        "prefill": roofs(report.prefill),
+        "degrees": [dataclasses.asdict(item) for item in report.degrees],
+        "best_tp": report.best.tp if report.best is not None else None,
+        "reason": report.reason,
+    }
+    return plan_json(report.plan, compiled, value)
+
+
+def plan_json(plan: MemoryPlan, compiled: CompiledPlan | None, value: dict[str, object] | None = None) -> str:
+    """The plan, and what the compiler said, for programs to read."""
+    value = value if value is not None else dataclasses.asdict(plan)
+    if compiled is not None:
+        value["programs"] = [dataclasses.asdict(report) for report in compiled.reports]
+        value["compiled_max_pages"], value["faults"] = compiled.max_pages, compiled.faults
+    return json.dumps(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line says beside the options of a server. `model` may be the name of a published size, too."""
+
+    config: ServeConfig
+    target: str
+    tensor_parallelism: int = 0  # 0 takes every device of the target
+    length: int = 1024
+    batches: tuple[int, ...] = (1, 32, 256)
+    jax_fraction: float = 0.0
+    is_compiled: bool = False
+    is_json: bool = False
+
+
+def planner_of(asked: Asked) -> Planner:
+    """Raises:
+    MeshserveError, ValueError: there is no such model or target."""
+    goal = target(asked.target)
+    if min(asked.length, *asked.batches) < 1 or not 0.0 <= asked.jax_fraction <= 1.0:
+        raise ConfigError("length and batch are 1 or more, jax_fraction is above 0 and at most 1, or 0: jax's own.")
+    if asked.tensor_parallelism > goal.num_devices:
+        raise ConfigError(f"tp is {asked.tensor_parallelism}; {goal.name} has {goal.num_devices} devices. Lower it.")
+    model, num_devices = _model(asked.config), asked.tensor_parallelism or goal.num_devices
+    try:
+        config = named_kernels(asked.config, model, platform=goal.chip.platform, num_devices=num_devices)
+    except ValueError:  # the model cannot be split so; the plan will say it, and which degree would do
+        config = asked.config
+    return Planner(
+        name=asked.config.model,
+        config=config,
+        model=model,
+        target=goal,
+        num_devices=num_devices,
+        jax_fraction=asked.jax_fraction,
+        asked_all_reduce=asked.config.all_reduce,
+    )
+
+
+def run_plan(asked: Asked) -> int:
+    """The command; returns its exit status: 1 if the compiler found a fault.
+
+    Raises:
+      MeshserveError, ValueError, MemoryError: there is no such model or target, or the model does not fit it.
+    """
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
+    planner = planner_of(asked)
+    if asked.is_compiled and planner.target.chip.platform == "cpu":
+        raise ConfigError(f"--compile needs a target of TPUs or GPUs; {asked.target} is none. Leave it out.")
+    report = make_report(planner, length=asked.length, batches=asked.batches)
+    compiled = None
+    if not asked.is_json:
+        print(report_text(report), flush=True)
+    if asked.is_compiled:
+        try:
+            compiled = compile_plan(planner) if asked.is_json else compile_with_table(planner)
+        except NoCompilerError as error:
+            raise ConfigError(str(error)) from None
+    if asked.is_json:
+        print(report_json(report, compiled))
+    return 1 if compiled is not None and compiled.faults else 0
+
+
+def compile_with_table(planner: Planner, known: dict[KnownKey, ProgramReport] | None = None) -> CompiledPlan:
+    """As `compile_plan`; prints a line for each program, what the cache may take, and what does not hold."""
+    print(REPORT_HEAD, flush=True)
+    compiled = compile_plan(planner, lambda program: print(report_row(program), flush=True), known)
+    print(f"  pages: {compiled.plan.max_pages} predicted, {compiled.max_pages} compile ({compiled.deviation:+.2%})")
+    print("\n".join(compiled.faults) or "  everything holds", flush=True)
+    return compiled
+
+
+def _model(config: ServeConfig) -> ModelConfig:
+    if is_published(config.model):
+        return named_model(config.model)
+    return ModelConfig.from_file(find_model(config.model).small / "config.json")

@@ -1,0 +1,1 @@
+"""Step plans become host arrays and run as compiled programs: forward pass and sampling."""

@@ -1,0 +1,202 @@
+"""Step 5 of 10, for the steps whose rows want more than the step's own sampler gives: what `controls` is told of them.
+
+In: StepPlan, and the packed step. Out: one more packed vector, the rows that its state needs anew, and the prompt
+tokens whose log-probabilities are wanted. numpy only.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..api.request import Request, SamplingMode
+from ..scheduler.step_plan import StepPlan
+from .packing import PARAM_FIELDS, consecutive
+
+# A token of a row's history: how often it stands in the output, and beside that:
+IN_PROMPT = 1 << 30  # it stands in the prompt
+ENDS = 1 << 29  # it ends the request, which min_tokens forbids
+COUNT = ENDS - 1
+
+# Flags of a request in a step:
+SAMPLES = 1  # the token counts; else it has no meaning
+ADJUSTS = 2  # its row of the state holds its history and bias
+MUST_GO_ON = 4  # no end token yet
+
+_ADJUSTMENT_FIELDS = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_ROW_FIELDS = (*PARAM_FIELDS, *_ADJUSTMENT_FIELDS)
+_REQUEST_FIELDS = ("rows", "flags", "sample_position", *_ROW_FIELDS)
+_STEP_FIELDS = ("mode", "has_logprobs")
+_SIZE_RATIO = 8
+
+WORD_BITS = 32  # of a mask
+
+Leaf = TypeVar("Leaf")
+
+
+@dataclass(frozen=True, order=True)
+class ControlShape:
+    """The shape of a control vector: one compiled program."""
+
+    num_requests: int
+
+    @cached_property
+    def fields(self) -> dict[str, slice]:
+        """Where each field lies in the packed vector."""
+        by_request = ((name, self.num_requests) for name in _REQUEST_FIELDS)
+        return consecutive(itertools.chain(by_request, ((name, 1) for name in _STEP_FIELDS)))
+
+    @cached_property
+    def size(self) -> int:
+        """Length of the packed vector."""
+        return max(place.stop for place in self.fields.values())
+
+
+def control_sizes(largest: int, smallest: int = 1) -> tuple[int, ...]:
+    """The sizes that control programs exist in: few, because each is compiled."""
+    sizes = [smallest]
+    while sizes[-1] * _SIZE_RATIO < largest:
+        sizes.append(sizes[-1] * _SIZE_RATIO)
+    return tuple(sorted({*(size for size in sizes if size < largest), largest}))
+
+
+def next_size(sizes: Sequence[int], needed: int) -> int:
+    """The smallest of `sizes`, ascending, that is enough."""
+    return sizes[bisect_left(sizes, needed)]
+
+
+class ControlRow(NamedTuple):
+    """What the device keeps of a request whose logits are adjusted, token by token of the vocabulary."""
+
+    row: int
+    history: np.ndarray  # [V] int32
+    bias: np.ndarray  # [V] float32, -inf for tokens that are out
+
+
+class ControlBatch(NamedTuple):
+    """The controls of a dispatch, in this order: rows, then the vector."""
+
+    rows: Sequence[ControlRow]
+    packed: np.ndarray | None  # int32, see `ControlShape`; None: the step samples for itself
+    prompt_targets: np.ndarray | None  # [T] int32: the prompt token after each of the step's, -1 where not wanted
+
+
+class Logprobs(NamedTuple, Generic[Leaf]):
+    """Of the model's own distribution at each of [...] positions."""
+
+    token: Leaf  # [...] float32, of the token that stands there
+    top_ids: Leaf  # [..., N] int32, the likeliest first; of equals the lowest id
+    top: Leaf  # [..., N] float32
+
+
+class Sampled(NamedTuple, Generic[Leaf]):
+    """What `controls.sample_controlled` brings. The log-probabilities are zeros where nobody asked."""
+
+    tokens: Leaf  # [B] int32
+    logprobs: Logprobs[Leaf]
+
+
+class ControlBuilder:
+    """Keeps what the running requests want, by row.
+
+    Args:
+      vocab_size: of the model.
+      eos_token_ids: end every request that does not ignore them.
+    """
+
+    def __init__(self, *, max_running: int, vocab_size: int, eos_token_ids: frozenset[int]):
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._sizes, self._no_row = control_sizes(max_running), max_running
+        self._is_controlled = np.zeros(max_running, bool)
+        self._adjustments = np.zeros((len(_ADJUSTMENT_FIELDS), max_running), np.float32)
+        self._flags = np.zeros(max_running, np.int32)
+        self._first_end = np.zeros(max_running, np.int32)  # position from which on end tokens are allowed
+        self._modes = np.zeros(max_running, np.int32)
+        self._has_logprobs = np.zeros(max_running, bool)
+
+    def admit(self, request: Request) -> ControlRow | None:
+        """A request got its row. Returns what the device must be told of it before it is next sampled."""
+        row, params = request.row, request.params
+        self._is_controlled[row] = request.is_controlled
+        self._modes[row] = params.mode
+        # These are read of every row of a step with any controlled one, so no earlier holder's may be left.
+        self._flags[row], self._first_end[row], self._has_logprobs[row] = 0, 0, False
+        if not request.is_controlled:
+            return None
+        self._adjustments[:, row] = [getattr(params, name) for name in _ADJUSTMENT_FIELDS]
+        self._flags[row] = ADJUSTS if params.has_adjustments else 0
+        num_fresh_tokens = len(request.prompt_token_ids) - params.num_resumed_tokens
+        self._first_end[row] = min(num_fresh_tokens + params.min_tokens, np.iinfo(np.int32).max)
+        self._has_logprobs[row] = params.logprobs is not None
+        assert row is not None, request.request_id
+        return ControlRow(row, self._history(request), self._bias(request)) if params.has_adjustments else None
+
+    def mode(self, rows: np.ndarray) -> int:
+        """What the step's own sampler must do: nothing much, if `controls` does it again."""
+        return SamplingMode.GREEDY if self._is_controlled[rows].any() else int(self._modes[rows].max(initial=0))
+
+    def build(
+        self, plan: StepPlan, num_requests: int, step: dict[str, np.ndarray], rows: Sequence[ControlRow]
+    ) -> ControlBatch | None:
+        """The controls of a plan whose step is packed in `step`; None if nobody wants any. Books the prompt tokens."""
+        targets = self._prompt_targets(plan, step)
+        real = step["rows"][: plan.num_requests]
+        packed, shape = None, ControlShape(next_size(self._sizes, num_requests))
+        if self._is_controlled[real].any():
+            packed = np.zeros(shape.size, np.int32)
+            self._fill(plan, {name: packed[place] for name, place in shape.fields.items()}, step)
+        return ControlBatch(rows, packed, targets) if rows or packed is not None or targets is not None else None
+
+    def _fill(self, plan: StepPlan, fields: dict[str, np.ndarray], step: dict[str, np.ndarray]) -> None:
+        fields["rows"][:] = self._no_row
+        for name in ("rows", "sample_position", *PARAM_FIELDS):
+            fields[name][: len(step[name])] = step[name]
+        rows = step["rows"][: plan.num_requests]
+        samples = np.ones(len(rows), np.int32)
+        samples[len(plan.decodes) :] = [chunk.is_sampling for chunk in plan.prefills]
+        must_go_on = step["sample_position"][: len(rows)] < self._first_end[rows]
+        fields["flags"][: len(rows)] = self._flags[rows] | SAMPLES * samples | MUST_GO_ON * must_go_on
+        for name, values in zip(_ADJUSTMENT_FIELDS, self._adjustments, strict=True):
+            fields[name][: len(rows)] = values[rows].view(np.int32)
+        fields["mode"][0] = self._modes[rows].max()
+        fields["has_logprobs"][0] = self._has_logprobs[rows].any()
+
+    def _history(self, request: Request) -> np.ndarray:
+        """As it is now: with every output token that the host knows, which is all when a request gets its row."""
+        params, prompt = request.params, request.prompt_token_ids
+        num_fresh_tokens = len(prompt) - params.num_resumed_tokens
+        output = [*prompt[num_fresh_tokens:], *request.output_token_ids]
+        history = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
+        history[np.array(prompt[:num_fresh_tokens], np.int32)] |= IN_PROMPT
+        ends = params.stop_token_ids if params.ignore_eos else {*self._eos_token_ids, *params.stop_token_ids}
+        history[list(ends)] |= ENDS
+        return history
+
+    def _bias(self, request: Request) -> np.ndarray:
+        params = request.params
+        bias = np.full(self._vocab_size, -np.inf if params.allowed_token_ids else 0.0, np.float32)
+        bias[list(params.allowed_token_ids)] = 0.0
+        bias[list(params.logit_bias)] += list(params.logit_bias.values())
+        bias[list(params.bad_token_ids)] = -np.inf
+        return bias
+
+    @staticmethod
+    def _prompt_targets(plan: StepPlan, step: dict[str, np.ndarray]) -> np.ndarray | None:
+        targets, place = None, len(plan.decodes) + plan.num_drafts
+        for request, start, num_tokens, _ in plan.prefills:
+            if request.num_prompt_logprobs_left:
+                first = max(start, request.num_prompt_logprobs)  # position t gives the one of token t + 1
+                last = min(start + num_tokens, len(request.prompt_token_ids) - 1)
+                if first < last:
+                    if targets is None:
+                        targets = np.full(len(step["positions"]), -1, np.int32)
+                    wanted = request.prompt_token_ids[first + 1 : last + 1]
+                    targets[place + first - start : place + last - start] = wanted
+                    request.num_prompt_logprobs = last
+            place += num_tokens
+        return targets

@@ -1,0 +1,271 @@
+"""The compiled control programs of a server, and their state. Serves step 7 of 10; `controls` is what they compute.
+
+A step comes in many shapes, and compiling a sampler takes about as long as compiling a step of a small model. So these
+programs exist in few sizes, and the logits and hidden states of a step are padded to the next one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from meshserve.kernels.sampling import FindFloor
+from meshserve.sharding.chips import compiler_options
+from meshserve.sharding.memory import added_bytes, shard_bytes
+from meshserve.sharding.mesh import named_sharding, partition_spec
+
+from ..model.qwen3 import specs_of
+from .batch import Bucket
+from .compile_cache import ProgramKey, compile_all
+from .control_batch import WORD_BITS, ControlShape, Logprobs, Sampled, control_sizes, next_size
+from .logits_processors import ControlState, prompt_logprobs, sample_controlled, set_control_row
+from .output_buffers import hidden_shape, logits_shape
+from .sampling import sample
+
+_VOCAB_AXES = (None, "vocab")
+_REPLICATED = PartitionSpec()
+_PADDING = ("pad logits", "pad hidden")
+_ALLOCATING = ("allocate", "no masks")
+_MIN_PROMPT_TOKENS = 64  # fewer cost as much: the head's weights are read in any case
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlPrograms:
+    """What is compiled, and for which shapes. `params` may be shapes with shardings."""
+
+    structure: nnx.GraphDef
+    params: nnx.State
+    mesh: Mesh
+    buckets: Sequence[Bucket]  # of the steps
+    max_running: int
+    real_vocab_size: int  # without padding to whole shards
+    is_unrolled: bool
+    find_floor: FindFloor | None = None
+    keeps_outputs: bool = False  # steps do, see `kept`
+    has_library_products: bool = False  # in the MLP and the head of prompts' tokens, as in steps with as many
+
+    @property
+    def vocab_size(self) -> int:
+        """Padded to whole shards."""
+        return self._logits(1).shape[1]
+
+    @cached_property
+    def sampler_sizes(self) -> tuple[int, ...]:
+        return control_sizes(self.max_running)
+
+    @cached_property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        return control_sizes(max(self._token_counts), _MIN_PROMPT_TOKENS)
+
+    @cached_property
+    def _single(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.num_steps == 1]
+
+    @cached_property
+    def _token_counts(self) -> set[int]:
+        return {bucket.num_tokens for bucket in self._single if not bucket.is_decode}
+
+    @cached_property
+    def state_shapes(self) -> ControlState[jax.ShapeDtypeStruct]:
+        """The state with its shardings."""
+        history = self._shape((self.max_running, self.vocab_size), jnp.int32, _VOCAB_AXES)
+        return ControlState(history, self._shape(history.shape, jnp.float32, _VOCAB_AXES))
+
+    @property
+    def resident_bytes(self) -> int:
+        """What `Controls.allocate` takes on each device."""
+        return shard_bytes((self.state_shapes, [self._masks(size) for size in self.sampler_sizes]))
+
+    @property
+    def step_output_bytes(self) -> int:
+        """What the largest step leaves on each device for these programs to work on, unless it keeps it anyway."""
+        if self.keeps_outputs:
+            return 0
+        return max(
+            shard_bytes((self._logits(bucket.num_requests), self._hidden(0 if bucket.is_decode else bucket.num_tokens)))
+            for bucket in self._single
+        )
+
+    def scratch_bytes(self, added: Mapping[ProgramKey, int]) -> int:
+        """What must be free on each device for any of them to run after a step, of what each adds to its arguments.
+
+        They work on what the step has left, which may have to be padded first.
+        """
+        padding = max((num_bytes for (kind, _), num_bytes in added.items() if kind in _PADDING), default=0)
+        others = max(num_bytes for (kind, _), num_bytes in added.items() if kind not in (*_PADDING, *_ALLOCATING))
+        return self.step_output_bytes + padding + others
+
+    def to_lower(self) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
+        """All of them, by what they do and their size."""
+        programs: dict[ProgramKey, Callable[[], jax.stages.Lowered]] = {
+            ("allocate", 0): self._lower_allocate,
+            ("set row", 0): self._lower_set_row,
+        }
+        for size in self.sampler_sizes:
+            programs["no masks", size] = partial(self._lower_no_masks, size)
+            programs["sample", size] = partial(self._lower_sampler, size)
+        for size in self.prompt_sizes:
+            programs["prompt", size] = partial(self._lower_prompt, size)
+        for size in sorted({bucket.num_requests for bucket in self._single} - set(self.sampler_sizes)):
+            num_rows = next_size(self.sampler_sizes, size)
+            programs["pad logits", size] = partial(self._lower_padding, self._logits(size), num_rows)
+        for size in sorted(self._token_counts - set(self.prompt_sizes)):
+            num_rows = next_size(self.prompt_sizes, size)
+            programs["pad hidden", size] = partial(self._lower_padding, self._hidden(size), num_rows)
+        return programs
+
+    def _shape(
+        self, shape: tuple[int, ...], dtype: Any = jnp.int32, axes: tuple[str | None, ...] = ()
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(self.mesh, axes))
+
+    def _logits(self, num_requests: int) -> jax.ShapeDtypeStruct:
+        return logits_shape(self.params, num_requests, self.mesh)
+
+    def _masks(self, num_requests: int) -> jax.ShapeDtypeStruct:
+        return self._shape((num_requests, -(-self.real_vocab_size // WORD_BITS)), jnp.uint32)
+
+    def _hidden(self, num_tokens: int) -> jax.ShapeDtypeStruct:
+        return hidden_shape(self.params, num_tokens, self.mesh)
+
+    def _sharded(
+        self,
+        program: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        *,
+        has_library_products: bool = False,
+        **options: Any,
+    ) -> jax.stages.Wrapped:
+        sharded = jax.shard_map(program, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        compiled_with = compiler_options(self.mesh, has_library_products=has_library_products)
+        return jax.jit(sharded, compiler_options=compiled_with, **options)
+
+    def _lower_allocate(self) -> jax.stages.Lowered:
+        def zeros() -> ControlState[jax.Array]:
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state_shapes)
+
+        return jax.jit(zeros, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)).lower()
+
+    def _lower_no_masks(self, num_requests: int) -> jax.stages.Lowered:
+        masks = self._masks(num_requests)
+        return jax.jit(lambda: ~jnp.zeros(masks.shape, masks.dtype), out_shardings=masks.sharding).lower()
+
+    def _lower_sampler(self, num_requests: int) -> jax.stages.Lowered:
+        shape = ControlShape(num_requests)
+        choose = partial(
+            sample, vocab_size=self.real_vocab_size, is_unrolled=self.is_unrolled, find_floor=self.find_floor
+        )
+        program = partial(sample_controlled, shape=shape, vocab_size=self.real_vocab_size, choose=choose)
+        state = ControlState(*[partition_spec(_VOCAB_AXES)] * 2)
+        sharded = self._sharded(
+            program,
+            (state, _REPLICATED, partition_spec(_VOCAB_AXES), _REPLICATED, _REPLICATED),
+            (state, _REPLICATED, _REPLICATED),
+            donate_argnums=(0, 1),
+        )
+        last_tokens, packed = self._shape((self.max_running,)), self._shape((shape.size,))
+        logits, masks = self._logits(num_requests), self._masks(num_requests)
+        return sharded.lower(self.state_shapes, last_tokens, logits, packed, masks)
+
+    def _lower_prompt(self, num_tokens: int) -> jax.stages.Lowered:
+        program = partial(prompt_logprobs, self.structure)
+        in_specs = (specs_of(self.params), _REPLICATED, _REPLICATED)
+        sharded = self._sharded(program, in_specs, _REPLICATED, has_library_products=self.has_library_products)
+        return sharded.lower(self.params, self._hidden(num_tokens), self._shape((num_tokens,)))
+
+    def _lower_padding(self, shape: jax.ShapeDtypeStruct, num_rows: int) -> jax.stages.Lowered:
+        """Zeros at the end, up to `num_rows`."""
+        padding = (0, num_rows - shape.shape[0])
+        return jax.jit(lambda x: jnp.pad(x, (padding, (0, 0))), out_shardings=shape.sharding).lower(shape)
+
+    def _lower_set_row(self) -> jax.stages.Lowered:
+        state = ControlState(*[partition_spec(_VOCAB_AXES)] * 2)
+        program = self._sharded(set_control_row, (state, *[_REPLICATED] * 3), state, donate_argnums=0)
+        history = self._shape((self.vocab_size,))
+        bias = self._shape((self.vocab_size,), jnp.float32)
+        return program.lower(self.state_shapes, self._shape((1,)), history, bias)
+
+
+class Controls:
+    """Compiles on construction (`num_threads`: see `compiles.compile_all`); call `allocate` before anything else."""
+
+    def __init__(self, declared: ControlPrograms, num_threads: int = 0):
+        self._declared = declared
+        to_lower = declared.to_lower()
+        programs = compile_all((lower() for lower in to_lower.values()), len(to_lower), num_threads)
+        self._programs: dict[ProgramKey, jax.stages.Compiled] = dict(zip(to_lower, programs, strict=True))
+
+    @property
+    def device_bytes(self) -> int:
+        """What `allocate` takes on each device."""
+        return self._declared.resident_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What must be free on each device for any of them to run after a step."""
+        return self._declared.scratch_bytes({key: added_bytes(program) for key, program in self._programs.items()})
+
+    def allocate(self) -> None:
+        """Takes the memory for the state, and waits for it."""
+        self._state = self._programs["allocate", 0]()
+        # What rows without a grammar may take: all. Kept on the devices, so that it need not travel every step.
+        self._no_masks = {size: self._programs["no masks", size]() for size in self._declared.sampler_sizes}
+        jax.block_until_ready((self._state, self._no_masks))
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        for array in (*self._state, *self._no_masks.values()):
+            array.delete()
+
+    def set_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
+        """Dispatches what is to be known of an adjusted request."""
+        padding = (0, self._declared.vocab_size - len(history))
+        history, bias = np.pad(history, padding), np.pad(bias, padding)
+        self._state = self._programs["set row", 0](self._state, np.array([row], np.int32), history, bias)
+
+    def sample(
+        self, packed: np.ndarray, logits: jax.Array, last_tokens: jax.Array, masks: np.ndarray | None
+    ) -> tuple[jax.Array, Sampled[jax.Array]]:
+        """Dispatches the sampling of a step. Returns the next table of last tokens; `last_tokens` is consumed.
+
+        `masks` are of the plan's first requests, or of all; None: every token is allowed.
+        """
+        size = next_size(self._declared.sampler_sizes, len(logits))
+        if masks is not None:
+            padding = (0, size - len(masks))
+            masks = np.pad(masks, (padding, (0, 0)), constant_values=2**WORD_BITS - 1)
+        self._state, last_tokens, sampled = self._programs["sample", size](
+            self._state,
+            last_tokens,
+            self._padded("pad logits", logits),
+            packed,
+            self._no_masks[size] if masks is None else masks,
+        )
+        _copy_to_host_async(sampled)
+        return last_tokens, sampled
+
+    def prompt_logprobs(self, params: nnx.State, hidden: jax.Array, targets: np.ndarray) -> Logprobs[jax.Array]:
+        """Dispatches the log-probabilities of the prompt tokens [T] that follow a step's; those of -1 mean nothing."""
+        num_tokens = len(targets)
+        size = next_size(self._declared.prompt_sizes, num_tokens)
+        targets = np.pad(targets, (0, size - num_tokens), constant_values=-1)
+        found = self._programs["prompt", size](params, self._padded("pad hidden", hidden), targets)
+        _copy_to_host_async(found)
+        return found
+
+    def _padded(self, kind: str, x: jax.Array) -> jax.Array:
+        """As it is where its size is one that programs exist in."""
+        program = self._programs.get((kind, len(x)))
+        return program(x) if program is not None else x
+
+
+def _copy_to_host_async(tree: Any) -> None:
+    for array in jax.tree.leaves(tree):
+        array.copy_to_host_async()

@@ -1,0 +1,204 @@
+"""Sampling that looks at more than a row's logits, and log-probabilities: programs of their own, after the step's.
+
+Step 7 of 10, where a row asks for it. In: the logits of a step, and what the host says of its rows (`control_batch`).
+Out: its tokens again, now under penalties, bias, bans and masks, and their log-probabilities.
+
+    run (forward; samples as if nobody wanted more)  ->  sample (here; its tokens replace the step's)
+
+Both are dispatched one behind the other; steps whose rows want nothing of this consist of the first alone, which knows
+nothing of the second but that its logits are an output. So only the head of a controlled step waits for the host: the
+layers of step k+1 run while the host makes what depends on the token of step k, a grammar's mask, and `sample` comes
+when it is there.
+
+A mask says which tokens a request may take in this step: `masks[i]` is for the i-th request of the plan (its decodes,
+then its prefill chunks), ceil(V / 32) words of uint32, token t in bit t % 32 of word t // 32. Rows without a grammar
+are all ones. Where a mask leaves no token the first one of the vocabulary is taken.
+
+State: the history and the bias of each running request, token by token, sharded like the vocabulary. A row is written
+when a request that needs it gets its row (`ControlRow`), and counts its tokens itself from then on.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshserve.sharding.mesh import TENSOR_AXIS
+
+from ..api.request import MAX_LOGPROBS
+from .control_batch import (
+    ADJUSTS,
+    COUNT,
+    ENDS,
+    IN_PROMPT,
+    MUST_GO_ON,
+    SAMPLES,
+    WORD_BITS,
+    ControlShape,
+    Logprobs,
+    Sampled,
+)
+from .sampling import SamplingBatch, local_token_ids
+
+_CHUNK_TOKENS = 128  # of the vocabulary, whose largest logit stands for them in the search for the top ones
+_BLOCK_TOKENS = 64  # of a prompt, whose logits exist at the same time
+
+Leaf = TypeVar("Leaf")
+
+
+class ControlState(NamedTuple, Generic[Leaf]):
+    """What adjusted rows keep on the devices. Its leaves are arrays, or what describes them."""
+
+    history: Leaf  # [max_running, V] int32, see `control_batch`
+    bias: Leaf  # [max_running, V] float32
+
+
+def sample_controlled(
+    state: ControlState[jax.Array],
+    last_tokens: jax.Array,
+    logits: jax.Array,
+    packed: jax.Array,
+    masks: jax.Array,
+    *,
+    shape: ControlShape,
+    vocab_size: int,
+    choose: Callable[[jax.Array, SamplingBatch, jax.Array], jax.Array],
+) -> tuple[ControlState[jax.Array], jax.Array, Sampled[jax.Array]]:
+    """Samples a step's rows anew, written per shard.
+
+    Args:
+      state, last_tokens: consumed; the next ones are returned.
+      logits: [B, V / shards] float32, of the step.
+      packed: see `ControlShape.fields`.
+      masks: [B, ceil(V / 32)] uint32, the same on every shard.
+      choose: `sampling.sample`, of logits, parameters and mode.
+    """
+    fields = {name: packed[place] for name, place in shape.fields.items()}
+    rows, flags = fields["rows"], fields["flags"]
+    token_ids = local_token_ids(logits.shape[1])
+    history = state.history.at[rows].get(mode="clip")
+    adjusted = _adjust(logits, history, state.bias.at[rows].get(mode="clip"), fields)
+    allowed = jnp.where((flags & ADJUSTS != 0)[:, None], adjusted, logits)
+    allowed = jnp.where(_local_bits(masks, logits.shape[1]), allowed, -jnp.inf)
+    params = SamplingBatch(
+        temperature=_float(fields["temperature"]),
+        top_p=_float(fields["top_p"]),
+        top_k=fields["top_k"],
+        min_p=_float(fields["min_p"]),
+        seed_low=jax.lax.bitcast_convert_type(fields["seed_low"], jnp.uint32),
+        seed_high=jax.lax.bitcast_convert_type(fields["seed_high"], jnp.uint32),
+        position=fields["sample_position"],
+    )
+    tokens = choose(allowed, params, fields["mode"][0])
+    logprobs = jax.lax.cond(
+        fields["has_logprobs"][0] != 0,
+        partial(_logprobs, vocab_size=vocab_size),
+        lambda logits, tokens: _no_logprobs(tokens, vocab_size),
+        logits,
+        tokens,
+    )
+    is_here = (tokens >= token_ids[0]) & (tokens <= token_ids[-1])
+    counts = (flags & SAMPLES != 0) & (flags & ADJUSTS != 0) & is_here
+    column = jnp.where(counts, tokens - token_ids[0], logits.shape[1])  # else outside, and dropped
+    history = state.history.at[rows, column].add(1, mode="drop")
+    last_tokens = last_tokens.at[rows].set(tokens, mode="drop")
+    return ControlState(history, state.bias), last_tokens, Sampled(tokens, logprobs)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _adjust(logits: jax.Array, history: jax.Array, bias: jax.Array, fields: Mapping[str, jax.Array]) -> jax.Array:
+    """Bias and bans, then repetition penalty, then the others, as vLLM has them. All [B, V / shards]."""
+    must_go_on = fields["flags"] & MUST_GO_ON != 0
+    logits = jnp.where(must_go_on[:, None] & (history & ENDS != 0), -jnp.inf, logits + bias)
+    count = history & COUNT
+    repetition = _float(fields["repetition_penalty"])[:, None]
+    repeated = jnp.where(logits > 0.0, logits / repetition, logits * repetition)
+    logits = jnp.where((history & IN_PROMPT != 0) | (count > 0), repeated, logits)
+    frequency, presence = _float(fields["frequency_penalty"])[:, None], _float(fields["presence_penalty"])[:, None]
+    return logits - frequency * count.astype(jnp.float32) - presence * (count > 0)
+
+
+def _local_bits(words: jax.Array, num_local: int) -> jax.Array:
+    """This shard's part of bits that stand in words for the whole vocabulary: [B, V / shards] bool."""
+    num_words = num_local // WORD_BITS + 2  # a shard may begin and end within a word
+    first = jax.lax.axis_index(TENSOR_AXIS) * num_local
+    padded = jnp.pad(words, ((0, 0), (0, num_words + jax.lax.axis_size(TENSOR_AXIS))))
+    local = jax.lax.dynamic_slice_in_dim(padded, first // WORD_BITS, num_words, axis=1)
+    bits = (local[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)) & 1 != 0
+    return jax.lax.dynamic_slice_in_dim(bits.reshape(len(words), -1), first % WORD_BITS, num_local, axis=1)
+
+
+def _logprobs(logits: jax.Array, tokens: jax.Array, *, vocab_size: int) -> Logprobs[jax.Array]:
+    """Of the given tokens [B], and the likeliest, from this shard's logits [B, V / shards]."""
+    token_ids = local_token_ids(logits.shape[1])
+    logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
+    highest = jax.lax.pmax(logits.max(axis=1), TENSOR_AXIS)
+    total = jax.lax.psum(jnp.exp(logits - highest[:, None]).sum(axis=1), TENSOR_AXIS)
+    chosen = jnp.where(token_ids == tokens[:, None], logits, 0.0).sum(axis=1)
+    log_total = highest + jnp.log(total)
+    top_ids, top = _top(logits, token_ids, min(MAX_LOGPROBS, vocab_size))
+    return Logprobs(jax.lax.psum(chosen, TENSOR_AXIS) - log_total, top_ids, top - log_total[:, None])
+
+
+def _no_logprobs(tokens: jax.Array, vocab_size: int) -> Logprobs[jax.Array]:
+    shape = (*tokens.shape, min(MAX_LOGPROBS, vocab_size))
+    return Logprobs(jnp.zeros(tokens.shape), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+
+
+def _top(logits: jax.Array, token_ids: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
+    """Ids and values [B, num_top] of each row's largest logits over all shards, the lowest id first among equals.
+
+    Exact without sorting the vocabulary: the `num_top` largest lie in the `num_top` chunks with the largest maxima.
+    """
+    num_rows, num_local = logits.shape
+    logits = jnp.where(logits == 0.0, 0.0, logits)  # top_k puts -0.0 below 0.0
+    num_chunks = -(-num_local // _CHUNK_TOKENS)
+    padding = (0, num_chunks * _CHUNK_TOKENS - num_local)
+    chunks = jnp.pad(logits, ((0, 0), padding), constant_values=-jnp.inf).reshape(num_rows, num_chunks, _CHUNK_TOKENS)
+    ids = jnp.pad(token_ids, padding).reshape(num_chunks, _CHUNK_TOKENS)
+    _, found = jax.lax.top_k(chunks.max(axis=2), min(num_top, num_chunks))
+    found = jnp.sort(found, axis=1)  # equals stay in order of their ids
+    values = jnp.take_along_axis(chunks, found[:, :, None], axis=1).reshape(num_rows, -1)
+    values, index = jax.lax.top_k(values, min(num_top, values.shape[1]))
+    local_ids = jnp.take_along_axis(ids[found].reshape(num_rows, -1), index, axis=1)
+    values = jax.lax.all_gather(values, TENSOR_AXIS, axis=1, tiled=True)
+    local_ids = jax.lax.all_gather(local_ids, TENSOR_AXIS, axis=1, tiled=True)
+    values, index = jax.lax.top_k(values, num_top)
+    return jnp.take_along_axis(local_ids, index, axis=1), values
+
+
+def prompt_logprobs(
+    structure: nnx.GraphDef, params: nnx.State, hidden: jax.Array, targets: jax.Array
+) -> Logprobs[jax.Array]:
+    """Of the tokens `targets` [T] after a step's tokens, whose hidden states are [T, D] (`model.Forward`); written per
+    shard."""
+    model = nnx.merge(structure, params)
+    hidden = model.after_last_mlp(hidden)
+    num_tokens = len(targets)
+    block = min(num_tokens, _BLOCK_TOKENS)
+    padding = (0, -num_tokens % block)
+    hidden = jnp.pad(hidden, (padding, (0, 0))).reshape(-1, block, hidden.shape[1])
+    blocks = jnp.pad(targets, padding).reshape(-1, block)
+
+    def of_block(block: tuple[jax.Array, jax.Array]) -> Logprobs[jax.Array]:
+        return _logprobs(model.logits(block[0]), block[1], vocab_size=model.config.vocab_size)
+
+    found = jax.lax.map(of_block, (hidden, blocks))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
+
+
+def set_control_row(
+    state: ControlState[jax.Array], row: jax.Array, history: jax.Array, bias: jax.Array
+) -> ControlState[jax.Array]:
+    """The state with one row new, written per shard. `row` [1] is its index; history and bias are of the padded
+    vocabulary [V], the same on every shard."""
+    num_local = state.history.shape[1]
+    first = jax.lax.axis_index(TENSOR_AXIS) * num_local
+    parts = [jax.lax.dynamic_slice_in_dim(whole, first, num_local) for whole in (history, bias)]
+    return ControlState(*(array.at[row[0]].set(part) for array, part in zip(state, parts, strict=True)))

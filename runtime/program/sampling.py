@@ -1,0 +1,256 @@
+"""Choosing the next token from logits that lie in vocabulary shards.
+
+Step 7 of 10. In: float32 logits of this shard's vocabulary. Out: one token a row, the same on every shard.
+
+The logits are never gathered. Top-k and top-p find the one logit value that separates kept from dropped tokens by a
+search over the bits of its float, four bits a round, with one small `psum` a round: exact for every k and p, no sort.
+Where one GPU has the whole vocabulary, a kernel searches (`kernels.sampling`).
+Tokens whose logit equals the threshold are all kept. Sampling is the Gumbel-max trick; its noise comes from a counter
+(request seed, position, token id), so a token depends neither on the batch, nor the step, nor the number of shards.
+
+The host knows what the rows of a step want, and says so in one number (`SamplingMode`): the program has one flat
+switch, or is made for one mode. What needs a row's earlier tokens, masks or log-probabilities is a program of its own:
+`controls`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from meshserve.kernels.sampling import FindFloor
+from meshserve.sharding.collectives import Exchange, all_gather
+from meshserve.sharding.mesh import TENSOR_AXIS
+
+from ..api.request import SamplingMode
+
+_DIGIT_BITS = 4
+_THREEFRY_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_THREEFRY_PARITY = 0x1BD11BDA
+_MIN_TEMPERATURE = 1e-30  # greedy in all but name; logits divided by less overflow
+
+
+class SamplingBatch(NamedTuple):
+    """One set of parameters a row, each [B]. See `request.SamplingParams` for their meaning."""
+
+    temperature: jax.Array  # float32; 0 is greedy
+    top_p: jax.Array  # float32
+    top_k: jax.Array  # int32; 0 is off
+    min_p: jax.Array  # float32; 0 is off
+    seed_low: jax.Array  # uint32
+    seed_high: jax.Array  # uint32
+    position: jax.Array  # int32: of the token to be sampled
+
+
+# logits [B, V / shards], and their rows' parameters -> the least key [B] uint32 (see `_sortable`) of the kept tokens
+_Floor = Callable[[jax.Array, SamplingBatch], jax.Array]
+
+
+def sample(
+    logits: jax.Array,
+    params: SamplingBatch,
+    mode: jax.Array | SamplingMode,
+    *,
+    vocab_size: int,
+    is_unrolled: bool,
+    exchange: Exchange = all_gather,
+    find_floor: FindFloor | None = None,
+) -> jax.Array:
+    """One token a row. Call inside `shard_map`.
+
+    Args:
+      logits: [B, V / shards] float32, this shard's part of the padded vocabulary.
+      params: per row.
+      mode: a `SamplingMode` that is enough for every row; a row's token does not depend on it. An int32 array: the
+        program has them all and chooses on the device.
+      vocab_size: of the model; padding beyond it is never chosen.
+      is_unrolled: write out the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
+      exchange: tells the shards each other's best token.
+      find_floor: a kernel that does the searches where one shard has the whole vocabulary.
+
+    Returns:
+      [B] int32 token ids, equal on every shard. Greedy rows take the largest logit, the lowest id among equals.
+    """
+    token_ids = local_token_ids(logits.shape[1])
+    if logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
+        logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
+
+    def best_of(floor: _Floor | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+        def best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+            scores = logits if floor is None else _random_scores(logits, params, token_ids, floor)
+            index = jnp.argmax(scores, axis=1)
+            return jnp.take_along_axis(scores, index[:, None], axis=1)[:, 0], token_ids[0] + index.astype(jnp.int32)
+
+        return best
+
+    top_p: _Floor = partial(_top_p_floor, is_unrolled=is_unrolled)
+    all_filters: _Floor = partial(_floor_of_all, is_unrolled=is_unrolled)
+    if find_floor is not None and jax.lax.axis_size(TENSOR_AXIS) == 1:
+        top_p = all_filters = _by_kernel(find_floor, logits, params, is_chosen_later=not isinstance(mode, SamplingMode))
+    floors: dict[SamplingMode, _Floor | None] = {
+        SamplingMode.GREEDY: None,
+        SamplingMode.RANDOM: _no_floor,
+        SamplingMode.TOP_P: top_p,
+        SamplingMode.FILTERED: all_filters,
+    }
+    if isinstance(mode, SamplingMode):
+        score, token_id = best_of(floors[mode])(logits)
+    else:
+        score, token_id = jax.lax.switch(mode, [best_of(floors[mode]) for mode in SamplingMode], logits)
+    return _best_of_shards(score, token_id, exchange)
+
+
+def local_token_ids(num_local: int) -> jax.Array:
+    """The ids of this shard's part of the vocabulary."""
+    return jax.lax.axis_index(TENSOR_AXIS) * num_local + jnp.arange(num_local, dtype=jnp.int32)
+
+
+def _temperature(params: SamplingBatch) -> jax.Array:
+    """What logits are divided by [B]; of greedy rows anything."""
+    return jnp.where(params.temperature > 0.0, jnp.maximum(params.temperature, _MIN_TEMPERATURE), 1.0)
+
+
+def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, floor: _Floor) -> jax.Array:
+    """Scores whose largest is a sample: greedy rows keep their logits, tokens below the floor get -inf."""
+    scaled = logits / _temperature(params)[:, None]
+    is_kept = _sortable(logits) >= floor(logits, params)[:, None]
+    drawn = jnp.where(is_kept, scaled + _gumbel(params, token_ids), -jnp.inf)
+    return jnp.where((params.temperature > 0.0)[:, None], drawn, logits)
+
+
+def _no_floor(logits: jax.Array, params: SamplingBatch) -> jax.Array:
+    return jnp.zeros(logits.shape[0], jnp.uint32)
+
+
+def _by_kernel(find_floor: FindFloor, logits: jax.Array, params: SamplingBatch, *, is_chosen_later: bool) -> _Floor:
+    """All filters by the kernel. Where the device chooses the mode it runs before, so that no branch holds a kernel:
+    for rows without filters it has nothing to do."""
+
+    def floor(logits: jax.Array, params: SamplingBatch) -> jax.Array:
+        return find_floor(
+            logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+        )
+
+    if not is_chosen_later:
+        return floor
+    found = floor(logits, params)
+    return lambda logits, params: found
+
+
+def _floor_of_all(logits: jax.Array, params: SamplingBatch, *, is_unrolled: bool) -> jax.Array:
+    """min-p, then top-k, then top-p of what is left."""
+    floor = _min_p_floor(logits, params)
+    floor = _top_k_floor(logits, params, floor, is_unrolled=is_unrolled)
+    return _top_p_floor(logits, params, floor, is_unrolled=is_unrolled)
+
+
+def _min_p_floor(logits: jax.Array, params: SamplingBatch) -> jax.Array:
+    """Rows keep the tokens that are at least `min_p` times as likely as the likeliest."""
+    return _sortable(_highest(logits) + _temperature(params) * jnp.log(params.min_p))
+
+
+def _top_k_floor(logits: jax.Array, params: SamplingBatch, floor: jax.Array, *, is_unrolled: bool) -> jax.Array:
+    """Of the tokens above a floor rows with top_k > 0 keep the k largest; fewer than k real tokens are all kept."""
+    keys = _sortable(logits)
+    is_counted = jnp.isfinite(logits) & (keys >= floor[:, None])
+    weights = is_counted.astype(jnp.float32)  # counts below 2^24 are exact
+    threshold = _threshold(keys, weights, params.top_k.astype(jnp.float32), is_unrolled=is_unrolled)
+    return jnp.where(params.top_k > 0, jnp.maximum(threshold, floor), floor)
+
+
+def _top_p_floor(
+    logits: jax.Array, params: SamplingBatch, floor: jax.Array | None = None, *, is_unrolled: bool
+) -> jax.Array:
+    """Of the tokens above a floor rows with top_p < 1 keep the smallest set of most likely ones that reaches p."""
+    floor = _no_floor(logits, params) if floor is None else floor
+    keys = _sortable(logits)
+    weights = jnp.exp((logits - _highest(logits)[:, None]) / _temperature(params)[:, None])
+    weights = jnp.where(keys >= floor[:, None], weights, 0.0)
+    target = params.top_p * jax.lax.psum(weights.sum(axis=1), TENSOR_AXIS)
+    target = jnp.maximum(target, jnp.finfo(jnp.float32).tiny)  # a p that underflows still keeps the most likely
+    threshold = _threshold(keys, weights, target, is_unrolled=is_unrolled)
+    return jnp.where(params.top_p < 1.0, jnp.maximum(threshold, floor), floor)
+
+
+def _highest(logits: jax.Array) -> jax.Array:
+    return jax.lax.pmax(logits.max(axis=1), TENSOR_AXIS)
+
+
+def _sortable(x: jax.Array) -> jax.Array:
+    """float32 -> uint32 in the same order; -0.0 equals 0.0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits & sign != 0, ~bits, bits | sign)
+
+
+def _threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, is_unrolled: bool) -> jax.Array:
+    """The largest key t of each row such that the weights of all keys >= t, over all shards, reach the target.
+
+    keys, weights [B, V / shards]; target [B] -> [B] uint32. 0 where rounding keeps even the whole row below the target.
+    """
+    digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
+    sums = _sums_in_one_pass if is_unrolled else _sums
+
+    def fix_digit(index: jax.Array, prefix: jax.Array) -> jax.Array:
+        shift = jnp.uint32(32 - _DIGIT_BITS) - jnp.uint32(_DIGIT_BITS) * index.astype(jnp.uint32)
+        candidates = prefix[:, None] | (digits << shift)  # [B, 15], ascending
+        # What is reached falls along the candidates: as many reach the target as the digit says.
+        reached = jax.lax.psum(sums(keys, weights, candidates), TENSOR_AXIS)
+        digit = (reached >= target).sum(axis=0, dtype=jnp.uint32)
+        return prefix | (digit << shift)
+
+    start = jnp.zeros(keys.shape[0], jnp.uint32)
+    return jax.lax.fori_loop(0, 32 // _DIGIT_BITS, fix_digit, start, unroll=is_unrolled)
+
+
+def _sums(keys: jax.Array, weights: jax.Array, candidates: jax.Array) -> jax.Array:
+    """The weights of each row's keys from each of its candidates on. [B, V], [B, V], [B, C] -> [C, B]."""
+    is_above = keys[:, None, :] >= candidates[:, :, None]
+    return jnp.where(is_above, weights[:, None, :], 0.0).sum(axis=2).T
+
+
+def _sums_in_one_pass(keys: jax.Array, weights: jax.Array, candidates: jax.Array) -> jax.Array:
+    """The same as one reduction of many values, of which a GPU's compiler makes one pass over the row, not C."""
+    columns = jnp.split(candidates, candidates.shape[1], axis=1)
+    above = [jnp.where(keys >= column, weights, 0.0) for column in columns]
+    sums = jax.lax.reduce(above, [jnp.float32(0.0)] * len(above), partial(jax.tree.map, jax.lax.add), dimensions=(1,))
+    return jnp.stack(sums)
+
+
+def _gumbel(params: SamplingBatch, token_ids: jax.Array) -> jax.Array:
+    """Standard Gumbel noise [B, V / shards], a function of (seed, position, token id) alone."""
+    shape = (params.position.shape[0], token_ids.shape[0])
+    position = jnp.broadcast_to(params.position.astype(jnp.uint32)[:, None], shape)
+    token = jnp.broadcast_to(token_ids.astype(jnp.uint32)[None, :], shape)
+    bits = threefry(params.seed_low[:, None], params.seed_high[:, None], position, token)
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-uniform))  # log1p keeps the resolution where the noise is large
+
+
+def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """The first word of Threefry-2x32 with 20 rounds (Salmon et al., 2011), elementwise over uint32 arrays.
+
+    Written out so that XLA fuses it with its use; jax's own primitive is a kernel of its own on GPUs.
+    """
+    keys = (key_low, key_high, key_low ^ key_high ^ jnp.uint32(_THREEFRY_PARITY))
+    x, y = low + keys[0], high + keys[1]
+    for group in range(5):
+        for rotation in _THREEFRY_ROTATIONS[group % 2]:
+            x = x + y
+            y = x ^ ((y << jnp.uint32(rotation)) | (y >> jnp.uint32(32 - rotation)))
+        x = x + keys[(group + 1) % 3]
+        y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x
+
+
+def _best_of_shards(score: jax.Array, token_id: jax.Array, exchange: Exchange) -> jax.Array:
+    """The token of each row's largest score [B] over all shards; the lowest id among equals."""
+    if jax.lax.axis_size(TENSOR_AXIS) == 1:
+        return token_id
+    packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), token_id], axis=1)
+    shards = exchange(packed)  # [shards, B, 2]: one small collective
+    scores = jax.lax.bitcast_convert_type(shards[:, :, 0], jnp.float32)
+    winner = jnp.argmax(scores, axis=0)  # the first among equals: shards stand in order of token id
+    return jnp.take_along_axis(shards[:, :, 1], winner[None, :], axis=0)[0]

@@ -1,0 +1,150 @@
+"""The requests that hold a row and pages. Serves step 4 of 10: the scheduler says who, this says which.
+
+In: requests that are placed, grow, and give back. Out: their `row` and `pages`, and pages published for others.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
+
+from ..api.request import Request
+from .limits import SchedulerLimits
+from .page_allocator import PageAllocator
+from .page_keys import extend_page_keys
+
+_NEVER = 2**62  # tokens
+_rank_of = attrgetter("rank")
+
+
+class Running:
+    """Running requests in order of rank, the first first."""
+
+    def __init__(self, limits: SchedulerLimits, pages: PageAllocator):
+        self._limits = limits
+        self._pages = pages
+        self._requests: list[Request] = []
+        self._free_rows = list(range(limits.max_running))  # a heap
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """As they are now: the caller may place and release while it looks."""
+        return iter(tuple(self._requests))
+
+    @property
+    def last(self) -> Request:
+        return self._requests[-1]
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    def num_ahead_of(self, request: Request) -> int:
+        """How many running requests go before this one."""
+        return bisect_left(self._requests, request.rank, key=_rank_of)
+
+    def cached_pages(self, request: Request) -> list[int]:
+        """Pages from which a waiting request can start: all full ones but that of its last known token, which must be
+        computed to sample what follows. None if log-probabilities of the prompt are wanted: it must be computed."""
+        if not self._limits.has_prefix_cache or request.num_prompt_logprobs_left:
+            return []
+        num_pages = (request.num_known_tokens - 1) // self._limits.page_size
+        extend_page_keys(request, self._limits.page_size, num_pages)
+        return self._pages.match(request.page_keys[:num_pages])
+
+    def has_room(self, request: Request, cached: Collection[int]) -> bool:
+        """Whether a row is free, and pages for all the request's known tokens.
+
+        One page is spared for every running request, or its next tokens would soon take the newcomer's.
+        """
+        num_taken = self._num_new_pages(request, cached) + self._pages.num_kept_of(cached)
+        return bool(self._free_rows) and num_taken + len(self._requests) <= self._pages.num_free_pages
+
+    def could_have_room(self, request: Request, cached: Collection[int]) -> bool:
+        """Whether there would be room if all running requests behind this one gave way."""
+        ahead = self._requests[: self.num_ahead_of(request)]
+        if len(ahead) == len(self._requests):
+            return False
+        num_needed = self._num_new_pages(request, cached) + len(ahead)
+        num_behind = sum(len(other.pages) for other in self._requests[len(ahead) :])
+        if num_needed > self._pages.num_free_pages + num_behind:
+            return False  # even if nobody shared any of them; the sets below take milliseconds
+        untouchable = set(cached).union(*(other.pages for other in ahead))
+        return num_needed + len(untouchable) <= self._pages.num_pages
+
+    def place(self, request: Request, cached: Sequence[int]) -> None:
+        """Gives a waiting request, which has room, its row and its pages; `cached` are the first of them."""
+        num_new_pages = self._num_new_pages(request, cached)
+        self._pages.hold(cached)
+        request.pages = [*cached]
+        self.assign(request, self._pages.allocate(num_new_pages))
+        request.row = heapq.heappop(self._free_rows)
+        request.num_prefill_tokens = request.num_known_tokens
+        request.num_computed_tokens = len(cached) * self._limits.page_size
+        request.num_published_pages = len(cached)
+        has_cache = self._limits.has_prefix_cache
+        if has_cache:
+            extend_page_keys(request, self._limits.page_size, request.num_known_tokens // self._limits.page_size)
+        request.publish_at_tokens = (len(cached) + 1) * self._limits.page_size if has_cache else _NEVER
+        insort(self._requests, request, key=_rank_of)
+
+    def assign(self, request: Request, pages: Sequence[int]) -> None:
+        """More pages for a running request."""
+        request.pages += pages
+        request.num_page_positions = len(request.pages) * self._limits.page_size
+
+    def shrink(self, request: Request) -> None:
+        """Takes the pages behind those that a running request needs now; it had them for drafts that do not hold."""
+        num_pages = self._limits.num_pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
+        self._pages.free(request.pages[num_pages:])
+        del request.pages[num_pages:]
+        self.assign(request, [])
+
+    def release(self, request: Request) -> None:
+        """Takes a running request's pages and row. What is full stays in the cache until the room is needed."""
+        self.publish(request)
+        del self._requests[self.num_ahead_of(request)]
+        self._pages.free(request.pages)
+        request.pages = []
+        request.num_page_positions = request.num_published_pages = 0
+        request.num_computed_tokens = request.num_prefill_tokens = 0
+        assert request.row is not None, request.request_id
+        heapq.heappush(self._free_rows, request.row)
+        request.row = None
+
+    def publish(self, request: Request) -> None:
+        """Lets others share the pages whose tokens are all known, and computed or about to be by a planned step."""
+        num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+        if num_tokens < request.publish_at_tokens:
+            return
+        page_size = self._limits.page_size
+        num_pages = num_tokens // page_size
+        extend_page_keys(request, page_size, num_pages)
+        for index in range(request.num_published_pages, num_pages):
+            self._pages.publish(request.pages[index], request.page_keys[index])
+        request.num_published_pages = num_pages
+        request.publish_at_tokens = (num_pages + 1) * page_size
+
+    def audit(self) -> None:
+        """Proves the invariants of rows and pages; AssertionError names the fault. O(requests + pages)."""
+        ranks = [request.rank for request in self._requests]
+        assert ranks == sorted(set(ranks)), "running requests are not in order of rank"
+        rows = sorted([request.row for request in self._requests if request.row is not None] + self._free_rows)
+        assert rows == list(range(self._limits.max_running)), f"rows in use and free together are {rows}"
+        for request in self._requests:
+            name = f"request {request.request_id}"
+            num_pages = self._limits.num_pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
+            assert len(request.pages) == num_pages, f"{name} holds {len(request.pages)} pages, needs {num_pages}"
+            assert request.num_page_positions == num_pages * self._limits.page_size, f"{name} miscounts its pages"
+            num_left = request.num_tokens - request.num_computed_tokens
+            num_prefill_left = request.num_prefill_tokens - request.num_computed_tokens
+            assert num_left == max(num_prefill_left, 1), f"{name} lacks {num_left} tokens, {num_prefill_left} prefill"
+            num_safe_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+            is_safe = request.num_published_pages * self._limits.page_size <= num_safe_tokens
+            assert is_safe, f"{name} shares {request.num_published_pages} pages, but has {num_safe_tokens} safe tokens"
+        self._pages.audit(request.pages for request in self._requests)
+
+    def _num_new_pages(self, request: Request, cached: Collection[int]) -> int:
+        return self._limits.num_pages_for(request.num_known_tokens) - len(cached)

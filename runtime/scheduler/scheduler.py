@@ -1,0 +1,439 @@
+"""Step 4 of 10: who computes what in the next step. In: queues, pages, limits. Out: StepPlan.
+
+Pure decision: no jax, no clock, no I/O; the same calls give the same plans. The engine plans one step ahead:
+
+    plan k+1  (step k still runs)  ->  dispatch k+1  ->  collect the tokens of step k  ->  account(k)
+
+so a plan counts the tokens in flight (`Request.num_pending_tokens`) without knowing their ids. Pages and rows that a
+request loses are handed on at once, although a step in flight may still write to them: the device runs steps in order,
+so the new owner's writes come later. For the same reason a page may be shared as soon as the step that fills it is
+planned and the host knows its tokens.
+
+One order rules everything, the rank: moment of arrival, less `priority_seconds` for each step of priority. It never
+changes while a request lives. Admission takes the first in rank; whoever lacks pages or a row takes them from the last
+in rank, if that one stands behind it. Hence the first of all never gives way, and its need was checked against the
+whole cache: every plan makes progress. docs/scheduling.md has the proof and the knobs.
+"""
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+from ..api.errors import InvalidRequestError, QueueFullError
+from ..api.request import FinishReason, Request
+from .limits import SchedulerLimits
+from .pace import Pace
+from .page_allocator import PageAllocator
+from .prompt_lookup import Drafter
+from .ranked_queue import RankedQueue
+from .running import Running
+from .speculation import Speculation
+from .step_plan import Admission, Chunk, Draft, Progress, StepPlan
+
+
+class Scheduler:
+    """Decides; owns the scheduling fields of every Request from `add` until its last step in flight is accounted.
+
+    The counts are since the start. A wasted token was sampled for a request that had ended by the time the host saw it.
+    """
+
+    def __init__(self, limits: SchedulerLimits, pages: PageAllocator, eos_token_ids: frozenset[int]):
+        self.limits = limits
+        self.num_preemptions = 0
+        self.num_wasted_tokens = 0
+        self.num_refused = 0  # samples that found the queue full
+        self.num_expired = 0  # requests whose deadline passed, or could not be met any more
+        self._pages = pages
+        self._eos_token_ids = eos_token_ids
+        self._requests: dict[Request, None] = {}  # the unfinished ones, in order of arrival
+        self._running = Running(limits, pages)
+        self.speculation = Speculation(limits, pages, self._running) if limits.draft_tokens else None
+        self._waiting: RankedQueue[tuple[float, int]] = RankedQueue()
+        self._leaving: set[Request] = set()  # have all their output in flight, and gave back pages and row
+        self._about_to_leave: list[Request] = []
+        self._deadlines: RankedQueue[float] = RankedQueue()
+        self._expired: list[Request] = []
+        self._arrivals = itertools.count()
+        self._pace = Pace()
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """The unfinished ones, in order of arrival."""
+        return self._requests.keys()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue. Preempted ones count, so this may exceed max_waiting by up to max_running."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished. Steps of finished requests may still be in flight."""
+        return bool(self._requests)
+
+    def add(self, *requests: Request) -> None:
+        """Puts new requests into the queue, all of them or none. Samples of one prompt come in one call.
+
+        Raises:
+          InvalidRequestError: one could never run under these limits, or they are more than the queue holds.
+          QueueFullError: there is no room for them in the queue now.
+        """
+        for request in requests:
+            assert not (request.num_computed_tokens or request.output_token_ids or request.is_finished), request
+            request.max_total_tokens = self.limits.max_total_tokens(request, self._pages.num_pages)
+        max_waiting = self.limits.max_waiting
+        if len(requests) > max_waiting:
+            raise InvalidRequestError("n", f"is {len(requests)}; this server queues {max_waiting} (max_waiting).")
+        self.check_room(requests[0].arrival_seconds, len(requests))
+        if not self._requests:
+            self._rest()
+        if not self.num_waiting:
+            self._pace.queue_began(requests[0].arrival_seconds)
+        for request in requests:
+            head_start = request.priority * self.limits.priority_seconds
+            request.rank = (request.arrival_seconds - head_start, next(self._arrivals))
+            self._requests[request] = None
+            self._waiting.push(request.rank, request)
+            if request.deadline_seconds < math.inf:
+                self._deadlines.push(request.deadline_seconds, request)
+
+    def drafter(self, request: Request) -> Drafter | None:
+        """What a new request is to guess its tokens with, if it is; made before `add`, as that takes a while."""
+        return self.speculation.drafter(request) if self.speculation is not None else None
+
+    def check_room(self, now: float, num_requests: int = 1) -> None:
+        """Raises:
+        QueueFullError: the queue has no room for so many more. They count as refused."""
+        max_waiting, num_waiting = self.limits.max_waiting, len(self._waiting)
+        if num_waiting + num_requests > max_waiting:
+            self.num_refused += num_requests
+            message = f"{num_waiting} requests wait; this server queues {max_waiting} (max_waiting). Retry later."
+            raise QueueFullError(message, self._pace.retry_seconds(now, num_waiting))
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Decides the next step and books it: tokens count as computed, pages and rows are assigned.
+
+        Returns None when nothing can run: no request, or all wait for tokens in flight to be accounted. Costs
+        O(running), whatever the queue holds. Requests that it ends for their deadline are left for `take_expired`.
+        """
+        self._let_leave()
+        while (late := self._deadlines.first) is not None and late.deadline_seconds <= now:
+            self._expire(late, now)
+        draft = Draft(now=now, num_tokens_left=self.limits.max_step_tokens)
+        prefilling = self._plan_decodes(draft)
+        draft.num_tokens_left -= len(draft.decodes)
+        if draft.decodes and self.limits.max_prefill_tokens:
+            draft.num_tokens_left = min(draft.num_tokens_left, self.limits.max_prefill_tokens)
+        for request in prefilling:
+            self._admit(draft, ahead_of=request)
+            if request.row is not None:
+                self._plan_prefill(request, draft)
+        self._admit(draft, ahead_of=None)
+        self._fit(draft)
+        prefills = draft.single_prefills + draft.long_prefills
+        if not prefills and not draft.decodes:
+            return None
+        for chunk in prefills:
+            self._running.publish(chunk.request)
+        drafts = self.speculation.extend(draft) if self.speculation is not None else []
+        if drafts:
+            num_steps, lengths = 1, [1 + len(tokens) for tokens in drafts]
+        else:
+            num_steps, lengths = (1, []) if prefills else self._widen(draft)
+        return StepPlan(
+            decodes=draft.decodes,
+            starts=draft.starts,
+            prefills=prefills,
+            num_steps=num_steps,
+            drafts=drafts,
+            decode_lengths=lengths,
+            num_sitting_out=draft.num_sitting_out,
+            planned_seconds=now,
+            admitted=draft.admitted,
+            preempted=draft.preempted,
+        )
+
+    def take_expired(self) -> list[Request]:
+        """Requests that `plan` has ended for their deadline since the last call."""
+        expired, self._expired = self._expired, []
+        return expired
+
+    def _plan_decodes(self, draft: Draft) -> list[Request]:
+        """One token for everyone who can decode. Returns the requests that are still in their prefill, by rank.
+
+        The last in rank does not give way to itself: if it lacks a page it keeps what it has and sits out this step.
+        """
+        decodes, starts, about_to_leave = draft.decodes, draft.starts, self._about_to_leave
+        prefilling = []
+        for request in self._running:
+            if request.row is None:
+                break  # it gave way to one before it, and so did all that follow
+            start = request.num_computed_tokens
+            if start < request.num_prefill_tokens:
+                prefilling.append(request)
+                continue
+            if request.num_drafts:
+                draft.num_sitting_out += 1
+                continue
+            if start == request.num_page_positions and not self._grow(request, draft):
+                break
+            request.num_computed_tokens = end = start + 1
+            request.num_pending_tokens += 1
+            decodes.append(request)
+            starts.append(start)
+            if end + 1 == request.max_total_tokens:
+                about_to_leave.append(request)
+        return [request for request in prefilling if request.row is not None]
+
+    def _grow(self, request: Request, draft: Draft) -> bool:
+        """One more page for a running request, if need be from others behind it; False if it is itself the last."""
+        while not self._pages.num_free_pages:
+            if self._running.last is request:
+                return False
+            self._preempt_last(draft)
+        self._running.assign(request, self._pages.allocate(1))
+        return True
+
+    def _widen(self, draft: Draft) -> tuple[int, list[int]]:
+        """Several decode steps in this dispatch, if nothing waits and pages allow it. (steps, steps of each decode)"""
+        num_steps = self.limits.max_decode_steps
+        is_alone = not self._waiting and len(draft.decodes) == len(self._running)
+        if num_steps == 1 or not is_alone or any(request.is_controlled for request in draft.decodes):
+            return 1, []
+        lengths = [
+            min(num_steps, request.max_total_tokens - 1 - start)
+            for request, start in zip(draft.decodes, draft.starts, strict=True)
+        ]
+        num_steps = max(lengths)
+        short = [
+            request
+            for request, start, length in zip(draft.decodes, draft.starts, lengths, strict=True)
+            if start + length > request.num_page_positions
+        ]
+        if num_steps == 1 or len(short) > self._pages.num_free_pages:
+            return 1, []
+        for request, page in zip(short, self._pages.allocate(len(short)), strict=True):
+            self._running.assign(request, [page])
+        for request, length in zip(draft.decodes, lengths, strict=True):
+            request.num_computed_tokens += length - 1
+            request.num_pending_tokens += length - 1
+            if length > 1 and request.num_computed_tokens + 1 == request.max_total_tokens:
+                self._about_to_leave.append(request)
+        return self.limits.max_decode_steps, lengths
+
+    def _plan_prefill(self, request: Request, draft: Draft) -> None:
+        """As much of a request's known tokens as the budget allows. Its pages were assigned on admission."""
+        if not draft.num_tokens_left:
+            return
+        start = request.num_computed_tokens
+        end = min(request.num_prefill_tokens, start + draft.num_tokens_left)
+        is_sampling = end == request.num_prefill_tokens
+        request.num_computed_tokens = end
+        request.num_pending_tokens += is_sampling
+        draft.add_prefill(Chunk(request, start, end - start, is_sampling))
+        page_size = self.limits.page_size
+        draft.page_keys.update(request.page_keys[start // page_size : self.limits.num_pages_for(end)])
+        if is_sampling and end + 1 == request.max_total_tokens:
+            self._about_to_leave.append(request)
+
+    def _fit(self, draft: Draft) -> None:
+        """Leaves the end of the last chunk to the next step where this one would be padded by more than that."""
+        below, above = self.limits.sizes_around(draft.num_tokens)
+        surplus = draft.num_tokens - below
+        if below and surplus < above - draft.num_tokens and draft.long_prefills:
+            request, start, num_tokens, is_sampling = draft.long_prefills[-1]
+            if num_tokens > surplus + 1:
+                draft.long_prefills[-1] = Chunk(request, start, num_tokens - surplus, False)
+                draft.num_tokens_left += surplus
+                request.num_computed_tokens -= surplus
+                request.num_pending_tokens -= is_sampling
+
+    def _admit(self, draft: Draft, ahead_of: Request | None) -> None:
+        """Starts waiting requests in order of rank, those that go before `ahead_of`, while the budget lasts and room
+        can be made for them. Nobody overtakes: if the first must wait, all do."""
+        while (request := self._waiting.first) is not None:
+            if not draft.num_tokens_left and len(draft.decodes) < self.limits.max_step_tokens:
+                return  # were all of the budget decodes, one of them might give way
+            if ahead_of is not None and ahead_of.rank < request.rank:
+                return
+            if draft.preempted and draft.preempted[-1].rank <= request.rank:
+                return  # what was taken from a request must not go to one behind it, nor straight back
+            if request.num_pending_tokens:
+                return  # it gave way with a step in flight: what it must recompute is not known yet
+            if not self._running.has_free_row and self._running.last.rank < request.rank:
+                return
+            cached = self._running.cached_pages(request)
+            if self._is_too_late(request, len(cached), draft.now):
+                self._expire(request, draft.now)
+                continue
+            if self._is_coming(request, len(cached), draft) or not self._make_room(request, cached, draft):
+                return
+            self._place(request, cached, draft)
+            self._plan_prefill(request, draft)
+
+    def _is_coming(self, request: Request, num_cached_pages: int, draft: Draft) -> bool:
+        """Whether another request computes the page it would begin with in this very step: the next step can share it,
+        instead of computing it twice."""
+        if request.num_prompt_logprobs_left:
+            return False
+        num_shareable_pages = (request.num_known_tokens - 1) // self.limits.page_size
+        next_page_keys = request.page_keys[num_cached_pages : min(num_cached_pages + 1, num_shareable_pages)]
+        return not draft.page_keys.isdisjoint(next_page_keys)
+
+    def _make_room(self, request: Request, cached: list[int], draft: Draft) -> bool:
+        """A row and pages, if need be from running requests behind this one. False if that is not enough; then nobody
+        has lost anything."""
+        if self._running.has_room(request, cached):
+            return True
+        if not self._running.could_have_room(request, cached):
+            return False
+        while not self._running.has_room(request, cached):
+            self._preempt_last(draft)
+        return True
+
+    def _place(self, request: Request, cached: list[int], draft: Draft) -> None:
+        self._waiting.discard(request)
+        self._running.place(request, cached)
+        is_first = not request.num_preemptions
+        if is_first:
+            request.num_cached_tokens = request.num_computed_tokens
+        queue_seconds = draft.now - request.arrival_seconds if is_first else None
+        draft.admitted.append(Admission(request, len(cached), queue_seconds))
+
+    def preempt_all(self) -> None:
+        """Takes pages and rows from all running requests. Call it when no step is in flight."""
+        while len(self._running):
+            self._preempt(self._running.last)
+        self._rest()
+
+    def _rest(self) -> None:
+        """What passes before the next step is no time of a step."""
+        self._pace.rest()
+        if self.speculation is not None:
+            self.speculation.rest()
+
+    def _preempt_last(self, draft: Draft) -> None:
+        request = self._running.last
+        draft.undo_decode(request)
+        self._preempt(request)
+        draft.preempted.append(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Takes pages and row from a running request; it will compute its known tokens anew, or find them cached."""
+        self._running.release(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.push(request.rank, request)
+
+    def _let_leave(self) -> None:
+        """Requests whose whole output is in flight need neither pages nor row any more."""
+        for request in self._about_to_leave:
+            is_done = request.num_computed_tokens + 1 == request.max_total_tokens
+            if is_done and request.row is not None:  # else it has ended, or given way, in the meantime
+                self._running.release(request)
+                self._leaving.add(request)
+        self._about_to_leave.clear()
+
+    def _is_too_late(self, request: Request, num_cached_pages: int, now: float) -> bool:
+        """Whether not even its first token can be there before its deadline."""
+        num_tokens = request.num_known_tokens - num_cached_pages * self.limits.page_size
+        num_steps = -(-num_tokens // self.limits.max_step_tokens)
+        return request.deadline_seconds <= now + num_steps * self._pace.step_seconds
+
+    def _expire(self, request: Request, now: float) -> None:
+        self.finish(request, FinishReason.DEADLINE, now)
+        self._expired.append(request)
+
+    def accept(self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float) -> Sequence[Sequence[int | None]]:
+        """What to `account` for, of what a dispatch sampled: lists of one token a request, in their order. With drafts
+        the step was one; then each list has the next token of each request, None where it has no more.
+
+        Args:
+          sampled: for each step of the plan `num_samples` tokens.
+        """
+        return sampled if self.speculation is None else self.speculation.accept(plan, sampled, now)
+
+    def account(self, plan: StepPlan, sampled: Sequence[int | None], now: float, step: int = 0) -> list[Progress]:
+        """Books the tokens of a finished step. Call it once for everything that `accept` returns, in order.
+
+        Args:
+          sampled: one token a request, in the order of `plan.chunks`; those of requests that do not sample in this
+            step are ignored.
+        Returns: one entry for each request that is still wanted and got a token or its end, in the same order.
+          Requests that ended in the meantime are left out; their tokens are wasted.
+        """
+        assert len(sampled) == plan.num_requests, f"{len(sampled)} tokens for {plan.num_requests} requests"
+        if step == plan.num_steps - 1:  # with drafts the first of several
+            self._pace.step_ended(now, plan.num_steps)
+        progress: list[Progress] = []
+        decodes: Iterable[tuple[Request, int | None]] = zip(plan.decodes, sampled, strict=False)
+        if plan.decode_lengths:
+            decodes = [each for each, length in zip(decodes, plan.decode_lengths, strict=True) if step < length]
+        self._book(decodes, progress, now)
+        if plan.prefills:
+            prefills = zip(plan.prefills, sampled[len(plan.decodes) :], strict=True)
+            self._book([(chunk.request, token_id) for chunk, token_id in prefills if chunk.is_sampling], progress, now)
+        return progress
+
+    def _book(self, sampled: Iterable[tuple[Request, int | None]], progress: list[Progress], now: float) -> None:
+        eos_token_ids = self._eos_token_ids
+        for request, token_id in sampled:
+            if token_id is None:
+                continue
+            request.num_pending_tokens -= 1
+            if request.finish_reason is not None:
+                self.num_wasted_tokens += 1
+                continue
+            params = request.params
+            if (token_id in eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids:
+                self.finish(request, FinishReason.STOP, now)
+                progress.append((request, None))
+                continue
+            request.output_token_ids.append(token_id)
+            request.num_known_tokens = num_known = request.num_known_tokens + 1
+            if request.drafter is not None:
+                request.drafter.push(token_id)
+            if num_known >= request.publish_at_tokens and request.row is not None:
+                self._running.publish(request)
+            if num_known == request.max_total_tokens:
+                self.finish(request, FinishReason.LENGTH, now)
+            progress.append((request, token_id))
+
+    def finish(self, request: Request, reason: FinishReason, now: float) -> bool:
+        """Ends a request wherever it stands; pages and row are free at once. Returns False if it had ended before."""
+        if request.finish_reason is not None:
+            return False
+        if request.row is not None:
+            self._running.release(request)
+        self._leaving.discard(request)
+        self._waiting.discard(request)
+        self._deadlines.discard(request)
+        del self._requests[request]
+        request.finish_reason = reason
+        self.num_expired += reason is FinishReason.DEADLINE
+        self._pace.request_left(now, self.num_waiting)
+        return True
+
+    def audit(self) -> None:
+        """Proves the invariants of queues, rows and pages; AssertionError names the fault. O(requests + pages)."""
+        places = {"running": set(self._running), "waiting": set(self._waiting), "leaving": self._leaving}
+        assert sum(map(len, places.values())) == len(self._requests), "a request stands in two places, or in none"
+        assert set().union(*places.values()) == set(self._requests), "someone is held who has ended"
+        for request in self._requests:
+            name = f"request {request.request_id}"
+            assert not request.is_finished, f"{name} is finished but still held"
+            num_known, num_tokens, limit = request.num_known_tokens, request.num_tokens, request.max_total_tokens
+            counted = len(request.prompt_token_ids) + len(request.output_token_ids)
+            assert num_known == counted, f"{name} counts {num_known} known tokens of {counted}"
+            assert num_known <= num_tokens <= limit, f"{name} has {num_known}, {num_tokens} tokens of at most {limit}"
+            is_bare = request.row is None and not request.pages and request.num_computed_tokens == 0
+            is_placed = request.row is not None and request.pages
+            assert is_placed if request in places["running"] else is_bare, f"{name} stands in the wrong place"
+            assert request not in self._leaving or num_tokens == limit, f"{name} left too early"
+        dated = {request for request in self._requests if request.deadline_seconds < math.inf}
+        assert set(self._deadlines) == dated, "deadlines are kept of others than the unfinished requests"
+        self._running.audit()

@@ -1,0 +1,1 @@
+"""The gRPC edge: authenticate, check, submit, stream, and map errors to status codes."""

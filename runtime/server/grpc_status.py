@@ -1,0 +1,91 @@
+"""From what went wrong to what the caller gets: a gRPC status, with details where a program can use them."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from ..api.errors import (
+    DeadlineError,
+    EngineStoppedError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    QueueFullError,
+    QuotaExceededError,
+    UnauthenticatedError,
+    UnavailableFeatureError,
+    UnsupportedModelError,
+)
+from .output_queue import RequestIdInUseError, SlowReaderError
+
+# The one table from errors to status codes. What it does not list is a fault of ours: INTERNAL.
+GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
+    {
+        InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+        UnsupportedModelError: grpc.StatusCode.FAILED_PRECONDITION,
+        UnavailableFeatureError: grpc.StatusCode.FAILED_PRECONDITION,
+        RequestIdInUseError: grpc.StatusCode.ALREADY_EXISTS,
+        UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+        PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+        QuotaExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        SlowReaderError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+        EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
+    }
+)
+
+_MAX_STATUS_BYTES = 1_024  # all metadata of a call shares 8 KiB, and percent-encoding triples the message
+
+_log = logging.getLogger(__name__)
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """The status code of an error; CANCELLED for the caller's own doing, of which a write may be the first to hear."""
+    if isinstance(error, (asyncio.CancelledError, grpc.aio.InternalError)):
+        return grpc.StatusCode.CANCELLED
+    return next((code for kind, code in GRPC_STATUS.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+async def abort(context: Any, error: Exception) -> NoReturn:
+    """Ends the call with the status of `error`. Always raises."""
+    if isinstance(error, grpc.aio.InternalError):
+        # A write found the caller gone before grpc had cancelled this task. No fault, and nobody to tell.
+        raise asyncio.CancelledError from error
+    if isinstance(error, grpc.aio.AbortError):
+        raise error  # the call has its status already
+    code, message = code_of(error), str(error)
+    if code is grpc.StatusCode.INTERNAL:
+        _log.error("a request failed", exc_info=error)
+        message = f"internal error ({type(error).__name__}); the server's log has the details"
+    message = message.encode()[:_MAX_STATUS_BYTES].decode(errors="ignore")
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in _details(error, message):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    try:
+        await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone  # as above
+    raise AssertionError("context.abort raises")
+
+
+def _details(error: Exception, message: str) -> list[Any]:
+    if isinstance(error, InvalidRequestError):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
+        return [error_details_pb2.BadRequest(field_violations=[violation])]
+    details: list[Any] = []
+    if isinstance(error, QuotaExceededError):
+        excess = error_details_pb2.QuotaFailure.Violation(subject=error.subject, description=message)
+        details.append(error_details_pb2.QuotaFailure(violations=[excess]))
+    if isinstance(error, QueueFullError | QuotaExceededError):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_seconds * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return details

@@ -1,0 +1,329 @@
+"""Steps 1 and 10 of 10, the edge: check, submit, stream, map errors. In: gRPC requests. Out: streams of text.
+
+Knows no jax: the engine is whatever keeps `contract.Engine`. Everything here runs on one event loop; the engine's
+thread reaches it through `mailbox.Mailroom.deliver` only. `lifecycle` binds the port, starts and stops it all; `access`
+decides who may call; `intake` makes tokens of what was sent.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.protos import inference_pb2_grpc as pb_grpc
+
+from ..api import proto_codec
+from ..api.engine_api import Engine, ModelInfo
+from ..api.errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
+from ..api.request import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, FinishReason, Output, RequestOptions, SamplingParams
+from ..telemetry.request_log import Observer
+from ..text.grammar import Grammars
+from ..text.tokenizer import Tokenizer
+from .auth import Access, Tenant
+from .grpc_status import abort, code_of
+from .method_permissions import new_access
+from .output_queue import Mailroom
+from .prompt_intake import Intake
+
+MAX_MESSAGE_BYTES = 16 * 2**20  # a prompt of a million tokens takes 3 MB
+
+_MAX_REQUEST_ID_CHARS = 128
+_MAX_ABORTS = 1_024
+_DEADLINE_SLACK_SECONDS = 0.1  # the caller's clock started earlier: its cancel can overtake our own (by 2 ms, measured)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that has passed the intake."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    options: RequestOptions
+    began: float  # when it was called, by the monotonic clock
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What an edge serves with."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    info: ModelInfo
+    grammars: Grammars | None = None  # None: takes no constraints
+
+
+class Edge(pb_grpc.InferenceServiceServicer):
+    """The InferenceService. Refuses requests until it has a backend and `accept` is called."""
+
+    def __init__(self, mailroom: Mailroom, *, access: Access | None = None, observer: Observer | None = None):
+        self.mailroom = mailroom
+        self.access = access if access is not None else new_access()
+        self.observer = observer if observer is not None else Observer()
+        self.progress = "the process has begun"  # of the start, in words
+        self.backend: Backend | None = None
+        self._intake: Intake | None = None
+        self._refusal: str | None = "the server is starting; wait until its health is SERVING"
+        self._state = pb.SERVER_STATE_STARTING
+        self._started = time.monotonic()
+
+    def attach(self, backend: Backend) -> None:
+        """Gives it what it serves with, or another description of that. From any thread."""
+        self._intake = Intake(backend.tokenizer, backend.info, backend.grammars)
+        self.backend = backend
+
+    def accept(self) -> None:
+        """From now on requests are taken."""
+        assert self.backend is not None, "attach comes before accept"
+        self.progress = ""
+        self._refusal = None
+        self._state = pb.SERVER_STATE_READY
+
+    def refuse(self, reason: str) -> None:
+        """From now on new requests get UNAVAILABLE with `reason`."""
+        self.progress = ""
+        self._refusal = reason
+        self._state = pb.SERVER_STATE_DRAINING
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        """As `contract.Engine.cancel`."""
+        if self.backend is not None:
+            self.backend.engine.cancel(request_id, reason)
+
+    def check_room(self) -> None:
+        """Raises:
+        QueueFullError: requests are taken, but there is no room for another."""
+        if self._refusal is None and self.backend is not None:
+            self.backend.engine.check_room()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine died, if it did."""
+        return self.backend.engine.failure if self.backend is not None else None
+
+    @property
+    def state(self) -> "pb.ServerState":
+        return pb.SERVER_STATE_FAILED if self.failure is not None else self._state
+
+    def serving(self) -> tuple[Backend, Intake]:
+        """What to serve with.
+
+        Raises:
+          EngineStoppedError: no requests are taken.
+        """
+        if self._refusal is not None or self.backend is None or self._intake is None:
+            raise EngineStoppedError(f"{self._refusal}{f' ({self.progress})' if self.progress else ''}")
+        return self.backend, self._intake
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        async def prompt(intake: Intake) -> tuple[int, ...]:
+            field = request.WhichOneof("prompt")
+            if field is None:
+                raise InvalidRequestError("prompt", "got neither text nor token_ids; send one of them.")
+            if field == "token_ids":
+                return intake.checked(field, tuple(request.token_ids.token_ids))
+            return intake.checked(field, await intake.encode(request.text))
+
+        await self._answer("Generate", request, prompt, pb.GenerateResponse, context)
+
+    async def Chat(self, request: pb.ChatRequest, context: Any) -> None:
+        async def prompt(intake: Intake) -> tuple[int, ...]:
+            return intake.checked("messages", await intake.render(request))
+
+        await self._answer("Chat", request, prompt, pb.ChatResponse, context)
+
+    async def _answer(
+        self,
+        method: str,
+        request: Any,
+        prompt: Callable[[Intake], Awaitable[tuple[int, ...]]],
+        kind: type[proto_codec.AnswerMessage],
+        context: Any,
+    ) -> None:
+        """Streams one request. With `context.write` rather than `yield`: a generator that is suspended when the caller
+        goes away is told by GeneratorExit, and only once it is collected."""
+
+        async def write(output: Output) -> None:
+            await context.write(proto_codec.answer(kind, output))
+
+        began = time.monotonic()
+        try:
+            _, intake = self.serving()
+            request_id = checked_request_id(request.request_id if request.HasField("request_id") else None)
+            params = proto_codec.sampling_params(request.sampling)
+            token_ids = await prompt(intake)
+            options = proto_codec.request_options(request, context.time_remaining())
+            asked = Asked(request_id, token_ids, params, options, began)
+            await self.stream(method, asked, write, context)
+        except Exception as error:  # a cancelled call raises CancelledError, which is not among these
+            await abort(context, error)
+
+    async def stream(
+        self,
+        method: str,
+        asked: "Asked",
+        write: Callable[[Output], Awaitable[None]],
+        context: Any,
+        tenant: Tenant | None = None,
+    ) -> None:
+        """Submits one request and writes its outputs until the last, on behalf of `tenant`, by default the caller's.
+
+        Raises:
+          MeshserveError: whatever `contract.Engine.submit` and `mailbox.Mailbox.take` raise, and QuotaExceededError.
+        """
+        grammar = await self.serving()[1].grammar(asked.params.constraint)
+        backend, intake = self.serving()  # tokenising and compiling may have taken a while
+        num_prompt_tokens = len(asked.prompt_token_ids)
+        intake.check_params(asked.params, num_prompt_tokens)
+        metadata = context.invocation_metadata()
+        tenant = tenant if tenant is not None else self.access.tenant(metadata)
+        options = salted(tenant, asked.options)
+        num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * options.n
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self.access.in_flight(tenant, num_tokens))
+            except QuotaExceededError as error:
+                self.observer.refuse(method, asked.request_id, tenant.name, code_of(error).name.lower())
+                raise
+            mailbox = self.mailroom.open(scoped(tenant, asked.request_id), options.n)
+            try:
+                backend.engine.submit(mailbox.request_id, asked.prompt_token_ids, asked.params, options, grammar)
+            except BaseException:
+                self.mailroom.discard(mailbox)
+                raise
+            journey = self.observer.begin(
+                method=method, request_id=asked.request_id, tenant=tenant.name, num_prompt_tokens=num_prompt_tokens,
+                metadata=dict(metadata or ()), began=asked.began,
+            )  # fmt: skip
+            outcome, ended, num_open_samples = "cancelled", "cancelled", options.n
+            try:
+                while num_open_samples:
+                    output = await mailbox.take()
+                    if output.finish_reason is not None:
+                        num_open_samples -= 1
+                        ended = output.finish_reason.value
+                        self._check_end(output)
+                    journey.sent(output)  # before: a client that hangs up on reading it cancels the rest of the write
+                    await mailbox.handing_over(write(output))
+                outcome = ended
+            except DeadlineError:
+                outcome = ended
+                raise
+            except Exception as error:
+                outcome = code_of(error).name.lower()
+                raise
+            finally:
+                remaining = context.time_remaining()  # None if the call has no deadline
+                is_late = remaining is not None and remaining < _DEADLINE_SLACK_SECONDS
+                reason = FinishReason.DEADLINE if is_late else FinishReason.CANCELLED
+                self.mailroom.close(mailbox, reason)
+                journey.end(reason.value if outcome == "cancelled" else outcome)
+
+    def _check_end(self, output: Output) -> None:
+        """Raises where the end of a sample is not a message but a status."""
+        if output.finish_reason is FinishReason.ERROR and self.failure is not None:
+            raise failure_error(self.failure)
+        if output.finish_reason is FinishReason.DEADLINE:
+            raise DeadlineError(output.message)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        try:
+            _, intake = self.serving()
+            field = request.WhichOneof("input")
+            if field is None:
+                raise InvalidRequestError("input", "got neither text nor conversation; send one of them.")
+            if field == "text":
+                return pb.TokenizeResponse(token_ids=await intake.encode(request.text))
+            return pb.TokenizeResponse(token_ids=await intake.render(request.conversation))
+        except Exception as error:
+            await abort(context, error)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
+        try:
+            _, intake = self.serving()
+            return pb.DetokenizeResponse(text=await intake.decode(request.token_ids))
+        except Exception as error:
+            await abort(context, error)
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        try:
+            if len(request.request_ids) > _MAX_ABORTS:
+                raise InvalidRequestError(
+                    "request_ids", f"got {len(request.request_ids)}; allowed are {_MAX_ABORTS}. Call several times."
+                )
+            tenant = self.access.tenant(context.invocation_metadata())
+            return pb.AbortResponse(num_aborted=self.abort_requests(request.request_ids, tenant))
+        except Exception as error:
+            await abort(context, error)
+
+    def abort_requests(self, request_ids: Sequence[str], tenant: Tenant) -> int:
+        """Ends those requests of the tenant that are open; returns how many were."""
+        found = [name for request_id in set(request_ids) if self.mailroom.is_open(name := scoped(tenant, request_id))]
+        for name in found:
+            self.cancel(name, FinishReason.CANCELLED)
+        return len(found)
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        return proto_codec.model_info_response((await self._known_backend(context)).info)
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            state=self.state,
+            progress=self.progress,
+            uptime_seconds=time.monotonic() - self._started,
+            server_version=version("meshserve"),
+            num_open_requests=self.mailroom.num_open,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_stop_strings=MAX_STOP_STRINGS,
+            max_stop_string_chars=MAX_STOP_STRING_CHARS,
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        return proto_codec.load_response((await self._known_backend(context)).engine.load())
+
+    async def _known_backend(self, context: Any) -> Backend:
+        if self.backend is None:
+            await abort(context, EngineStoppedError(f"the server is starting ({self.progress})"))
+        return self.backend
+
+
+def checked_request_id(request_id: str | None) -> str:
+    """The caller's name for its request, or a fresh one.
+
+    Raises:
+      InvalidRequestError: it is too long, or not printable.
+    """
+    if request_id is None:
+        return uuid.uuid4().hex
+    if not 1 <= len(request_id) <= _MAX_REQUEST_ID_CHARS or not request_id.isprintable():
+        raise InvalidRequestError(
+            "request_id",
+            f"got {request_id[:_MAX_REQUEST_ID_CHARS]!r} of {len(request_id)} characters; allowed is 1 to "
+            f"{_MAX_REQUEST_ID_CHARS} printable ones. Leave it out and the server draws one.",
+        )
+    return request_id
+
+
+def scoped(tenant: Tenant, request_id: str) -> str:
+    """The request's name inside the server: tenants cannot meet, nor abort each other's requests, and who has no name
+    cannot pass for one."""
+    return f"{tenant.name}/{request_id}" if tenant.name or "/" in request_id else request_id
+
+
+def salted(tenant: Tenant, options: RequestOptions) -> RequestOptions:
+    """Tenants share no cached prompts: how fast an answer comes would tell one what another has asked."""
+    if not tenant.name:
+        return options
+    salt = hashlib.sha256(f"{tenant.name}\0{options.cache_salt}".encode()).hexdigest()
+    return dataclasses.replace(options, cache_salt=salt)
+
+
+def failure_error(failure: str) -> EngineStoppedError:
+    """What callers of a dead engine get."""
+    return EngineStoppedError(f"the engine failed: {failure}. The server stops; try another, or this one later")

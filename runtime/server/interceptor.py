@@ -1,0 +1,84 @@
+"""What each call passes first, whatever its service. In: method and metadata. Out: the call goes on or ends.
+
+A request for which the queue has no room ends here, too, before it is read: under overload a refusal is what a server
+does most often, so it must cost the least.
+
+It also gives bytes that are no message the status they deserve: grpc would call them a fault of the server.
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ..api.errors import InvalidRequestError
+from ..telemetry.metrics import Metrics
+from .auth import Access
+from .grpc_status import abort, code_of
+from .method_permissions import QUEUED_METHODS
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """The interceptor of a server.
+
+    Args:
+      check_room: raises while there is no room for another request.
+      access: who may call what; None on a port that asks nobody who they are.
+    """
+
+    def __init__(self, metrics: Metrics, check_room: Callable[[], None], access: Access | None = None):
+        self._metrics = metrics
+        self._check_room = check_room
+        self._access = access
+        self._handlers: dict[str, Any] = {}  # as `_checking_bytes` makes them
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        try:
+            if self._access is not None:
+                self._access.check(details.method, details.invocation_metadata)
+            if details.method in QUEUED_METHODS:
+                self._check_room()
+        except Exception as error:
+            self._metrics.num_refused_calls[code_of(error).name.lower()] += 1
+            return _refusal(error)
+        if (known := self._handlers.get(details.method)) is not None:
+            return known
+        handler = await continuation(details)
+        if handler is None or not inspect.iscoroutinefunction(handler.unary_stream or handler.unary_unary):
+            return handler
+        checking = self._handlers[details.method] = _checking_bytes(handler)
+        return checking
+
+
+def _refusal(error: Exception) -> Any:
+    async def refuse(requests: Any, context: Any) -> None:
+        await abort(context, error)
+
+    # A stream on both sides fits every method, and does not wait for a message first.
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _checking_bytes(handler: Any) -> Any:
+    """The handler of a method with one request, such that bytes that cannot be read get INVALID_ARGUMENT."""
+    deserialize = handler.request_deserializer
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return error
+
+    def checked(behavior: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def check(request: Any, context: Any) -> Any:
+            if isinstance(request, DecodeError):
+                await abort(context, InvalidRequestError("request", "the bytes are not a message of this method."))
+            return await behavior(request, context)
+
+        return check
+
+    name = "unary_stream" if handler.response_streaming else "unary_unary"
+    return handler._replace(request_deserializer=read, **{name: checked(getattr(handler, name))})

@@ -1,0 +1,351 @@
+"""The life of the server process:
+
+    bind, health NOT_SERVING -> prepare the backend -> SERVING -> SIGTERM or Drain: NOT_SERVING, refuse new requests
+    -> running requests end, or the grace passes and the rest get UNAVAILABLE -> stop
+
+An engine that dies fails every open request with its reason, and `serve` raises it: the process exits with a status
+that is not 0, and whoever supervises it starts another.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.protos import inference_pb2_grpc as pb_grpc
+
+from ..api.errors import ConfigError, EngineStoppedError
+from ..telemetry.logs import say
+from ..telemetry.probe_server import HttpPort
+from ..telemetry.profiler import Profiler
+from .admin_service import Admin
+from .auth import ANYBODY
+from .inference_service import MAX_MESSAGE_BYTES, Backend, Edge, failure_error
+from .interceptor import Gate
+from .method_permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
+from .ports import is_taken
+from .tls import TlsFiles, server_credentials
+from .vllm_service import add_gateway
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not shared in silence
+    # Gateways ping idle streams every 30 s, also during a long prefill; gRPC's default is to hang up on them.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Callers that vanish without closing the connection are noticed, and their requests cancelled, within 80 s.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+STOP_GRACE_SECONDS = 1.0
+_POLL_SECONDS = 0.05
+_RELOAD_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listen:
+    """Where and how to listen.
+
+    `port` 0 takes a free one; the other ports likewise, and None opens none. `allow_insecure` permits a host that other
+    machines can reach without TLS or without tokens. A server that stops waits for `status_seconds` at most until the
+    statuses already decided have reached their callers, some of whom may not read.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    allow_insecure: bool = False
+    tls: TlsFiles | None = None
+    http_port: int | None = None
+    gateway_port: int | None = None
+    drain_seconds: float = 30.0
+    status_seconds: float = STOP_GRACE_SECONDS
+    profiler: Profiler | None = None
+
+
+class ServerHandle:
+    """A running server. The ports are those bound; `request_stop` works from any thread."""
+
+    def __init__(self, port: int):
+        self.port = port
+        self.http_port: int | None = None
+        self.gateway_port: int | None = None
+        self.grace_seconds: float | None = None  # that `Drain` asked for
+        self._loop = asyncio.get_running_loop()
+        self._is_draining = False
+        self._num_stops = 0
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_draining or self._num_stops > 0
+
+    @property
+    def is_forced(self) -> bool:
+        """Told to stop twice: do not wait for running requests."""
+        return self._num_stops > 1
+
+    def drain(self, grace_seconds: float | None) -> None:
+        """As the first SIGTERM, with a grace of its own. On the event loop; a second time changes nothing.
+
+        It does not count as a SIGTERM: whoever asks for this may send the signal after it, and so may others beside
+        it."""
+        if not self.is_stopping:
+            self.grace_seconds = grace_seconds
+            self._is_draining = True
+
+    def request_stop(self) -> None:
+        """As SIGTERM: drain, then stop. Asking twice stops without draining."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has stopped
+            self._loop.call_soon_threadsafe(self._count_stop)
+
+    def _count_stop(self) -> None:
+        self._num_stops += 1
+
+
+async def serve(
+    edge: Edge,
+    listen: Listen,
+    *,
+    prepare: Callable[[], Backend] | None = None,
+    on_ready: Callable[[ServerHandle], None] | None = None,
+) -> None:
+    """Serves until SIGTERM, SIGINT, `Drain` or `ServerHandle.request_stop`. The address is printed once it is bound.
+
+    Args:
+      prepare: makes what to serve with, if the edge has none yet. Runs in a thread; until it returns the health is
+        NOT_SERVING.
+      on_ready: called on the event loop when requests are taken.
+
+    Raises:
+      ConfigError: `listen` is not safe and does not say `allow_insecure`, or an address cannot be bound.
+      EngineStoppedError: the engine failed. Every open stream has got its status by then.
+    """
+    is_local = is_loopback(listen.host)
+    _check_safety(edge, listen, is_local)
+    if not is_local:
+        edge.access.tokenless = ANYBODY
+    health_servicer = health.aio.HealthServicer()
+    await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+    # Reflection tells strangers what there is to attack, and serves only those who explore by hand.
+    gate = Gate(edge.observer.metrics, edge.check_room, edge.access)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate])
+    handle = ServerHandle(bind(server, listen))
+    _add_services(server, edge, health_servicer, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
+    http = HttpPort(_http_answers(edge))
+    if listen.http_port is not None:
+        await http.start(listen.host, listen.http_port)
+        handle.http_port = http.port
+    edge.mailroom.bind(edge.cancel)
+    servers = [server]
+    if listen.gateway_port is not None:
+        gate = Gate(edge.observer.metrics, edge.check_room)
+        servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate]))
+        add_gateway(edge, servers[-1])
+    await server.start()
+    say(f"meshserve listens on {_address(listen.host, handle.port)}")
+    if listen.http_port is not None:
+        say(f"meshserve answers probes on http://{_address(listen.host, http.port)}")
+    with on_signals(handle.request_stop):
+        reloading = asyncio.create_task(_reload_tokens(edge))
+        try:
+            if await _prepared(edge, prepare, handle):
+                edge.accept()
+                await set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
+                if listen.gateway_port is not None:
+                    # Only now: a gateway that finds the port open and no model behind it remembers an unknown model.
+                    handle.gateway_port = bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
+                    await servers[-1].start()
+                    say(f"meshserve answers gateways on {_address(listen.host, handle.gateway_port)}")
+                if on_ready is not None:
+                    on_ready(handle)
+                await _watch(edge, handle)
+        finally:
+            await health_servicer.enter_graceful_shutdown()
+            await _drain(edge, handle, listen.drain_seconds)
+            await asyncio.gather(*(each.stop(listen.status_seconds) for each in servers))
+            await http.stop()
+            reloading.cancel()
+    if edge.failure is not None:
+        raise failure_error(edge.failure)
+
+
+def run_server(
+    edge: Edge,
+    listen: Listen,
+    *,
+    prepare: Callable[[], Backend] | None = None,
+    on_ready: Callable[[ServerHandle], None] | None = None,
+) -> None:
+    """`serve`, blocking, on a loop of its own. Signals work in the main thread only."""
+    run_until_done(serve(edge, listen, prepare=prepare, on_ready=on_ready))
+
+
+def run_until_done(coroutine: Coroutine[Any, Any, None]) -> None:
+    """On a loop of its own: uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(coroutine)
+    else:
+        uvloop.run(coroutine)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it. An IPv6 address may stand in brackets, as in a target."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_safety(edge: Edge, listen: Listen, is_local: bool) -> None:
+    missing = []
+    if listen.tls is None:
+        missing.append("the connection is not encrypted (--tls-cert, --tls-key)")
+    if listen.gateway_port is not None:
+        missing.append("--gateway-port takes neither TLS nor tokens")
+    if edge.access.path is None:
+        missing.append("callers need no token (--tokens)")
+    if missing and not is_local and not listen.allow_insecure:
+        raise ConfigError(
+            f"host is {listen.host!r}, which other machines can reach, and {' and '.join(missing)}. Give what is "
+            "missing, bind a loopback address such as 127.0.0.1, or set --allow-insecure in a closed network."
+        )
+
+
+def _add_services(
+    server: grpc.aio.Server, edge: Edge, health_servicer: Any, admin: Admin, *, has_reflection: bool
+) -> None:
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    pb_grpc.add_InferenceServiceServicer_to_server(edge, server)
+    pb_grpc.add_AdminServiceServicer_to_server(admin, server)
+    if has_reflection:
+        names = (SERVICE_NAME, ADMIN_SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+
+def _http_answers(edge: Edge) -> dict[str, Callable[[], tuple[int, str]]]:
+    def probe(is_well: bool) -> tuple[int, str]:
+        return 200 if is_well else 503, f"{pb.ServerState.Name(edge.state)} {edge.progress}".rstrip() + "\n"
+
+    def metrics() -> tuple[int, str]:
+        backend = edge.backend
+        return 200, edge.observer.metrics.exposition(
+            info=backend.info if backend is not None else None,
+            load=backend.engine.load() if backend is not None else None,
+            num_open=edge.mailroom.num_open,
+            is_ready=edge.state == pb.SERVER_STATE_READY,
+        )
+
+    return {
+        "/livez": lambda: probe(edge.state != pb.SERVER_STATE_FAILED),
+        "/readyz": lambda: probe(edge.state == pb.SERVER_STATE_READY),
+        "/metrics": metrics,
+    }
+
+
+async def _watch(edge: Edge, handle: ServerHandle) -> None:
+    """Until it is time to stop, or the engine is dead. Measures the loop's own lag meanwhile."""
+    loop, lag = asyncio.get_running_loop(), edge.observer.metrics.loop_lag_seconds
+    while not handle.is_stopping and edge.failure is None:
+        began = loop.time()
+        await asyncio.sleep(_POLL_SECONDS)
+        lag.observe(max(0.0, loop.time() - began - _POLL_SECONDS))
+
+
+async def _reload_tokens(edge: Edge) -> None:
+    """For as long as the server answers, also while it starts or drains."""
+    while True:
+        await asyncio.sleep(_RELOAD_SECONDS)
+        edge.access.reload()
+
+
+async def set_health(servicer: Any, status: int) -> None:
+    """Of the process and of the service alike."""
+    for name in ("", SERVICE_NAME):
+        await servicer.set(name, status)
+
+
+async def _prepared(edge: Edge, prepare: Callable[[], Backend] | None, handle: ServerHandle) -> bool:
+    """Runs `prepare`. False if the server is told to stop meanwhile.
+
+    In a daemon thread: a thread of the loop's pool would keep the process alive until the last kernel is compiled."""
+    if prepare is None:
+        return True
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            edge.attach(prepare())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="prepare", daemon=True)
+    thread.start()
+    while thread.is_alive() and not handle.is_stopping:
+        await asyncio.sleep(_POLL_SECONDS)
+    if errors:
+        raise errors[0]
+    return not handle.is_stopping
+
+
+async def _drain(edge: Edge, handle: ServerHandle, drain_seconds: float) -> None:
+    """Lets the open requests end; fails those that do not in time, and all if the engine has failed."""
+    edge.refuse("the server is stopping; try another, or this one later")
+    loop = asyncio.get_running_loop()
+    end = loop.time() + (drain_seconds if handle.grace_seconds is None else handle.grace_seconds)
+    while edge.mailroom.num_open and edge.failure is None and not handle.is_forced and loop.time() < end:
+        await asyncio.sleep(_POLL_SECONDS)
+    if edge.failure is not None:
+        edge.mailroom.fail_all(failure_error(edge.failure))
+    else:
+        edge.mailroom.fail_all(EngineStoppedError("the server stopped before the request could end; try another"))
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind(server: grpc.aio.Server, listen: Listen) -> int:
+    """Returns the port.
+
+    Raises:
+      ConfigError: it cannot be bound, or the certificates cannot be used.
+    """
+    address = _address(listen.host, listen.port)
+    if listen.port and is_taken(listen.host, listen.port):  # gRPC is content with one of the addresses of a name
+        raise ConfigError(f"cannot bind {address}: it is in use. Free it, or choose another port.")
+    try:
+        if listen.tls is not None:
+            return server.add_secure_port(address, server_credentials(listen.tls))
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot bind {address}: {error}. Free it, or choose another port.") from error
+
+
+@contextlib.contextmanager
+def on_signals(request_stop: Callable[[], None], hang_up: Callable[[], None] | None = None) -> Iterator[None]:
+    """SIGTERM and SIGINT ask to stop; SIGHUP, where given, hangs up. Python allows handlers in the main thread only;
+    elsewhere this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    handlers = {signal.SIGTERM: request_stop, signal.SIGINT: request_stop}
+    if hang_up is not None:
+        handlers[signal.SIGHUP] = hang_up
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in handlers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,25 @@
+"""Which ports of this machine are in use."""
+
+import errno
+import socket
+from typing import Any
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether somebody listens at the port of an address of this machine, of any that the name has; "" is all of them.
+    False where the host is no address of it."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        return False
+    return any(_is_in_use(family, address) for family, _, _, _, address in found)
+
+
+def _is_in_use(family: int, address: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:  # the machine may also have no such address, or no such family
+        return error.errno == errno.EADDRINUSE
+    return False

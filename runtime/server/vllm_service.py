@@ -1,0 +1,280 @@
+"""For gateways that speak `vllm.grpc.engine.VllmEngine`, such as `smg`: they turn it into OpenAI's HTTP API.
+
+On a port of its own, because these gateways send neither tokens nor TLS: bind it to loopback, or in a network that has
+only the gateway in it. The messages come from the package smg-grpc-proto (the extra `gateway`) and are no part of
+meshserve's own contract. What a request asks for and this server cannot do is refused, never left out in silence.
+"""
+
+import asyncio
+import hashlib
+import io
+import time
+import zipfile
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ..api.constraint import CONSTRAINT_KINDS, Constraint
+from ..api.errors import ConfigError, EngineStoppedError, InvalidRequestError
+from ..api.request import MAX_SEED, Output, RequestOptions, SamplingParams, TokenLogprobs
+from .auth import LOCAL
+from .grpc_status import abort
+from .inference_service import Asked, Backend, Edge, checked_request_id
+from .output_queue import join
+
+_GENERATE_FIELDS = frozenset("request_id tokenized text sampling_params stream".split())
+_CHUNK_BYTES = 65_536
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+_FINISH_WORDS = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error"}
+
+
+def add_gateway(edge: Edge, server: grpc.aio.Server) -> None:
+    """Offers the service on `server`.
+
+    Raises:
+      ConfigError: smg-grpc-proto is not installed.
+    """
+    try:
+        from smg_grpc_proto import vllm_engine_pb2 as pb
+        from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
+        from smg_grpc_proto.generated import common_pb2
+    except ImportError as error:
+        raise ConfigError(f"--gateway-port needs meshserve with the extra [gateway]: {error}.") from error
+    pb_grpc.add_VllmEngineServicer_to_server(_servicer(pb_grpc.VllmEngineServicer)(edge, pb, common_pb2), server)
+
+
+def refuse_others(request: Any) -> None:
+    """Raises:
+    InvalidRequestError: the request has what this server does not look at, an image for example."""
+    for descriptor, value in request.ListFields():
+        if descriptor.name not in _GENERATE_FIELDS and value:
+            raise InvalidRequestError(descriptor.name, "this server has no such option; leave it out.")
+
+
+def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
+    """The parameters, by the protocol's rules for what is not sent: a 0 is no value, temperature is 1, and without
+    max_tokens the output may fill the context (`max_output_tokens`).
+
+    Raises:
+      InvalidRequestError: a value is out of range, or asks for what this server cannot do.
+    """
+    if message.HasField("truncate_prompt_tokens"):
+        raise InvalidRequestError("truncate_prompt_tokens", "this server has no such option; leave it out.")
+    return SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else max(1, max_output_tokens),
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p or 1.0,
+        min_p=message.min_p,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        logit_bias=dict(message.logit_bias),
+        min_tokens=message.min_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        seed=message.seed % (MAX_SEED + 1) if message.HasField("seed") else None,
+        ignore_eos=message.ignore_eos,
+        stop=tuple(message.stop),
+        include_stop=message.include_stop_str_in_output,
+        stop_token_ids=tuple(message.stop_token_ids),
+        constraint=_constraint(message),
+    )
+
+
+def _constraint(message: Any) -> Constraint | None:
+    kind = message.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        return None
+    if kind == "choice":
+        return Constraint(kind=kind, choices=tuple(message.choice.choices))
+    if kind not in CONSTRAINT_KINDS:
+        raise InvalidRequestError(kind, f"this server has no such option; it has {', '.join(CONSTRAINT_KINDS)}.")
+    return Constraint(kind=kind, text="" if kind == "json_object" else getattr(message, kind))
+
+
+def _servicer(base: type) -> type:
+    """The service; its base class is only there if the extra is installed."""
+
+    class VllmEngine(_Generation, base):
+        async def HealthCheck(self, request: Any, context: Any) -> Any:
+            try:
+                self.edge.serving()
+            except EngineStoppedError as error:
+                return self.pb.HealthCheckResponse(healthy=False, message=str(error))
+            return self.pb.HealthCheckResponse(healthy=self.edge.failure is None, message=self.edge.failure or "")
+
+        async def Abort(self, request: Any, context: Any) -> Any:
+            self.edge.abort_requests(request.request_ids, LOCAL)
+            return self.pb.AbortResponse()
+
+        async def GetModelInfo(self, request: Any, context: Any) -> Any:
+            backend = await self.backend(context)
+            info = backend.info
+            return self.pb.GetModelInfoResponse(
+                model_path=info.name,  # no folder: the gateway then asks for the tokenizer
+                served_model_name=info.name,
+                is_generation=True,
+                max_context_length=info.max_context_tokens,
+                max_req_input_len=info.max_context_tokens - 1,
+                vocab_size=info.vocab_size,
+                model_type="qwen3",
+                architectures=[info.architecture],
+                eos_token_ids=info.eos_token_ids,
+            )
+
+        async def GetServerInfo(self, request: Any, context: Any) -> Any:
+            info = (await self.backend(context)).info
+            return self.pb.GetServerInfoResponse(
+                active_requests=self.edge.mailroom.num_open,
+                uptime_seconds=time.monotonic() - self.started,
+                server_type="meshserve",
+                data_parallel_size=1,
+                block_size=info.page_size_tokens,
+                model_dtype=info.dtype,
+            )
+
+        async def GetLoads(self, request: Any, context: Any) -> Any:
+            backend = await self.backend(context)
+            load, page_size = backend.engine.load(), backend.info.page_size_tokens
+            num_used_pages = load.num_pages - load.num_free_pages
+            row = self.pb.SchedulerLoad(
+                num_running_reqs=load.num_running,
+                num_waiting_reqs=load.num_waiting,
+                num_total_reqs=load.num_running + load.num_waiting,
+                num_used_tokens=num_used_pages * page_size,
+                max_total_num_tokens=load.num_pages * page_size,
+                token_usage=num_used_pages / max(load.num_pages, 1),
+            )
+            now = datetime.now(UTC).isoformat()
+            return self.pb.GetLoadsResponse(
+                timestamp=now, version=backend.info.server_version, dp_rank_count=1, loads=[row]
+            )
+
+        async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
+            """Gateways ask for it, and do without."""
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server publishes no cache events")
+
+        async def FlushCache(self, request: Any, context: Any) -> Any:
+            backend = await self.backend(context)
+            num_pages = await asyncio.to_thread(backend.engine.flush_prefix_cache)
+            return self.common.FlushCacheResponse(success=True, message=f"{num_pages} pages flushed")
+
+        async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
+            data = await asyncio.to_thread(_tokenizer_zip, (await self.backend(context)).tokenizer.directory)
+            digest = hashlib.sha256(data).hexdigest()
+            for start in range(0, len(data), _CHUNK_BYTES):
+                is_last = start + _CHUNK_BYTES >= len(data)
+                chunk = data[start : start + _CHUNK_BYTES]
+                yield self.common.GetTokenizerChunk(data=chunk, sha256=digest if is_last else "")
+
+    return VllmEngine
+
+
+class _Generation:
+    """What the service is made with, and its Generate."""
+
+    def __init__(self, edge: Edge, pb: Any, common: Any):
+        self.edge = edge
+        self.pb = pb
+        self.common = common
+        self.started = time.monotonic()
+
+    async def backend(self, context: Any) -> Backend:
+        if self.edge.backend is None:
+            await abort(context, EngineStoppedError(f"the server is starting ({self.edge.progress})"))
+        return self.edge.backend
+
+    async def Generate(self, request: Any, context: Any) -> None:
+        began = time.monotonic()
+        try:
+            backend, intake = self.edge.serving()
+            request_id = checked_request_id(request.request_id or None)
+            refuse_others(request)
+            field = request.WhichOneof("input")
+            if field == "tokenized":
+                token_ids = intake.checked("tokenized", tuple(request.tokenized.input_ids))
+            else:
+                token_ids = intake.checked("text", await intake.encode(request.text))
+            params = sampling_params(request.sampling_params, backend.info.max_context_tokens - len(token_ids))
+            options = RequestOptions(n=request.sampling_params.n or 1, timeout_seconds=context.time_remaining())
+            writer = _Writer(self.pb, request.stream, token_ids[0], context)
+            asked = Asked(request_id, token_ids, params, options, began)
+            await self.edge.stream("VllmEngine.Generate", asked, writer.write, context, tenant=LOCAL)
+        except Exception as error:
+            await abort(context, error)
+
+
+class _Writer:
+    """Writes the outputs of one call, the samples of it mixed as they come."""
+
+    def __init__(self, pb: Any, is_streaming: bool, first_token_id: int, context: Any):
+        self._pb = pb
+        self._first_token_id = first_token_id  # of the prompt, which has no log-probability
+        self._is_streaming = is_streaming
+        self._context = context
+        self._held: defaultdict[int, list[Output]] = defaultdict(list)  # by sample: what has not gone out
+
+    async def write(self, output: Output) -> None:
+        pb, index, num_new = self._pb, output.index, len(output.token_ids)
+        self._held[index].append(output)
+        if self._is_streaming and num_new:
+            # Its first message has all of the prompt's log-probabilities, however many steps brought them.
+            held = self._take(index)
+            chunk = pb.GenerateStreamChunk(
+                token_ids=held.token_ids, completion_tokens=num_new, index=index, **self._logprobs(held)
+            )
+            await self._context.write(pb.GenerateResponse(chunk=chunk))
+        if output.finish_reason is not None:
+            held = self._take(index)
+            complete = pb.GenerateComplete(
+                output_ids=held.token_ids,
+                **self._logprobs(held),
+                finish_reason=_FINISH_WORDS[output.finish_reason.value],
+                index=index,
+                prompt_tokens=output.num_prompt_tokens,
+                completion_tokens=output.num_output_tokens,
+                cached_tokens=output.num_cached_tokens,
+            )
+            await self._context.write(pb.GenerateResponse(complete=complete))
+
+    def _take(self, index: int) -> Output:
+        held = self._held.pop(index, ())
+        return join(held) if held else Output(request_id="")
+
+    def _logprobs(self, output: Output) -> dict[str, Any]:
+        pb, found = self._pb, {}
+        if output.logprobs:
+            found["output_logprobs"] = pb.OutputLogProbs(
+                token_logprobs=[position.logprob for position in output.logprobs],
+                token_ids=[position.token_id for position in output.logprobs],
+                top_logprobs=list(map(self._top, output.logprobs)),
+            )
+        if positions := output.prompt_logprobs:
+            values = (pb.InputTokenLogProb(value=position.logprob) for position in positions)
+            found["input_logprobs"] = pb.InputLogProbs(
+                token_logprobs=[pb.InputTokenLogProb(), *values],
+                token_ids=[self._first_token_id, *(position.token_id for position in positions)],
+                top_logprobs=[pb.TopLogProbs(), *map(self._top, positions)],
+            )
+        return found
+
+    def _top(self, position: TokenLogprobs) -> Any:
+        ids, values = zip(*position.top, strict=True) if position.top else ((), ())
+        return self._pb.TopLogProbs(values=values, token_ids=ids)
+
+
+def _tokenizer_zip(directory: Path) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in _TOKENIZER_FILES:
+            if (directory / name).is_file():
+                archive.write(directory / name, name)
+    return buffer.getvalue()

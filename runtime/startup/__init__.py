@@ -1,0 +1,1 @@
+"""From a configuration to a serving process; live changes of TP size."""

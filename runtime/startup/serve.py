@@ -1,0 +1,152 @@
+"""`meshserve serve`: listens at once, loads and compiles behind the port, serves until told to stop."""
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..api.config import ServeConfig
+from ..api.errors import ConfigError, EngineStoppedError, InvalidRequestError
+from ..cluster.leader import Alone, Place, lead_or_follow
+from ..server.inference_service import Backend, Edge
+from ..server.lifecycle import Listen, run_server
+from ..server.method_permissions import new_access
+from ..server.output_queue import Mailroom
+from ..server.tls import TlsFiles
+from ..telemetry.logs import configure_logs
+from ..telemetry.profiler import Profiler
+from ..telemetry.request_log import Observer
+from ..telemetry.tracing import Tracer
+from .reload import reload_on_hangup
+
+if TYPE_CHECKING:
+    from ..cluster.preflight import Cluster
+    from ..program.step import StepRunner
+    from .launch import Launched
+
+_log = logging.getLogger(__name__)
+
+
+# How long a thread that wants Python's lock waits for one that computes. The engine's has a device waiting for it.
+_SWITCH_SECONDS = 0.0005
+
+
+def listen_of(config: ServeConfig) -> Listen:
+    """Where and how the config wants to listen."""
+    tls = None
+    if config.tls_cert:
+        client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+        tls = TlsFiles(certificate=Path(config.tls_cert), key=Path(config.tls_key), client_ca=client_ca)
+    return Listen(
+        host=config.host,
+        port=config.port,
+        allow_insecure=config.allow_insecure,
+        tls=tls,
+        http_port=config.http_port if config.http_port >= 0 else None,
+        gateway_port=config.gateway_port if config.gateway_port >= 0 else None,
+        drain_seconds=config.drain_seconds,
+        profiler=Profiler(Path(config.profile_dir)) if config.profile_dir else None,
+    )
+
+
+def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConfig] | None = None) -> int:
+    """Serves; returns the exit status. `read` makes the config anew, at SIGHUP: see `reload`.
+
+    Of several processes this is one: process 0 serves, the others follow it. Such a process does not return: jax's own
+    way out waits for peers that may be gone.
+
+    Raises:
+      MeshserveError: the config, the model, the devices or the address do not allow it, or the engine died.
+    """
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    configure_logs(config.log_format)
+    listen = listen_of(config)
+    serving = _Serving(config, lead_or_follow(config, listen, _launch_follower) if config.coordinator else Alone())
+    if read is not None and threading.current_thread() is threading.main_thread():
+        reload_on_hangup(config, read, serving.change_tp)
+    try:
+        run_server(serving.edge, listen, prepare=serving.prepare, on_ready=serving.place.on_ready)
+    except Exception as error:
+        serving.place.end(error)
+        raise
+    finally:
+        serving.close()
+    serving.place.end()
+    if serving.launched is None:
+        # Told to stop while it started: a compiler may be at work in a thread that nobody can end.
+        sys.stdout.flush()
+        os._exit(0)
+    return 0
+
+
+def _launch_follower(config: ServeConfig, cluster: "Cluster", progress: Callable[[str], None]) -> "StepRunner":
+    from .launch import launch_follower  # here, because importing jax takes seconds
+
+    return launch_follower(config, cluster, progress)
+
+
+class _Serving:
+    """The edge, and behind it, once it is there, the engine."""
+
+    def __init__(self, config: ServeConfig, place: Place):
+        self.place = place
+        self.launched: Launched | None = None
+        self._config = config
+        self._tracer = Tracer() if config.trace else None
+        access = new_access(Path(config.tokens) if config.tokens else None)
+        self.edge = Edge(Mailroom(), access=access, observer=Observer(tracer=self._tracer))
+        self._open_things = contextlib.ExitStack()
+
+    def prepare(self) -> Backend:
+        """Loads and compiles, in a thread of its own."""
+        self._tell("starting the devices")
+        from ..program.compile_cache import CompileWatch  # here, because importing jax takes seconds
+        from .launch import launch
+
+        compiles = self._open_things.enter_context(CompileWatch(is_strict=self._config.strict))
+        edge, metrics = self.edge, self.edge.observer.metrics
+        launched = launch(self._config, edge.mailroom.deliver, metrics.record_step, self._tell, self.place.open())
+        self.launched = launched
+        if launched.info.supports_chat:
+            self._tell("reading the chat template")
+            with contextlib.suppress(InvalidRequestError):  # a template may want more than this; it is loaded then, too
+                launched.tokenizer.render_chat([{"role": "user", "content": ""}])
+        _log.info("ready to serve; %s", compiles.counts)
+        compiles.ready()
+        launched.resharder.compiling = compiles.expected
+        metrics.num_late_compiles = lambda: compiles.counts.num_late_compiles
+        self.place.attach(launched.engine)
+        gc.collect()
+        gc.freeze()  # what start-up made is there to stay: looking through it takes a full collection 0.1 s each time
+        launched.engine.start()
+        return Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars)
+
+    def change_tp(self, tp: int) -> None:
+        """See `reload`.
+
+        Raises:
+          EngineStoppedError, ConfigError: not now, or not here.
+        """
+        launched = self.launched
+        if self.edge.backend is None or launched is None:
+            raise EngineStoppedError("the server is starting; send SIGHUP again once it is ready.")
+        if not self.place.is_alone and tp != self._config.tp:
+            raise ConfigError("the degree of several processes is that of their start; restart them all.")
+        if launched.resharder.change_tp(tp):
+            self.edge.attach(dataclasses.replace(self.edge.backend, info=launched.info_at(tp)))
+
+    def close(self) -> None:
+        if self.launched is not None:
+            self.launched.engine.stop()
+        self._open_things.close()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def _tell(self, progress: str) -> None:
+        self.edge.progress = progress

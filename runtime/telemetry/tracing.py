@@ -1,0 +1,74 @@
+"""OpenTelemetry: one span a request, child of the caller's where the call carries a `traceparent`. Needs the extra
+`tracing`; where the spans go is OpenTelemetry's own configuration (OTEL_EXPORTER_OTLP_ENDPOINT and the like).
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..api.errors import ConfigError
+from .request_log import Journey
+
+# Outcomes that are no fault of the server.
+_FINE = frozenset(("stop", "length", "cancelled", "deadline"))
+
+
+class Tracer:
+    """Makes spans of journeys, for `journey.Observer`.
+
+    Args:
+      provider: an OpenTelemetry TracerProvider; None makes one that exports by OTLP over gRPC.
+
+    Raises:
+      ConfigError: OpenTelemetry is not installed.
+    """
+
+    def __init__(self, provider: Any = None):
+        try:
+            from opentelemetry.trace import SpanKind, Status, StatusCode
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            provider = provider if provider is not None else _otlp_provider()
+        except ImportError as error:
+            raise ConfigError(f"--trace needs meshserve with the extra [tracing]: {error}.") from error
+        self._provider = provider
+        self._tracer = provider.get_tracer("meshserve")
+        self._propagator = TraceContextTextMapPropagator()
+        self._kind = SpanKind.SERVER
+        self._error = Status(StatusCode.ERROR)
+
+    def begin(self, fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> Callable[[Journey, str], None]:
+        """Opens the span of a request; what it returns ends it."""
+        context = self._propagator.extract(metadata)
+        span = self._tracer.start_span(f"meshserve.{fields['method']}", context=context, kind=self._kind)
+        for name, value in fields.items():
+            span.set_attribute(f"meshserve.{name}", value)
+
+        def end(journey: Journey, outcome: str) -> None:
+            # Queue and prefill end with the first token, decoding with the last.
+            offset = time.time() - time.monotonic()
+            if journey.first_token:
+                span.add_event("first_token", timestamp=round((journey.first_token + offset) * 1e9))
+                span.add_event("last_token", timestamp=round((journey.last_token + offset) * 1e9))
+            span.set_attribute("meshserve.outcome", outcome)
+            span.set_attribute("meshserve.num_output_tokens", journey.num_output_tokens)
+            if outcome not in _FINE:
+                span.set_status(self._error)
+            span.end()
+
+        return end
+
+    def close(self) -> None:
+        """Sends what has not been sent."""
+        self._provider.shutdown()
+
+
+def _otlp_provider() -> Any:
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": "meshserve"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider

@@ -1,0 +1,1 @@
+"""Model directories: where their files are, and how their tensors become parameters."""

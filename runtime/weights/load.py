@@ -1,0 +1,90 @@
+"""A model's parameters from its directory, whichever form that has, onto the devices of a mesh."""
+
+import logging
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshserve.sharding.checkpoints.checkpoint import MANIFEST_FILE, OrbaxCheckpoint
+from meshserve.sharding.checkpoints.loading import load_parameters
+from meshserve.sharding.checkpoints.parameters import Parameter, Source
+from meshserve.sharding.checkpoints.tensor_files import TensorFiles
+from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.memory import shard_bytes
+from meshserve.sharding.mesh import named_sharding
+
+from ..api.config import ModelConfig
+from ..model.qwen3 import abstract_model
+from .hf_layout import TIED_HEAD, Pieces, checkpoint_tensors, hf_pieces
+from .orbax_layout import model_layout, stored_pieces, stored_shapes
+
+_log = logging.getLogger(__name__)
+
+
+def is_orbax(directory: epath.PathLike) -> bool:
+    """Whether a directory is an Orbax checkpoint of ours, be it unfinished."""
+    path = epath.Path(directory)
+    return (path / MANIFEST_FILE).exists() or (path / "weights").is_dir()
+
+
+def open_weights(directory: epath.PathLike, config: ModelConfig) -> Source:
+    """The stored tensors of a model, checked for names, shapes and dtypes.
+
+    Raises:
+      CheckpointError: the files do not hold the model.
+    """
+    if is_orbax(directory):
+        checkpoint = OrbaxCheckpoint(directory)
+        checkpoint.check(stored_shapes(config))
+        return checkpoint
+    files = TensorFiles(directory)
+    files.check(checkpoint_tensors(config), ignored=TIED_HEAD if config.is_tied else frozenset())
+    return files
+
+
+def pieces_of(source: Source, config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
+    """The pieces of each parameter in an open model."""
+    return (stored_pieces if isinstance(source, OrbaxCheckpoint) else hf_pieces)(config, layout)
+
+
+def device_weight_bytes(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> int:
+    """What the parameters take on each device, padding and repeats counted."""
+    _, abstract = abstract_model(config, model_layout(config, mesh.size), dtype)
+    weights = [weight for _, weight in nnx.to_flat_state(abstract)]
+    return sum(
+        math.prod(named_sharding(mesh, weight.axes).shard_shape(weight.shape)) * dtype.itemsize for weight in weights
+    )
+
+
+def load_model(
+    directory: epath.PathLike, config: ModelConfig, layout: ShardLayout, mesh: Mesh, dtype: jnp.dtype
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure and its parameters, each shard on its device.
+
+    Raises:
+      CheckpointError: the files do not hold the model, or are damaged.
+    """
+    source = open_weights(directory, config)
+    structure, abstract = abstract_model(config, layout, dtype)
+    pieces = pieces_of(source, config, layout)
+    flat = {".".join(map(str, path)): weight for path, weight in nnx.to_flat_state(abstract)}
+    parameters = {
+        name: Parameter(
+            shape=weight.shape,
+            dtype=dtype,
+            sharding=named_sharding(mesh, weight.axes),
+            pieces=pieces[name],
+            num_layers=config.num_layers if name.startswith("layers.") else None,
+        )
+        for name, weight in flat.items()
+    }
+    started = time.monotonic()
+    arrays = load_parameters(source, parameters)
+    seconds, num_bytes = time.monotonic() - started, mesh.size * shard_bytes(arrays)
+    _log.info("%.2f GB of weights in %.1f s, %.2f GB/s", num_bytes / 1e9, seconds, num_bytes / 1e9 / seconds)
+    return structure, jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in flat])

@@ -1,0 +1,40 @@
+"""Random parameters made on the devices, for measuring a size whose files are not there."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.mesh import named_sharding
+
+from ..api.config import ModelConfig
+from ..model.qwen3 import abstract_model
+
+_STANDARD_DEVIATION = 0.02  # as models are initialised: activations stay in range through all layers
+
+
+def random_model(
+    config: ModelConfig, layout: ShardLayout, mesh: Mesh, dtype: jnp.dtype, *, seed: int = 0
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """As `hf_weights.load_model`: norms are ones, everything else is normally distributed."""
+    structure, abstract = abstract_model(config, layout, dtype)
+    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(abstract))))
+
+    def fill(path: tuple[str, ...], weight: nnx.Variable) -> nnx.Variable:
+        sharding = named_sharding(mesh, weight.axes)
+        make = partial(_ones if "norm" in path[-1] else _normal, shape=weight.shape, dtype=dtype)
+        return weight.replace(jax.jit(make, out_shardings=sharding)(next(keys)))
+
+    flat = [(path, fill(path, weight)) for path, weight in nnx.to_flat_state(abstract)]
+    return structure, nnx.from_flat_state(flat)
+
+
+def _normal(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return _STANDARD_DEVIATION * jax.random.normal(key, shape, dtype)
+
+
+def _ones(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jnp.ones(shape, dtype)

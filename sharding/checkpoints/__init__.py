@@ -1,0 +1,1 @@
+"""Stored tensors read straight into shards, and shards written as checkpoints."""

@@ -1,0 +1,257 @@
+"""Orbax checkpoints as a source of weights: their layout, their digests, and how they are read.
+
+    DIR/checkpoint.json         what this is: dtype, source, and the SHA-256 of every part's digest file. Written last
+    DIR/weights/PART/           an Orbax checkpoint of its own (OCDBT, uncompressed): one layer, or a table
+    DIR/digests/PART.json       shape and dtype of the part's arrays, and the CRC-32 of each of their blocks
+    DIR/config.json, ...        the model's other files, as they were
+
+A tensor is called PART.KEY, for example `layers.0007.attention.qkv`. Parts make writing resumable: Orbax renames a part
+into place when it is whole. Blocks are the chunks that Orbax stores; a block is read whole, and its CRC-32 is compared
+before a byte of it is used. Any plain Orbax restore reads a part as well; here TensorStore reads the chunks directly,
+because a shard may need parts of arrays, repeated and padded.
+"""
+
+import hashlib
+import json
+import math
+import os
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from .parameters import CheckpointError, Copy, Region, assign, check_tensors, relative
+from .storage import is_remote
+
+MANIFEST_FILE = "checkpoint.json"
+FORMAT = "meshserve orbax"
+FORMAT_VERSION = 1
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """checkpoint.json."""
+
+    format: str
+    format_version: int
+    meshserve_version: str
+    dtype: str
+    num_bytes: int  # of all arrays
+    source: Mapping[str, str]  # SHA-256 of each weight file it was made of, by name
+    parts: Mapping[str, str]  # SHA-256 of each part's digest file
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayDigest:
+    """A stored array: its blocks in row-major order of the grid, each with its CRC-32."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    block: tuple[int, ...]  # shape of a block; those at the ends may be smaller
+    crc32: tuple[int, ...]
+
+    def blocks(self) -> list[Region]:
+        axes = [
+            [(start, min(start + step, length)) for start in range(0, length, step)]
+            for length, step in zip(self.shape, self.block, strict=True)
+        ]
+        return list(product(*axes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartDigest:
+    """digests/PART.json. `source_id` tells parts of one conversion from those of another."""
+
+    source_id: str
+    arrays: Mapping[str, ArrayDigest]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "PartDigest":
+        """Raises ValueError, KeyError or TypeError: the text is no such object."""
+        raw = json.loads(text)
+        arrays = {
+            name: ArrayDigest(
+                shape=tuple(map(int, array["shape"])),
+                dtype=array["dtype"],
+                block=tuple(map(int, array["block"])),
+                crc32=tuple(map(int, array["crc32"])),
+            )
+            for name, array in raw["arrays"].items()
+        }
+        for name, array in arrays.items():
+            if array.dtype not in DTYPES or len(array.blocks()) != len(array.crc32):
+                raise ValueError(f"{name} is described in contradiction")
+        return cls(source_id=raw["source_id"], arrays=arrays)
+
+
+def part_directory(directory: epath.Path, part: str) -> epath.Path:
+    return directory / "weights" / part
+
+
+def digest_file(directory: epath.Path, part: str) -> epath.Path:
+    return directory / "digests" / f"{part}.json"
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def crc32(values: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+def read_manifest(directory: epath.Path) -> Manifest:
+    """What the checkpoint says of itself.
+
+    Raises:
+      CheckpointError: it is not whole, damaged, or of a format that this release does not read.
+    """
+    path = directory / MANIFEST_FILE
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+        if (raw["format"], raw["format_version"]) != (FORMAT, FORMAT_VERSION):
+            raise CheckpointError(
+                f"{path} is of format {raw['format']!r}, version {raw['format_version']}; this release reads "
+                f"{FORMAT!r}, version {FORMAT_VERSION}. Convert the model again."
+            )
+        manifest = Manifest(**raw)
+        if not isinstance(manifest.parts, dict):
+            raise TypeError(f"its parts are {manifest.parts!r}")
+        return manifest
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist: the conversion did not end. Run it again; it goes on where it stopped."
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}). Convert the model again.") from None
+
+
+class OrbaxCheckpoint:
+    """A checkpoint that `checkpoint_writer` wrote, local or remote.
+
+    Raises:
+      CheckpointError: as `read_manifest`; a part is missing, damaged, or comes from another checkpoint.
+    """
+
+    def __init__(self, directory: epath.PathLike):
+        self._directory = epath.Path(directory)
+        self.manifest = read_manifest(self._directory)
+        self._arrays: dict[str, tuple[str, str, ArrayDigest]] = {}  # part, key, digest
+        self._crcs: dict[str, dict[Region, int]] = {}
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 16 * 2**20}})  # nodes of the B-tree
+        self._stores: dict[str, Any] = {}
+        self._opening = threading.Lock()
+        for part, digest in self.manifest.parts.items():
+            self._add(part, digest)
+
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Compares the arrays with those a model needs.
+
+        Raises:
+          CheckpointError: names the missing, surplus and misshapen arrays.
+        """
+        check_tensors(self._directory, {name: array.shape for name, (_, _, array) in self._arrays.items()}, expected)
+
+    def names(self) -> list[str]:
+        return list(self._arrays)
+
+    def blocks(self, tensor: str) -> Sequence[Region]:
+        return list(self._crcs[tensor])
+
+    def fill(self, tensor: str, block: Region, copies: Sequence[Copy]) -> None:
+        values = self._read(tensor, block)
+        for copy in copies:
+            assign(copy.target, values[relative(copy.region, block)])
+
+    def verify(self, tensor: str) -> int:
+        """Reads all of a tensor and compares its digests. Returns its bytes.
+
+        Raises:
+          CheckpointError: it is damaged.
+        """
+        return sum(self._read(tensor, block).nbytes for block in self.blocks(tensor))
+
+    def _read(self, tensor: str, block: Region) -> np.ndarray:
+        part = self._arrays[tensor][0]
+        where = f"{part_directory(self._directory, part)}, array {tensor}"
+        try:
+            values = read_block(self._store(tensor), block)
+        except (ValueError, OSError) as error:
+            reason = str(error).split(" [source locations")[0]
+            raise CheckpointError(f"{where}: cut short or damaged ({reason}). Convert the model again.") from None
+        if crc32(values) != self._crcs[tensor][block]:
+            raise CheckpointError(
+                f"{where}: the block at {block} is not what was written (its CRC-32 differs). The disk or the copy is "
+                "bad; convert or copy the model again."
+            )
+        return values
+
+    def _store(self, tensor: str) -> Any:
+        """The open array. Its shape and dtype are what the digest says."""
+        with self._opening:
+            store = self._stores.get(tensor)
+        if store is None:
+            part, key, digest = self._arrays[tensor]
+            store = open_array(part_directory(self._directory, part), key, self._context, digest)
+            with self._opening:
+                self._stores[tensor] = store
+        return store
+
+    def _add(self, part: str, expected: str) -> None:
+        path = digest_file(self._directory, part)
+        try:
+            text = path.read_text()
+            digest = PartDigest.from_json(text)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} does not exist. Copy or convert the model again.") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is cut short or damaged ({error}). Convert the model again.") from None
+        if sha256(text) != expected:
+            raise CheckpointError(
+                f"{path} is not the file that {MANIFEST_FILE} names (its SHA-256 differs): it is damaged, or part "
+                f"{part} comes from another model. Copy or convert the model again."
+            )
+        for key, array in digest.arrays.items():
+            name = f"{part}.{key}" if key != part else part
+            self._arrays[name] = (part, key, array)
+            self._crcs[name] = dict(zip(array.blocks(), array.crc32, strict=True))
+
+
+def open_array(directory: epath.Path, key: str, context: ts.Context, digest: ArrayDigest | None = None) -> Any:
+    """An array of an Orbax checkpoint, for reading.
+
+    Raises:
+      ValueError: TensorStore cannot open it, or its shape and dtype are not those of the digest.
+    """
+    text = os.fspath(directory)
+    base = f"{text}/" if is_remote(text) else f"file://{text}/"
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{key}/"}}
+    store = ts.open(spec, open=True, read=True, context=context).result()
+    found = tuple(store.shape), store.dtype.numpy_dtype
+    if digest is not None and found != (digest.shape, DTYPES[digest.dtype]):
+        raise ValueError(f"it is {store.dtype.name} {tuple(store.shape)}, not {digest.dtype} {digest.shape}")
+    return store
+
+
+def read_block(store: Any, block: Region) -> np.ndarray:
+    """A block of an open array.
+
+    Raises:
+      ValueError, OSError: TensorStore cannot read it: a node's checksum, a chunk cut short, no such file.
+    """
+    return store[tuple(slice(first, last) for first, last in block)].read().result()
+
+
+def num_bytes(arrays: Mapping[str, ArrayDigest]) -> int:
+    return sum(math.prod(array.shape) * DTYPES[array.dtype].itemsize for array in arrays.values())

@@ -1,0 +1,166 @@
+"""Safetensors files as a source of weights. Format: https://huggingface.co/docs/safetensors#format
+
+A file is eight bytes with the length of a JSON header, the header (dtype, shape and byte range of each tensor), and the
+tensors' bytes. Rows that lie together in the file and in a shard are read straight into the shard; columns go through a
+block of `_BLOCK_BYTES` that each thread keeps.
+"""
+
+import json
+import math
+import operator
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from .parameters import CheckpointError, Copy, Region, assign, check_tensors, listed, relative
+from .storage import File, open_file
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+DTYPES: Mapping[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+_BLOCK_BYTES = 8 * 2**20
+_MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    file: File
+    offset: int  # of its first byte in the file
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class TensorFiles:
+    """The safetensors files of a model directory, local or remote: one, or several behind an index.
+
+    Raises:
+      CheckpointError: there are none, one is missing, or one is cut short or damaged.
+    """
+
+    def __init__(self, directory: epath.PathLike):
+        self._directory = epath.Path(directory)
+        self._tensors: dict[str, _Tensor] = {}
+        self._wrong_dtype: list[str] = []
+        self._memory = threading.local()
+        for path in weight_files(self._directory):
+            self._add(path)
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
+        """Compares the files with the tensors a model needs; `ignored` ones may be there without use.
+
+        Raises:
+          CheckpointError: names the missing, surplus and misshapen tensors, and those of a dtype that is not served.
+        """
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        check_tensors(self._directory, shapes, expected, ignored)
+        wrong = [text for text in self._wrong_dtype if text.split(" ")[0] not in ignored]
+        if wrong:
+            lines = listed(f"of a dtype other than {', '.join(DTYPES)}", wrong)
+            raise CheckpointError(f"{self._directory} cannot be served:\n  " + "\n  ".join(lines))
+
+    def blocks(self, tensor: str) -> Sequence[Region]:
+        """Runs of whole rows."""
+        stored = self._tensors[tensor]
+        num_rows = stored.shape[0]
+        step = max(1, _BLOCK_BYTES // stored.row_bytes)
+        rest = tuple((0, length) for length in stored.shape[1:])
+        return [((row, min(row + step, num_rows)), *rest) for row in range(0, num_rows, step)]
+
+    def fill(self, tensor: str, block: Region, copies: Sequence[Copy]) -> None:
+        """Reads what the copies need; rows that are whole and of the same dtype go straight to their place."""
+        stored = self._tensors[tensor]
+        through_memory = []
+        for copy in copies:
+            is_whole = all(
+                bounds == (0, length) for bounds, length in zip(copy.region[1:], stored.shape[1:], strict=True)
+            )
+            if is_whole and copy.target.dtype == stored.dtype and copy.target.flags.c_contiguous:
+                self._read(stored, copy.region[0], copy.target)
+            else:
+                through_memory.append(copy)
+        if through_memory:
+            values = self._scratch([last - first for first, last in block], stored.dtype)
+            self._read(stored, block[0], values)
+            for copy in through_memory:
+                assign(copy.target, values[relative(copy.region, block)])
+
+    def _read(self, stored: _Tensor, rows: tuple[int, int], target: np.ndarray) -> None:
+        stored.file.read_into(stored.offset + rows[0] * stored.row_bytes, target.reshape(-1).view(np.uint8))
+
+    def _scratch(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """This thread's memory; kept, because fresh memory costs more than the copy."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = getattr(self._memory, "bytes", None)
+        if memory is None or memory.size < num_bytes:
+            memory = self._memory.bytes = np.empty(num_bytes, np.uint8)
+        return memory[:num_bytes].view(dtype).reshape(shape)
+
+    def _add(self, path: epath.Path) -> None:
+        file = open_file(path, f"The directory must hold {SINGLE_FILE} or the files of its index.")
+        try:
+            self._parse(file)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is cut short or damaged ({error}). Download it again.") from None
+
+    def _parse(self, file: File) -> None:
+        """Reads the header; any error in it is one of the types that `_add` names."""
+        if file.size < 8:
+            raise ValueError(f"it has {file.size} bytes")
+        header_bytes = int.from_bytes(_bytes(file, 0, 8), "little")
+        if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file.size - 8):
+            raise ValueError(f"its header would have {header_bytes} bytes, the whole file has {file.size}")
+        header: dict[str, Any] = json.loads(_bytes(file, 8, header_bytes))
+        header.pop("__metadata__", None)
+        start, end = 8 + header_bytes, 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            first, last = map(operator.index, entry["data_offsets"])
+            if first != end:
+                raise ValueError(f"{name} begins at byte {first}, where the tensor before it ends at {end}")
+            if name in self._tensors:
+                raise ValueError(f"{name} is in another file, too")
+            shape = tuple(map(operator.index, entry["shape"]))
+            dtype = DTYPES.get(entry["dtype"])
+            end = last
+            if dtype is None:
+                self._wrong_dtype.append(f"{name} is {entry['dtype']}")
+                dtype = np.dtype(np.uint8)
+            elif min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != last - first:
+                raise ValueError(f"{name} of shape {shape} lies at bytes {first} to {last}")
+            self._tensors[name] = _Tensor(file, start + first, shape, dtype)
+        if start + end != file.size:
+            raise ValueError(f"its header describes {start + end} bytes, it has {file.size}")
+
+
+def _bytes(file: File, offset: int, num_bytes: int) -> bytes:
+    memory = np.empty(num_bytes, np.uint8)
+    file.read_into(offset, memory)
+    return memory.tobytes()
+
+
+def weight_files(directory: epath.Path) -> list[epath.Path]:
+    """The files that hold a model's tensors, by name.
+
+    Raises:
+      CheckpointError: the index is unreadable.
+    """
+    index = directory / INDEX_FILE
+    if not index.exists():
+        return [directory / SINGLE_FILE]
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [directory / name for name in sorted(names)]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files ({error!r}). Download it again.") from None

@@ -1,0 +1,201 @@
+"""What planner, compiler and mesh must know of each kind of device, and machines by name, to plan for without them."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from .mesh import make_mesh
+from .topology import NoCompilerError as NoCompilerError
+from .topology import gpu_topology
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A kind of accelerator, as one jax device. Speeds are those of the data sheet; 0 where there is none."""
+
+    kind: str  # jax's device_kind
+    platform: str = "tpu"  # jax's
+    devices_per_chip: int = 1
+    hbm_bytes: int  # on a TPU what the compiler grants a program; on a GPU all there is
+    jax_fraction: float = 1.0  # of it, what jax takes for itself unless told otherwise
+    hbm_bytes_per_second: float
+    flops_per_second: float = 0.0  # bfloat16, dense
+    link_bytes_per_second: float = 0.0  # in each direction, all links of the device together
+    is_unrolled: bool  # layers; see docs/decisions
+    compiler_options: Mapping[str, str]
+    sum_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the same, for meshes of several devices
+
+    @property
+    def name(self) -> str:
+        return next((name for name, chip in CHIPS.items() if chip is self), self.kind)
+
+
+CHIPS = {
+    "v5e": Chip(
+        kind="TPU v5 lite",
+        hbm_bytes=int(15.75 * GIB),
+        hbm_bytes_per_second=819e9,
+        flops_per_second=197e12,
+        link_bytes_per_second=100e9,
+        is_unrolled=False,
+        compiler_options={},
+        sum_options={
+            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+            "xla_enable_async_all_reduce": "true",
+        },
+    ),
+    "v6e": Chip(
+        kind="TPU v6 lite",
+        hbm_bytes=int(31.24 * GIB),
+        hbm_bytes_per_second=1640e9,
+        flops_per_second=918e12,
+        link_bytes_per_second=224e9,
+        is_unrolled=False,
+        compiler_options={},
+        sum_options={"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"},
+    ),
+    "v5p": Chip(
+        kind="TPU v5",
+        hbm_bytes=int(95.73 * GIB),
+        hbm_bytes_per_second=2765e9,
+        flops_per_second=459e12,
+        link_bytes_per_second=300e9,
+        is_unrolled=False,
+        compiler_options={},
+    ),
+    "tpu7x": Chip(
+        kind="TPU7x",
+        devices_per_chip=2,
+        hbm_bytes=int(94.75 * GIB),
+        hbm_bytes_per_second=3690e9,
+        flops_per_second=1153e12,
+        link_bytes_per_second=300e9,
+        is_unrolled=False,
+        # Else stacked weights are copied into tiles of 16 rows, all of them in every step.
+        compiler_options={"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
+    ),
+    "h100": Chip(
+        kind="NVIDIA H100 80GB HBM3",
+        platform="gpu",
+        hbm_bytes=int(79.2 * GIB),
+        jax_fraction=0.75,
+        hbm_bytes_per_second=3350e9,
+        flops_per_second=989e12,
+        link_bytes_per_second=450e9,
+        is_unrolled=True,
+        compiler_options={},
+    ),
+    "h200": Chip(
+        kind="NVIDIA H200",
+        platform="gpu",
+        hbm_bytes=int(139.8 * GIB),
+        jax_fraction=0.75,
+        hbm_bytes_per_second=4800e9,
+        flops_per_second=989e12,
+        link_bytes_per_second=450e9,
+        is_unrolled=True,
+        compiler_options={},
+    ),
+    "cpu": Chip(
+        kind="cpu", platform="cpu", hbm_bytes=0, hbm_bytes_per_second=0.0, is_unrolled=False, compiler_options={}
+    ),
+}
+
+# XLA does not see that a step updates the cache in place: with a cache of a third of the memory or more it believes
+# that memory is short, and computes projections and gathered pages twice to save some (docs/log.md).
+#
+# Of XLA's Triton products, those whose operands come by the copy engine (TMA) end in CUDA_ERROR_ILLEGAL_INSTRUCTION at
+# their first copy, when a trial happens to prefer one (jax 0.11.2, Hopper; docs/log.md). The file names others to try.
+# Trials of fusions may allow TMA, too, and have no such list: none is tried, and each keeps the emitter that XLA's cost
+# model names.
+_GPU_OPTIONS: dict[str, str | bool] = {
+    "xla_disable_hlo_passes": "rematerialization",
+    "xla_gpu_gemm_autotuner_override_file": str(Path(__file__).with_name("gpu_products.txtpb")),
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
+}
+_SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){0,2})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A machine by name: a slice of TPUs, "v6e:2x4", or GPUs or virtual CPU devices of a host, "h100:8" or "cpu:4"."""
+
+    name: str
+    chip: Chip
+    num_devices: int
+
+    def mesh(self, tensor_parallelism: int = 0) -> Mesh:
+        """A mesh over the target's devices, which need not exist; 0 takes them all.
+
+        Raises:
+          NoCompilerError: the compiler for these devices is not installed.
+          ValueError: the slice is no shape of this chip, or has fewer devices; or the target is of CPUs.
+        """
+        topology = _topology(self)
+        return make_mesh(tensor_parallelism or self.num_devices, topology.devices)
+
+
+def target(name: str) -> Target:
+    """The target of that name: a chip of `CHIPS` and the slice's shape, or the number of devices.
+
+    Raises:
+      ValueError: the name is not of this form, or the chip unknown.
+    """
+    match = _SLICE.fullmatch(name)
+    chip = CHIPS.get(match["chip"]) if match is not None else None
+    num_chips = math.prod(map(int, match["shape"].split("x"))) if match is not None else 0
+    if match is None or chip is None or not num_chips or (chip.platform == "tpu") != ("x" in match["shape"]):
+        raise ValueError(
+            f"target is {name!r}; it takes CHIP:SHAPE with a chip of {', '.join(CHIPS)}, for example v6e:2x4, h100:8 "
+            "or cpu:4."
+        )
+    return Target(name=name, chip=chip, num_devices=num_chips * chip.devices_per_chip)
+
+
+def chip_of(device: jax.Device) -> Chip | None:
+    """The chip of an accelerator; None for a CPU and for what is not listed here."""
+    return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind != "cpu"), None)
+
+
+def compiler_options(mesh: Mesh, *, has_library_products: bool = False) -> dict[str, str | bool]:
+    """XLA's options for programs over this mesh.
+
+    With `has_library_products` cuBLAS multiplies on a GPU, without a trial of XLA's own kernels: it then reads a
+    layer's weights where they lie, while after a trial XLA copies them out for it first.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform == "gpu":
+        return {**_GPU_OPTIONS, **({"xla_gpu_enable_triton_gemm": False} if has_library_products else {})}
+    chip = chip_of(device)
+    if chip is None:
+        return {}
+    return {**chip.compiler_options, **(chip.sum_options if mesh.size > 1 else {})}
+
+
+def _topology(target: Target) -> topologies.TopologyDescription:
+    chip = target.chip
+    if chip.platform == "cpu":
+        raise ValueError(f"programs for {target.name} can be compiled on this host: take virtual devices.")
+    if chip.platform == "gpu":
+        return gpu_topology(
+            kind=chip.kind,
+            hbm_bytes=chip.hbm_bytes,
+            hbm_bytes_per_second=int(chip.hbm_bytes_per_second),
+            num_devices=target.num_devices,
+        )
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=target.name)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"{target.name} is no slice that libtpu knows: {error}") from None
+    except (RuntimeError, NotImplementedError) as error:
+        raise NoCompilerError(
+            f"programs for {target.name} need the TPU compiler: {error}. Install meshserve with the extra [tpu]."
+        ) from None

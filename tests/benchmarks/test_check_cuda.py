@@ -1,0 +1,207 @@
+"""Programs compiled for GPUs that are not there: what is asserted of them, and a few that `make check-cuda` compiles.
+
+The latter need jax's CUDA build: pip install "jax[cuda13]", or "jax[cuda13-local]" beside a CUDA toolkit.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import re
+
+import pytest
+
+from meshserve.benchmarks.checks import check_cuda
+from meshserve.kernels.cuda.build import find_nvcc
+from meshserve.runtime.commands.cli import main
+from meshserve.runtime.planning import hlo
+from meshserve.runtime.planning.aot import DryServer, ProgramReport
+from meshserve.runtime.planning.compiled_plan import cache_that_fits, program_faults
+from meshserve.runtime.planning.memory_plan import Planner
+
+HAS_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None and find_nvcc() is not None
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="jax's CUDA build or nvcc is not installed")
+CACHE_BYTES = 1 << 30
+
+
+def server(target: str = "h100:1", kernels: str = "cuda", num_layers: int = 4) -> Planner:
+    """Qwen3-8B with few layers."""
+    plan = check_cuda.planner("qwen3-8b", target, kernels)
+    return dataclasses.replace(plan, model=dataclasses.replace(plan.model, num_layers=num_layers))
+
+
+def report(kind: str = "step", size: int = 64, **text: object) -> ProgramReport:
+    """As `server()` should get it."""
+    counts = {"num_kernels": 9, "num_all_reduces": 0, "num_launches": 80, "num_recomputed": 0, "weight_copy_bytes": 0}
+    return ProgramReport(
+        kind=kind, size=size, cpu_seconds=1.0, argument_bytes=2 << 30, aliased_bytes=CACHE_BYTES, added_bytes=1 << 20,
+        temp_bytes=1 << 20, peak_bytes=(2 << 30) + (1 << 20), code_bytes=0, num_weight_slices=0,
+        text=hlo.ProgramText(**{**counts, "weight_copies": (), **text}),
+    )  # fmt: skip
+
+
+def faults(found: ProgramReport, plan: Planner | None = None) -> list[str]:
+    return program_faults(plan or server(), found, CACHE_BYTES)
+
+
+def test_a_program_of_which_everything_holds():
+    assert faults(report()) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [
+        (report(num_recomputed=3), "nothing is computed twice"),
+        (report(weight_copies=("bf16[1,2,12288,4096] cut",)), "no weights are copied: bf16[1,2,12288,4096] cut"),
+        (report(num_kernels=3), "it calls 9 kernels"),
+        (report(num_all_reduces=31), "0 to 30 all-reduces"),
+        (dataclasses.replace(report(), aliased_bytes=CACHE_BYTES - 1), "the KV cache is updated in place"),
+        (dataclasses.replace(report(), temp_bytes=8 << 30), "temporaries stay below"),
+        (dataclasses.replace(report(), peak_bytes=60 << 30), "it takes less than 60826 MiB"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_hold_is_named(found, fault):
+    (only,) = faults(found)
+    assert only.startswith(f"step 64: not so: {fault}")
+
+
+@pytest.mark.parametrize(
+    ("target", "kernels", "kind", "size", "num_kernels"),
+    [
+        ("h100:1", "cuda", "decode greedy", 64, 1),  # all layers behind one call
+        ("h100:1", "cuda", "decode top_p", 64, 2),  # and the filters' search
+        ("h100:1", "cuda", "decode greedy x 4", 64, 1),
+        ("h100:1", "cuda", "decode top_p x 4", 64, 2),
+        ("h100:1", "cuda", "decode x 4", 128, 9),  # more than the fused layers take
+        ("h100:1", "cuda", "step", 64, 9),  # attention, and the search
+        ("h100:1", "cuda", "sample", 64, 1),
+        ("h100:1", "cuda", "prompt", 64, 0),
+        ("h200:4", "cuda", "decode greedy", 64, 3),  # the embedding's sum, all layers, the best tokens
+        ("h200:4", "cuda", "step", 64, 18),  # heads, attention, two sums a layer, and those two
+        ("h200:4", "cuda", "step", 512, 10),  # sums too large for peers, but the last
+        ("h200:4", "xla sums", "decode greedy", 64, 20),  # five calls a layer, cut at the sums
+        ("h200:4", "xla sums", "step", 64, 8),
+        ("h100:1", "xla", "step", 64, 0),
+    ],
+)
+def test_the_number_of_kernels_follows_from_the_config(target, kernels, kind, size, num_kernels):
+    plan = server(target, kernels)
+    are_peers = kernels == "cuda" and size <= 256
+    num_all_reduces = 9 if plan.num_devices > 1 and not are_peers else 0
+    right = report(kind, size, num_kernels=num_kernels, num_all_reduces=num_all_reduces)
+    assert faults(right, plan) == []
+    assert len(faults(dataclasses.replace(right, text=report(num_kernels=7).text), plan)) >= 1
+
+
+def test_the_cache_that_fits_is_what_a_program_leaves():
+    plan = server()
+    num_pages = cache_that_fits(plan, report(), CACHE_BYTES)
+    others = (1 << 30) + (1 << 20)  # arguments but the cache, and what is added
+    assert num_pages == (plan.limit_bytes - others) // plan.plan().page_bytes
+
+
+def test_models_that_one_gpu_has_no_room_for_are_left_out():
+    pairs = {
+        (plan.name, plan.target.name) for plan in check_cuda.planned(*(check_cuda.MODELS, check_cuda.TARGETS), ["xla"])
+    }
+    assert ("qwen3-32b", "h200:4") in pairs
+    assert ("qwen3-32b", "h200:1") not in pairs
+    assert len(pairs) == 7
+
+
+def test_only_decodes_are_no_server():
+    with pytest.raises(SystemExit, match=r"names no step that may hold prompts; add one of \[64, 128, 256, 512\]"):
+        check_cuda.main(["--models", "qwen3-8b", "--targets", "h100:1", "--kernels", "cuda", "--tokens", "1", "8"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="jax's CUDA build is here")
+def test_without_the_compiler_the_command_says_what_brings_it(capsys):
+    assert main(["plan", "--model=qwen3-8b", "--target=h100:1", "--compile"]) == 2
+    error = capsys.readouterr().err
+    assert "programs for NVIDIA H100 80GB HBM3 need XLA's CUDA compiler" in error
+    assert "the extra [cuda], or, where nvcc and ptxas are on PATH, jax[cuda13-local]; neither needs a GPU" in error
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", ["h100:1", "h200:4"])
+@pytest.mark.parametrize("kernels", ["cuda", "xla sums", "xla"])
+def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels):
+    plan = server(target, kernels, num_layers=2)
+    shape = plan.cache_shape(plan.plan().served_pages)
+    dry = DryServer.on(plan.target, plan.model, config=plan.config)
+    programs = dry.programs(plan.buckets, shape, has_controls=True)
+    others = (("decode greedy", 4), ("decode top_p", 4), ("sample", 64), ("prompt", 64))
+    for key in [("step", 64), *[key for key in others if key in programs]]:
+        found = dry.report(key, programs[key])
+        assert program_faults(plan, found, dry.cache_bytes(shape)) == []
+
+
+@needs_compiler
+def test_several_decode_steps_in_a_dispatch_choose_nothing_on_the_device():
+    plan = server(num_layers=2)
+    plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, max_decode_steps=4))
+    shape = plan.cache_shape(plan.plan().served_pages)
+    dry = DryServer.on(plan.target, plan.model, config=plan.config)
+    key = ("decode greedy x 4", 4)
+    found = dry.report(key, dry.programs(plan.buckets, shape, has_controls=False)[key])
+    assert program_faults(plan, found, dry.cache_bytes(shape)) == []
+    (bucket,) = (bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == key)
+    text = dry.compile(bucket, shape).as_text()
+    assert text.count(" while(") == 1 and '"known_trip_count":{"n":"4"}' in text
+    assert " conditional(" not in text
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "size"), [("decode greedy", 4), ("step", 64)])
+def test_small_operands_have_no_room_in_the_memory_of_the_sampled_tokens(kind, size):
+    """Else the kernels of a call are set anew in every step."""
+    plan = server(num_layers=2)
+    dry = DryServer.on(plan.target, plan.model, config=plan.config)
+    bucket = next(bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == (kind, size))
+    text = dry.compile(bucket, plan.cache_shape(1000)).as_text()
+    calls = [line for line in text.splitlines() if re.search(r'"meshserve_(decode|prefill|prepare)_\w+"', line)]
+    assert len(calls) == (1 if bucket.is_decode else 4)
+    for call in calls:
+        shapes = [[int(size) for size in shape.split(",")] for shape in re.findall(r"s32\[([\d,]+)\]", call)]
+        assert len(shapes) >= 2, "positions and the page table"
+        assert min(map(math.prod, shapes)) > bucket.num_requests, call
+
+
+@needs_compiler
+def test_a_server_of_one_request_has_products_of_the_library_too():
+    """Else XLA tries its own for every size of step. The head has rows of padding, so that its table stays as it is."""
+    plan = server(num_layers=2)
+    dry = DryServer.on(plan.target, plan.model, config=plan.config)
+    (bucket,) = (bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == ("step", 64))
+    text = dry.compile(dataclasses.replace(bucket, num_requests=1), plan.cache_shape(1000)).as_text()
+    assert len(re.findall(r"custom_call_target=\"__cublas", text)) == 2 * 4 + 1, "four a layer, and the head"
+    assert "__triton_gemm" not in text
+    assert "f32[151936,4096]" not in text
+
+
+@needs_compiler
+def test_products_of_the_library_read_weights_where_they_lie():
+    """And add up the residual stream, too: a launch less a layer."""
+    launches = {}
+    for products in ("tuned", "library"):
+        plan = server(num_layers=2)
+        config = dataclasses.replace(plan.config, products=products)
+        dry, shape = DryServer.on(plan.target, plan.model, config=config), plan.cache_shape(1000)
+        key = ("step", plan.buckets[-1].num_tokens)
+        found = dry.report(key, dry.programs(plan.buckets, shape, has_controls=False)[key])
+        assert (found.text.weight_copies, found.text.num_recomputed) == ((), 0)
+        launches[products] = found.text.num_launches
+        alone = dataclasses.replace(plan.buckets[-1], num_requests=1)  # a head of one row
+        assert not hlo.read(dry.compile(alone, shape).as_text()).weight_copies
+    assert launches["library"] == launches["tuned"] - 2
+
+
+@needs_compiler
+def test_a_server_on_peers_compiles_too():
+    plan = server("h200:4", num_layers=2)
+    config = dataclasses.replace(plan.config, all_reduce="peers")
+    dry = DryServer.on(plan.target, plan.model, config=config)
+    key, shape = ("decode greedy", 4), plan.cache_shape(1000)
+    found = dry.report(key, dry.programs(plan.buckets, shape, has_controls=False)[key])
+    assert found.text.num_all_reduces == 0
+    assert found.text.num_kernels == 3  # the embedding's sum, all layers, the best token

@@ -1,0 +1,370 @@
+"""What config.json may say, and how options of serving are given, checked and explained."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from meshserve.runtime.api.config import ModelConfig, ServeConfig, context_tokens, read_toml, serving_dtype
+from meshserve.runtime.api.errors import ConfigError, UnsupportedModelError
+from meshserve.runtime.commands import generate
+from meshserve.runtime.commands.cli import main
+from meshserve.runtime.model.published_sizes import named_model
+from meshserve.runtime.model.rope import inverse_frequencies
+
+# The config.json of Qwen/Qwen3-0.6B, as transformers 4.51 wrote it.
+PUBLISHED = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+
+
+def published(**changes: Any) -> dict[str, Any]:
+    return {**PUBLISHED, **changes}
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        ModelConfig.from_dict(published(**changes))
+    return str(caught.value)
+
+
+# --- config.json
+
+
+def test_every_number_of_the_published_file_arrives():
+    config = ModelConfig.from_dict(PUBLISHED)
+    assert (config.vocab_size, config.embed_dim, config.mlp_dim, config.num_layers) == (151936, 1024, 3072, 28)
+    assert (config.num_query_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
+    assert (config.rms_norm_eps, config.max_positions, config.is_tied) == (1e-6, 40960, True)
+    assert (config.dtype, config.rope.kind, config.rope.theta) == ("bfloat16", "default", 1e6)
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"])
+def test_what_transformers_saves_of_every_size_is_read_back(name: str, tmp_path: Path):
+    size = named_model(name)
+    theirs = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=size.vocab_size,
+        hidden_size=size.embed_dim,
+        intermediate_size=size.mlp_dim,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_query_heads,
+        num_key_value_heads=size.num_kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=size.max_positions,
+        tie_word_embeddings=size.is_tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        dtype="bfloat16",
+    )
+    theirs.save_pretrained(tmp_path)
+    config = ModelConfig.from_file(tmp_path / "config.json")
+    assert config == size
+    with torch.device("meta"):
+        assert config.num_params == Qwen3ForCausalLM(theirs).num_parameters()
+
+
+def test_an_option_nobody_knows_is_named():
+    message = refusal(attention_sinks=4, residual_scale=0.5)
+    assert "does not know: attention_sinks, residual_scale. It refuses what it cannot honour" in message
+    ModelConfig.from_dict(published(attention_sinks=None))  # null asks for nothing
+
+
+def test_quantized_weights_are_refused_by_name():
+    assert "does not know: quantization_config" in refusal(quantization_config={"quant_method": "fp8"})
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["Qwen3MoeForCausalLM"], [], None])
+def test_another_architecture_is_named(architectures: list[str] | None):
+    message = refusal(architectures=architectures)
+    assert f"architectures is {architectures!r};" in message and "['Qwen3ForCausalLM']" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attention_bias", True), ("use_sliding_window", True), ("hidden_act", "gelu"), ("model_type", "qwen2")],
+)
+def test_an_option_that_is_known_but_not_implemented_is_named(key: str, value: object):
+    assert f"{key} is {value!r}; meshserve implements {PUBLISHED[key]!r} only" in refusal(**{key: value})
+
+
+def test_a_layer_with_a_window_is_named():
+    message = refusal(layer_types=["full_attention", "sliding_attention"])
+    assert "'sliding_attention'" in message and "only full_attention is served" in message
+
+
+@pytest.mark.parametrize("key", ["head_dim", "rms_norm_eps", "tie_word_embeddings", "num_key_value_heads"])
+def test_nothing_is_guessed_that_the_file_does_not_say(key: str):
+    assert f"config.json lacks {key}" in refusal(**{key: None})
+
+
+def test_kv_heads_must_divide_the_query_heads():
+    assert "16 query heads are not a multiple of 6 KV heads" in refusal(num_key_value_heads=6)
+
+
+def test_a_missing_or_broken_file(tmp_path: Path):
+    with pytest.raises(UnsupportedModelError, match="config.json does not exist. --model takes a Hugging Face"):
+        ModelConfig.from_file(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModelError, match="config.json is not valid JSON"):
+        ModelConfig.from_file(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"a"'])
+def test_a_file_that_holds_no_object(text: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModelError, match=r"config.json holds JSON of type \w+; it must be an object"):
+        ModelConfig.from_file(tmp_path / "config.json")
+    (tmp_path / "config.json").write_bytes(b"\xff")
+    with pytest.raises(UnsupportedModelError, match="config.json is not valid JSON"):
+        ModelConfig.from_file(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("num_key_value_heads", 0, "a whole number, 1 or more"), ("num_attention_heads", "16", "a whole number"),
+        ("num_hidden_layers", 28.0, "a whole number"), ("vocab_size", True, "a whole number"),
+        ("head_dim", 127, "an even number"), ("tie_word_embeddings", "false", "true or false"),
+        ("tie_word_embeddings", 0, "true or false"), ("rms_norm_eps", math.nan, "a number above 0"),
+        ("rms_norm_eps", "1e-6", "a number above 0"), ("rms_norm_eps", 0, "a number above 0"),
+        ("rope_theta", 1.0, "a number above 1"), ("rope_theta", math.inf, "a number above 1"),
+        ("rope_scaling", "yarn", "an object"), ("layer_types", True, "only full_attention"),
+    ],
+)  # fmt: skip
+def test_values_that_mean_nothing_are_refused_by_name(key: str, value: object, allowed: str):
+    message = refusal(**{key: value})
+    assert f"{key} is {value!r}; " in message and allowed in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("factor", 0.0, "a number above 0"), ("factor", -4.0, "a number above 0"), ("factor", 0.5, "1 or more"),
+        ("factor", "4", "a number above 0"), ("factor", math.nan, "a number above 0"),
+        ("original_max_position_embeddings", -1, "a number above 0"), ("attention_factor", 0.0, "a number above 0"),
+        ("beta_fast", "32", "a number above 0"), ("truncate", "false", "true or false"),
+    ],
+)  # fmt: skip
+def test_rope_options_that_mean_nothing_are_refused_by_name(key: str, value: object, allowed: str):
+    message = refusal(rope_scaling={"rope_type": "yarn", "factor": 2.0, key: value})
+    assert f"{key} is {value!r}; allowed is {allowed}" in message
+
+
+# --- rotary embedding
+
+ROPES = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn by the length of the model": {"rope_type": "yarn", "factor": 2.0},
+    "yarn that scales nothing": {"rope_type": "yarn", "factor": 1.0},
+    "yarn with its own temperature": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.25},
+    "yarn with betas": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn not truncated": {
+        "rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 8192,
+    },
+    "yarn with mscale": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    "yarn for a short context": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_old_form", [False, True], ids=["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("name", ROPES)
+def test_the_rotation_is_that_of_transformers(name: str, theta: float, is_old_form: bool):
+    parameters = {**ROPES[name], "rope_theta": theta}
+    theirs = Qwen3RotaryEmbedding(
+        Qwen3Config(rope_parameters=parameters, max_position_embeddings=40960, head_dim=128, hidden_size=1024)
+    )
+    if is_old_form:
+        raw = published(rope_scaling=ROPES[name], rope_theta=theta)
+    else:
+        raw = published(rope_parameters=parameters, rope_theta=None)
+    rope = ModelConfig.from_dict(raw).rope
+    np.testing.assert_allclose(inverse_frequencies(rope, 128), theirs.inv_freq.numpy(), rtol=2e-6)
+    assert rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+def test_the_oldest_form_names_its_kind_type():
+    rope = ModelConfig.from_dict(published(rope_scaling={"type": "linear", "factor": 2.0})).rope
+    assert (rope.kind, rope.factor) == ("linear", 2.0)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "dynamic", "longrope", "proportional"])
+def test_other_rope_scaling_is_refused_by_name(kind: str):
+    message = refusal(rope_scaling={"rope_type": kind, "factor": 2.0})
+    assert f"rope scaling {kind!r} is not implemented; meshserve honours default, linear, yarn" in message
+
+
+def test_rope_options_are_never_ignored():
+    scaling = {"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}
+    assert "'yarn' has unknown options partial_rotary_factor" in refusal(rope_scaling=scaling)
+    assert "'yarn' needs a factor" in refusal(rope_scaling={"rope_type": "yarn"})
+    assert "'yarn' needs a factor" in refusal(rope_scaling={"rope_type": "yarn", "factor": None})
+    assert "names no rope_theta" in refusal(rope_theta=None)
+
+
+# --- ServeConfig
+
+
+def test_every_option_has_help_and_a_type_that_a_flag_can_take():
+    for field in dataclasses.fields(ServeConfig):
+        assert field.metadata["help"], field.name
+        assert field.type in (int, float, str, bool) and type(field.default) is field.type, field.name
+        assert not field.metadata["choices"] or field.default in field.metadata["choices"], field.name
+
+
+def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    flags = set(re.findall(r"^  (?:-h, )?--([a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert flags - {"help", "config"} == {field.name.replace("_", "-") for field in dataclasses.fields(ServeConfig)}
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"tp": 0}, "tp is 0; it must be 1 or more"),
+        ({"page_size": -1}, "page_size is -1; it must be 1 or more"),
+        ({"num_pages": -1}, "num_pages is -1; it must be 0 or more"),
+        ({"max_context": -1}, "max_context is -1; it must be 0 or more"),
+        ({"max_context": 1}, "max_context is 1; it must be 2 or more .a prompt and one token., or 0"),
+        ({"compile_threads": -1}, "compile_threads is -1; it must be 0 or more"),
+        ({"draft_tokens": -1}, "draft_tokens is -1; it must be 0 or more"),
+        ({"draft_match": 0}, "draft_match is 0; it must be 1 or more"),
+        ({"page_size": 8, "draft_tokens": 8}, r"draft_tokens is 8; allowed is 0 to page_size - 1 \(7\)"),
+        ({"port": -1}, "port is -1; it must be 0 to 65535"),
+        ({"step_port": 99999}, "step_port is 99999; it must be 0 to 65535"),
+        ({"http_port": 70000}, "http_port is 70000; it must be -1 to 65535"),
+        ({"gateway_port": -7}, "gateway_port is -7; it must be -1 to 65535"),
+        ({"reserve_mib": -5}, "reserve_mib is -5; it must be 0 or more"),
+        ({"priority_seconds": math.inf}, "priority_seconds is inf; it must be finite"),
+        ({"drain_seconds": math.nan}, "drain_seconds is nan; it must be 0 or more"),
+        ({"fail_seconds": math.nan}, "fail_seconds is nan; it must be finite"),
+        ({"memory_fraction": 0.0}, "memory_fraction is 0.0; it must be above 0 and at most 1"),
+        ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
+        ({"max_running": 8, "max_step_tokens": 7}, "max_step_tokens is 7 and max_running 8: .* Raise it or lower"),
+        ({"tp": 4, "cpu_devices": 2}, "tp is 4 but cpu_devices only 2. Raise cpu_devices or leave it 0"),
+        ({"dtype": "float16"}, "dtype is 'float16'; it takes auto, bfloat16, float32"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(options: dict[str, Any], fault: str):
+    with pytest.raises(ConfigError, match=fault):
+        ServeConfig(**options)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_yarn_allows_its_factor_times_the_original_context():
+    """As Qwen3's model card has it: made for 40,960 positions, 131,072 tokens with YaRN."""
+    plain, scaled = ModelConfig.from_dict(PUBLISHED), ModelConfig.from_dict(published(rope_scaling=YARN))
+    assert (plain.longest_context, scaled.longest_context) == (40960, 131072)
+    assert context_tokens(ServeConfig(max_context=131072), scaled) == 131072
+    assert context_tokens(ServeConfig(), scaled) == context_tokens(ServeConfig(), plain) == 32768
+    with pytest.raises(ConfigError, match=r"max_context is 131073; .* 131072 tokens .* times a rope factor of 4\)"):
+        context_tokens(ServeConfig(max_context=131073), scaled)
+    with pytest.raises(ConfigError, match="max_context is 40961; the model was made for 40960 tokens"):
+        context_tokens(ServeConfig(max_context=40961), plain)
+
+
+def write_toml(directory: Path, text: str) -> Path:
+    path = directory / "serve.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_toml_file_sets_every_option(tmp_path: Path):
+    config = ServeConfig(
+        model="m", tp=2, page_size=16, memory_fraction=0.5, allow_insecure=True, drain_seconds=2.0, host="::1"
+    )
+    values = dataclasses.asdict(config)
+    path = write_toml(tmp_path, "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
+    assert ServeConfig(**read_toml(path)) == config
+
+
+def test_a_whole_number_may_stand_for_a_float(tmp_path: Path):
+    assert read_toml(write_toml(tmp_path, "drain_seconds = 5")) == {"drain_seconds": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("max_runing = 3", "unknown key 'max_runing'. Did you mean max_running?"),
+        ("zzz = 3", "unknown key 'zzz'. Known keys: model, tp, "),
+        ("tp = '2'", "tp is '2'; it must be of type int"),
+        ("tp = true", "tp is True; it must be of type int"),
+        ("tp = 2.0", "tp is 2.0; it must be of type int"),
+        ("allow_insecure = 1", "allow_insecure is 1; it must be of type bool"),
+        ("model = 7", "model is 7; it must be of type str"),
+        ("[tp]", "tp is {}; it must be of type int"),
+        ("tp = ", "serve.toml: Invalid value"),
+        ("drain_seconds = 1" + 400 * "0", "it must be of type float"),
+        ("tp = 1" + 5_000 * "0", "serve.toml: Exceeds the limit"),
+        ("tp = " + 3_000 * "[", "serve.toml: maximum recursion depth"),
+    ],
+)
+def test_a_faulty_toml_file_is_explained(text: str, fault: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=re.escape(fault)):
+        read_toml(write_toml(tmp_path, text))
+
+
+def test_a_missing_toml_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match="none.toml: no such file"):
+        read_toml(tmp_path / "none.toml")
+
+
+def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[ServeConfig] = []
+
+    def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(generate, "generate_file", generate_file)
+    path = write_toml(tmp_path, "tp = 2\npage_size = 8\nmodel = 'from-file'\n")
+    arguments = ["generate", f"--config={path}", "--tp=4", "--model=from-flag", "--input=i", "--output=o"]
+    assert main(arguments) == 0
+    assert seen == [ServeConfig(model="from-flag", tp=4, page_size=8)]
+
+
+def test_a_bad_config_is_one_line_on_stderr_and_exit_status_2(capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "--tp=0", "--input=i", "--output=o"]) == 2
+    assert capsys.readouterr().err == "meshserve: tp is 0; it must be 1 or more.\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_model", "platform", "served"),
+    [
+        ("auto", "bfloat16", "gpu", "bfloat16"),
+        ("auto", "float16", "tpu", "bfloat16"),
+        ("auto", "float32", "gpu", "float32"),
+        ("auto", "bfloat16", "cpu", "float32"),
+        ("bfloat16", "bfloat16", "cpu", "bfloat16"),
+    ],
+)
+def test_the_dtype_that_serves(asked: str, of_model: str, platform: str, served: str):
+    model = dataclasses.replace(named_model("qwen3-0.6b"), dtype=of_model)
+    assert serving_dtype(ServeConfig(dtype=asked), model, platform) == served
+
+
+def test_the_benchmarks_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--help"])
+    assert ended.value.code == 0
+    lines = dict(re.findall(r"^  (\w+) +(\S.+)$", capsys.readouterr().out.partition("benchmarks:")[2], re.MULTILINE))
+    assert len(lines) == 12 and "Load on a running server" in lines["serve"]

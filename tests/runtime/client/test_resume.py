@@ -1,0 +1,187 @@
+"""Streams that break off and go on: against a script that breaks where it likes, and through restarts of servers."""
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+
+from meshserve.deploy import demo
+from meshserve.protos import inference_pb2 as pb
+from meshserve.protos import inference_pb2_grpc as pb_grpc
+from meshserve.runtime.api.request import FinishReason
+from meshserve.runtime.client import resume
+from meshserve.runtime.client.client import AsyncClient, CallError, Client, Usage
+from meshserve.runtime.commands.local_cluster import reserved_port
+from meshserve.runtime.server.lifecycle import Listen
+from meshserve.runtime.text.tokenizer import TextStream, Tokenizer
+from tests.runtime.loopback import VOCAB_SIZE, Job, running
+from tests.waiting import WAIT_SECONDS, wait_for
+
+TOKENIZER = Tokenizer(Path(demo.__file__).with_name("model"))
+TEXT = "But soft! What light — näif — through yonder window breaks? STOP and never this"
+TOKENS = TOKENIZER.encode(TEXT)
+
+
+class Breaking(pb_grpc.InferenceServiceServicer):
+    """Says TOKENS, two a message, and breaks off where it is told. Knows the prompt "p" only, whose token is 1, and
+    takes up what was resumed as the server does."""
+
+    def __init__(self) -> None:
+        self.breaks: list[tuple[int, grpc.StatusCode]] = []
+        self.requests: list[pb.GenerateRequest] = []
+        self.target = ""
+
+    def Tokenize(self, request, context):
+        if self.breaks and self.breaks[0][0] < 0:
+            context.abort(self.breaks.pop(0)[1], "not now")
+        return pb.TokenizeResponse(token_ids=[1])
+
+    def Generate(self, request, context):
+        self.requests.append(request)
+        prompt, sampling = list(request.token_ids.token_ids), request.sampling
+        done = sampling.num_resumed_tokens
+        assert prompt == [1, *TOKENS[:done]], "resumed with other tokens than were sent"
+        text = TextStream(TOKENIZER, tuple(sampling.stop))
+        text.push(TOKENS[:done])
+        last = min(len(TOKENS), done + sampling.max_tokens)
+        stop_at, code = self.breaks.pop(0) if self.breaks else (len(TOKENS) + 1, None)
+        while done < last:
+            new = TOKENS[done : min(done + 2, last)]
+            if done + len(new) > stop_at:
+                context.abort(code, "broken off")
+            done += len(new)
+            said, has_stopped = text.push(new)
+            if has_stopped or done == last:
+                reason = pb.FINISH_REASON_STOP if has_stopped else pb.FINISH_REASON_LENGTH
+                said += text.flush()
+                yield pb.GenerateResponse(text=said, token_ids=new, finish=pb.Finish(reason=reason))
+                return
+            yield pb.GenerateResponse(text=said, token_ids=new)
+
+
+@pytest.fixture
+def breaking() -> Iterator[Breaking]:
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    script = Breaking()
+    pb_grpc.add_InferenceServiceServicer_to_server(script, server)
+    script.target = f"ipv4:127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield script
+    server.stop(0).wait()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_wherever_it_breaks_the_output_is_the_same(breaking, seed):
+    draw = random.Random(seed)
+    points = sorted(draw.randrange(len(TOKENS)) for _ in range(draw.randrange(1, 6)))
+    breaking.breaks = [(point, grpc.StatusCode.UNAVAILABLE) for point in [-1, *points]]
+    stop = ["STOP"] if seed % 2 else []
+    with Client(breaking.target, resumes=8) as client:
+        done = client.complete("p", max_tokens=len(TOKENS), stop=stop)
+    assert done.text == (TEXT.split("STOP")[0] if stop else TEXT)
+    if not stop:
+        assert done.token_ids == TOKENS and done.finish_reason is FinishReason.LENGTH
+        assert done.usage == Usage(num_prompt_tokens=1, num_output_tokens=len(TOKENS))
+    seeds = {request.sampling.seed for request in breaking.requests}
+    assert len(seeds) == 1, "every attempt has the same seed"
+
+
+def test_the_async_client_and_chats_resume_too(breaking):
+    async def main() -> None:
+        async with AsyncClient(breaking.target, resumes=3) as client:
+            breaking.breaks = [(4, grpc.StatusCode.UNAVAILABLE), (7, grpc.StatusCode.UNAVAILABLE)]
+            chunks = [chunk async for chunk in client.chat([{"role": "user", "content": "p"}], max_tokens=12)]
+            assert tuple(token for chunk in chunks for token in chunk.token_ids) == TOKENS[:12]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("code", "resumes"), [(grpc.StatusCode.INVALID_ARGUMENT, 5), (grpc.StatusCode.UNAVAILABLE, 0)])
+def test_what_is_not_resumed(breaking, code, resumes):
+    breaking.breaks = [(4, code)]
+    with Client(breaking.target, resumes=resumes) as client, pytest.raises(CallError) as caught:
+        client.complete([1], max_tokens=12)
+    assert caught.value.code is code
+
+
+def test_it_gives_up_when_no_token_comes_in_between(breaking):
+    breaking.breaks = [(4, grpc.StatusCode.UNAVAILABLE)] * 3
+    with Client(breaking.target, resumes=2) as client, pytest.raises(CallError, match="broken off"):
+        client.complete([1], max_tokens=12)
+    assert len(breaking.requests) == 3
+
+
+def test_it_waits_no_longer_than_the_call_may_take(monkeypatch):
+    """The server's hint is 2.5 s."""
+    delays: list[float] = []
+    monkeypatch.setattr(resume.time, "sleep", delays.append)
+    with running(is_full=True) as server, Client(server.target, resumes=2) as client, pytest.raises(CallError):
+        client.complete([1], max_tokens=12, timeout_seconds=2.0)
+    assert delays and max(delays) <= 2.0
+
+
+class Replica:
+    """A server that can be restarted at its port. It drains for less time than its requests need."""
+
+    def __init__(self, port: int, is_held: Callable[[Job], bool]):
+        self.port, self._is_held, self._context = port, is_held, contextlib.ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        listen = Listen(port=self.port, drain_seconds=0.05, status_seconds=WAIT_SECONDS)
+        self.server = self._context.enter_context(running(listen=listen, is_held=self._is_held))
+
+    def stop(self) -> None:
+        self.server.stop()
+        self._context.close()
+
+    @property
+    def num_open(self) -> int:
+        return len(self.server.engine.jobs)
+
+
+def test_a_rolling_restart_fails_no_request():
+    """Two replicas, of which the busier one restarts, four times, under 240 requests, 60 at a time.
+
+    Until then requests stand still after a few tokens, so that each restart meets 30 of them or more.
+    """
+    is_over = threading.Event()
+
+    async def one(client: AsyncClient, gate: asyncio.Semaphore, start: int) -> None:
+        async with gate:
+            done = await client.complete([start], max_tokens=50, timeout_seconds=2 * WAIT_SECONDS)
+        assert done.token_ids == tuple((start + 1 + i) % VOCAB_SIZE for i in range(50))
+        assert done.text == "".join(f"{token_id} " for token_id in done.token_ids)
+        assert done.usage == Usage(num_prompt_tokens=1, num_output_tokens=50)
+
+    async def main() -> None:
+        target = "ipv4:" + ",".join(f"127.0.0.1:{replica.port}" for replica in replicas)
+        async with AsyncClient(target, resumes=200) as client:
+            gate = asyncio.Semaphore(60)
+            await asyncio.gather(*(one(client, gate, index % 100) for index in range(240)))
+
+    def is_held(job: Job) -> bool:
+        return job.num_output >= 5 and not is_over.is_set()
+
+    with reserved_port() as one_port, reserved_port() as other_port, futures.ThreadPoolExecutor(1) as caller:
+        replicas = [Replica(port, is_held) for port in (one_port, other_port)]
+        calls = caller.submit(asyncio.run, main())
+        try:
+            for _ in range(4):
+                wait_for(lambda: calls.done() or sum(replica.num_open for replica in replicas) == 60)
+                busier = max(replicas, key=lambda replica: replica.num_open)
+                assert not calls.done() and busier.num_open >= 30
+                busier.stop()
+                busier.start()
+            is_over.set()
+            calls.result(WAIT_SECONDS)
+        finally:
+            is_over.set()
+            for replica in replicas:
+                replica.stop()

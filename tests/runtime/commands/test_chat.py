@@ -1,0 +1,178 @@
+"""`meshserve chat` as a process of its own, on a pipe and on a terminal, against a server on loopback."""
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshserve.runtime.server.auth import new_token
+from meshserve.runtime.server.lifecycle import Listen
+from tests.certificates import certificate
+from tests.runtime.loopback import Running, running
+from tests.waiting import WAIT_SECONDS, wait_for
+
+CHAT = [sys.executable, "-m", "meshserve", "chat", "--temperature=0"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as server:
+        yield server
+
+
+def piped(target: str, lines: str, *flags: str) -> subprocess.CompletedProcess:
+    command = [*CHAT, f"--target={target}", *flags]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=WAIT_SECONDS)
+
+
+def test_a_pipe_gets_an_answer_for_each_line(server):
+    done = piped(server.target, "hi\n\nagain\n/quit\nnever\n", "--max-tokens=3")
+    assert (done.stdout, done.stderr, done.returncode) == ("11 12 13 \n11 12 13 \n", "", 0)
+
+
+def test_errors_are_printed_and_the_conversation_goes_on(server):
+    done = piped(server.target, f"{'a' * 70}\nhi\n", "--max-tokens=1")
+    assert done.stdout == "11 \n"
+    assert "INVALID_ARGUMENT" in done.stderr and "accepts 63" in done.stderr
+    assert done.returncode == 1
+
+
+def test_the_conversation_is_kept_until_it_is_reset(server):
+    """The toy's context of 64 tokens tells: two short turns fit, the third does not, and after a reset it does."""
+    done = piped(server.target, "123456789\n123456789\n123456789\n/reset\n123456789\n", "--max-tokens=3", "--system=s")
+    assert done.stdout == "11 12 13 \n11 12 13 \n11 12 13 \n"
+    assert done.stderr.count("INVALID_ARGUMENT") == 1
+
+
+def test_a_server_that_is_not_there(server):
+    done = piped("127.0.0.1:1", "hi\n")
+    assert "UNAVAILABLE" in done.stderr and "Traceback" not in done.stderr and done.returncode == 1
+
+
+def test_a_secured_server_is_shown_a_token(tmp_path: Path):
+    files, (token, lines) = certificate(tmp_path, "server"), new_token("a")
+    (tmp_path / "tokens.toml").write_text(lines)
+    (tmp_path / "token").write_text(f"{token}\n")
+    with running(tokens=tmp_path / "tokens.toml", listen=Listen(tls=files)) as server:
+        trust = f"--tls-ca={files.certificate}"
+        done = piped(server.target, "hi\n", "--max-tokens=2", trust, f"--token-file={tmp_path / 'token'}")
+        assert (done.stdout, done.returncode) == ("11 12 \n", 0), done.stderr
+        assert "UNAUTHENTICATED" in piped(server.target, "hi\n", trust).stderr
+        done = piped(server.target, "hi\n", trust, "--token-file=/nowhere")
+        assert (done.stderr, done.returncode) == ("meshserve: /nowhere cannot be read: No such file or directory.\n", 2)
+
+
+# Makes its standard input the controlling terminal, so that Ctrl-C there becomes a signal, and runs the rest.
+ON_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Terminal:
+    """A chat on a pseudo-terminal."""
+
+    def __init__(self, target: str, *flags: str):
+        self.said = ""
+        self._fd, inner = pty.openpty()
+        command = [sys.executable, "-c", ON_TERMINAL, *CHAT, f"--target={target}", *flags]
+        self._process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner)
+        os.close(inner)
+
+    def type(self, keys: str) -> None:
+        os.write(self._fd, keys.encode())
+
+    def wait_for(self, pattern: str, keys: str = "") -> None:
+        """Until the chat has printed it, after what was waited for before. Types the keys, again if nothing comes."""
+        end = time.monotonic() + WAIT_SECONDS
+        self.type(keys)
+        while (found := re.search(pattern, self.said)) is None:
+            assert time.monotonic() < end, self.said
+            if not select.select([self._fd], [], [], 1.0)[0]:
+                self.type(keys)
+                continue
+            try:
+                self.said += os.read(self._fd, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"the chat has ended: {self.said}") from None
+        self.said = self.said[found.end() :]
+
+    def status(self) -> int:
+        return self._process.wait(WAIT_SECONDS)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._fd)
+
+
+def test_a_terminal_can_stop_an_answer_and_go_on(server):
+    terminal = Terminal(server.target, "--max-tokens=100000")
+    try:
+        terminal.wait_for("/quit")
+        terminal.type("hi\n")
+        terminal.wait_for("11 12 13 ")
+        terminal.type("\x03")  # Ctrl-C
+        terminal.wait_for(r"\[stopped\]")
+        wait_for(lambda: server.room.num_open == 0)  # the request was cancelled
+        terminal.wait_for("> ")
+        # At the prompt: nothing to stop. Python's readline may miss one that comes just before it waits for keys.
+        terminal.wait_for("/quit or Ctrl-D ends", "\x03")
+        terminal.type("/reset\n")
+        terminal.type("hi\n")
+        terminal.wait_for("11 12 13 ")
+        terminal.type("\x03")
+        terminal.wait_for(r"\[stopped\]")
+        terminal.wait_for("> ")
+        terminal.type("\x04")  # Ctrl-D
+        assert terminal.status() == 0
+    finally:
+        terminal.close()
+
+
+def test_a_pipe_ends_at_a_signal_between_answers(server):
+    process = subprocess.Popen([*CHAT, f"--target={server.target}", "--max-tokens=1"], stdin=-1, stdout=-1, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("hi\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "11 \n"
+    said = " [stopped]\n"
+    while said:  # one that comes before the answer's end stops only the answer
+        assert said == " [stopped]\n"
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write("\n")  # wakes one that began to wait for a line just when the signal came
+            process.stdin.flush()
+        said = process.stdout.readline()
+    assert process.wait(WAIT_SECONDS) == 130
+
+
+def test_a_line_that_is_no_utf8_ends_no_conversation(server):
+    command = [*CHAT, f"--target={server.target}", "--max-tokens=1"]
+    done = subprocess.run(command, input=b"a\xff\nhi\n", capture_output=True, timeout=WAIT_SECONDS)
+    assert (done.stdout, done.stderr, done.returncode) == (b"11 \n11 \n", b"", 0)
+
+
+def test_a_reader_who_has_had_enough_ends_it_without_a_trace(server):
+    pipe = subprocess.PIPE
+    command = [*CHAT, f"--target={server.target}", "--max-tokens=1"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write("hi\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "11 \n"
+        process.stdout.close()
+        process.stdin.write("hi\n")
+        process.stdin.flush()
+        assert process.wait(WAIT_SECONDS) == 141 and process.stderr.read() == ""

@@ -1,0 +1,174 @@
+"""Which path the layers of a decode step take, by what its devices can do."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from meshserve.benchmarks.engine import scaling
+from meshserve.kernels import paged_attention
+from meshserve.kernels.decode_layers import LayerWeights, reference
+from meshserve.kernels.paged_attention import PagedBatch
+from meshserve.kernels.peers import MAX_BYTES, Peers, takes_sum
+from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.kernels.peers import reference as peers_reference
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.model import fused_decode
+from meshserve.runtime.model.published_sizes import named_model
+from meshserve.runtime.model.qwen3 import Kernels
+from meshserve.runtime.planning.kernel_selection import choose_kernels
+from meshserve.sharding.collectives import all_reduce
+from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
+
+CONFIG = named_model("qwen3-0.6b")
+
+
+@dataclass
+class Watched:
+    """The reference, noting what is called of it."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str):
+        def call(*arguments, **options):
+            self.calls.append(name)
+            self.peers = getattr(options.get("settings"), "peers", None)
+            return getattr(reference, name)(*arguments, **options)
+
+        return call
+
+
+def run(mesh: Mesh, peers: Peers | None, num_tokens: int = 3) -> tuple[Watched, np.ndarray]:
+    """Two small layers of that config's head dimension over the mesh: what was called, and every device's result."""
+    config, watched = CONFIG.__class__(**{**vars(CONFIG), "num_layers": 2}), Watched()
+    num_groups, embed, mlp, head_dim = 4, 256, 256, CONFIG.head_dim
+    draw = np.random.default_rng(0)
+
+    def weight(*shape: int) -> jax.Array:
+        return jnp.asarray(draw.standard_normal(shape) * shape[-1] ** -0.5, jnp.float32)
+
+    weights = LayerWeights(
+        input_norm=weight(2, embed), qkv=weight(2, num_groups, 4 * head_dim, embed), q_norm=weight(2, head_dim),
+        k_norm=weight(2, head_dim), o=weight(2, embed, num_groups * 2 * head_dim), post_norm=weight(2, embed),
+        gate_up=weight(2, 2, mlp, embed), down=weight(2, embed, mlp),
+    )  # fmt: skip
+    uncut = PartitionSpec()
+    cut = {"qkv": 1, "o": 2, "gate_up": 2, "down": 2}
+    specs = LayerWeights(
+        *(PartitionSpec(*[None] * cut[name], TENSOR_AXIS) if name in cut else uncut for name in weights._fields)
+    )
+    cache_spec = PartitionSpec(None, None, TENSOR_AXIS)
+    cache = jnp.zeros((2, num_tokens, num_groups, 2, 16, head_dim), jnp.float32)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+    batch = PagedBatch(tokens % 16, tokens, tokens[:, None])
+    program = jax.shard_map(
+        partial(fused_decode.run_layers, config, batch=batch, kernels=watched, peers=peers),
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec(), cache_spec),
+        out_specs=(PartitionSpec(TENSOR_AXIS), cache_spec),
+        check_vma=False,
+    )
+    x, _ = jax.jit(program)(weights, weight(num_tokens, embed), cache)
+    return watched, np.asarray(x).reshape(mesh.size, num_tokens, embed)
+
+
+PARTS = ["qkv", "attention", "output", "gate_up", "down"] * 2
+
+
+def test_one_device_makes_one_call() -> None:
+    watched, _ = run(make_mesh(1), None)
+    assert watched.calls == ["decode_layers"]
+    assert watched.peers is None
+
+
+def test_peers_make_one_call_each_and_others_a_call_a_part() -> None:
+    mesh, peers = make_mesh(2), Peers(axis=TENSOR_AXIS, ordinals=(0, 1))
+    _, alone = run(make_mesh(1), None)
+    as_peers, together = run(mesh, peers)
+    by_parts, apart = run(mesh, None)
+    assert as_peers.calls == ["decode_layers"]
+    assert as_peers.peers is peers
+    assert by_parts.calls == PARTS
+    for rows in (together[0], together[1], apart[0], apart[1]):
+        np.testing.assert_allclose(rows, alone[0], rtol=2e-4, atol=2e-4)
+
+
+def test_more_than_peers_add_up_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_decode, "MAX_BYTES", 3 * 256 * 4 - 1)
+    watched, _ = run(make_mesh(2), Peers(axis=TENSOR_AXIS, ordinals=(0, 1)))
+    assert watched.calls == PARTS
+
+
+@pytest.mark.parametrize(
+    ("tp", "num_bytes", "dtype", "is_by_peers"),
+    [(4, 64, "bfloat16", True), (4, 2 << 20, "bfloat16", True), (4, (2 << 20) + 64, "bfloat16", False),
+     (2, (2 << 20) + 64, "bfloat16", True), (2, (64 << 20) + 64, "bfloat16", False), (8, 64, "bfloat16", False),
+     (4, 8, "bfloat16", False), (4, 64, "float32", False)],
+)  # fmt: skip
+def test_all_reduce_takes_peers_where_they_are_faster(tp: int, num_bytes: int, dtype: str, is_by_peers: bool) -> None:
+    seen = []
+
+    def peer_sum(x: jax.Array) -> jax.Array:
+        seen.append(x.nbytes)
+        return jax.lax.psum(x, TENSOR_AXIS)
+
+    def add(x: jax.Array) -> jax.Array:
+        return all_reduce(x, peer_sum)
+
+    x = jnp.ones(num_bytes // jnp.dtype(dtype).itemsize, dtype)
+    spec = PartitionSpec()
+    program = jax.shard_map(add, mesh=make_mesh(tp), in_specs=spec, out_specs=spec, check_vma=False)
+    assert (np.asarray(jax.jit(program)(x), np.float32) == tp).all()
+    assert seen == ([num_bytes] if is_by_peers else [])
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_ranks", "is_taken"),
+    [(8, 3, True), (12, 2, False), (MAX_BYTES, 8, True), (MAX_BYTES + 64, 4, True), (MAX_BYTES + 32, 4, False),
+     (MAX_BYTES + 32, 2, True), (MAX_BYTES + 256, 8, False)],
+)  # fmt: skip
+def test_long_sums_are_cut_into_a_part_a_rank(num_bytes: int, num_ranks: int, is_taken: bool) -> None:
+    assert takes_sum(num_bytes, num_ranks) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("operation", "shape", "dtype", "reason"),
+    [(peers_gpu.peer_sum, (MAX_BYTES,), "bfloat16", r"a sum of bfloat16\[2097152\] over 3 GPUs.* 2 or 4 GPUs alone"),
+     (peers_gpu.peer_sum, (64,), "float32", "it takes bfloat16 in multiples of 8 bytes"),
+     (peers_gpu.peer_exchange, (MAX_BYTES // 4 + 2,), "int32", "at most 2097152 of them")],
+)  # fmt: skip
+def test_what_peers_do_not_take_is_refused_with_a_reason(
+    operation: Callable[..., jax.Array], shape: tuple[int, ...], dtype: str, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        operation(jnp.zeros(shape, dtype), Peers(axis=TENSOR_AXIS, ordinals=(0, 1, 2)))
+
+
+def test_peers_that_cannot_be_are_refused_by_name() -> None:
+    config = ServeConfig(model="random", tp=2, all_reduce="peers")
+    mesh = make_mesh(2)
+    with pytest.raises(ValueError, match=r"--all-reduce peers cannot serve here: .* a cpu device. Take xla"):
+        choose_kernels(config, CONFIG, mesh)
+
+
+def test_a_step_through_peers_samples_what_xla_samples() -> None:
+    """Embedding, layers and the exchange of the best tokens, in bfloat16, by the reference of the peers."""
+    options = scaling.parser().parse_args(["--layers=2", "--context=20", "--page-size=16", "--batch=3"])
+    model = dataclasses.replace(
+        CONFIG,
+        num_layers=2, embed_dim=128, mlp_dim=128, num_kv_heads=4, num_query_heads=8, vocab_size=512, is_tied=False,
+    )  # fmt: skip
+    kernels = Kernels(attend=paged_attention.implementation("reference"), decode=reference)
+    peers = Peers(axis=TENSOR_AXIS, ordinals=(0, 1))
+    tokens = []
+    for used in (kernels, dataclasses.replace(kernels, peers=peers, peer_operations=peers_reference)):
+        runner, packed = scaling.make_runner(options, model, make_mesh(2), used, batch=3)
+        tokens.append([np.asarray(runner.run(scaling.bucket_of(3), packed)).tolist() for _ in range(4)])
+    assert tokens[0] == tokens[1]
+    assert len({token for row in tokens[0] for token in row}) > 1

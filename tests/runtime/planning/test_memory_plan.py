@@ -1,0 +1,179 @@
+"""`meshserve plan`: its arithmetic, its roofline, its choice of a degree, and a real start beside it."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from meshserve.benchmarks.checks import plan_check
+from meshserve.kernels.paged_attention import implementation
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.commands.cli import main
+from meshserve.runtime.model.published_sizes import named_model
+from meshserve.runtime.model.qwen3 import Kernels, abstract_model
+from meshserve.runtime.planning.memory_plan import output_bytes, weight_bytes
+from meshserve.runtime.program.batch import server_buckets
+from meshserve.runtime.program.output_buffers import kept_shapes
+from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.sharding.layout import shard_layout
+from meshserve.sharding.memory import shard_bytes
+from meshserve.sharding.mesh import make_mesh
+
+
+def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
+    assert main(["plan", "--json", *flags]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_a_device_holds_adds_up(capsys):
+    found = plan(capsys, "--model=qwen3-8b", "--target=v6e:2x4", "--page-size=128")
+    assert found["tp"] == 8
+    assert found["page_bytes"] == 36 * 1 * 2 * 128 * 128 * 2
+    names = ("weight_bytes", "scratch_bytes", "control_bytes")
+    used = sum(found[name] for name in names) + found["max_pages"] * found["page_bytes"]
+    assert 0 <= found["limit_bytes"] - used < found["page_bytes"]
+    assert found["served_pages"] < found["max_pages"]
+
+
+def test_on_one_device_the_weights_are_the_whole_model():
+    model = named_model("qwen3-0.6b")
+    layout = shard_layout(
+        num_shards=1,
+        num_query_heads=model.num_query_heads,
+        num_kv_heads=model.num_kv_heads,
+        vocab_size=model.vocab_size,
+        mlp_dim=model.mlp_dim,
+    )
+    assert abstract_model(model, layout, jnp.dtype("bfloat16"))
+    assert weight_bytes(model, layout, jnp.dtype("bfloat16")) == 2 * model.num_params
+
+
+def test_what_steps_keep_is_planned_as_it_is_allocated():
+    model, dtype = named_model("qwen3-8b"), jnp.dtype("bfloat16")
+    layout = model_layout(model, 4)
+    buckets = server_buckets(ServeConfig(decode_layers="cuda", max_running=256, max_step_tokens=4096))
+    _, params = abstract_model(model, layout, dtype)
+    kernels = Kernels(attend=implementation("reference"), keeps_outputs=True)
+    allocated = shard_bytes(kept_shapes(kernels, params, buckets, make_mesh(4)))
+    assert output_bytes(model, layout, buckets, dtype) == allocated > 100 << 20
+
+
+def test_a_degree_of_its_own_and_a_directory(capsys):
+    found = plan(capsys, "--model=demo", "--target=v5e:2x4", "--tp=4", "--num-pages=77")
+    assert (found["tp"], found["served_pages"]) == (4, 77)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model=qwen3-32b", "--target=v5e:2x2"], "15.3 GiB of weights on each of 4 devices of v5e:2x2"),
+        (["--model=qwen3-8b", "--target=v6e-8"], "target is 'v6e-8'; it takes CHIP:SHAPE"),
+        (["--model=qwen3-8b", "--target=v6e:4x4", "--tp=3"], "tp is 3, which does not divide"),
+        (["--model=qwen3-8b", "--target=h100:2x4"], "it takes CHIP:SHAPE"),
+        (["--model=qwen3-8b", "--target=h100:4", "--tp=8"], "tp is 8; h100:4 has 4 devices"),
+        (
+            ["--model=qwen3-8b", "--target=cpu:1", "--compile"],
+            "--compile needs a target of TPUs or GPUs; cpu:1 is none",
+        ),
+        (["--model=qwen3-8b", "--target=h100:1", "--length=0"], "length and batch are 1 or more"),
+        (
+            ["--model=qwen3-32b", "--target=h100:4", "--tp=1"],
+            "61.0 GiB of weights on each of 1 devices of h100:4, which have 59.4 GiB; 11.3 GiB are short of a single "
+            "KV page. Take a larger machine or degree. On h100:4 it fits at --tp 2",
+        ),
+    ],
+)
+def test_what_cannot_be_is_explained(flags, message, capsys):
+    assert main(["plan", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+# Milliseconds of a decode step with 1,024 tokens of context each, reckoned by hand: the published sizes' weights and
+# cache over the bandwidth of the data sheet.
+ROOFLINES = [
+    ("qwen3-0.6b", "h100:1", (0.391, 1.478, 9.33)),
+    ("qwen3-0.6b", "h200:1", (0.273, 1.031, 6.51)),
+    ("qwen3-0.6b", "h200:4", (0.068, 0.258, 1.63)),
+    ("qwen3-8b", "h100:1", (4.56, 5.96, 16.06)),
+    ("qwen3-8b", "h200:1", (3.19, 4.16, 11.21)),
+    ("qwen3-8b", "h200:2", (1.59, 2.08, 5.60)),
+    ("qwen3-8b", "h200:4", (0.796, 1.04, 2.80)),
+    ("qwen3-32b", "h200:1", (13.4, 15.1, 27.6)),
+    ("qwen3-32b", "h200:2", (6.69, 7.56, 13.8)),
+    ("qwen3-32b", "h200:4", (3.35, 3.78, 6.91)),
+]
+
+
+@pytest.mark.parametrize(("model", "machine", "milliseconds"), ROOFLINES)
+def test_the_roofline_is_that_of_the_data_sheet(model, machine, milliseconds, capsys):
+    found = plan(capsys, f"--model={model}", f"--target={machine}", "--jax-fraction=0.95")
+    assert [roof["num_tokens"] for roof in found["decode"]] == [1, 32, 256]
+    assert [1e3 * roof["seconds"] for roof in found["decode"]] == pytest.approx(milliseconds, rel=0.006)
+    assert all(roof["bound"] == "memory" for roof in found["decode"])
+
+
+def test_prefill_is_bound_by_the_chunk_or_by_the_multiplications(capsys):
+    flags = ("--model=qwen3-8b", "--target=h100:1")
+    small, large = (plan(capsys, *flags, f"--max-step-tokens={size}")["prefill"] for size in (64, 2048))
+    assert (small[0]["bound"], large[0]["bound"]) == ("memory", "compute")
+    # 2 operations a weight and token, but for the tables and the last MLP; 4 a query dimension and pair of tokens, half
+    # of them masked.
+    layers = named_model("qwen3-8b").num_params - 2 * 151_936 * 4096 - 3 * 4096 * 12_288
+    operations = 1024 * 2 * layers + 36 * 4096 * 4 * 1024**2 / 2
+    assert large[0]["seconds"] == pytest.approx(operations / 989e12, rel=1e-3)
+    assert small[0]["seconds"] == pytest.approx(16 * 15.14e9 / 3.35e12, rel=0.01)
+
+
+def test_the_best_degree_is_the_one_with_the_most_tokens(capsys):
+    small = plan(capsys, "--model=qwen3-0.6b", "--target=h200:4")
+    assert small["best_tp"] == 1 and "It does not fit" not in small["reason"]
+    large = plan(capsys, "--model=qwen3-32b", "--target=h100:4")
+    by_degree = {item["tp"]: item for item in large["degrees"]}
+    assert by_degree[1]["num_requests"] == 0 and "short of a single KV page" in by_degree[1]["reason"]
+    assert large["best_tp"] == max(by_degree, key=lambda tp: by_degree[tp]["tokens_per_second"]) != 1
+    assert "It does not fit at tp 1" in large["reason"]
+    for item in (by_degree[2], by_degree[4]):
+        assert item["num_replicas"] * item["tp"] == 4
+    assert by_degree[4]["step_seconds"] < by_degree[2]["step_seconds"]
+
+
+def test_sums_are_reckoned_as_the_devices_would_make_them(capsys):
+    """Peers are two or four GPUs; a degree of eight is not the fastest by what four would take."""
+    ours, xla = (plan(capsys, "--model=qwen3-8b", "--target=h200:8", *flag) for flag in ((), ("--all-reduce=xla",)))
+    ours, xla = ({item["tp"]: item["step_seconds"] for item in found["degrees"]} for found in (ours, xla))
+    assert xla[4] - ours[4] == pytest.approx(73 * 14e-6)
+    assert xla[8] == ours[8] > ours[4]
+
+
+def test_requests_of_a_length_are_those_that_the_pages_hold(capsys):
+    flags = ("--model=qwen3-8b", "--target=h100:1", "--max-running=512", "--max-step-tokens=512")
+    short, long = (plan(capsys, *flags, f"--length={length}") for length in (1000, 30_001))
+    assert short["num_requests"] == short["served_pages"] // 32
+    assert long["num_requests"] == long["served_pages"] // 938
+    assert plan(capsys, *flags, "--length=64")["num_requests"] == 512, "max_running"
+
+
+def test_the_table_says_it_in_words(capsys):
+    assert main(["plan", "--model=qwen3-8b", "--target=h200:4", "--batch", "1", "2000"]) == 0
+    text = capsys.readouterr().out
+    assert "qwen3-8b on h200:4, tp 4, bfloat16, each device:" in text
+    assert "decode 1 x 1024                  0.796       1,256    memory" in text
+    assert "beyond the cache or max_running" in text
+    assert "best: tp 1: 4 x tp 1 decode" in text and "For one request alone tp 4 is fastest" in text
+
+
+@pytest.mark.parametrize(("tp", "dtype"), [(4, "bfloat16"), (2, "float32")])
+def test_a_real_start_holds_what_was_planned(tp, dtype, capsys):
+    """Within 2 %: bytes of weights, of scratch, of the cache and of control; the number of programs exactly."""
+    flags = [f"--tp={tp}", "--cpu-devices=8", f"--dtype={dtype}", "--max-running=8", "--max-step-tokens=8"]
+    assert plan_check.main(["--model=demo", "--target=cpu:8", "--cache-dir=", *flags]) == 0, capsys.readouterr().out
+
+
+def test_a_plan_that_is_wrong_is_noticed(tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_text(
+        'x INFO each device holds: {"limit_bytes": 0, "weight_bytes": 4000000, "scratch_bytes": 0, "control_bytes": 0, '
+        '"page_bytes": 24576, "num_pages": 10000, "num_programs": 10}\n'
+    )
+    assert plan_check.main(["--model=demo", "--target=cpu:8", "--tp=4", f"--log={log}"]) == 1
+    assert "weight_bytes" in capsys.readouterr().out

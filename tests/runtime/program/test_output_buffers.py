@@ -1,0 +1,71 @@
+"""Logits and hidden states stay where they are, and nothing else changes by it."""
+
+import dataclasses
+import gc
+
+import jax
+import numpy as np
+import pytest
+
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.planning.kernel_selection import choose_kernels
+from meshserve.runtime.program.step import StepRunner
+from meshserve.runtime.startup import launch
+
+CONFIG = ServeConfig(
+    model="demo", tp=2, max_running=4, max_step_tokens=16, max_decode_steps=2, num_pages=8, dtype="float32",
+    controls=False, cache_dir="",
+)  # fmt: skip
+
+
+def make_runner(monkeypatch: pytest.MonkeyPatch, *, keeps_outputs: bool) -> StepRunner:
+    def choose(*args: object) -> object:
+        return dataclasses.replace(choose_kernels(*args), keeps_outputs=keeps_outputs)
+
+    monkeypatch.setattr(launch, "choose_kernels", choose)
+    return launch.launch(CONFIG, lambda outputs: None).engine.runner
+
+
+def addresses(runner: StepRunner) -> dict[tuple[str, int], list[int]]:
+    return {
+        key: [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+        for key, array in runner._kept.items()
+    }
+
+
+def run_all(runner: StepRunner) -> list[list[int]]:
+    """A step of each shape and then another one: what the second samples depends on the first."""
+    sampled = []
+    for bucket in sorted(runner._programs, key=lambda bucket: bucket.num_tokens) * 2:
+        packed = np.zeros(bucket.size, np.int32)
+        packed[bucket.fields["token_ids"]] = np.arange(bucket.num_tokens) + 100
+        packed[bucket.fields["positions"]] = np.arange(bucket.num_tokens)
+        sampled.append(np.asarray(runner.run(bucket, packed)).ravel().tolist())
+    return sampled
+
+
+def test_steps_of_all_shapes_take_turns_with_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    without, with_kept = (make_runner(monkeypatch, keeps_outputs=keeps) for keeps in (False, True))
+    assert not without._kept
+    before = addresses(with_kept)
+    assert before.keys() == {("logits", 1), ("logits", 2), ("logits", 4)} | {("hidden", 2**n) for n in range(5)}
+    assert any(bucket.num_steps > 1 for bucket in with_kept._programs), "these keep nothing, but take their turn"
+    assert run_all(with_kept) == run_all(without)
+    assert addresses(with_kept) == before
+    assert with_kept.device_bytes > without.device_bytes
+    kept = list(with_kept._kept.values())
+    with_kept.release()
+    assert all(array.is_deleted() for array in kept)
+
+
+def test_the_programs_of_a_runner_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax's caches hold none of them; a server that changes its degree would keep them all."""
+
+    def num_programs() -> int:
+        gc.collect()
+        return len(jax.devices()[0].client.live_executables())
+
+    runner = make_runner(monkeypatch, keeps_outputs=True)
+    num_compiled, num_there = len(runner._programs), num_programs()
+    del runner
+    assert num_programs() <= num_there - num_compiled

@@ -1,0 +1,118 @@
+"""Realistic traffic through scheduler, pages and batches: `make simulate` runs it with 20,000 requests a case."""
+
+import random
+
+import pytest
+
+from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
+from meshserve.runtime.api.request import FinishReason, Request
+from meshserve.runtime.scheduler.limits import SchedulerLimits
+from tests.runtime.simulation import VOCAB_SIZE, Simulation, make_request
+from tests.runtime.trace import Arrival, Traffic, make_trace
+
+MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS, MAX_CONTEXT = 60, 40, 512
+MAX_RUNNING, PAGE_SIZE = 32, 16
+
+
+def requests_of(arrival: Arrival, number: int, seed: int, history: tuple[int, ...], now: float) -> list[Request]:
+    timeout_seconds = arrival.options.timeout_seconds
+    return [
+        make_request(
+            seed + index,
+            max_tokens=arrival.max_tokens,
+            ignore_eos=arrival.ignore_eos,
+            prompt=history + arrival.prompt,
+            request_id=f"r{number}",
+            index=index,
+            priority=arrival.options.priority,
+            cache_salt=arrival.options.cache_salt,
+            deadline_seconds=float("inf") if timeout_seconds is None else now + timeout_seconds,
+        )
+        for index in range(arrival.options.n)
+    ]
+
+
+def replay(simulation: Simulation, trace: list[Arrival]) -> dict[str, int]:
+    """Runs a trace to its end. Returns how many samples met which fate before the engine saw them."""
+    served: dict[int, list[Request]] = {}
+    leaving: list[tuple[float, Request]] = []
+    refused = {"full": 0, "too long": 0}
+    seed = 1
+    for number, arrival in enumerate(trace):
+        while simulation.now < arrival.step:
+            simulation.step()
+            if not simulation.scheduler.has_work and not simulation.in_flight:
+                simulation.now = max(simulation.now, float(arrival.step))
+            for moment, request in leaving:
+                if moment <= simulation.now:
+                    simulation.finish(request)
+            leaving = [(moment, request) for moment, request in leaving if moment > simulation.now]
+        before = served.get(arrival.follows, ()) if arrival.follows is not None else ()
+        history = tuple(before[0].tokens(0, before[0].num_known_tokens)) if before else ()
+        requests = requests_of(arrival, number, seed, history, simulation.now)
+        seed += len(requests)
+        try:
+            simulation.add(*requests)
+        except (InvalidRequestError, QueueFullError) as error:
+            refused["full" if isinstance(error, QueueFullError) else "too long"] += len(requests)
+            continue
+        served[number] = requests
+        if arrival.cancel_after_steps is not None:
+            leaving += [(simulation.now + arrival.cancel_after_steps, request) for request in requests]
+    simulation.drain()
+    return refused
+
+
+@pytest.mark.parametrize("demand", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(("max_decode_steps", "draft_tokens"), [(1, 0), (4, 0), (1, 7), (4, 3)])
+def test_everything_ends_whatever_the_demand(
+    demand: float, max_decode_steps: int, draft_tokens: int, num_simulated: int
+) -> None:
+    """Demand: the pages that max_running mean requests need together, over those of the cache."""
+    mean_pages = -(-(MEAN_PROMPT_TOKENS + MAX_CONTEXT // 8 + MEAN_OUTPUT_TOKENS) // PAGE_SIZE)
+    num_pages = max(int(MAX_RUNNING * mean_pages / demand), -(-MAX_CONTEXT // PAGE_SIZE))
+    limits = SchedulerLimits(
+        page_size=PAGE_SIZE,
+        max_running=MAX_RUNNING,
+        max_step_tokens=256,
+        max_waiting=200,
+        max_context=MAX_CONTEXT,
+        max_prefill_tokens=192,
+        max_decode_steps=max_decode_steps,
+        draft_tokens=draft_tokens,
+        draft_match=1,
+        step_sizes=(64, 128, 256),
+        priority_seconds=100.0,
+    )
+    simulation = Simulation(limits, num_pages)
+    traffic = Traffic(
+        num_requests=num_simulated,
+        max_context=MAX_CONTEXT,
+        mean_prompt_tokens=MEAN_PROMPT_TOKENS,
+        mean_output_tokens=MEAN_OUTPUT_TOKENS,
+        requests_per_step=0.5 if demand > 1.0 else 0.7 * demand,
+        vocab=range(1, VOCAB_SIZE),
+    )
+    refused = replay(simulation, make_trace(random.Random(f"{demand} {max_decode_steps} {draft_tokens}"), traffic))
+    report(simulation, refused)
+    assert sum(refused.values()) + len(simulation.accepted) == num_simulated
+    assert simulation.scheduler.num_preemptions > 0 or demand <= 1.0
+    speculation = simulation.scheduler.speculation
+    assert speculation is None or 0 < speculation.num_accepted < speculation.num_drafts
+    assert simulation.num_cached_tokens > simulation.num_prefill_tokens / 20
+
+
+def report(simulation: Simulation, refused: dict[str, int]) -> None:
+    scheduler = simulation.scheduler
+    ends = {reason.value: 0 for reason in FinishReason}
+    for request in simulation.accepted:
+        assert request.finish_reason is not None
+        ends[request.finish_reason.value] += 1
+    waits = sorted(simulation.queue_seconds)
+    print(
+        f"\n{len(simulation.accepted)} served, refused {refused}; ends {ends}; {simulation.num_steps} dispatches; "
+        f"{simulation.num_prefill_tokens} tokens prefilled, {simulation.num_cached_tokens} cached; "
+        f"{scheduler.num_preemptions} preemptions, {simulation.allocator.num_evictions} evictions, "
+        f"{scheduler.num_wasted_tokens} wasted tokens; queue p50 {waits[len(waits) // 2]:.0f}, "
+        f"p99 {waits[len(waits) * 99 // 100]:.0f}, longest {waits[-1]:.0f} steps"
+    )

@@ -1,0 +1,149 @@
+"""Drafts: what is guessed, what is kept of it, and when guessing stops because it does not pay."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshserve.runtime.api.constraint import Constraint
+from meshserve.runtime.api.request import Request, SamplingParams
+from meshserve.runtime.program.batch import ON_DEVICE
+from meshserve.runtime.scheduler.prompt_lookup import Drafter
+from meshserve.runtime.scheduler.step_plan import StepPlan
+from tests.runtime.simulation import FakeDevice, Simulation, make_limits, make_request
+
+A, B, C, D, E = range(1, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_pending", "guess"),
+    [
+        ([A, B, C, D, A, B], 0, [C, D, A]),
+        ([A, B, C, D, A, B], 1, [D, A, B]),
+        ([A, B, C, A, B, D, A, B], 0, [D, A, B]),  # where it stood last
+        ([A, B, A, B], 0, [A, B, A]),  # behind its end the text goes on as foretold
+        ([A, A, A], 0, [A, A, A]),
+        ([A, B, C, D, E, B], 0, []),
+        ([A, B], 0, []),
+        ([A], 0, []),
+    ],
+)
+def test_what_stood_behind_the_same_tokens_is_guessed(text: list[int], num_pending: int, guess: list[int]) -> None:
+    assert Drafter(text, 2).guess(num_pending, 3) == guess
+    grown = Drafter(text[:1], 2)
+    for token_id in text[1:]:
+        grown.push(token_id)
+    assert grown.guess(num_pending, 3) == guess
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 40))
+def test_a_guess_follows_an_earlier_place_that_ends_alike(text: list[int], match: int, num_known: int) -> None:
+    drafter = Drafter(text[:num_known], match)
+    for token_id in text[num_known:]:
+        other, drafter = drafter, drafter.fork()
+        other.push(3 - token_id)  # which is nothing to the one that goes on
+        drafter.push(token_id)
+    before = [place for place in range(match, len(text)) if text[place - match : place] == text[-match:]]
+    guess = drafter.guess(0, 5)
+    assert bool(guess) == bool(before)
+    if guess:
+        whole = [*text, *guess]
+        assert any(whole[place : place + 5] == guess for place in before)
+
+
+def test_who_guesses_wrong_must_match_longer() -> None:
+    drafter = Drafter([A, B, C, D, A, B], 2)
+    drafter.judge(4, 1)
+    assert not drafter.guess(0, 1)  # two tokens match, four are needed
+    drafter.push(C)
+    drafter.push(D)
+    assert drafter.guess(0, 1) == [A]
+    drafter.judge(4, 2)
+    again = [A, E, E, A, B]
+    for token_id in again:
+        drafter.push(token_id)
+    assert drafter.guess(0, 1) == [C]  # two are enough again
+
+
+def repetitive(max_tokens: int = 40, seed: int = 3, **fields: object) -> Request:
+    """Samples what it sampled 11 positions before (`simulation.token_of`)."""
+    return make_request(seed, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def test_drafts_that_hold_come_at_once() -> None:
+    simulation = Simulation(make_limits(page_size=8, max_context=128, draft_tokens=3, draft_match=2), num_pages=16)
+    request = repetitive()
+    simulation.add(request)
+    simulation.drain()
+    speculation = simulation.scheduler.speculation
+    assert speculation is not None and speculation.num_accepted >= 15
+    assert simulation.num_steps == 40 - speculation.num_accepted
+
+
+def test_drafts_lie_between_the_decodes_and_are_sampled_behind_all() -> None:
+    limits = make_limits(page_size=8, max_context=128, max_running=8, draft_tokens=3, draft_match=2)
+    simulation = Simulation(limits, num_pages=64)
+    simulation.add(repetitive(), make_request(4, max_tokens=60, ignore_eos=True))
+    plan = None
+    while plan is None or not plan.drafts:
+        plan = simulation.dispatch()
+        if len(simulation.in_flight) > 1:
+            simulation.collect()
+    late = make_request(5, num_prompt_tokens=2)
+    assert [len(drafts) for drafts in plan.drafts] == [3, 0]
+    assert (plan.num_batch_tokens, plan.num_requests, plan.num_samples) == (5, 2, 5)
+    while simulation.in_flight:
+        simulation.collect()
+    simulation.add(late)
+    plan = simulation.scheduler.plan(simulation.now)
+    assert plan is not None and [len(drafts) for drafts in plan.drafts] == [3, 0]
+    fields = packed_fields(simulation.device, plan)
+    first = plan.starts[0]
+    assert fields["positions"][:7].tolist() == [first, first + 1, first + 2, first + 3, plan.starts[1], 0, 1]
+    assert fields["token_request"][:7].tolist() == [0, 0, 0, 0, 1, 2, 2]
+    assert fields["token_ids"][0] == plan.decodes[0].output_token_ids[-1] != ON_DEVICE
+    assert fields["token_ids"][1:4].tolist() == plan.drafts[0]
+    assert fields["last_index"][:6].tolist() == [0, 4, 6, 1, 2, 3]
+    assert fields["rows"][:6].tolist() == [0, 1, 2, 8, 8, 8]  # a draft's sample is nobody's last token
+    assert fields["seed_low"][:6].tolist() == [3, 4, 5, 3, 3, 3]
+
+
+def packed_fields(device: FakeDevice, plan: StepPlan) -> dict:
+    batch = device.batches.build(plan)
+    return {name: batch.packed[place] for name, place in batch.bucket.fields.items()}
+
+
+def test_whose_tokens_change_what_may_follow_has_none_and_keeps_nobody_from_theirs() -> None:
+    simulation = Simulation(make_limits(page_size=8, max_context=128, draft_tokens=3, draft_match=2), num_pages=32)
+    penalised, constrained, looked_at = make_request(3), make_request(4), repetitive(100, 6)
+    penalised.params = SamplingParams(max_tokens=100, ignore_eos=True, presence_penalty=0.5)
+    constrained.params = SamplingParams(max_tokens=100, ignore_eos=True, constraint=Constraint(kind="json_object"))
+    looked_at.params = SamplingParams(max_tokens=looked_at.params.max_tokens, ignore_eos=True, logprobs=0)
+    simulation.add(penalised, constrained, looked_at)
+    assert penalised.drafter is None and constrained.drafter is None and looked_at.drafter is not None
+    simulation.drain()
+    assert simulation.scheduler.speculation is not None
+    assert simulation.scheduler.speculation.num_accepted > 0
+
+
+def count_drafted(drafted_seconds: float) -> int:
+    """Steps with drafts among the first 2,000, of decodes that all hold, where these take so long and others 1 s."""
+    limits = make_limits(page_size=8, max_context=8000, max_running=4, draft_tokens=3, draft_match=2)
+    simulation = Simulation(limits, num_pages=1000)
+    simulation.add(repetitive(7900))
+    num_drafted = 0
+    for _ in range(2000):
+        plan = simulation.dispatch()
+        if plan is not None and plan.drafts:
+            num_drafted += 1
+            simulation.now += drafted_seconds
+        if plan is None or len(simulation.in_flight) > 1:
+            simulation.collect()
+        if not simulation.scheduler.has_work:
+            break
+    return num_drafted
+
+
+def test_drafts_stop_where_they_do_not_pay() -> None:
+    """A step with three drafts makes four tokens, and costs a turn: it pays up to 3 s or so."""
+    assert count_drafted(0.5) > 500
+    assert 16 <= count_drafted(20.0) < 100

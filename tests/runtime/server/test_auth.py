@@ -1,0 +1,396 @@
+"""Who may call what: methods, credentials and binds against each other; certificates and tokens that change."""
+
+import datetime
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.runtime.api.errors import ConfigError, UnauthenticatedError
+from meshserve.runtime.client.client import CallError, Client
+from meshserve.runtime.commands.cli import main
+from meshserve.runtime.server.auth import Access, Permission, Tenant, new_token, read_tokens
+from meshserve.runtime.server.inference_service import Edge, scoped
+from meshserve.runtime.server.lifecycle import Listen, run_server
+from meshserve.runtime.server.method_permissions import METHOD_PERMISSIONS, SERVICE_NAME, new_access
+from meshserve.runtime.server.output_queue import Mailroom
+from meshserve.runtime.server.tls import TlsFiles
+from tests.certificates import certificate
+from tests.runtime.loopback import Running, running
+from tests.waiting import WAIT_SECONDS, wait_for
+
+Code = grpc.StatusCode
+SERVICES = pb.DESCRIPTOR.services_by_name
+METHODS = [method for service in SERVICES.values() for method in service.methods]
+
+
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+TOKENS = f"""
+[tenants.reader]
+permissions = ["info"]
+tokens = [{{ sha256 = "{digest("read")}" }}]
+
+[tenants.writer]
+max_requests = 2
+max_tokens = 60
+tokens = [
+  {{ sha256 = "{digest("write")}" }},
+  {{ sha256 = "{digest("old")}", expires = 2020-01-01T00:00:00Z }},
+  {{ sha256 = "{digest("new")}", expires = 2999-01-01T00:00:00Z }},
+]
+
+[tenants.operator]
+permissions = ["admin", "info", "inference"]
+tokens = [{{ sha256 = "{digest("operate")}" }}]
+"""
+
+
+def write(path: Path, text: str) -> None:
+    """In one go, as an operator should."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path = tmp_path_factory.mktemp("access") / "tokens.toml"
+    path.write_text(TOKENS)
+    with running(tokens=path) as server:
+        yield server
+
+
+# What each credential may do; None is a call without one.
+CREDENTIALS: dict[str, tuple[list[str], set[Permission] | Code]] = {
+    "none": ([], Code.UNAUTHENTICATED),
+    "wrong": (["Bearer wrong"], Code.UNAUTHENTICATED),
+    "empty": (["Bearer "], Code.UNAUTHENTICATED),
+    "other scheme": (["Basic write"], Code.UNAUTHENTICATED),
+    "two": (["Bearer write", "Bearer operate"], Code.UNAUTHENTICATED),
+    "huge": (["Bearer " + "x" * 600], Code.UNAUTHENTICATED),
+    "expired": (["Bearer old"], Code.UNAUTHENTICATED),
+    "reader": (["Bearer read"], {Permission.INFO}),
+    "writer": (["Bearer write"], {Permission.INFO, Permission.INFERENCE}),
+    "writer, in time": (["bearer new"], {Permission.INFO, Permission.INFERENCE}),
+    "operator": (["Bearer operate"], set(Permission)),
+}
+
+
+def outcome(channel: grpc.Channel, path: str, request: Any, metadata: list[tuple[str, str]]) -> Code:
+    """How a call with this request ends, whatever it answers."""
+    call = channel.unary_stream(path, request_serializer=lambda message: message.SerializeToString())
+    try:
+        list(call(request, metadata=metadata, timeout=WAIT_SECONDS))
+    except grpc.RpcError as error:
+        return error.code()
+    return Code.OK
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("credential", CREDENTIALS)
+def test_every_method_with_every_credential(server, method, credential):
+    """The requests are such that those who pass the gate change nothing: INVALID_ARGUMENT, or FAILED_PRECONDITION."""
+    values, allowed = CREDENTIALS[credential]
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    request = message_factory.GetMessageClass(method.input_type)()
+    if method.name == "Drain":
+        request.grace_seconds = -1.0
+    with grpc.insecure_channel(server.target) as channel:
+        code = outcome(channel, path, request, [("authorization", value) for value in values])
+    if isinstance(allowed, Code):
+        assert code is allowed
+    elif METHOD_PERMISSIONS[path] in allowed:
+        assert code in (Code.OK, Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION)
+    else:
+        assert code is Code.PERMISSION_DENIED
+
+
+def test_every_method_is_in_the_table():
+    ours = {f"/{method.containing_service.full_name}/{method.name}" for method in METHODS}
+    assert ours <= set(METHOD_PERMISSIONS)
+
+
+def test_health_needs_no_token_and_what_is_unknown_needs_admin(server):
+    with grpc.insecure_channel(server.target) as channel:
+        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == 1
+        empty = health_pb2.HealthCheckRequest()
+        assert outcome(channel, "/other.Service/Method", empty, []) is Code.UNAUTHENTICATED
+        metadata = [("authorization", "Bearer write")]
+        assert outcome(channel, "/other.Service/Method", empty, metadata) is Code.PERMISSION_DENIED
+        metadata = [("authorization", "Bearer operate")]
+        assert outcome(channel, "/other.Service/Method", empty, metadata) is Code.UNIMPLEMENTED
+
+
+def test_a_client_that_asks_for_the_newer_reflection_may_go_on_to_the_older(server):
+    path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    with grpc.insecure_channel(server.target) as channel:
+        empty = health_pb2.HealthCheckRequest()
+        assert outcome(channel, path, empty, [("authorization", "Bearer read")]) is Code.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("days", ["-1", "36501", "99999999999"])
+def test_the_command_refuses_days_that_no_token_has(days, capsys):
+    assert main(["token", "somebody", "--days", days]) == 2
+    assert f"--days is {days}; allowed is 0 (never) to 36500." in capsys.readouterr().err
+
+
+def test_strangers_do_not_learn_that_the_queue_is_full(server, monkeypatch):
+    monkeypatch.setattr(server.engine, "is_full", True)
+    with grpc.insecure_channel(server.target) as channel:
+        assert outcome(channel, f"/{SERVICE_NAME}/Generate", pb.GenerateRequest(), []) is Code.UNAUTHENTICATED
+        metadata = [("authorization", "Bearer write")]
+        assert outcome(channel, f"/{SERVICE_NAME}/Generate", pb.GenerateRequest(), metadata) is Code.RESOURCE_EXHAUSTED
+
+
+def test_quotas_of_requests_and_tokens(server):
+    num_refused = server.edge.observer.metrics.num_refused_calls["resource_exhausted"]
+    with Client(server.target, token="write") as client, Client(server.target, token="operate") as other:
+        first, second = (client.generate("a" * 9, max_tokens=20) for _ in range(2))
+        next(first), next(second)
+        list(first), list(second)
+        open_streams = [client.generate("a", max_tokens=19), client.generate("a", max_tokens=19)]
+        with server.engine.holding(19):
+            for stream in open_streams:
+                next(stream)
+            with pytest.raises(CallError, match="requests in flight would be 3; this caller may have 2") as caught:
+                client.complete("a")
+            assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 1.0
+            assert server.edge.observer.metrics.num_refused_calls["resource_exhausted"] > num_refused
+            assert other.complete("a", max_tokens=1).token_ids == (98,)  # another tenant does not notice
+            open_streams[0].close()
+            wait_for(lambda: "tokens in flight would be 84; this caller may have 60" in refusal(client))
+            status = status_pb2.Status.FromString(quota_details(server.target))
+            failure = error_details_pb2.QuotaFailure()
+            assert any(detail.Unpack(failure) for detail in status.details)
+            assert failure.violations[0].subject == "tenant:writer"
+            open_streams[1].close()
+
+
+def refusal(client: Client) -> str:
+    """What a caller who wants all that a context holds is told."""
+    with pytest.raises(CallError) as caught:
+        client.complete("a", max_tokens=100_000)
+    return str(caught.value)
+
+
+def quota_details(target: str) -> bytes:
+    with grpc.insecure_channel(target) as channel:
+        call = channel.unary_stream(
+            "/meshserve.v1.InferenceService/Generate", request_serializer=pb.GenerateRequest.SerializeToString
+        )
+        request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=100_000))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(request, metadata=[("authorization", "Bearer write")]))
+        return dict(caught.value.trailing_metadata())["grpc-status-details-bin"]
+
+
+def test_tenants_neither_meet_nor_abort_each_other(server):
+    with Client(server.target, token="write") as writer, Client(server.target, token="operate") as operator:
+        streams = [client.generate("a", max_tokens=25, request_id="same") for client in (writer, operator)]
+        with server.engine.holding(25):
+            for stream in streams:
+                next(stream)
+            assert writer.abort(["same"]) == 1
+            assert list(streams[0])[-1].finish.reason.value == "cancelled"
+        assert list(streams[1])[-1].finish.reason.value == "length"
+
+
+def test_tenants_share_no_cached_prompts(server):
+    """Nor can one name the salt of another: what reaches the engine is a digest of tenant and salt."""
+    server.engine.salts.clear()
+    for token, salt in (("write", "a"), ("new", "a"), ("write", "b"), ("write", ""), ("operate", "a"), ("operate", "")):
+        with Client(server.target, token=token) as client:
+            client.complete("a", max_tokens=1, cache_salt=salt)
+    first, same, *others = server.engine.salts
+    assert first == same and len({first, *others}) == 5
+    with Client(server.target, token="operate") as operator:
+        operator.complete("a", max_tokens=1, cache_salt=first)
+    assert server.engine.salts[-1] not in (first, *others)
+
+
+def test_a_revoked_token_is_refused_and_a_new_one_let_in(tmp_path, caplog):
+    path = tmp_path / "tokens.toml"
+    token, lines = new_token("first")
+    write(path, lines)
+    with running(tokens=path) as server, Client(server.target, token=token) as client:
+        stream = client.generate("a", max_tokens=60)
+        with server.engine.holding(60):
+            next(stream)
+            other, lines = new_token("second")
+            write(path, lines)
+            wait_for(lambda: refused(server.target, token))
+            assert not refused(server.target, other)
+            server.handle.request_stop()  # while it drains, too
+            wait_for(lambda: server.handle.is_stopping)
+            write(path, new_token("third")[1])
+            wait_for(lambda: refused(server.target, other))
+        assert list(stream)[-1].finish.usage.num_output_tokens == 60  # what runs may end
+
+
+def test_a_broken_file_of_tokens_changes_nothing(tmp_path, caplog):
+    path = tmp_path / "tokens.toml"
+    token, lines = new_token("first")
+    write(path, lines)
+    with running(tokens=path) as server:
+        write(path, "nonsense")
+        wait_for(lambda: "the tokens stay as they were" in caplog.text)
+        assert not refused(server.target, token)
+
+
+def refused(target: str, token: str, **options: Any) -> bool:
+    with Client(target, token=token, **options) as client:
+        try:
+            client.load(timeout_seconds=WAIT_SECONDS)
+        except CallError as error:
+            assert error.code is Code.UNAUTHENTICATED
+            return True
+        return False
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no token"),
+        (f"[tenants.a]\ntokens = [{{sha256 = '{digest('a')}'}}, {{sha256 = '{digest('a')}'}}]", "is there twice"),
+        ("[tenant.a]", "unknown keys tenant; known are tenants"),
+        ("[tenants.a]\nmax_request = 1", "unknown keys max_request"),
+        ("[tenants.a]\nmax_requests = 0", "max_requests is 0"),
+        ("[tenants.'a b']", "a name has 1 to 64"),
+        ("[tenants.a]\npermissions = ['root']", "'root' is not a valid Permission"),
+        ("[tenants.a]\ntokens = [{sha256 = 'ab'}]", "allowed are 64"),
+        (f"[tenants.a]\ntokens = [{{sha256 = '{digest('a')}', expires = 2020-01-01}}]", "a time with a zone"),
+        ("[[", "cannot be read"),
+    ],
+)
+def test_a_tokens_file_that_means_nothing(tmp_path, text, words):
+    path = tmp_path / "tokens.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_tokens(path)
+
+
+def test_expiry_follows_the_clock(tmp_path):
+    path, now = tmp_path / "tokens.toml", datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    token, lines = new_token("a.b", expires=now + datetime.timedelta(hours=1))
+    path.write_text(lines)
+    access = Access(path, METHOD_PERMISSIONS, frozenset(), now=lambda: now)
+    metadata = [("authorization", f"Bearer {token}")]
+    assert access.tenant(metadata).name == "a.b"
+    access.now = lambda: now + datetime.timedelta(hours=1)
+    with pytest.raises(UnauthenticatedError, match="expired"):
+        access.tenant(metadata)
+
+
+def trust(files: TlsFiles, caller: TlsFiles | None = None) -> grpc.ChannelCredentials:
+    own = (caller.key.read_bytes(), caller.certificate.read_bytes()) if caller is not None else (None, None)
+    return grpc.ssl_channel_credentials(files.certificate.read_bytes(), *own)
+
+
+def test_tls_rotation_drops_no_stream(tmp_path):
+    old, new = certificate(tmp_path, "old"), certificate(tmp_path, "new")
+    live = TlsFiles(certificate=tmp_path / "live.pem", key=tmp_path / "live.key")
+    shutil.copy(old.certificate, live.certificate)
+    shutil.copy(old.key, live.key)
+    token, lines = new_token("a")
+    (tmp_path / "tokens.toml").write_text(lines)
+    listen = Listen(tls=live)
+    with running(tokens=tmp_path / "tokens.toml", listen=listen) as server:
+        with Client(server.target, credentials=trust(old), token=token) as client:
+            stream = client.generate("a", max_tokens=60)
+            with server.engine.holding(60):
+                next(stream)
+                assert refused(server.target, "wrong", credentials=trust(old))
+                for source, target in ((new.key, live.key), (new.certificate, live.certificate)):
+                    shutil.copy(source, tmp_path / "next")
+                    os.replace(tmp_path / "next", target)
+                with Client(server.target, credentials=trust(new), token=token) as another:
+                    assert another.complete("a", max_tokens=2).token_ids == (98, 99)
+                with Client(server.target, credentials=trust(old), token=token) as stranger:
+                    with pytest.raises(CallError) as caught:
+                        stranger.load(timeout_seconds=WAIT_SECONDS)
+                    assert caught.value.code is Code.UNAVAILABLE
+            assert list(stream)[-1].finish.usage.num_output_tokens == 60
+
+
+def test_a_certificate_that_cannot_be_used_changes_nothing_and_is_told_once(tmp_path, caplog):
+    files = certificate(tmp_path, "server")
+    trusted = trust(files)
+    with running(listen=Listen(tls=files)) as server:
+        key = files.key.read_bytes()
+        files.key.write_text("no key")
+        for _ in range(3):  # a handshake each
+            with Client(server.target, credentials=trusted) as client:
+                assert client.complete("a", max_tokens=1).token_ids == (98,)
+        assert caplog.text.count("the certificates stay as they were") == 1
+        files.key.write_bytes(key)
+        with caplog.at_level(logging.INFO), Client(server.target, credentials=trusted) as client:
+            assert client.complete("a", max_tokens=1).token_ids == (98,)
+        assert "read the certificate" in caplog.text
+
+
+def test_mutual_tls_wants_a_certificate_of_the_authority(tmp_path):
+    files, authority = certificate(tmp_path, "server"), certificate(tmp_path, "authority")
+    caller, stranger = certificate(tmp_path, "caller", "authority"), certificate(tmp_path, "stranger")
+    listen = Listen(tls=TlsFiles(certificate=files.certificate, key=files.key, client_ca=authority.certificate))
+    with running(listen=listen) as server:
+        with Client(server.target, credentials=trust(files, caller)) as client:
+            assert client.complete("a", max_tokens=1).token_ids == (98,)
+        for credentials in (trust(files), trust(files, stranger), None):
+            with Client(server.target, credentials=credentials) as client, pytest.raises(CallError):
+                client.load(timeout_seconds=WAIT_SECONDS)
+
+
+@pytest.mark.parametrize("text", ["", "no certificate"])
+def test_an_authority_that_is_none_is_refused(tmp_path: Path, text: str):
+    files = certificate(tmp_path, "server")
+    (tmp_path / "authority.pem").write_text(text)
+    with pytest.raises(ConfigError, match="the authority .*authority.pem"):
+        TlsFiles(certificate=files.certificate, key=files.key, client_ca=tmp_path / "authority.pem").read()
+
+
+def test_a_key_with_a_passphrase_is_refused_without_a_question(tmp_path: Path):
+    plain = certificate(tmp_path, "server")
+    locked = tmp_path / "locked.key"
+    command = ["openssl", "pkcs8", "-topk8", "-in", plain.key, "-out", locked, "-passout", "pass:secret"]
+    subprocess.run(command, check=True)
+    with pytest.raises(ConfigError, match="locked.key has a passphrase; write it without one"):
+        TlsFiles(certificate=plain.certificate, key=locked).read()
+
+
+def test_nobody_reaches_a_tenants_requests():
+    names = [
+        scoped(Tenant(name=tenant), request_id) for tenant in ("", "a") for request_id in ("b", "a/b", "/a/b", "/b")
+    ]
+    assert len(set(names)) == len(names)
+
+
+def test_binds_that_are_refused(tmp_path):
+    """Bind x TLS x tokens: what strangers can reach needs both, or a word that it is meant."""
+    path = tmp_path / "tokens.toml"
+    path.write_text(new_token("a")[1])
+    files = certificate(tmp_path, "server")
+    for tls in (None, files):
+        for tokens in (None, path):
+            for host in ("0.0.0.0", "::", "10.1.2.3", "example.com", ""):
+                if tls is None or tokens is None:
+                    edge = Edge(Mailroom(), access=new_access(tokens))
+                    with pytest.raises(ConfigError, match="--allow-insecure") as caught:
+                        run_server(edge, Listen(host=host, tls=tls))
+                    assert ("not encrypted" in str(caught.value)) == (tls is None)
+                    assert ("need no token" in str(caught.value)) == (tokens is None)
+    with pytest.raises(ConfigError, match="no.key"):
+        run_server(Edge(Mailroom()), Listen(tls=TlsFiles(certificate=files.certificate, key=tmp_path / "no.key")))

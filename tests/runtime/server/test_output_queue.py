@@ -1,0 +1,234 @@
+import asyncio
+import threading
+
+import pytest
+
+from meshserve.runtime.api.errors import EngineStoppedError
+from meshserve.runtime.api.request import FinishReason, Output, TokenLogprobs
+from meshserve.runtime.server.output_queue import Mailroom, RequestIdInUseError, SlowReaderError
+
+
+class Cancels(list):
+    def __call__(self, request_id, reason):
+        self.append((request_id, reason))
+
+
+def bound_room(**options) -> tuple[Mailroom, Cancels]:
+    room, cancels = Mailroom(**options), Cancels()
+    room.bind(cancels)
+    return room, cancels
+
+
+def in_thread(function, *args) -> None:
+    """Runs it elsewhere while this thread, and with it the loop, waits."""
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join()
+
+
+def token(request_id: str, token_id: int, **fields) -> Output:
+    return Output(request_id=request_id, token_ids=(token_id,), text=f"{token_id} ", **fields)
+
+
+def last(request_id: str, reason: FinishReason = FinishReason.LENGTH, **fields) -> Output:
+    return Output(request_id=request_id, finish_reason=reason, **fields)
+
+
+async def settle() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_steps_that_come_before_the_handler_wakes_are_one_output():
+    async def main():
+        room, _ = bound_room()
+        mailbox = room.open("a")
+        taking = asyncio.create_task(mailbox.take())
+        await settle()
+
+        def engine():
+            for step in range(5):
+                room.deliver([token("a", step), token("nobody", 7)])
+            room.deliver([last("a", num_prompt_tokens=3, num_output_tokens=5)])
+
+        in_thread(engine)
+        assert await taking == Output(
+            request_id="a",
+            token_ids=(0, 1, 2, 3, 4),
+            text="0 1 2 3 4 ",
+            finish_reason=FinishReason.LENGTH,
+            num_prompt_tokens=3,
+            num_output_tokens=5,
+        )
+
+    asyncio.run(main())
+
+
+def test_a_step_wakes_the_loop_once(monkeypatch):
+    async def main():
+        room, _ = bound_room()
+        mailboxes = [room.open(str(i)) for i in range(64)]
+        loop, wake_ups = asyncio.get_running_loop(), []
+        call_soon_threadsafe = loop.call_soon_threadsafe
+        monkeypatch.setattr(
+            loop, "call_soon_threadsafe", lambda *args: wake_ups.append(args) or call_soon_threadsafe(*args)
+        )
+        in_thread(room.deliver, [token(str(i), i) for i in range(64)])
+        assert [(await mailbox.take()).token_ids for mailbox in mailboxes] == [(i,) for i in range(64)]
+        assert len(wake_ups) == 1
+
+    asyncio.run(main())
+
+
+def test_an_id_is_free_only_after_the_last_output():
+    async def main():
+        room, cancels = bound_room()
+        mailbox = room.open("a")
+        with pytest.raises(RequestIdInUseError, match="'a'"):
+            room.open("a")
+        room.close(mailbox, FinishReason.CANCELLED)
+        assert cancels == [("a", FinishReason.CANCELLED)] and room.num_open == 0
+        with pytest.raises(RequestIdInUseError):  # what the engine still sends would reach the wrong request
+            room.open("a")
+        room.deliver([token("a", 1)])
+        room.deliver([last("a", FinishReason.CANCELLED)])
+        await settle()
+        again = room.open("a")
+        room.deliver([token("a", 2)])
+        assert (await again.take()).token_ids == (2,)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_ended_is_not_cancelled():
+    async def main():
+        room, cancels = bound_room()
+        mailbox = room.open("a")
+        room.deliver([last("a")])
+        assert (await mailbox.take()).finish_reason is FinishReason.LENGTH
+        room.close(mailbox, FinishReason.CANCELLED)
+        assert cancels == []
+        room.discard(room.open("a"))  # free, and free again if submitting fails
+        room.open("a")
+
+    asyncio.run(main())
+
+
+def test_too_many_unread_tokens_cancel_the_request_at_once():
+    async def main():
+        room, cancels = bound_room(max_undelivered_tokens=3)
+        slow, quick = room.open("slow"), room.open("quick")
+        for step in range(6):
+            room.deliver([token("slow", step), token("quick", step)])
+            await settle()
+            assert (await quick.take()).token_ids == (step,)
+            assert cancels == ([] if step < 3 else [("slow", FinishReason.CANCELLED)])
+        with pytest.raises(SlowReaderError, match="4 tokens wait to be read; this server keeps 3"):
+            await slow.take()
+
+    asyncio.run(main())
+
+
+def prompt_positions(request_id: str, num: int) -> Output:
+    return Output(request_id=request_id, prompt_logprobs=(TokenLogprobs(1, -0.5, ()),) * num)
+
+
+def test_log_probabilities_of_prompts_count_an_eighth():
+    async def main():
+        room, cancels = bound_room(max_undelivered_tokens=30)
+        room.open("slow")
+        for _ in range(4):
+            assert cancels == []
+            room.deliver([prompt_positions("slow", 80)])
+            await settle()
+        assert cancels == [("slow", FinishReason.CANCELLED)]
+
+    asyncio.run(main())
+
+
+def test_what_has_gathered_is_no_larger_than_a_message_may_be():
+    """The log-probabilities of a long prompt come step by step, and go out so if nobody reads for a while."""
+
+    async def main():
+        room, _ = bound_room()
+        mailbox = room.open("a", num_samples=2)
+        room.deliver([prompt_positions("a", 4096)] * 3 + [token("a", 1, index=1), token("a", 2), token("a", 3)])
+        await settle()
+        outputs = [await mailbox.take() for _ in range(4)]
+        assert [len(output.prompt_logprobs) for output in outputs] == [4096, 4096, 4096, 0]
+        assert [output.token_ids for output in outputs] == [(), (), (), (1,)]
+        assert (await mailbox.take()).token_ids == (2, 3) and mailbox.num_undelivered_tokens == 0
+
+    asyncio.run(main())
+
+
+def test_failing_reaches_who_waits_and_spares_who_has_ended():
+    async def main():
+        room, _ = bound_room()
+        waits, ended = room.open("waits"), room.open("ended")
+        taking = asyncio.create_task(waits.take())
+        room.deliver([last("ended")])
+        await settle()
+        room.fail_all(EngineStoppedError("boom"))
+        with pytest.raises(EngineStoppedError, match="boom"):
+            await taking
+        assert (await ended.take()).finish_reason is FinishReason.LENGTH
+
+    asyncio.run(main())
+
+
+def test_delivering_to_nobody_is_safe():
+    room = Mailroom()
+    room.deliver([token("a", 1)])  # not bound yet
+
+    async def main():
+        room.bind(Cancels())
+
+    asyncio.run(main())
+    room.deliver([token("a", 1)])  # the loop is closed
+
+
+def test_samples_are_taken_one_at_a_time_and_end_one_by_one():
+    async def main() -> None:
+        room, _ = bound_room()
+        mailbox = room.open("a", 2)
+        room.deliver([token("a", 1), token("a", 2, index=1), token("a", 3), last("a", index=1)])
+        await settle()
+        first = await mailbox.take()
+        assert (first.index, first.token_ids, first.finish_reason) == (0, (1, 3), None)
+        second = await mailbox.take()
+        assert (second.index, second.token_ids, second.finish_reason) == (1, (2,), FinishReason.LENGTH)
+        assert not mailbox.has_ended
+        room.deliver([last("a")])
+        await settle()
+        assert (await mailbox.take()).index == 0 and mailbox.has_ended
+        room.close(mailbox, FinishReason.CANCELLED)
+        room.open("a")
+
+    asyncio.run(main())
+
+
+def test_a_write_that_hangs_ends_when_its_request_is_given_up():
+    async def main():
+        room, cancels = bound_room(max_undelivered_tokens=2)
+        mailbox = room.open("a")
+        handing = asyncio.create_task(mailbox.handing_over(asyncio.Event().wait()))
+        await settle()
+        in_thread(room.deliver, [token("a", step) for step in range(3)])
+        with pytest.raises(SlowReaderError):
+            await handing
+        assert handing.cancelling() == 0 and cancels == [("a", FinishReason.CANCELLED)]
+
+    asyncio.run(main())
+
+
+def test_a_caller_who_leaves_cancels_a_write():
+    async def main():
+        room, _ = bound_room()
+        handing = asyncio.create_task(room.open("a").handing_over(asyncio.Event().wait()))
+        await settle()
+        handing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await handing
+
+    asyncio.run(main())

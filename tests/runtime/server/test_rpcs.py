@@ -1,0 +1,224 @@
+"""The methods beside Generate and Chat, against a server on loopback."""
+
+import contextlib
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.protos import inference_pb2_grpc as pb_grpc
+from meshserve.runtime.api.errors import UnavailableFeatureError
+from meshserve.runtime.api.request import FinishReason
+from meshserve.runtime.client.client import CallError, Client, call_errors
+from meshserve.runtime.server.lifecycle import Listen, _http_answers
+from meshserve.runtime.server.output_queue import Mailroom
+from tests.runtime.loopback import FakeEngine, Running, edge_of, running
+from tests.waiting import WAIT_SECONDS, wait_for
+
+Code = grpc.StatusCode
+
+
+class Profiler:
+    def __init__(self) -> None:
+        self.is_recording = False
+
+    def start(self) -> str:
+        if self.is_recording:
+            raise UnavailableFeatureError("a profile is being recorded")
+        self.is_recording = True
+        return "/profiles/1"
+
+    def stop(self) -> str:
+        self.is_recording = False
+        return "/profiles/1"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    listen = Listen(http_port=0, profiler=Profiler())  # type: ignore[arg-type]
+    with running(listen=listen) as server:
+        yield server
+
+
+def call(target: str, method: str, request: Any) -> Any:
+    """One unary call, by the method's name."""
+    with grpc.insecure_channel(target) as channel, call_errors():
+        for stub in (pb_grpc.InferenceServiceStub(channel), pb_grpc.AdminServiceStub(channel)):
+            if hasattr(stub, method):
+                return getattr(stub, method)(request, timeout=WAIT_SECONDS)
+    raise AssertionError(method)
+
+
+def test_tokenize_and_detokenize(server):
+    tokens = call(server.target, "Tokenize", pb.TokenizeRequest(text="abc"))
+    assert list(tokens.token_ids) == [97, 98, 99]
+    assert call(server.target, "Detokenize", pb.DetokenizeRequest(token_ids=tokens.token_ids)).text == "abc"
+    talk = pb.Conversation(messages=[pb.ChatMessage(role="user", content="hi")], enable_thinking=False)
+    tokens = call(server.target, "Tokenize", pb.TokenizeRequest(conversation=talk))
+    assert bytes(tokens.token_ids).decode() == "user: hi\nno thinking\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "request_message", "field"),
+    [
+        ("Tokenize", pb.TokenizeRequest(), "input"),
+        ("Tokenize", pb.TokenizeRequest(text="a" * 20_000), "text"),
+        ("Tokenize", pb.TokenizeRequest(conversation=pb.Conversation()), "messages"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[1, 128]), "token_ids"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[1] * (2**20 + 1)), "token_ids"),
+        ("Abort", pb.AbortRequest(request_ids=["a"] * 1025), "request_ids"),
+        ("Drain", pb.DrainRequest(grace_seconds=-1.0), "grace_seconds"),
+        ("Drain", pb.DrainRequest(grace_seconds=float("nan")), "grace_seconds"),
+    ],
+)
+def test_what_they_refuse(server, method, request_message, field):
+    with pytest.raises(CallError) as caught:
+        call(server.target, method, request_message)
+    assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field)
+
+
+def test_abort_ends_streams_and_says_how_many(server):
+    with Client(server.target) as client:
+        streams = [client.generate("a", max_tokens=100_000, request_id=name) for name in ("one", "two", "three")]
+        for stream in streams:
+            next(stream)
+        asked = pb.AbortRequest(request_ids=["one", "three", "three", "no such"])
+        assert call(server.target, "Abort", asked).num_aborted == 2
+        for stream in streams[::2]:
+            assert list(stream)[-1].finish.reason is FinishReason.CANCELLED
+        next(streams[1])
+        streams[1].close()
+
+
+def test_server_info_and_capabilities(server):
+    info = call(server.target, "GetServerInfo", pb.GetServerInfoRequest())
+    assert (info.state, info.progress) == (pb.SERVER_STATE_READY, "")
+    assert info.uptime_seconds > 0 and info.max_message_bytes == 16 * 2**20 and info.max_stop_strings == 16
+    with Client(server.target) as client:
+        model = client.model_info()
+        assert (model.supports_chat, model.supports_resume, model.supports_logprobs) == (True, True, False)
+
+
+def test_resumed_tokens_must_be_in_the_prompt(server):
+    with Client(server.target) as client:
+        with pytest.raises(CallError, match="allowed is less than the prompt's 3 tokens") as caught:
+            client.complete("abc", num_resumed_tokens=3)
+        assert caught.value.field == "sampling.num_resumed_tokens"
+        assert client.complete("abc", num_resumed_tokens=2, max_tokens=1).token_ids == (100,)
+
+
+def test_flush_and_profile(server):
+    assert call(server.target, "FlushPrefixCache", pb.FlushPrefixCacheRequest()).num_flushed_pages == 7
+    assert call(server.target, "StartProfile", pb.StartProfileRequest()).directory == "/profiles/1"
+    with pytest.raises(CallError, match="is being recorded") as caught:
+        call(server.target, "StartProfile", pb.StartProfileRequest())
+    assert caught.value.code is Code.FAILED_PRECONDITION
+    assert call(server.target, "StopProfile", pb.StopProfileRequest()).directory == "/profiles/1"
+
+
+def test_without_a_place_for_profiles():
+    with running() as server, pytest.raises(CallError, match="--profile-dir") as caught:
+        call(server.target, "StartProfile", pb.StartProfileRequest())
+    assert caught.value.code is Code.FAILED_PRECONDITION
+
+
+def http(server: Running, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{server.handle.http_port}{path}", timeout=WAIT_SECONDS
+        ) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_drain_stops_the_server_when_the_streams_have_ended():
+    listen = Listen(drain_seconds=0.0, http_port=0)
+    with running(listen=listen) as server, Client(server.target) as client:
+        assert http(server, "/readyz") == (200, "SERVER_STATE_READY\n")
+        stream = client.generate("a", max_tokens=50)
+        with server.engine.holding(50):
+            next(stream)
+            asked = pb.DrainRequest(grace_seconds=WAIT_SECONDS)
+            assert call(server.target, "Drain", asked).num_open_requests == 1
+            with pytest.raises(CallError, match="the server is stopping"):
+                while True:
+                    client.complete("a", max_tokens=1)
+            assert http(server, "/readyz")[0] == 503 and http(server, "/livez")[0] == 200
+        assert list(stream)[-1].finish.usage.num_output_tokens == 50
+        server.join()
+        assert server.errors == []
+
+
+def test_drain_with_no_grace_fails_what_runs():
+    listen = Listen(drain_seconds=1e9, status_seconds=WAIT_SECONDS)
+    with running(listen=listen) as server, Client(server.target) as client:
+        stream = client.generate("a", max_tokens=1_000_000, timeout_seconds=WAIT_SECONDS)
+        next(stream)
+        call(server.target, "Drain", pb.DrainRequest(grace_seconds=0.0))
+        with pytest.raises(CallError, match="stopped before the request could end") as caught:
+            list(stream)
+        assert caught.value.code is Code.UNAVAILABLE
+        server.join()
+
+
+def samples(server: Running) -> dict[str, float]:
+    """Every sample of /metrics, read by Prometheus's own parser."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    _, text = http(server, "/metrics")
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def test_metrics_count_what_happened():
+    with running(listen=Listen(http_port=0)) as server, Client(server.target) as client:
+        before = samples(server)
+        assert before["meshserve_ready"] == 1 and before["meshserve_output_tokens_total"] == 0
+        client.complete("abc", max_tokens=10)
+        stream = client.generate("a", max_tokens=100_000)
+        next(stream)
+        stream.close()
+        cancelled = "meshserve_requests_total{method=Generate,outcome=cancelled}"
+        wait_for(lambda: samples(server).get(cancelled) == 1)
+        after = samples(server)
+        assert after["meshserve_requests_total{method=Generate,outcome=length}"] == 1
+        assert after["meshserve_prompt_tokens_total"] == 4
+        assert after["meshserve_output_tokens_total"] >= 11
+        assert after["meshserve_time_to_first_token_seconds_count"] == 2
+        assert after["meshserve_time_to_first_token_seconds_bucket{le=+Inf}"] == 2
+        gaps, tokens = after["meshserve_inter_token_seconds_count"], after["meshserve_output_tokens_total"]
+        assert gaps <= tokens - 2
+        assert after["meshserve_kv_pages"] == 100 and after["meshserve_kv_free_pages"] == 90
+        assert after["vllm:num_requests_waiting{model_name=toy}"] == 1
+        assert after["vllm:kv_cache_usage_perc{model_name=toy}"] == pytest.approx(0.1)
+        assert after["vllm:cache_config_info{block_size=16,model_name=toy,num_gpu_blocks=100}"] == 1
+        assert http(server, "/nothing")[0] == 404
+
+
+def test_connections_that_ask_nothing_keep_no_probe_out():
+    with running(listen=Listen(http_port=0)) as server, contextlib.ExitStack() as stack:
+        for _ in range(100):  # more than are kept open
+            address = ("127.0.0.1", server.handle.http_port)
+            stack.enter_context(socket.create_connection(address, timeout=WAIT_SECONDS))
+        assert http(server, "/livez")[0] == 200
+
+
+def test_probes_while_the_engine_dies():
+    room = Mailroom()
+    engine = FakeEngine(room.deliver)
+    edge = edge_of(engine, room)
+    edge.accept()
+    answers = _http_answers(edge)
+    assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [200, 200]
+    engine.failure = "the device is gone"
+    assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [503, 503]
