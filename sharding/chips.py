@@ -118,7 +118,7 @@ CHIPS = {
 # model names.
 _GPU_OPTIONS: dict[str, str | bool] = {
     "xla_disable_hlo_passes": "rematerialization",
-    "xla_gpu_gemm_autotuner_override_file": str(Path(__file__).with_name("gpu_products.txtpb")),
+    "xla_gpu_gemm_autotuner_override_file": str(Path(__file__).with_name("gpu_gemms.txtpb")),
     "xla_gpu_experimental_enable_fusion_autotuner": False,
 }
 _SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){0,2})")
@@ -165,15 +165,15 @@ def chip_of(device: jax.Device) -> Chip | None:
     return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind != "cpu"), None)
 
 
-def compiler_options(mesh: Mesh, *, has_library_products: bool = False) -> dict[str, str | bool]:
+def compiler_options(mesh: Mesh, *, has_library_gemms: bool = False) -> dict[str, str | bool]:
     """XLA's options for programs over this mesh.
 
-    With `has_library_products` cuBLAS multiplies on a GPU, without a trial of XLA's own kernels: it then reads a
+    With `has_library_gemms` cuBLAS multiplies on a GPU, without a trial of XLA's own kernels: it then reads a
     layer's weights where they lie, while after a trial XLA copies them out for it first.
     """
     device = mesh.devices.flat[0]
     if device.platform == "gpu":
-        return {**_GPU_OPTIONS, **({"xla_gpu_enable_triton_gemm": False} if has_library_products else {})}
+        return {**_GPU_OPTIONS, **({"xla_gpu_enable_triton_gemm": False} if has_library_gemms else {})}
     chip = chip_of(device)
     if chip is None:
         return {}

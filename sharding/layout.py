@@ -39,7 +39,7 @@ def shard_layout(
       ValueError: the degree does not divide the query heads.
     """
     if num_query_heads % num_shards:
-        allowed = [degree for degree in range(1, num_query_heads + 1) if num_query_heads % degree == 0]
+        allowed = [tp_size for tp_size in range(1, num_query_heads + 1) if num_query_heads % tp_size == 0]
         raise ValueError(
             f"tp is {num_shards}, which does not divide the model's {num_query_heads} query heads. Use one of "
             f"{', '.join(map(str, allowed))}."

@@ -10,7 +10,7 @@ _MANY_BYTES = 1 << 62
 CPU_CACHE_BYTES = 1 << 30  # virtual CPU devices share the host's memory: a modest cache for all of them together
 
 
-def free_bytes(mesh: Mesh, fraction: float, kept_bytes: int = 0) -> int:
+def free_bytes(mesh: Mesh, fraction: float, reserved_bytes: int = 0) -> int:
     """What is left of `fraction` of the fullest device's memory, given what is allocated now and what is to be kept.
 
     Without bound where a device does not tell, as behind a proxy.
@@ -22,18 +22,18 @@ def free_bytes(mesh: Mesh, fraction: float, kept_bytes: int = 0) -> int:
         stats = device.memory_stats()
         is_told = stats is not None and "bytes_limit" in stats
         left.append(
-            int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - kept_bytes if is_told else _MANY_BYTES
+            int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - reserved_bytes if is_told else _MANY_BYTES
         )
     return min(left)
 
 
-def num_pages_that_fit(mesh: Mesh, fraction: float, page_bytes: int, kept_bytes: int = 0) -> int:
-    """Pages of `page_bytes` (of one device's shard) that fit into the free memory if `kept_bytes` of it are kept free.
+def num_pages_that_fit(mesh: Mesh, fraction: float, page_bytes: int, reserved_bytes: int = 0) -> int:
+    """Pages of `page_bytes` (of one device's shard) that fit into the free memory if `reserved_bytes` of it are kept free.
 
     Raises:
       MemoryError: not even one, or the devices do not tell.
     """
-    available = free_bytes(mesh, fraction, kept_bytes)
+    available = free_bytes(mesh, fraction, reserved_bytes)
     if available == _MANY_BYTES:
         raise MemoryError(
             "the devices do not tell how much memory they have. Say how many pages the KV cache takes: --num-pages; "

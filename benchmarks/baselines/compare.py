@@ -26,7 +26,7 @@ _NANO_VLLM_LENGTHS = (100, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class Baseline:
     """How a row of the table is made."""
 
     title: str
@@ -35,11 +35,11 @@ class Peer:
     is_single: bool = False
 
 
-PEERS = {
-    "hf-single": Peer("Hugging Face, one by one", "hugging_face", "python_hf", is_single=True),
-    "hf-batched": Peer("Hugging Face, batched", "hugging_face", "python_hf"),
-    "vllm": Peer("vLLM", "vllm_engine", "python_vllm"),
-    "ours": Peer("meshserve", "ours", "python_ours"),
+BASELINES = {
+    "hf-single": Baseline("Hugging Face, one by one", "hugging_face", "python_hf", is_single=True),
+    "hf-batched": Baseline("Hugging Face, batched", "hugging_face", "python_hf"),
+    "vllm": Baseline("vLLM", "vllm_engine", "python_vllm"),
+    "ours": Baseline("meshserve", "ours", "python_ours"),
 }
 
 
@@ -67,13 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problems: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="meshserve-peers-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        for name in options.peers:
-            found = _run_peer(options, PEERS[name], batches, Path(folder))
+        for name in options.baselines:
+            found = _run_baseline(options, BASELINES[name], batches, Path(folder))
             if isinstance(found, Row):
                 rows[name] = found
             else:
                 problems[name] = found
-            print(f"{PEERS[name].title}: {'done' if name in rows else problems[name]}", file=sys.stderr, flush=True)
+            print(f"{BASELINES[name].title}: {'done' if name in rows else problems[name]}", file=sys.stderr, flush=True)
     num_input, num_output = (
         sum(len(work.prompt_token_ids) for work in batches[-1]), sum(work.max_tokens for work in batches[-1])
     )  # fmt: skip
@@ -98,8 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=10, help="measured, each with fresh prompts")
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="PEER", help=" ".join(PEERS))
-    parser.add_argument("--baseline", choices=PEERS, default="hf-batched", help="what the last column compares with")
+    parser.add_argument(
+        "--peers", nargs="+", choices=BASELINES, default=list(BASELINES), metavar="BASELINE", help=" ".join(BASELINES)
+    )
+    parser.add_argument(
+        "--baseline", choices=BASELINES, default="hf-batched", help="what the last column compares with"
+    )
     for name in ("hf", "vllm", "ours"):
         parser.add_argument(f"--python-{name}", default=sys.executable, help="its interpreter (this one)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
@@ -124,22 +128,24 @@ def _batches(options: argparse.Namespace, vocab_size: int) -> list[list[Work]]:
     return [fixed(seed, options.requests or 4, *lengths, max_id) for seed in seeds]
 
 
-def _run_peer(options: argparse.Namespace, peer: Peer, batches: list[list[Work]], folder: Path) -> Row | str:
+def _run_baseline(
+    options: argparse.Namespace, baseline: Baseline, batches: list[list[Work]], folder: Path
+) -> Row | str:
     """The row, or why there is none."""
-    interpreter = getattr(options, peer.interpreter)
-    environment = _environment(folder, peer)
+    interpreter = getattr(options, baseline.interpreter)
+    environment = _environment(folder, baseline)
     if shutil.which(interpreter) is None:
         return f"there is no interpreter {interpreter}"
-    if peer.module == "vllm_engine" and not _has_vllm(interpreter):
+    if baseline.module == "vllm_engine" and not _has_vllm(interpreter):
         return "not installed"
     job = Job(
         model_dir=str(folder),
         dtype=options.dtype,
         temperature=options.temperature,
-        is_single=peer.is_single,
+        is_single=baseline.is_single,
         num_warmups=options.warmups,
         batches=batches,
-        settings=_settings(options, peer),
+        settings=_settings(options, baseline),
     )
     write_job(job, folder / "job.json")
     report = folder / "report.json"
@@ -147,7 +153,7 @@ def _run_peer(options: argparse.Namespace, peer: Peer, batches: list[list[Work]]
     command = [
         interpreter,
         "-m",
-        f"meshserve.benchmarks.baselines.{peer.module}",
+        f"meshserve.benchmarks.baselines.{baseline.module}",
         str(folder / "job.json"),
         str(report),
     ]
@@ -158,13 +164,13 @@ def _run_peer(options: argparse.Namespace, peer: Peer, batches: list[list[Work]]
         tail = log.read()
     if process.returncode != 0 or not report.is_file():
         return f"failed with exit status {process.returncode}:\n{tail}"
-    return _row(peer, read_report(report), peak_bytes)
+    return _row(baseline, read_report(report), peak_bytes)
 
 
-def _environment(folder: Path, peer: Peer) -> dict[str, str]:
+def _environment(folder: Path, baseline: Baseline) -> dict[str, str]:
     """Ours runs in this environment. The others see our benchmarks and nothing else of this interpreter's packages."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    if peer.module != "ours":
+    if baseline.module != "ours":
         package = folder / "packages" / "meshserve"
         if not package.exists():
             package.mkdir(parents=True)
@@ -178,12 +184,12 @@ def _has_vllm(interpreter: str) -> bool:
     return subprocess.run([interpreter, "-c", code], capture_output=True).returncode == 0
 
 
-def _settings(options: argparse.Namespace, peer: Peer) -> dict[str, Any]:
-    if peer.module == "ours":
+def _settings(options: argparse.Namespace, baseline: Baseline) -> dict[str, Any]:
+    if baseline.module == "ours":
         from meshserve.benchmarks.lib.offline_engine import parse_settings
 
         return parse_settings(options.set)
-    return json.loads(options.set_vllm) if peer.module == "vllm_engine" else {}
+    return json.loads(options.set_vllm) if baseline.module == "vllm_engine" else {}
 
 
 class _GpuMemory:
@@ -244,11 +250,11 @@ def _wait(process: subprocess.Popen, timeout: float, watch: _GpuMemory) -> int:
     return watch.peak_bytes or usage.ru_maxrss * 1024
 
 
-def _row(peer: Peer, report: Report, peak_bytes: int) -> Row:
+def _row(baseline: Baseline, report: Report, peak_bytes: int) -> Row:
     rates = [run.tokens_per_second for run in report.runs]
     gaps = [gap for run in report.runs for gap in run.gap_seconds]
     return Row(
-        title=peer.title,
+        title=baseline.title,
         version=report.version,
         tokens_per_second=percentile(rates, 50),
         tokens_per_second_p10=percentile(rates, 10),

@@ -24,7 +24,7 @@ from meshserve.runtime.api.request import Request, SamplingMode, SamplingParams
 from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.planning.roofline import Roofline
 from meshserve.runtime.program.batch import BatchBuilder, Bucket, server_buckets, server_limits
-from meshserve.runtime.program.control_batch import ControlBuilder
+from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import StepPlan
@@ -76,7 +76,7 @@ class Server:
             max_running=config.max_running,
             page_size=config.page_size,
             max_request_pages=limits.num_pages_for(limits.max_context),
-            controls=ControlBuilder(max_running=config.max_running, vocab_size=1, eos_token_ids=frozenset()),
+            processors=ProcessorBatchBuilder(max_running=config.max_running, vocab_size=1, eos_token_ids=frozenset()),
         )
 
     def bucket(self, plan: StepPlan) -> Bucket:

@@ -37,11 +37,11 @@ class Crowd:
       controlled: the share of requests under controls.
     """
 
-    def __init__(self, vocab_size: int, max_context: int, seed: int, controlled: float):
+    def __init__(self, vocab_size: int, max_context: int, seed: int, processed: float):
         self._draw = random.Random(seed)
         self._vocab_size = min(vocab_size, 10_000)
         self._max_context = max_context
-        self._controlled = controlled
+        self._controlled = processed
         self._lock = threading.Lock()
         self._open: set[tuple[str, int]] = set()
         self._num_submitted = 0
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decode_layers=options.decode_layers,
     )
     config = ServeConfig(model=options.model, **{**settings, **parse_settings(options.set)})
-    crowd = Crowd(model.vocab_size, config.max_context, options.seed, options.controlled)
+    crowd = Crowd(model.vocab_size, config.max_context, options.seed, options.processed)
     started = time.monotonic()
     with CompileWatch(is_strict=True) as watch:
         engine, _ = build_engine(config, model, make_params, None, crowd.deliver)

@@ -34,7 +34,7 @@ from meshserve.runtime.api.config import ModelConfig, ServeConfig
 from meshserve.runtime.api.request import Output, SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.program.batch import Bucket
-from meshserve.runtime.program.control_batch import Logprobs, Sampled
+from meshserve.runtime.program.processor_batch import Logprobs, Sampled
 from meshserve.runtime.startup.launch import build_engine, open_model
 
 _BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # a second, by the datasheets
@@ -111,8 +111,8 @@ class WatchedRunner:
         self.dispatch_ms.append(1000 * (time.perf_counter() - started))
         return self._last
 
-    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
-        self._runner.set_control_row(row, history, bias)
+    def set_slot_adjustments(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
+        self._runner.set_slot_adjustments(row, history, bias)
 
     def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
         return self._runner.sample(packed, masks)
@@ -185,7 +185,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         attention=options.attention,
         decode_layers=options.decode_layers,
         prefix_cache=False,  # the cases draw the same prompts, and each is to be prefilled
-        controls=False,
+        processors=False,
     )
 
 

@@ -109,7 +109,7 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
         products=options.products,
         all_reduce=options.all_reduce,
         prefix_cache=False,
-        controls=False,
+        processors=False,
     )
 
 

@@ -353,10 +353,10 @@ def plot(steps: Sequence[Step], path: Path) -> None:
     axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
     for key in dict.fromkeys((step.model, step.batch) for step in steps):
         line = [step for step in steps if (step.model, step.batch) == key]
-        degrees = [step.tp for step in line]
-        (drawn,) = axes.plot(degrees, [step.step_ms for step in line], "o-", label=f"{key[0]}, batch {key[1]}")
-        ideal = [line[0].step_ms * line[0].tp / degree for degree in degrees]
-        axes.plot(degrees, ideal, ":", color=drawn.get_color())
+        tp_sizes = [step.tp for step in line]
+        (drawn,) = axes.plot(tp_sizes, [step.step_ms for step in line], "o-", label=f"{key[0]}, batch {key[1]}")
+        ideal = [line[0].step_ms * line[0].tp / tp_size for tp_size in tp_sizes]
+        axes.plot(tp_sizes, ideal, ":", color=drawn.get_color())
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="ms a step", xticks=sorted({step.tp for step in steps}))
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.minorticks_off()

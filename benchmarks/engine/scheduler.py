@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshserve.runtime.api.request import Request, SamplingParams
 from meshserve.runtime.program.batch import BatchBuilder, declare_buckets
-from meshserve.runtime.program.control_batch import ControlBuilder
+from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
@@ -109,7 +109,7 @@ def _make(num_running: int, num_queued: int) -> tuple[Scheduler, BatchBuilder]:
         max_running=num_running,
         page_size=_PAGE_SIZE,
         max_request_pages=4096 // _PAGE_SIZE,
-        controls=ControlBuilder(max_running=num_running, vocab_size=151_936, eos_token_ids=frozenset()),
+        processors=ProcessorBatchBuilder(max_running=num_running, vocab_size=151_936, eos_token_ids=frozenset()),
     )
     draw = random.Random(0)
     for number in range(num_running + num_queued):

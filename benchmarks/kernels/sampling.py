@@ -26,8 +26,8 @@ from meshserve.benchmarks.lib.timing import timed_ms
 from meshserve.kernels.sampling import implementation
 from meshserve.runtime.api.request import SamplingMode
 from meshserve.runtime.model.published_sizes import named_model
-from meshserve.runtime.program.control_batch import ADJUSTS, SAMPLES, ControlShape
-from meshserve.runtime.program.logits_processors import ControlState, sample_controlled
+from meshserve.runtime.program.logits_processors import ProcessorState, sample_processed
+from meshserve.runtime.program.processor_batch import ADJUSTS, SAMPLES, ProcessorShape
 from meshserve.runtime.program.sampling import SamplingBatch, sample
 from meshserve.sharding.chips import compiler_options
 from meshserve.sharding.layout import round_up
@@ -49,7 +49,7 @@ STEP_PATHS: dict[str, tuple[SamplingMode, dict[str, float]]] = {
     "min-p, top-k, top-p": (SamplingMode.FILTERED, {"top_p": 0.95, "top_k": 20, "min_p": 0.02}),
 }
 # Path -> mode, whether log-probabilities are wanted.
-CONTROL_PATHS: dict[str, tuple[SamplingMode, bool]] = {
+PROCESSOR_PATHS: dict[str, tuple[SamplingMode, bool]] = {
     "penalties, greedy": (SamplingMode.GREEDY, False),
     "penalties, temperature": (SamplingMode.RANDOM, False),
     "penalties, top-p": (SamplingMode.TOP_P, False),
@@ -122,10 +122,10 @@ def _measured(mesh: Mesh, batch: int, options: argparse.Namespace) -> Iterator[t
     for path, (mode, fields) in STEP_PATHS.items():
         run = _step_program(mesh, logits, options.vocab, mode, fields)
         yield path, time(run, jnp.zeros(batch, jnp.int32), num_copies)[0]
-    state = _control_state(mesh, batch, vocab_size)
-    control = _control_program(mesh, logits[0], options.vocab)
-    for path, (mode, has_logprobs) in CONTROL_PATHS.items():
-        packed = jax.device_put(_packed(ControlShape(batch), mode, has_logprobs), named_sharding(mesh, ()))
+    state = _processor_state(mesh, batch, vocab_size)
+    control = _processor_program(mesh, logits[0], options.vocab)
+    for path, (mode, has_logprobs) in PROCESSOR_PATHS.items():
+        packed = jax.device_put(_packed(ProcessorShape(batch), mode, has_logprobs), named_sharding(mesh, ()))
         figures, state = time(partial(control, packed), state, 1)
         yield path, figures
 
@@ -137,7 +137,7 @@ def _sampler(mesh: Mesh, vocab_size: int) -> Callable[..., jax.Array]:
         sample,
         vocab_size=vocab_size,
         is_unrolled=device.platform == "gpu",
-        find_floor=implementation(device, vocab_size),
+        find_threshold=implementation(device, vocab_size),
     )
 
 
@@ -173,21 +173,21 @@ def _step_program(
     return partial(compiled, tuple(logits))
 
 
-def _control_state(mesh: Mesh, batch: int, vocab_size: int) -> tuple[ControlState[jax.Array], jax.Array]:
+def _processor_state(mesh: Mesh, batch: int, vocab_size: int) -> tuple[ProcessorState[jax.Array], jax.Array]:
     vocab, every = named_sharding(mesh, (None, "vocab")), named_sharding(mesh, ())
 
-    def zeros() -> tuple[ControlState[jax.Array], jax.Array]:
+    def zeros() -> tuple[ProcessorState[jax.Array], jax.Array]:
         shape = (batch, vocab_size)
-        return ControlState(jnp.zeros(shape, jnp.int32), jnp.zeros(shape)), jnp.zeros(batch, jnp.int32)
+        return ProcessorState(jnp.zeros(shape, jnp.int32), jnp.zeros(shape)), jnp.zeros(batch, jnp.int32)
 
-    return jax.jit(zeros, out_shardings=(ControlState(vocab, vocab), every))()
+    return jax.jit(zeros, out_shardings=(ProcessorState(vocab, vocab), every))()
 
 
-def _control_program(mesh: Mesh, logits: jax.Array, vocab_size: int) -> Callable[[jax.Array, Any], Any]:
+def _processor_program(mesh: Mesh, logits: jax.Array, vocab_size: int) -> Callable[[jax.Array, Any], Any]:
     """Control vector, (control state, last tokens) -> the latter after a step."""
-    shape = ControlShape(logits.shape[0])
-    state = ControlState(_VOCAB, _VOCAB)
-    program = partial(sample_controlled, shape=shape, vocab_size=vocab_size, choose=_sampler(mesh, vocab_size))
+    shape = ProcessorShape(logits.shape[0])
+    state = ProcessorState(_VOCAB, _VOCAB)
+    program = partial(sample_processed, shape=shape, vocab_size=vocab_size, choose=_sampler(mesh, vocab_size))
     specs, results = (state, _ANY, _VOCAB, _ANY, _ANY), (state, _ANY, _ANY)
     sharded = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
     compiled = jax.jit(sharded, donate_argnums=(0, 1), compiler_options=compiler_options(mesh))
@@ -195,14 +195,14 @@ def _control_program(mesh: Mesh, logits: jax.Array, vocab_size: int) -> Callable
         np.full((shape.num_requests, -(-vocab_size // 32)), 2**32 - 1, np.uint32), named_sharding(mesh, ())
     )
 
-    def run(packed: jax.Array, carry: Any) -> tuple[ControlState[jax.Array], jax.Array]:
+    def run(packed: jax.Array, carry: Any) -> tuple[ProcessorState[jax.Array], jax.Array]:
         state, last_tokens, _ = compiled(*carry, logits, packed, masks)
         return state, last_tokens
 
     return run
 
 
-def _packed(shape: ControlShape, mode: SamplingMode, has_logprobs: bool) -> np.ndarray:
+def _packed(shape: ProcessorShape, mode: SamplingMode, has_logprobs: bool) -> np.ndarray:
     packed = np.zeros(shape.size, np.int32)
     is_filtered = mode is SamplingMode.FILTERED
     floats = {

@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from meshserve.benchmarks.lib.timing import time_steps
-from meshserve.kernels.peers import gpu as peers_gpu
-from meshserve.kernels.peers import takes_sum
+from meshserve.kernels.p2p import gpu as p2p_gpu
+from meshserve.kernels.p2p import takes_sum
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 _CHAIN = 40  # sums in a program: as many as let 1e-20 grow by a factor of 8 each
@@ -59,7 +59,7 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
     for tp in options.tp:
         mesh = make_mesh(tp)
         for name, add in implementations(mesh, options.all_reduce).items():
-            tolerance = 0.0 if name == "peers" else tp * _HALF_STEP
+            tolerance = 0.0 if name == "p2p" else tp * _HALF_STEP
             programs = [
                 wrong_elements(mesh, add, _num_elements(size), tolerance)
                 for size in options.kilobytes
@@ -86,11 +86,11 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
 def implementations(mesh: Mesh, all_reduce: str = "auto") -> Mapping[str, Sum]:
     """Those that run here, or the one that serves with such an `all_reduce`; call them inside `shard_map`."""
     found: dict[str, Sum] = {}
-    if all_reduce != "peers":
+    if all_reduce != "p2p":
         found["psum"] = lambda x: jax.lax.psum(x, TENSOR_AXIS)
     if all_reduce != "xla" and mesh.devices.flat[0].platform == "gpu":
-        peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
-        found["peers"] = partial(peers_gpu.peer_sum, peers=peers)
+        p2p = p2p_gpu.open_p2p_group(TENSOR_AXIS, list(mesh.devices.flat))
+        found["p2p"] = partial(p2p_gpu.p2p_all_reduce, p2p=p2p)
     return found
 
 
@@ -99,7 +99,7 @@ def _num_elements(kilobytes: float) -> int:
 
 
 def _takes(name: str, kilobytes: float, tp: int) -> bool:
-    return name != "peers" or takes_sum(2 * _num_elements(kilobytes), tp)
+    return name != "p2p" or takes_sum(2 * _num_elements(kilobytes), tp)
 
 
 def _time_chain(options: argparse.Namespace, mesh: Mesh, num_elements: int, add: Sum) -> float:

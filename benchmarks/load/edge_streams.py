@@ -27,7 +27,7 @@ from meshserve.runtime.api.engine_api import ModelInfo
 from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOptions, SamplingParams
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.lifecycle import Listen, run_server
-from meshserve.runtime.server.output_queue import Mailroom
+from meshserve.runtime.server.output_queue import OutputQueues
 
 _INFO = ModelInfo(
     name="nothing", architecture="Qwen3ForCausalLM", vocab_size=1000, max_context_tokens=2**20, eos_token_ids=(),
@@ -41,8 +41,8 @@ class Ticking:
 
     failure = None
 
-    def __init__(self, mailroom: Mailroom, step_seconds: float):
-        self._mailroom = mailroom
+    def __init__(self, queues: OutputQueues, step_seconds: float):
+        self._queues = queues
         self._step_seconds = step_seconds
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
@@ -64,7 +64,7 @@ class Ticking:
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         with self._lock:
             if self._open.pop(request_id, None) is not None:
-                self._mailroom.deliver([Output(request_id=request_id, finish_reason=reason)])
+                self._queues.deliver([Output(request_id=request_id, finish_reason=reason)])
 
     def load(self) -> Load:
         return Load(num_running=len(self._open), num_waiting=0, num_pages=1, num_free_pages=1)
@@ -77,7 +77,7 @@ class Ticking:
         while True:
             with self._lock:
                 outputs = [Output(request_id=name, token_ids=(7,), text=" word") for name in self._open]
-            self._mailroom.deliver(outputs)
+            self._queues.deliver(outputs)
             due = max(due + self._step_seconds, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
 
@@ -90,9 +90,9 @@ class NoTokenizer:
 
 def serve(step_seconds: float) -> None:
     """The server process."""
-    mailroom = Mailroom()
-    engine = Ticking(mailroom, step_seconds)
-    edge = Edge(mailroom)
+    queues = OutputQueues()
+    engine = Ticking(queues, step_seconds)
+    edge = Edge(queues)
     edge.attach(Backend(engine, NoTokenizer(), _INFO))  # type: ignore[arg-type]
     thread = threading.Thread(target=engine.run, daemon=True)
     run_server(edge, Listen(drain_seconds=0.0), on_ready=lambda handle: thread.start())

@@ -86,14 +86,14 @@ def main() -> None:
     grammars = Grammars(arguments.model / "tokenizer.json", vocab_size, eos_token_ids)
     tokenizer.render_chat([{"role": "user", "content": "a"}])  # as a server does at its start
     for name, work in works(tokenizer, grammars).items():
-        standstills, seconds = [], []
+        stalls, seconds = [], []
         for _ in range(arguments.runs):
             with Sleeper() as sleeper:
                 started = time.perf_counter()
                 work()
                 seconds.append(time.perf_counter() - started)
-            standstills.append(sleeper.longest_seconds)
-        still, took = (statistics.median(values) * 1e3 for values in (standstills, seconds))
+            stalls.append(sleeper.longest_seconds)
+        still, took = (statistics.median(values) * 1e3 for values in (stalls, seconds))
         print(f"{name:40} {took:8.1f} ms, others stood still for {still:7.1f} ms", flush=True)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from meshserve.kernels.peers import Peers
+from meshserve.kernels.p2p import P2PGroup
 
 from . import gpu, reference
 
@@ -47,7 +47,9 @@ class LayerSettings:
     epsilon: float  # added to the mean square in each RMSNorm
     softmax_scale: float  # multiplies the attention scores
     rotary_scale: float = 1.0  # multiplies cosine and sine (YaRN's attention factor)
-    peers: Peers | None = None  # of the mesh on which `decode_layers` adds up, at most 2 MiB of x; None: a device alone
+    p2p: P2PGroup | None = (
+        None  # of the mesh on which `decode_layers` adds up, at most 2 MiB of x; None: a device alone
+    )
 
 
 class DecodeKernels(Protocol):

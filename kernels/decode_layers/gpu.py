@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshserve.kernels import peers
+from meshserve.kernels import p2p
 from meshserve.kernels.cuda import build, operands
-from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.kernels.p2p import gpu as p2p_gpu
 
 if TYPE_CHECKING:
     from . import DecodeBatch, LayerSettings, LayerWeights
@@ -94,8 +94,8 @@ def decode_layers(
     layers = range(weights.qkv.shape[0]) if layers is None else layers
     if layers.step != 1 or len(layers) == 0:
         raise ValueError(f"layers is {layers}; consecutive layers, at least one, are needed")
-    if settings.peers is not None and x.nbytes > peers.MAX_BYTES:
-        raise ValueError(f"x has {x.nbytes} bytes; peers add up at most {peers.MAX_BYTES}")
+    if settings.p2p is not None and x.nbytes > p2p.MAX_BYTES:
+        raise ValueError(f"x has {x.nbytes} bytes; peers add up at most {p2p.MAX_BYTES}")
     batch_size, embed = x.shape
     scratch = _scratch(batch_size, embed=embed, heads=_heads(weights, cache), mlp=weights.down.shape[2])
     x, cache, _ = jax.ffi.ffi_call(
@@ -112,7 +112,7 @@ def decode_layers(
         epsilon=np.float32(settings.epsilon),
         scale=np.float32(settings.softmax_scale),
         rotary_scale=np.float32(settings.rotary_scale),
-        ordinals=peers_gpu.attribute(settings.peers),
+        ordinals=p2p_gpu.attribute(settings.p2p),
         tuning=launch.attribute(),
     )
     return x, cache

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from meshserve.kernels.peers import reference as peers_reference
+from meshserve.kernels.p2p import reference as p2p_reference
 
 if TYPE_CHECKING:
     from . import DecodeBatch, LayerSettings, LayerWeights
@@ -108,7 +108,7 @@ def decode_layers(
     """See `DecodeKernels`."""
 
     def add(residual: jax.Array, share: jax.Array) -> jax.Array:
-        return residual + (share if settings.peers is None else peers_reference.peer_sum(share, settings.peers))
+        return residual + (share if settings.p2p is None else p2p_reference.p2p_all_reduce(share, settings.p2p))
 
     for layer in layers if layers is not None else range(weights.qkv.shape[0]):
         q, cache = qkv(x, weights, cache, batch, inverse_frequencies, settings=settings, layer=layer)

@@ -12,7 +12,7 @@ import jax
 from . import gpu
 
 
-class FindFloor(Protocol):
+class FindThreshold(Protocol):
     """An implementation."""
 
     def __call__(
@@ -26,7 +26,7 @@ class FindFloor(Protocol):
         ...
 
 
-def implementation(device: jax.Device, vocab_size: int) -> FindFloor | None:
+def implementation(device: jax.Device, vocab_size: int) -> FindThreshold | None:
     """The kernel for a device and a vocabulary, or None where there is none."""
     is_there = gpu.unavailable_reason(device) is None and vocab_size <= gpu.MAX_VOCAB
-    return gpu.find_floor if is_there else None
+    return gpu.find_threshold if is_there else None

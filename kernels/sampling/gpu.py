@@ -12,10 +12,10 @@ unavailable_reason = build.unavailable_reason
 MAX_VOCAB = (1 << 18) - 1  # sums over a row are whole numbers, which have room for so many
 
 
-def find_floor(
+def find_threshold(
     logits: jax.Array, *, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
-    """See `FindFloor`.
+    """See `FindThreshold`.
 
     Raises:
       ValueError: the vocabulary is larger than MAX_VOCAB.
@@ -24,5 +24,5 @@ def find_floor(
     if logits.shape[1] > MAX_VOCAB:
         raise ValueError(f"the vocabulary has {logits.shape[1]} tokens; the kernel takes {MAX_VOCAB}")
     build.load()
-    floor = jax.ShapeDtypeStruct(logits.shape[:1], jnp.uint32)
-    return jax.ffi.ffi_call("meshserve_sampling_floor", floor)(logits, temperature, top_k, top_p, min_p)
+    threshold = jax.ShapeDtypeStruct(logits.shape[:1], jnp.uint32)
+    return jax.ffi.ffi_call("meshserve_sampling_floor", threshold)(logits, temperature, top_k, top_p, min_p)

@@ -310,7 +310,7 @@ class ServeConfig:
     max_waiting: int = option(1024, "requests in the queue; more are refused")
     priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")
     prefix_cache: bool = option(True, "reuse the KV pages of requests that begin alike")
-    controls: bool = option(True, "serve penalties, bias, bans, log-probabilities; some memory and compile time")
+    processors: bool = option(True, "serve penalties, bias, bans, log-probabilities; some memory and compile time")
     attention: str = option(
         "auto",
         "paged attention implementation; auto: tpu on a TPU, cuda on a Hopper GPU, else reference",
@@ -332,7 +332,7 @@ class ServeConfig:
         "auto",
         "how the shards of a GPU mesh add up; peers: by stores into each other's memory, inside the fused layers; "
         "auto: peers on two and four GPUs of one process that reach it",
-        ("auto", "xla", "peers"),
+        ("auto", "xla", "p2p"),
     )
     dispatch_threads: bool = option(True, "on several GPUs, XLA dispatches to each from a thread of its own")
     host: str = option("127.0.0.1", "address to bind")

@@ -2,7 +2,7 @@
 
 engine thread                                   event loop of the edge
 Engine.submit, cancel, load     <----------     one call for each request
-Deliver, once a step            ---------->     `mailbox.Mailroom.deliver`
+Deliver, once a step            ---------->     `queue.OutputQueues.deliver`
 """
 
 from collections.abc import Callable, Sequence

@@ -41,7 +41,7 @@ class FinishReason(enum.Enum):
     ERROR = "error"  # the engine failed; the output carries the reason
 
 
-# Fields of SamplingParams that need the control programs (`controls`), which a server may do without.
+# Fields of SamplingParams that need the control programs (`processors`), which a server may do without.
 PENALTY_FIELDS = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_token_ids",
     "min_tokens",
@@ -144,8 +144,8 @@ class SamplingParams:
         return SamplingMode.TOP_P if self.top_p < 1.0 else SamplingMode.RANDOM
 
     @cached_property
-    def is_controlled(self) -> bool:
-        """Whether the tokens are sampled by a program of its own after the step (`controls`)."""
+    def needs_processors(self) -> bool:
+        """Whether the tokens are sampled by a program of its own after the step (`processors`)."""
         return self.has_adjustments or self.logprobs is not None or self.constraint is not None
 
     @cached_property
@@ -225,7 +225,7 @@ class Request:
     num_page_positions: int = 0  # that its pages have room for
     num_published_pages: int = 0  # the first of `pages`, which others may share
     publish_at_tokens: int = 0  # when so many tokens are known and computed, the next page is full
-    row: int | None = None  # index into the device's table of last tokens, held while running
+    slot: int | None = None  # index into the device's table of last tokens, held while running
     num_cached_tokens: int = 0  # of the prompt, found in the cache when the request first ran
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
@@ -238,9 +238,9 @@ class Request:
         self.is_constrained = self.params.constraint is not None
 
     @property
-    def is_controlled(self) -> bool:
-        """Whether its tokens are sampled by `controls`, one step a dispatch."""
-        return self.params.is_controlled
+    def needs_processors(self) -> bool:
+        """Whether its tokens are sampled by `processors`, one step a dispatch."""
+        return self.params.needs_processors
 
     @property
     def num_prompt_logprobs_left(self) -> int:

@@ -24,7 +24,7 @@ _PACKAGES = ("meshserve", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-c
 _SAMPLE_BYTES = 64 * 1024
 
 
-class Peers(Protocol):
+class P2PGroup(Protocol):
     """Either end of the step stream."""
 
     def meet(self, name: str, facts: Mapping[str, str], value: int = 0) -> int:
@@ -40,24 +40,24 @@ class Cluster:
     """The other processes, for what starts an engine."""
 
     membership: Membership
-    peers: Peers
+    p2p: P2PGroup
 
     def begin(self, config: ServeConfig, files: ModelFiles) -> None:
         """Compares what all must have in common, then starts the devices.
 
         Raises:
-          ClusterError: as `Peers.meet` and `start_devices`.
+          ClusterError: as `P2PGroup.meet` and `start_devices`.
         """
-        self.peers.meet("options", common_facts(config, self.membership, files))
+        self.p2p.meet("options", common_facts(config, self.membership, files))
         start_devices(self.membership)
 
     def num_pages(self, num_pages: int, **programs: object) -> int:
         """The least that any process has room for, once all have said what their programs are made of."""
-        return self.peers.meet("programs", {name: _digest(repr(thing)) for name, thing in programs.items()}, num_pages)
+        return self.p2p.meet("programs", {name: _digest(repr(thing)) for name, thing in programs.items()}, num_pages)
 
     def ready(self) -> None:
         """Waits until all processes are ready for the first step."""
-        self.peers.meet("readiness", {})
+        self.p2p.meet("readiness", {})
 
 
 def common_facts(config: ServeConfig, membership: Membership, files: ModelFiles) -> dict[str, str]:

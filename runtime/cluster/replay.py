@@ -22,7 +22,7 @@ from meshserve.protos import steps_pb2 as pb
 
 from ..engine.engine import Runner
 from ..program.batch import Bucket
-from ..program.control_batch import Logprobs, Sampled
+from ..program.processor_batch import Logprobs, Sampled
 from .membership import ClusterError
 from .stream_client import Follower
 from .stream_server import Leader
@@ -39,14 +39,14 @@ class LeadingRunner:
         self._runner, self._leader = runner, leader
         self._returns = Returns(leader.acknowledge, watch.fail)
 
-    def set_page_row(self, page_row: np.ndarray) -> None:
-        self._lead("set_page_row", page_row)
+    def set_page_row(self, page_slot: np.ndarray) -> None:
+        self._lead("set_page_row", page_slot)
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         return self._lead("run", bucket, packed)
 
-    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
-        self._lead("set_control_row", row, history, bias)
+    def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
+        self._lead("set_slot_adjustments", slot, history, bias)
 
     def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
         return self._lead("sample", packed) if masks is None else self._lead("sample", packed, masks)

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.kernels.p2p import gpu as p2p_gpu
 
 from ..api.engine_api import Deliver
 from ..api.errors import EngineStoppedError
 from ..api.request import DEFAULT_OPTIONS, MAX_SEED, FinishReason, Load, Request, RequestOptions, SamplingParams
 from ..program.batch import BatchBuilder, Bucket
-from ..program.control_batch import ControlBatch, Logprobs, Sampled
+from ..program.processor_batch import Logprobs, ProcessorBatch, Sampled
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.page_keys import extend_page_keys
 from ..scheduler.scheduler import Scheduler
@@ -46,14 +46,14 @@ _log = logging.getLogger(__name__)
 class Runner(Protocol):
     """Dispatches steps; the device runs what it is given in order (`step.StepRunner`)."""
 
-    def set_page_row(self, page_row: np.ndarray) -> None:
+    def set_page_row(self, page_slot: np.ndarray) -> None:
         """Sets a row of the page table for the steps to come; see `batch.Batch`."""
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         """Returns the step's tokens, which may still be on their way: [B], or [bucket.num_steps, B]."""
 
-    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
-        """Tells `sample` about a request that just got its row; see `control_batch.ControlRow`."""
+    def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
+        """Tells `sample` about a request that just got its row; see `processor_batch.SlotAdjustments`."""
 
     def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
         """Samples the last `run` anew, under controls; may come as late as just before the next `run`."""
@@ -75,7 +75,7 @@ class _Flight:
 
 def _reason_of(error: BaseException) -> str:
     """Why the loop died: what was raised and, of GPUs that add up by themselves, which one did not answer."""
-    complaint = peers_gpu.complaint()
+    complaint = p2p_gpu.complaint()
     raised = f"{type(error).__name__}: {error}"
     return raised if complaint is None else f"{complaint}; {raised}"
 
@@ -329,16 +329,16 @@ class Engine:
         What constrained requests may sample follows from the tokens collected; so their steps are dispatched in two
         parts, and masks are made while the device is in the first.
         """
-        flight, controls = self._dispatch() or (None, None)
+        flight, processors = self._dispatch() or (None, None)
         if self._flight is not None:
             self._collect(self._flight)
         self._renew_masks()
-        if flight is not None and controls is not None:
-            flight = self._control(flight, controls)
+        if flight is not None and processors is not None:
+            flight = self._control(flight, processors)
         self._flight = flight
         self._flush()
 
-    def _dispatch(self) -> tuple[_Flight, ControlBatch | None] | None:
+    def _dispatch(self) -> tuple[_Flight, ProcessorBatch | None] | None:
         """Plans and dispatches a step, but for the controls returned, which come later. None: nothing to do."""
         with self._changed:
             started = self._clock()
@@ -350,23 +350,23 @@ class Engine:
             batch = self._batches.build(plan)
             dispatched = self._clock()
             record = self._recorder.planned(plan, batch.bucket, dispatched - started) if self._recorder else None
-        for page_row in batch.page_rows:
-            self.runner.set_page_row(page_row)
+        for page_slot in batch.page_table_rows:
+            self.runner.set_page_row(page_slot)
         flight = _Flight(plan, self.runner.run(batch.bucket, batch.packed), dispatched, record)
-        if batch.controls is None or any(request.is_constrained for request in plan.requests):
-            return flight, batch.controls
-        return self._control(flight, batch.controls), None
+        if batch.processors is None or any(request.is_constrained for request in plan.requests):
+            return flight, batch.processors
+        return self._control(flight, batch.processors), None
 
-    def _control(self, flight: _Flight, controls: ControlBatch) -> _Flight:
+    def _control(self, flight: _Flight, processors: ProcessorBatch) -> _Flight:
         """What the step just dispatched has to do beside it, and its tokens, which may be others now."""
-        for row in controls.rows:
-            self.runner.set_control_row(*row)
+        for slot in processors.slots:
+            self.runner.set_slot_adjustments(*slot)
         tokens, sampled, prompt = flight.sampled, None, None
-        if controls.packed is not None:
-            tokens, sampled = self.runner.sample(controls.packed, token_masks(flight.plan.requests))
-        if controls.prompt_targets is not None:
-            prompt = self.runner.prompt_logprobs(controls.prompt_targets)
-        logprobs = StepLogprobs(flight.plan, sampled, prompt, controls.prompt_targets)
+        if processors.packed is not None:
+            tokens, sampled = self.runner.sample(processors.packed, token_masks(flight.plan.requests))
+        if processors.prompt_targets is not None:
+            prompt = self.runner.prompt_logprobs(processors.prompt_targets)
+        logprobs = StepLogprobs(flight.plan, sampled, prompt, processors.prompt_targets)
         return replace(flight, sampled=tokens, logprobs=logprobs)
 
     def _collect(self, flight: _Flight) -> None:

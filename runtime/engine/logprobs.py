@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..api.request import Request, TokenLogprobs
-from ..program.control_batch import Logprobs
+from ..program.processor_batch import Logprobs
 from ..scheduler.step_plan import StepPlan
 
 

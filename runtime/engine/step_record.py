@@ -24,7 +24,7 @@ class StepRecord:
     num_waiting: int
     num_pages: int
     num_free_pages: int  # kept ones included
-    num_kept_pages: int  # free, but still found by their contents
+    num_evictable_pages: int  # free, but still found by their contents
     # Its work:
     num_decodes: int  # requests
     num_prefills: int  # chunks
@@ -85,7 +85,7 @@ class StepRecorder:
             num_waiting=scheduler.num_waiting,
             num_pages=pages.num_pages,
             num_free_pages=pages.num_free_pages,
-            num_kept_pages=pages.num_kept_pages,
+            num_evictable_pages=pages.num_evictable_pages,
             num_decodes=len(plan.decodes),
             num_prefills=len(plan.prefills),
             num_prefill_tokens=num_prefill_tokens,

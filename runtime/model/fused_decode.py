@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from meshserve.kernels.decode_layers import DecodeBatch, DecodeKernels, LayerSettings, LayerWeights
+from meshserve.kernels.p2p import MAX_BYTES, P2PGroup
 from meshserve.kernels.paged_attention import PagedBatch
-from meshserve.kernels.peers import MAX_BYTES, Peers
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.config import ModelConfig
@@ -24,7 +24,7 @@ def run_layers(
     cache: jax.Array,
     batch: PagedBatch,
     kernels: DecodeKernels,
-    peers: Peers | None = None,
+    p2p: P2PGroup | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """All layers of a step whose tokens are all decodes: no two of them are of one request.
 
@@ -35,10 +35,10 @@ def run_layers(
         epsilon=config.rms_norm_eps,
         softmax_scale=config.head_dim**-0.5,
         rotary_scale=config.rope.attention_factor,
-        peers=peers if x.nbytes <= MAX_BYTES else None,
+        p2p=p2p if x.nbytes <= MAX_BYTES else None,
     )
     frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
-    if jax.lax.axis_size(TENSOR_AXIS) == 1 or settings.peers is not None:
+    if jax.lax.axis_size(TENSOR_AXIS) == 1 or settings.p2p is not None:
         return kernels.decode_layers(x, weights, cache, tokens, frequencies, settings=settings)
     for layer in range(config.num_layers):
         q, cache = kernels.qkv(x, weights, cache, tokens, frequencies, settings=settings, layer=layer)

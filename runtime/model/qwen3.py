@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
+from meshserve.kernels.p2p import P2PGroup, P2POperations
 from meshserve.kernels.paged_attention import HeadSettings, PagedAttention, PagedBatch, PrepareHeads, WriteKV, write_kv
-from meshserve.kernels.peers import PeerOperations, Peers
-from meshserve.kernels.sampling import FindFloor
-from meshserve.sharding.collectives import Exchange, PeerSum, all_gather, all_reduce
+from meshserve.kernels.sampling import FindThreshold
+from meshserve.sharding.collectives import Exchange, P2PAllReduce, all_gather, all_reduce
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
@@ -50,29 +50,31 @@ class Kernels:
     decode: DecodeKernels | None = None  # fused layers for steps of few tokens
     is_unrolled: bool = False  # layer after layer in one program rather than a loop
     has_statistics_apart: bool = False  # in large steps without `prepare`, see `Attention`
-    has_library_products: bool = False  # in steps of LIBRARY_TOKENS and more, see `targets.compiler_options`
-    keeps_outputs: bool = False  # of steps, see `kept`
-    find_floor: FindFloor | None = None  # what the filters of sampling keep, where one device has the vocabulary
-    peers: Peers | None = None  # of the mesh, where its devices reach each other's memory
-    peer_operations: PeerOperations | None = None  # given with `peers`
+    has_library_gemms: bool = False  # in steps of LIBRARY_TOKENS and more, see `targets.compiler_options`
+    has_output_buffers: bool = False  # of steps, see `kept`
+    find_threshold: FindThreshold | None = (
+        None  # what the filters of sampling keep, where one device has the vocabulary
+    )
+    p2p: P2PGroup | None = None  # of the mesh, where its devices reach each other's memory
+    p2p_operations: P2POperations | None = None  # given with `p2p`
 
     def fused(self, num_tokens: int, *, is_decode: bool) -> DecodeKernels | None:
         """The fused layers, for a step that they serve."""
         return self.decode if is_decode and num_tokens <= MAX_FUSED_TOKENS else None
 
     @property
-    def peer_sum(self) -> PeerSum | None:
+    def p2p_all_reduce(self) -> P2PAllReduce | None:
         """The sum over the mesh by its peers."""
-        if self.peers is None or self.peer_operations is None:
+        if self.p2p is None or self.p2p_operations is None:
             return None
-        return partial(self.peer_operations.peer_sum, peers=self.peers)
+        return partial(self.p2p_operations.p2p_all_reduce, p2p=self.p2p)
 
     @property
     def exchange(self) -> Exchange:
         """How the shards tell each other their best tokens."""
-        if self.peers is None or self.peer_operations is None:
+        if self.p2p is None or self.p2p_operations is None:
             return all_gather
-        return partial(self.peer_operations.peer_exchange, peers=self.peers)
+        return partial(self.p2p_operations.p2p_all_gather, p2p=self.p2p)
 
 
 class StepContext(NamedTuple):
@@ -84,7 +86,7 @@ class StepContext(NamedTuple):
     attend: PagedAttention
     write: WriteKV = write_kv
     prepare: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # `PrepareHeads` with its settings
-    peer_sum: PeerSum | None = None
+    p2p_all_reduce: P2PAllReduce | None = None
     has_statistics_apart: bool = False
 
 
@@ -141,7 +143,7 @@ class Attention(nnx.Module):
         else:
             q, cache = self._prepare(rows, cache, layer, context)
         attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
-        return all_reduce(project(attended.reshape(x.shape[0], -1), self.out[...]), context.peer_sum), cache
+        return all_reduce(project(attended.reshape(x.shape[0], -1), self.out[...]), context.p2p_all_reduce), cache
 
     def _prepare(
         self, rows: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
@@ -166,10 +168,10 @@ class MLP(nnx.Module):
         self.gate_up = declare((2, layout.mlp_dim, config.embed_dim), (None, "mlp", None))
         self.down = declare((config.embed_dim, layout.mlp_dim), (None, "mlp"))
 
-    def __call__(self, x: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
         """x [T, D] -> [T, D] summed over the mesh."""
         gate, up = jnp.split(project(x, self.gate_up[...].reshape(-1, x.shape[1])), 2, axis=-1)
-        return all_reduce(project(jax.nn.silu(gate) * up, self.down[...]), peer_sum)
+        return all_reduce(project(jax.nn.silu(gate) * up, self.down[...]), p2p_all_reduce)
 
 
 class DecoderLayer(nnx.Module):
@@ -186,7 +188,7 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
         x, cache = self.after_attention(x, cache, layer, context)
-        return self.after_mlp(x, context.peer_sum), cache
+        return self.after_mlp(x, context.p2p_all_reduce), cache
 
     def after_attention(
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
@@ -195,9 +197,9 @@ class DecoderLayer(nnx.Module):
         attended, cache = self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, layer, context)
         return x + attended, cache
 
-    def after_mlp(self, x: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+    def after_mlp(self, x: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
         """The second half, of any tokens: x [B, D] -> the same."""
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), peer_sum)
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), p2p_all_reduce)
 
 
 class Forward(NamedTuple):
@@ -221,13 +223,13 @@ class Qwen3(nnx.Module):
             self.head = declare(table, ("vocab", None))
         self.config = config
 
-    def embed(self, token_ids: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+    def embed(self, token_ids: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
         """Ids [T] -> [T, D]. Each shard looks up the ids of its own vocabulary; the others give zeros."""
         num_rows = self.embedding.shape[0]
         local = token_ids - jax.lax.axis_index(TENSOR_AXIS) * num_rows
         is_here = (local >= 0) & (local < num_rows)
         rows = self.embedding[...][jnp.clip(local, 0, num_rows - 1)]
-        return all_reduce(jnp.where(is_here[:, None], rows, 0), peer_sum)
+        return all_reduce(jnp.where(is_here[:, None], rows, 0), p2p_all_reduce)
 
     def __call__(
         self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, kernels: Kernels, wanted: jax.Array | None
@@ -244,11 +246,11 @@ class Qwen3(nnx.Module):
             attends to what it makes of them. None: all are, and no two are of one request. Only then may the fused
             layers serve: their attention fetches pages before the step's own keys and values are written.
         """
-        x = self.embed(token_ids, kernels.peer_sum)
+        x = self.embed(token_ids, kernels.p2p_all_reduce)
         weights = layer_weights(nnx.state(self.layers))
         fused = kernels.fused(x.shape[0], is_decode=wanted is None)
         if fused is not None:
-            x, cache = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.peers)
+            x, cache = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.p2p)
             return Forward(x, None, cache)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         prepare = None
@@ -256,7 +258,7 @@ class Qwen3(nnx.Module):
             settings = HeadSettings(weights.q_norm, weights.k_norm, cos, sin, self.config.rms_norm_eps)
             prepare = partial(kernels.prepare, settings=settings)
         is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
-        context = StepContext(batch, cos, sin, kernels.attend, kernels.write, prepare, kernels.peer_sum, is_apart)
+        context = StepContext(batch, cos, sin, kernels.attend, kernels.write, prepare, kernels.p2p_all_reduce, is_apart)
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return self.layer(index)(*carry, index, context)
@@ -270,16 +272,16 @@ class Qwen3(nnx.Module):
             last = jnp.int32(last)  # as in the loop, see `_slice_stack`
         hidden, cache = self.layer(last).after_attention(*carry, last, context)
         of_wanted = hidden if wanted is None else hidden[wanted]
-        return Forward(self.after_last_mlp(of_wanted, kernels.peer_sum), hidden, cache)
+        return Forward(self.after_last_mlp(of_wanted, kernels.p2p_all_reduce), hidden, cache)
 
     def layer(self, index: int | jax.Array) -> DecoderLayer:
         """One decoder layer."""
         structure, stacked = nnx.split(self.layers)
         return nnx.merge(structure, jax.tree.map(partial(_slice_stack, index=index), stacked))
 
-    def after_last_mlp(self, hidden: jax.Array, peer_sum: PeerSum | None = None) -> jax.Array:
+    def after_last_mlp(self, hidden: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
         """Hidden states [B, D] as `Forward.hidden` -> after all layers."""
-        return self.layer(self.config.num_layers - 1).after_mlp(hidden, peer_sum)
+        return self.layer(self.config.num_layers - 1).after_mlp(hidden, p2p_all_reduce)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states [B, D] -> float32 logits of this shard's vocabulary [B, V / shards]."""

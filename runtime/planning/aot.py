@@ -26,8 +26,8 @@ from ..api.config import ModelConfig, ServeConfig
 from ..model.qwen3 import Kernels, abstract_model
 from ..program.batch import Bucket
 from ..program.compile_cache import ProgramKey
-from ..program.control_programs import ControlPrograms
-from ..program.output_buffers import kept_shapes
+from ..program.output_buffers import output_buffer_shapes
+from ..program.processor_programs import ProcessorPrograms
 from ..program.step import (
     CacheShape,
     DeviceState,
@@ -107,7 +107,7 @@ class DryServer:
         )
 
     def programs(
-        self, buckets: Sequence[Bucket], shape: CacheShape, *, has_controls: bool
+        self, buckets: Sequence[Bucket], shape: CacheShape, *, has_processors: bool
     ) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
         """Everything that a server with these steps compiles, by what it does and its size."""
         state = self._state(shape)
@@ -116,14 +116,14 @@ class DryServer:
         }
         programs["allocate cache", 0] = partial(lower_allocate, state)
         programs["set page row", 0] = partial(lower_set_page_row, state.page_table, self.mesh)
-        if has_controls:
-            programs |= self.controls(buckets, shape).to_lower()
+        if has_processors:
+            programs |= self.processors(buckets, shape).to_lower()
         return programs
 
-    def controls(self, buckets: Sequence[Bucket], shape: CacheShape) -> ControlPrograms:
+    def processors(self, buckets: Sequence[Bucket], shape: CacheShape) -> ProcessorPrograms:
         """The control programs of a server with these steps."""
         structure, params = self._placed_model
-        return ControlPrograms(
+        return ProcessorPrograms(
             structure=structure,
             params=params,
             mesh=self.mesh,
@@ -131,14 +131,14 @@ class DryServer:
             max_running=shape.max_running,
             real_vocab_size=self.model.vocab_size,
             is_unrolled=self._kernels.is_unrolled,
-            find_floor=self._kernels.find_floor,
-            keeps_outputs=self._kernels.keeps_outputs,
-            has_library_products=self._kernels.has_library_products,
+            find_threshold=self._kernels.find_threshold,
+            has_output_buffers=self._kernels.has_output_buffers,
+            has_library_gemms=self._kernels.has_library_gemms,
         )
 
-    def kept_bytes(self, buckets: Sequence[Bucket]) -> int:
+    def output_buffer_bytes(self, buckets: Sequence[Bucket]) -> int:
         """What the steps of these keep on each device beside their programs."""
-        return shard_bytes(kept_shapes(self._kernels, self._placed_model[1], buckets, self.mesh))
+        return shard_bytes(output_buffer_shapes(self._kernels, self._placed_model[1], buckets, self.mesh))
 
     def compile(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Compiled:
         """The program of a bucket.

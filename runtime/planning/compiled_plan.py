@@ -5,7 +5,7 @@ large a cache has room beside them. Serves `meshserve plan --compile`, `make che
 import dataclasses
 from collections.abc import Callable
 
-from meshserve.sharding.collectives import peer_bytes
+from meshserve.sharding.collectives import p2p_max_bytes
 
 from ..program.compile_cache import ProgramKey
 from ..scheduler.limits import MAX_FUSED_TOKENS
@@ -45,27 +45,29 @@ def compile_plan(
       OutOfMemoryError: a program does not fit.
       NoCompilerError: the compiler for these devices is not installed.
     """
-    plan, has_controls = planner.plan(), planner.config.controls
+    plan, has_processors = planner.plan(), planner.config.processors
     server = DryServer.on(planner.target, planner.model, config=planner.config, tensor_parallelism=planner.num_devices)
     shape = planner.cache_shape(plan.served_pages)
     reports: dict[ProgramKey, ProgramReport] = {}
-    for key, to_lower in server.programs(planner.buckets, shape, has_controls=has_controls).items():
+    for key, to_lower in server.programs(planner.buckets, shape, has_processors=has_processors).items():
         reports[key] = server.report(key, to_lower, known)
         on_report(reports[key])
     faults = [
         fault for report in reports.values() for fault in program_faults(planner, report, server.cache_bytes(shape))
     ]
     last = planner.buckets[-1]
-    kept_bytes = server.kept_bytes(planner.buckets) - server.kept_bytes([last])
-    if has_controls:
-        controls = server.controls(planner.buckets, shape)
-        scratch = controls.scratch_bytes({key: reports[key].added_bytes for key in controls.to_lower()})
-        kept_bytes += controls.resident_bytes + max(0, scratch - reports[last.kind, last.num_tokens].added_bytes)
+    output_buffer_bytes = server.output_buffer_bytes(planner.buckets) - server.output_buffer_bytes([last])
+    if has_processors:
+        processors = server.processors(planner.buckets, shape)
+        scratch = processors.scratch_bytes({key: reports[key].added_bytes for key in processors.to_lower()})
+        output_buffer_bytes += processors.resident_bytes + max(
+            0, scratch - reports[last.kind, last.num_tokens].added_bytes
+        )
     if planner.target.chip.platform == "gpu":
         largest = cache_that_fits(planner, reports[last.kind, last.num_tokens], server.cache_bytes(shape))
     else:
         largest = largest_cache(server, planner, plan.max_pages)
-    largest -= -(-kept_bytes // plan.page_bytes)
+    largest -= -(-output_buffer_bytes // plan.page_bytes)
     compiled = CompiledPlan(plan=plan, reports=tuple(reports.values()), max_pages=largest, faults=tuple(faults))
     if abs(compiled.deviation) > PAGE_TOLERANCE:
         fault = f"{plan.max_pages} pages predicted, {largest} compile: {compiled.deviation:+.1%}"
@@ -91,7 +93,7 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
     num_kernels = _num_kernels(planner, report)
     expected[f"it calls {num_kernels} kernels"] = text.num_kernels == num_kernels
     if report.is_step:
-        least = _num_sums(planner, report, by_peers=False)
+        least = _num_sums(planner, report, by_p2p=False)
         most = least + _SAMPLING_ALL_REDUCES
         expected |= {
             "the KV cache is updated in place": report.aliased_bytes >= cache_bytes,
@@ -99,7 +101,7 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
             f"{least} to {most} all-reduces": least <= text.num_all_reduces <= most,
         }
     if report.kind in ("sample", "set row"):
-        state_bytes = planner.control_state_bytes
+        state_bytes = planner.processor_state_bytes
         expected["history and bias are updated in place"] = report.aliased_bytes >= state_bytes
     return [f"{report.kind} {report.size}: not so: {what}" for what, holds in expected.items() if not holds]
 
@@ -113,18 +115,18 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     filters = is_sampling and not {"greedy", "random"}.intersection(report.kind.split())
     has_kernel = "cuda" in (config.attention, config.decode_layers) and planner.num_devices == 1
     in_sampling = int(filters and has_kernel)
-    are_peers = _are_peers(planner)
-    by_peers = int(are_peers and report.is_step)  # the best tokens
+    has_p2p = _has_p2p(planner)
+    by_p2p = int(has_p2p and report.is_step)  # the best tokens
     if report.kind.startswith("decode") and config.decode_layers == "cuda" and report.size <= MAX_FUSED_TOKENS:
-        by_peers += int(are_peers)  # the embedding
-        return in_sampling + by_peers + (1 if planner.num_devices == 1 or are_peers else 5 * num_layers)
-    by_peers += _num_sums(planner, report, by_peers=True) if report.is_step else 0
+        by_p2p += int(has_p2p)  # the embedding
+        return in_sampling + by_p2p + (1 if planner.num_devices == 1 or has_p2p else 5 * num_layers)
+    by_p2p += _num_sums(planner, report, by_p2p=True) if report.is_step else 0
     heads_and_attention = 2 * num_layers if report.is_step and config.attention == "cuda" else 0
-    return in_sampling + by_peers + heads_and_attention
+    return in_sampling + by_p2p + heads_and_attention
 
 
-def _are_peers(planner: Planner) -> bool:
-    return planner.num_devices > 1 and planner.config.all_reduce == "peers"
+def _has_p2p(planner: Planner) -> bool:
+    return planner.num_devices > 1 and planner.config.all_reduce == "p2p"
 
 
 def _num_written_layers(planner: Planner) -> int:
@@ -133,7 +135,7 @@ def _num_written_layers(planner: Planner) -> int:
     return num_layers if planner.target.chip.is_unrolled else min(2, num_layers)
 
 
-def _num_sums(planner: Planner, report: ProgramReport, *, by_peers: bool) -> int:
+def _num_sums(planner: Planner, report: ProgramReport, *, by_p2p: bool) -> int:
     """Sums over the devices in a step whose layers are not fused, by its peers or by XLA."""
     if planner.num_devices == 1:
         return 0
@@ -142,11 +144,11 @@ def _num_sums(planner: Planner, report: ProgramReport, *, by_peers: bool) -> int
     num_sums = {report.size: 2 * _num_written_layers(planner)}
     num_sums[num_wanted] = num_sums.get(num_wanted, 0) + 1
 
-    def are_by_peers(num_rows: int) -> bool:
+    def are_by_p2p(num_rows: int) -> bool:
         num_bytes = num_rows * planner.model.embed_dim * planner.dtype.itemsize
-        return _are_peers(planner) and num_bytes <= peer_bytes(planner.num_devices)
+        return _has_p2p(planner) and num_bytes <= p2p_max_bytes(planner.num_devices)
 
-    return sum(number for num_rows, number in num_sums.items() if are_by_peers(num_rows) == by_peers)
+    return sum(number for num_rows, number in num_sums.items() if are_by_p2p(num_rows) == by_p2p)
 
 
 def cache_that_fits(planner: Planner, report: ProgramReport, cache_bytes: int) -> int:

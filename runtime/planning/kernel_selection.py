@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from meshserve.kernels import decode_layers, paged_attention, sampling
 from meshserve.kernels.cuda import build
-from meshserve.kernels.peers import Peers, check
-from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.kernels.p2p import P2PGroup, check
+from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.sharding.chips import chip_of
-from meshserve.sharding.collectives import peer_bytes
+from meshserve.sharding.collectives import p2p_max_bytes
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.config import ModelConfig, ServeConfig, serving_dtype
@@ -53,12 +53,12 @@ def named_kernels(
         if refusal is not None:
             ours, layers = "reference", "off"
     layers = layers if config.decode_layers == "auto" else config.decode_layers
-    are_peers = platform == "gpu" and layers == "cuda" and peer_bytes(num_devices) > 0 and not config.coordinator
+    has_p2p = platform == "gpu" and layers == "cuda" and p2p_max_bytes(num_devices) > 0 and not config.coordinator
     return dataclasses.replace(
         config,
         attention=ours if config.attention == "auto" else config.attention,
         decode_layers=layers,
-        all_reduce=("peers" if are_peers else "xla") if config.all_reduce == "auto" else config.all_reduce,
+        all_reduce=("p2p" if has_p2p else "xla") if config.all_reduce == "auto" else config.all_reduce,
     )
 
 
@@ -79,10 +79,10 @@ def kernels_here(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_dev
     device = mesh.devices.flat[0]
     refusal = build.unavailable_reason(device) or _build_refusal()
     named = named_kernels(config, model, platform=device.platform, num_devices=mesh.size, refusal=refusal)
-    if config.all_reduce == "auto" and named.all_reduce == "peers":
-        if are_devices_idle and mesh not in _tried_sums and _peers_refusal(mesh) is None:
+    if config.all_reduce == "auto" and named.all_reduce == "p2p":
+        if are_devices_idle and mesh not in _tried_sums and _p2p_refusal(mesh) is None:
             _tried_sums[mesh] = _sums_refusal(mesh)
-        refusals = (_peers_refusal(mesh), *_tried_sums.values())
+        refusals = (_p2p_refusal(mesh), *_tried_sums.values())
         if any(refusal is not None for refusal in refusals):
             named = dataclasses.replace(named, all_reduce="xla")
     return named
@@ -110,24 +110,24 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
                 raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {reason}.")
         if reason is not None:
             _log.warning("XLA's kernels serve, which are slower: %s", reason)
-    peers = _peers(mesh, are_devices_here) if config.all_reduce == "peers" else None
-    _log.info("attention: %s; decode layers: %s; sums: %s", attention, decode, "xla" if peers is None else "peers")
+    p2p = _p2p(mesh, are_devices_here) if config.all_reduce == "p2p" else None
+    _log.info("attention: %s; decode layers: %s; sums: %s", attention, decode, "xla" if p2p is None else "p2p")
     return Kernels(
         attend=paged_attention.implementation(attention, device),
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
         prepare=paged_attention.PREPARERS.get(attention),
         decode=None if decode == "off" else decode_layers.implementation(decode, device),
         is_unrolled=is_gpu,
-        keeps_outputs=is_gpu,
+        has_output_buffers=is_gpu,
         has_statistics_apart=is_gpu,
-        has_library_products=config.products == "library" or (config.products == "auto" and _LIBRARY_READS_IN_PLACE),
-        find_floor=sampling.implementation(device, model.vocab_size) if "cuda" in (attention, decode) else None,
-        peers=peers,
-        peer_operations=peers_gpu if peers is not None else None,
+        has_library_gemms=config.products == "library" or (config.products == "auto" and _LIBRARY_READS_IN_PLACE),
+        find_threshold=sampling.implementation(device, model.vocab_size) if "cuda" in (attention, decode) else None,
+        p2p=p2p,
+        p2p_operations=p2p_gpu if p2p is not None else None,
     )
 
 
-def _peers(mesh: Mesh, are_devices_here: bool) -> Peers | None:
+def _p2p(mesh: Mesh, are_devices_here: bool) -> P2PGroup | None:
     """The mesh's devices as peers; one device alone needs none.
 
     Raises:
@@ -136,19 +136,19 @@ def _peers(mesh: Mesh, are_devices_here: bool) -> Peers | None:
     if mesh.size == 1:
         return None
     if not are_devices_here:
-        return Peers(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size)))
-    reason = _peers_refusal(mesh)
+        return P2PGroup(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size)))
+    reason = _p2p_refusal(mesh)
     if reason is not None:
         raise ValueError(f"--all-reduce peers cannot serve here: {reason}. Take xla.")
-    return peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
+    return p2p_gpu.open_p2p_group(TENSOR_AXIS, list(mesh.devices.flat))
 
 
 @functools.cache
-def _peers_refusal(mesh: Mesh) -> str | None:
+def _p2p_refusal(mesh: Mesh) -> str | None:
     """Why the mesh's devices cannot be peers, which is logged; None if they are."""
     try:
-        peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
-    except (peers_gpu.PeersError, build.KernelBuildError) as error:
+        p2p_gpu.open_p2p_group(TENSOR_AXIS, list(mesh.devices.flat))
+    except (p2p_gpu.P2PError, build.KernelBuildError) as error:
         _log.warning("the GPUs cannot be peers, and XLA's sums are slower: %s", error)
         return str(error)
     return None
@@ -160,11 +160,11 @@ def _sums_refusal(mesh: Mesh) -> str | None:
     Raises:
       ConfigError: see `kernels_here`.
     """
-    peers = peers_gpu.open_peers(TENSOR_AXIS, list(mesh.devices.flat))
+    p2p = p2p_gpu.open_p2p_group(TENSOR_AXIS, list(mesh.devices.flat))
     try:
-        num_wrong = check.num_wrong_elements(mesh, peers, peers_gpu, peer_bytes(mesh.size))
+        num_wrong = check.num_wrong_elements(mesh, p2p, p2p_gpu, p2p_max_bytes(mesh.size))
     except jax.errors.JaxRuntimeError as error:
-        reason = peers_gpu.complaint() or str(error)
+        reason = p2p_gpu.complaint() or str(error)
         raise ConfigError(f"the GPUs do not add up as peers: {reason}. Start with --all-reduce xla.") from error
     if num_wrong == 0:
         return None

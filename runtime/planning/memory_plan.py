@@ -1,7 +1,7 @@
 """What a model takes on each device of a machine, by arithmetic: weights, scratch, pages, and who fits into them.
 
 Serves `meshserve plan`. Needs neither devices nor weights. `capacity_compiled` asks the TPU compiler the same,
-`roofline` how fast it could be, `degrees` which tensor-parallel degree is best.
+`roofline` how fast it could be, `tp_sizes` which tensor-parallel degree is best.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from meshserve.sharding.memory import CPU_CACHE_BYTES
 from ..api.config import ModelConfig, ServeConfig, context_tokens, serving_dtype
 from ..model.qwen3 import abstract_model
 from ..program.batch import Bucket, server_buckets
-from ..program.control_batch import WORD_BITS, control_sizes
 from ..program.device_figures import DeviceFigures
-from ..program.output_buffers import kept_keys
+from ..program.output_buffers import output_buffer_keys
+from ..program.processor_batch import WORD_BITS, processor_sizes
 from ..program.step import CacheShape, cache_page_bytes
 from ..weights.orbax_layout import model_layout
 
@@ -29,7 +29,7 @@ MIB = 1 << 20
 # On CPU devices XLA kept a bfloat16 cache in float32, too, and once more as it is.
 _XLA_WIDENS_CPU_CACHES = jax.__version_info__ < (0, 11, 2)
 _ADJUSTED_LOGITS = 3  # arrays as large as the logits that live at once while penalties are applied
-_CONTROL_BYTES = 8  # a row and a token of the vocabulary: an int32 of its history, a float32 of bias
+_PROCESSOR_BYTES = 8  # a row and a token of the vocabulary: an int32 of its history, a float32 of bias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class MemoryPlan:
     limit_bytes: int  # that a program may take; 0 if it is not known
     weight_bytes: int
     scratch_bytes: int  # of the largest program, estimated
-    control_bytes: int
+    processor_bytes: int
     page_bytes: int
     max_pages: int  # if a program may use all of the limit
     served_pages: int  # within memory_fraction, with reserve_mib kept free, as the server takes them
@@ -113,13 +113,13 @@ class Planner:
         weights = weight_bytes(self.model, layout, self.dtype)
         page = cache_page_bytes(self.model, layout, config.page_size, self.dtype)
         scratch = self._scratch_bytes()
-        controls = self.control_state_bytes + self._mask_bytes() if config.controls else 0
+        processors = self.processor_state_bytes + self._mask_bytes() if config.processors else 0
         if self.target.chip.platform == "cpu":  # as `memory.free_bytes` has it
             free = served = CPU_CACHE_BYTES // self.num_devices
             if self.dtype.itemsize < 4 and _XLA_WIDENS_CPU_CACHES:
                 scratch += 3 * (config.num_pages or served // page) * page
         else:
-            free = limit - weights - scratch - controls
+            free = limit - weights - scratch - processors
             served = int(limit * config.memory_fraction) - (limit - free) - config.reserve_mib * MIB
         if served < page:
             raise MemoryError(
@@ -136,7 +136,7 @@ class Planner:
             limit_bytes=limit,
             weight_bytes=weights,
             scratch_bytes=scratch,
-            control_bytes=controls,
+            processor_bytes=processors,
             page_bytes=page,
             max_pages=free // page,
             served_pages=config.num_pages or served // page,
@@ -145,19 +145,19 @@ class Planner:
         )
 
     @property
-    def control_state_bytes(self) -> int:
+    def processor_state_bytes(self) -> int:
         """Of the history and bias of every row."""
-        return self.config.max_running * (self.layout.vocab_size // self.layout.num_shards) * _CONTROL_BYTES
+        return self.config.max_running * (self.layout.vocab_size // self.layout.num_shards) * _PROCESSOR_BYTES
 
     def _mask_bytes(self) -> int:
         """Of the masks that allow everything."""
-        return -(-self.model.vocab_size // WORD_BITS) * 4 * sum(control_sizes(self.config.max_running))
+        return -(-self.model.vocab_size // WORD_BITS) * 4 * sum(processor_sizes(self.config.max_running))
 
     def _scratch_bytes(self) -> int:
         """Of the largest program, a step or what samples after it, and what steps keep beside it (see `kept`)."""
         scratch = self._step_scratch_bytes()
-        if self.config.controls:
-            scratch = max(scratch, control_scratch_estimate(self.model, self.layout, self.buckets[-1], self.dtype))
+        if self.config.processors:
+            scratch = max(scratch, processor_scratch_estimate(self.model, self.layout, self.buckets[-1], self.dtype))
         if self.target.chip.platform == "gpu":  # the outputs of the largest are counted already
             kept = partial(output_bytes, self.model, self.layout, dtype=self.dtype)
             scratch += kept(self.buckets) - kept(self.buckets[-1:])
@@ -213,10 +213,12 @@ def output_bytes(model: ModelConfig, layout: ShardLayout, buckets: Iterable[Buck
         "logits": layout.vocab_size // layout.num_shards * 4,
         "hidden": model.embed_dim * dtype.itemsize,
     }
-    return sum(size * item_bytes[name] for name, size in {key for bucket in buckets for key in kept_keys(bucket)})
+    return sum(
+        size * item_bytes[name] for name, size in {key for bucket in buckets for key in output_buffer_keys(bucket)}
+    )
 
 
-def control_scratch_estimate(model: ModelConfig, layout: ShardLayout, bucket: Bucket, dtype: jnp.dtype) -> int:
+def processor_scratch_estimate(model: ModelConfig, layout: ShardLayout, bucket: Bucket, dtype: jnp.dtype) -> int:
     """What is held when penalties are applied after a step: its hidden states and logits, these again if they must be
     padded, and of the logits what adjusting and sampling make of them."""
     logits = bucket.num_requests * (layout.vocab_size // layout.num_shards) * 4

@@ -1,4 +1,4 @@
-"""`meshserve plan`: what `capacity`, `roofline`, `degrees` and, if asked, the compiler say, as text or JSON."""
+"""`meshserve plan`: what `capacity`, `roofline`, `tp_sizes` and, if asked, the compiler say, as text or JSON."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from .compiled_plan import REPORT_HEAD, CompiledPlan, compile_plan, report_row
 from .kernel_selection import named_kernels
 from .memory_plan import MIB, MemoryPlan, Planner
 from .roofline import Roof
-from .tp_choice import DegreePlan, best_degree, degree_plans, roofline_of
+from .tp_choice import TPSizePlan, best_tp_size, roofline_of, tp_size_plans
 
 PROMPT_LENGTHS = (1024, 8192)
 
@@ -30,16 +30,16 @@ class Report:
     length: int  # of the requests that are counted
     decode: tuple[Roof, ...] = ()  # empty where the device's speed is not known
     prefill: tuple[Roof, ...] = ()
-    degrees: tuple[DegreePlan, ...] = ()
-    best: DegreePlan | None = None
+    tp_sizes: tuple[TPSizePlan, ...] = ()
+    best: TPSizePlan | None = None
     reason: str = ""
 
 
 def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Report:
     """Raises:
     MemoryError, ValueError: the model does not fit at this degree; says which one would do."""
-    degrees = degree_plans(planner, length)
-    best, reason = best_degree(degrees, length)
+    tp_sizes = tp_size_plans(planner, length)
+    best, reason = best_tp_size(tp_sizes, length)
     try:
         plan = planner.plan()
     except MemoryError as error:
@@ -51,7 +51,7 @@ def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Rep
     prefill = [roofline.prefill(tokens, step_tokens) for tokens in PROMPT_LENGTHS] if roofline is not None else []
     return Report(
         plan=plan, length=length, decode=tuple(decode), prefill=tuple(prefill),
-        degrees=tuple(degrees), best=best, reason=reason,
+        tp_sizes=tuple(tp_sizes), best=best, reason=reason,
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def plan_table(plan: MemoryPlan) -> str:
         ("memory", f"{plan.limit_bytes / GIB:.2f} GiB" if plan.limit_bytes else "the host's"),
         ("weights", f"{plan.weight_bytes / GIB:.2f} GiB"),
         ("scratch", f"{plan.scratch_bytes / MIB:.0f} MiB"),
-        ("penalties and bias", f"{plan.control_bytes / MIB:.0f} MiB"),
+        ("penalties and bias", f"{plan.processor_bytes / MIB:.0f} MiB"),
         (f"a page of {plan.page_size} tokens", f"{plan.page_bytes / MIB:.2f} MiB"),
         ("pages that fit at most", f"{plan.max_pages}"),
         ("pages served", f"{plan.served_pages} ({plan.served_tokens} tokens)"),
@@ -84,7 +84,7 @@ def report_text(report: Report) -> str:
             lines.append(_roof_row(name, roof) + fits[roof.num_tokens <= plan.num_requests(length)])
         lines += [_roof_row(f"prefill of {roof.num_tokens}", roof) for roof in report.prefill]
     lines += ["", f"{'tp':>4}{'replicas':>10}{'requests each':>15}{'ms a token alone':>18}{'tokens/s in all':>17}"]
-    for item in report.degrees:
+    for item in report.tp_sizes:
         speeds = f"{1e3 * item.step_seconds:>18.3f}{item.tokens_per_second:>17,.0f}" if item.step_seconds else ""
         row = f"{item.tp:>4}{item.num_replicas:>10}{item.num_requests:>15}{speeds}"
         lines.append(row if item.num_requests else f"{item.tp:>4}{item.num_replicas:>10}  does not fit")
@@ -112,7 +112,7 @@ def report_json(report: Report, compiled: CompiledPlan | None = None) -> str:
         "num_requests": report.plan.num_requests(report.length),
         "decode": roofs(report.decode),
         "prefill": roofs(report.prefill),
-        "degrees": [dataclasses.asdict(item) for item in report.degrees],
+        "tp_sizes": [dataclasses.asdict(item) for item in report.tp_sizes],
         "best_tp": report.best.tp if report.best is not None else None,
         "reason": report.reason,
     }

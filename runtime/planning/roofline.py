@@ -18,7 +18,7 @@ from .memory_plan import layer_bytes
 
 # A sum of few bytes within a host: measured on four H200 (docs/performance.md), a guess for TPUs.
 _XLA_SUM_SECONDS = {"gpu": 18e-6, "tpu": 10e-6}
-_PEER_SUM_SECONDS = 4e-6
+_P2P_ALL_REDUCE_SECONDS = 4e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Roofline:
     layout: ShardLayout
     dtype: jnp.dtype
     chip: Chip
-    are_peers: bool = False  # the devices add up by peers; see `collectives`
+    has_p2p: bool = False  # the devices add up by peers; see `collectives`
 
     @property
     def weight_bytes(self) -> int:
@@ -99,5 +99,5 @@ class Roofline:
             return 0.0
         num_sums = 2 * self.model.num_layers + 1
         crossing = 2 * (num_shards - 1) / num_shards * num_tokens * self.model.embed_dim * self.dtype.itemsize
-        sum_seconds = _PEER_SUM_SECONDS if self.are_peers else _XLA_SUM_SECONDS[self.chip.platform]
+        sum_seconds = _P2P_ALL_REDUCE_SECONDS if self.has_p2p else _XLA_SUM_SECONDS[self.chip.platform]
         return num_sums * (num_steps * sum_seconds + crossing / self.chip.link_bytes_per_second)

@@ -15,7 +15,7 @@ _EQUAL = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DegreePlan:
+class TPSizePlan:
     """A machine at one degree."""
 
     tp: int
@@ -26,11 +26,11 @@ class DegreePlan:
     reason: str = ""  # why it does not fit
 
 
-def degree_plans(planner: Planner, length: int) -> list[DegreePlan]:
+def tp_size_plans(planner: Planner, length: int) -> list[TPSizePlan]:
     """Every degree that the model allows and the machine has devices for."""
     num_devices = planner.target.num_devices
-    degrees = [tp for tp in range(1, num_devices + 1) if num_devices % tp == 0]
-    return [_degree_plan(_at(planner, tp), length) for tp in degrees if planner.model.num_query_heads % tp == 0]
+    tp_sizes = [tp for tp in range(1, num_devices + 1) if num_devices % tp == 0]
+    return [_tp_size_plan(_at(planner, tp), length) for tp in tp_sizes if planner.model.num_query_heads % tp == 0]
 
 
 def _at(planner: Planner, tp: int) -> Planner:
@@ -40,20 +40,20 @@ def _at(planner: Planner, tp: int) -> Planner:
     return dataclasses.replace(planner, num_devices=tp, config=config)
 
 
-def _degree_plan(planner: Planner, length: int) -> DegreePlan:
+def _tp_size_plan(planner: Planner, length: int) -> TPSizePlan:
     tp, num_replicas = planner.num_devices, planner.target.num_devices // planner.num_devices
     try:
         num_requests = planner.plan().num_requests(length)
     except MemoryError as error:
-        return DegreePlan(tp=tp, num_replicas=num_replicas, num_requests=0, reason=str(error))
+        return TPSizePlan(tp=tp, num_replicas=num_replicas, num_requests=0, reason=str(error))
     if not num_requests:
         reason = f"its cache is too small for a request of {length} tokens"
-        return DegreePlan(tp=tp, num_replicas=num_replicas, num_requests=0, reason=reason)
+        return TPSizePlan(tp=tp, num_replicas=num_replicas, num_requests=0, reason=reason)
     roofline = roofline_of(planner)
     if roofline is None:
-        return DegreePlan(tp=tp, num_replicas=num_replicas, num_requests=num_requests)
+        return TPSizePlan(tp=tp, num_replicas=num_replicas, num_requests=num_requests)
     full = roofline.decode(num_requests, length)
-    return DegreePlan(
+    return TPSizePlan(
         tp=tp,
         num_replicas=num_replicas,
         num_requests=num_requests,
@@ -72,11 +72,11 @@ def roofline_of(planner: Planner) -> Roofline | None:
         layout=planner.layout,
         dtype=planner.dtype,
         chip=chip,
-        are_peers=planner.config.all_reduce == "peers",
+        has_p2p=planner.config.all_reduce == "p2p",
     )
 
 
-def best_degree(plans: list[DegreePlan], length: int) -> tuple[DegreePlan | None, str]:
+def best_tp_size(plans: list[TPSizePlan], length: int) -> tuple[TPSizePlan | None, str]:
     """The best, and the reason; None if the model fits at no degree."""
     fitting = [plan for plan in plans if plan.num_requests]
     if not fitting:

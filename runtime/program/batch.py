@@ -17,21 +17,21 @@ from ..api.config import ServeConfig
 from ..api.request import Request, SamplingMode
 from ..scheduler.limits import MAX_FUSED_TOKENS, SchedulerLimits
 from ..scheduler.step_plan import StepPlan
-from .control_batch import ControlBatch, ControlBuilder
 from .packing import PARAM_FIELDS, consecutive
+from .processor_batch import ProcessorBatch, ProcessorBatchBuilder
 
 ON_DEVICE = -1  # a token id the host need not know: the device takes it from its table of last tokens
 ANY_MODE = -1
 
 _TOKEN_FIELDS = ("token_ids", "positions", "token_request")
 _REQUEST_FIELDS = (
-    "rows",
+    "slots",
     "last_index",  # of the request's last token among the step's tokens
     *PARAM_FIELDS,
     "sample_position",
 )
 _PARAMS_START = _REQUEST_FIELDS.index(PARAM_FIELDS[0])
-_PAGE_FIELDS = ("page_row", "page_index", "page")
+_PAGE_FIELDS = ("page_slot", "page_index", "page")
 _MIN_MIXED_TOKENS = 64
 _FREE_TOKENS = 256  # up to so many, or nearly, a step takes as long as for one: it reads all weights
 _STEP_FIELDS = ("mode",)  # a SamplingMode
@@ -79,8 +79,8 @@ class Batch(NamedTuple):
 
     bucket: Bucket
     packed: np.ndarray  # [bucket.size] int32
-    page_rows: list[np.ndarray]  # each [1 + max_request_pages] int32: a row, then its pages
-    controls: ControlBatch | None = None
+    page_table_rows: list[np.ndarray]  # each [1 + max_request_pages] int32: a row, then its pages
+    processors: ProcessorBatch | None = None
 
 
 def declare_buckets(
@@ -200,16 +200,16 @@ class BatchBuilder:
         max_running: int,
         page_size: int,
         max_request_pages: int,
-        controls: ControlBuilder,
+        processors: ProcessorBatchBuilder,
         has_drafts: bool = False,
     ):
         self._buckets = buckets
-        self._controls = controls
+        self._processors = processors
         self._has_drafts = has_drafts
         self._page_size = page_size
         self._max_request_pages = max_request_pages
         # Writes at this row fall outside the device's tables and are dropped.
-        self._no_row = max_running
+        self._no_slot = max_running
         self._params = np.zeros((len(PARAM_FIELDS), max_running), np.int32)
 
     def bucket(self, plan: StepPlan, mode: int) -> Bucket:
@@ -224,37 +224,39 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         """The plan, packed. Call it before the scheduler moves on."""
-        page_rows, control_rows = [], []
+        page_table_rows, changed_slots = [], []
         for request, num_cached_pages, _ in plan.admitted:
-            self._params[:, request.row] = _params(request)
-            if (control_row := self._controls.admit(request)) is not None:
-                control_rows.append(control_row)
+            self._params[:, request.slot] = _params(request)
+            if (changed_slot := self._processors.admit(request)) is not None:
+                changed_slots.append(changed_slot)
             if num_cached_pages:
-                page_rows.append(self._page_row(request, num_cached_pages))
-        rows = np.array([_row(request) for request in plan.requests])
-        mode = self._controls.mode(rows)
+                page_table_rows.append(self._page_row(request, num_cached_pages))
+        slots = np.array([_slot(request) for request in plan.requests])
+        mode = self._processors.mode(slots)
         bucket = self.bucket(plan, mode)
         packed = np.zeros(bucket.size, np.int32)
         fields = {name: packed[place] for name, place in bucket.fields.items()}
         decodes = _DecodeTokens.of(plan) if self._has_drafts else None
         starts = np.array(plan.starts, np.int32)
         self._fill_tokens(plan, starts, decodes, fields)
-        self._fill_requests(plan, rows, starts, fields)
+        self._fill_requests(plan, slots, starts, fields)
         if decodes is not None:
             decodes.fill_samples(plan, fields)
-            rows = np.concatenate([rows, rows[decodes.request[decodes.drafts]]])
+            slots = np.concatenate([slots, slots[decodes.request[decodes.drafts]]])
         first = bucket.fields[_REQUEST_FIELDS[0]].start
         by_request = packed[first : first + len(_REQUEST_FIELDS) * bucket.num_requests].reshape(-1, bucket.num_requests)
-        by_request[_PARAMS_START : _PARAMS_START + len(PARAM_FIELDS), : len(rows)] = self._params[:, rows]
+        by_request[_PARAMS_START : _PARAMS_START + len(PARAM_FIELDS), : len(slots)] = self._params[:, slots]
         self._fill_pages(plan, starts, fields)
         fields["mode"][0] = mode
-        return Batch(bucket, packed, page_rows, self._controls.build(plan, bucket.num_requests, fields, control_rows))
+        return Batch(
+            bucket, packed, page_table_rows, self._processors.build(plan, bucket.num_requests, fields, changed_slots)
+        )
 
     def _page_row(self, request: Request, num_pages: int) -> np.ndarray:
-        page_row = np.zeros(1 + self._max_request_pages, np.int32)
-        page_row[0] = _row(request)
-        page_row[1 : 1 + num_pages] = request.pages[:num_pages]
-        return page_row
+        page_slot = np.zeros(1 + self._max_request_pages, np.int32)
+        page_slot[0] = _slot(request)
+        page_slot[1 : 1 + num_pages] = request.pages[:num_pages]
+        return page_slot
 
     @staticmethod
     def _fill_tokens(
@@ -276,12 +278,12 @@ class BatchBuilder:
         fields["positions"][count:] = -1
 
     def _fill_requests(
-        self, plan: StepPlan, rows: np.ndarray, starts: np.ndarray, fields: dict[str, np.ndarray]
+        self, plan: StepPlan, slots: np.ndarray, starts: np.ndarray, fields: dict[str, np.ndarray]
     ) -> None:
         """All but the sampling parameters."""
         num_decodes, num_requests = len(plan.decodes), plan.num_requests
-        fields["rows"][:num_requests] = rows
-        fields["rows"][num_requests:] = self._no_row
+        fields["slots"][:num_requests] = slots
+        fields["slots"][num_requests:] = self._no_slot
         fields["last_index"][:num_decodes] = np.arange(num_decodes)
         fields["sample_position"][:num_decodes] = starts + 1
         if plan.prefills:
@@ -296,9 +298,9 @@ class BatchBuilder:
         new_pages = list(self._new_pages(plan, starts))
         count = len(new_pages)
         if count:
-            row, index, page = zip(*new_pages, strict=True)
-            fields["page_row"][:count], fields["page_index"][:count], fields["page"][:count] = row, index, page
-        fields["page_row"][count:] = self._no_row
+            slot, index, page = zip(*new_pages, strict=True)
+            fields["page_slot"][:count], fields["page_index"][:count], fields["page"][:count] = slot, index, page
+        fields["page_slot"][count:] = self._no_slot
 
     def _new_pages(self, plan: StepPlan, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """(row, index in the request's list, page) of the pages whose first position the step computes."""
@@ -307,15 +309,15 @@ class BatchBuilder:
         for decode in np.flatnonzero(begins).tolist():
             request = plan.decodes[decode]
             index = -(-plan.starts[decode] // self._page_size)
-            yield _row(request), index, request.pages[index]
+            yield _slot(request), index, request.pages[index]
         for request, start, num_tokens, _ in plan.prefills:
             for index in range(-(-start // self._page_size), -(-(start + num_tokens) // self._page_size)):
-                yield _row(request), index, request.pages[index]
+                yield _slot(request), index, request.pages[index]
 
 
-def _row(request: Request) -> int:
-    assert request.row is not None, request.request_id
-    return request.row
+def _slot(request: Request) -> int:
+    assert request.slot is not None, request.request_id
+    return request.slot
 
 
 def _params(request: Request) -> np.ndarray:

@@ -15,7 +15,7 @@ class DeviceFigures:
     limit_bytes: int  # that jax lets a program take; 0 where that is not known
     weight_bytes: int
     scratch_bytes: int  # of the largest program, beside its arguments
-    control_bytes: int  # what penalties and bias are kept in
+    processor_bytes: int  # what penalties and bias are kept in
     page_bytes: int
     num_pages: int
     num_programs: int  # shapes of steps

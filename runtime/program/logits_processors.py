@@ -1,6 +1,6 @@
 """Sampling that looks at more than a row's logits, and log-probabilities: programs of their own, after the step's.
 
-Step 7 of 10, where a row asks for it. In: the logits of a step, and what the host says of its rows (`control_batch`).
+Step 7 of 10, where a row asks for it. In: the logits of a step, and what the host says of its rows (`processor_batch`).
 Out: its tokens again, now under penalties, bias, bans and masks, and their log-probabilities.
 
     run (forward; samples as if nobody wanted more)  ->  sample (here; its tokens replace the step's)
@@ -15,7 +15,7 @@ then its prefill chunks), ceil(V / 32) words of uint32, token t in bit t % 32 of
 are all ones. Where a mask leaves no token the first one of the vocabulary is taken.
 
 State: the history and the bias of each running request, token by token, sharded like the vocabulary. A row is written
-when a request that needs it gets its row (`ControlRow`), and counts its tokens itself from then on.
+when a request that needs it gets its row (`SlotAdjustments`), and counts its tokens itself from then on.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ from flax import nnx
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.request import MAX_LOGPROBS
-from .control_batch import (
+from .processor_batch import (
     ADJUSTS,
     COUNT,
     ENDS,
@@ -37,8 +37,8 @@ from .control_batch import (
     MUST_GO_ON,
     SAMPLES,
     WORD_BITS,
-    ControlShape,
     Logprobs,
+    ProcessorShape,
     Sampled,
 )
 from .sampling import SamplingBatch, local_token_ids
@@ -49,38 +49,38 @@ _BLOCK_TOKENS = 64  # of a prompt, whose logits exist at the same time
 Leaf = TypeVar("Leaf")
 
 
-class ControlState(NamedTuple, Generic[Leaf]):
+class ProcessorState(NamedTuple, Generic[Leaf]):
     """What adjusted rows keep on the devices. Its leaves are arrays, or what describes them."""
 
-    history: Leaf  # [max_running, V] int32, see `control_batch`
+    history: Leaf  # [max_running, V] int32, see `processor_batch`
     bias: Leaf  # [max_running, V] float32
 
 
-def sample_controlled(
-    state: ControlState[jax.Array],
+def sample_processed(
+    state: ProcessorState[jax.Array],
     last_tokens: jax.Array,
     logits: jax.Array,
     packed: jax.Array,
     masks: jax.Array,
     *,
-    shape: ControlShape,
+    shape: ProcessorShape,
     vocab_size: int,
     choose: Callable[[jax.Array, SamplingBatch, jax.Array], jax.Array],
-) -> tuple[ControlState[jax.Array], jax.Array, Sampled[jax.Array]]:
+) -> tuple[ProcessorState[jax.Array], jax.Array, Sampled[jax.Array]]:
     """Samples a step's rows anew, written per shard.
 
     Args:
       state, last_tokens: consumed; the next ones are returned.
       logits: [B, V / shards] float32, of the step.
-      packed: see `ControlShape.fields`.
+      packed: see `ProcessorShape.fields`.
       masks: [B, ceil(V / 32)] uint32, the same on every shard.
       choose: `sampling.sample`, of logits, parameters and mode.
     """
     fields = {name: packed[place] for name, place in shape.fields.items()}
-    rows, flags = fields["rows"], fields["flags"]
+    slots, flags = fields["slots"], fields["flags"]
     token_ids = local_token_ids(logits.shape[1])
-    history = state.history.at[rows].get(mode="clip")
-    adjusted = _adjust(logits, history, state.bias.at[rows].get(mode="clip"), fields)
+    history = state.history.at[slots].get(mode="clip")
+    adjusted = _adjust(logits, history, state.bias.at[slots].get(mode="clip"), fields)
     allowed = jnp.where((flags & ADJUSTS != 0)[:, None], adjusted, logits)
     allowed = jnp.where(_local_bits(masks, logits.shape[1]), allowed, -jnp.inf)
     params = SamplingBatch(
@@ -103,9 +103,9 @@ def sample_controlled(
     is_here = (tokens >= token_ids[0]) & (tokens <= token_ids[-1])
     counts = (flags & SAMPLES != 0) & (flags & ADJUSTS != 0) & is_here
     column = jnp.where(counts, tokens - token_ids[0], logits.shape[1])  # else outside, and dropped
-    history = state.history.at[rows, column].add(1, mode="drop")
-    last_tokens = last_tokens.at[rows].set(tokens, mode="drop")
-    return ControlState(history, state.bias), last_tokens, Sampled(tokens, logprobs)
+    history = state.history.at[slots, column].add(1, mode="drop")
+    last_tokens = last_tokens.at[slots].set(tokens, mode="drop")
+    return ProcessorState(history, state.bias), last_tokens, Sampled(tokens, logprobs)
 
 
 def _float(bits: jax.Array) -> jax.Array:
@@ -193,12 +193,12 @@ def prompt_logprobs(
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
 
 
-def set_control_row(
-    state: ControlState[jax.Array], row: jax.Array, history: jax.Array, bias: jax.Array
-) -> ControlState[jax.Array]:
-    """The state with one row new, written per shard. `row` [1] is its index; history and bias are of the padded
+def set_slot_adjustments(
+    state: ProcessorState[jax.Array], slot: jax.Array, history: jax.Array, bias: jax.Array
+) -> ProcessorState[jax.Array]:
+    """The state with one row new, written per shard. `slot` [1] is its index; history and bias are of the padded
     vocabulary [V], the same on every shard."""
     num_local = state.history.shape[1]
     first = jax.lax.axis_index(TENSOR_AXIS) * num_local
     parts = [jax.lax.dynamic_slice_in_dim(whole, first, num_local) for whole in (history, bias)]
-    return ControlState(*(array.at[row[0]].set(part) for array, part in zip(state, parts, strict=True)))
+    return ProcessorState(*(array.at[slot[0]].set(part) for array, part in zip(state, parts, strict=True)))

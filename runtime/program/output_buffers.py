@@ -17,10 +17,10 @@ from meshserve.sharding.mesh import named_sharding
 from ..model.qwen3 import Kernels
 from .batch import Bucket
 
-KeptKey = tuple[str, int]  # "logits" of so many requests, "hidden" states of so many tokens
+OutputBufferKey = tuple[str, int]  # "logits" of so many requests, "hidden" states of so many tokens
 
 
-def kept_keys(bucket: Bucket) -> tuple[KeptKey, ...]:
+def output_buffer_keys(bucket: Bucket) -> tuple[OutputBufferKey, ...]:
     """What a bucket's step keeps, in the order of `StepOutput`."""
     if bucket.num_steps > 1:
         return ()
@@ -28,25 +28,25 @@ def kept_keys(bucket: Bucket) -> tuple[KeptKey, ...]:
     return (logits,) if bucket.is_decode else (logits, ("hidden", bucket.num_tokens))
 
 
-def kept_shapes(
+def output_buffer_shapes(
     kernels: Kernels, params: nnx.State, buckets: Iterable[Bucket], mesh: Mesh
-) -> dict[KeptKey, jax.ShapeDtypeStruct]:
+) -> dict[OutputBufferKey, jax.ShapeDtypeStruct]:
     """What the steps of all these buckets keep, with shardings; nothing where `kernels` does not. `params` may be
     shapes."""
-    if not kernels.keeps_outputs:
+    if not kernels.has_output_buffers:
         return {}
     shape_of = {"logits": logits_shape, "hidden": hidden_shape}
-    keys = [key for bucket in buckets for key in kept_keys(bucket)]
+    keys = [key for bucket in buckets for key in output_buffer_keys(bucket)]
     return {(name, size): shape_of[name](params, size, mesh) for name, size in keys}
 
 
-def written_over(kept: Sequence[jax.Array], output: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def written_over(buffers: Sequence[jax.Array], output: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The output [N, M] each, as if written to the arrays that were kept, which XLA makes nothing of.
 
     It is what a program needs these arguments for: unused ones are dropped before it is compiled, and if jit was told
     to leave them (`keep_unused`), then jax's caches hold its programs for ever (0.11 and 0.12).
     """
-    return tuple(jax.lax.dynamic_update_slice(old, new, (0, 0)) for old, new in zip(kept, output, strict=True))
+    return tuple(jax.lax.dynamic_update_slice(old, new, (0, 0)) for old, new in zip(buffers, output, strict=True))
 
 
 def logits_shape(params: nnx.State, num_requests: int, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -10,7 +10,7 @@ Tokens whose logit equals the threshold are all kept. Sampling is the Gumbel-max
 
 The host knows what the rows of a step want, and says so in one number (`SamplingMode`): the program has one flat
 switch, or is made for one mode. What needs a row's earlier tokens, masks or log-probabilities is a program of its own:
-`controls`.
+`processors`.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshserve.kernels.sampling import FindFloor
+from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, all_gather
 from meshserve.sharding.mesh import TENSOR_AXIS
 
@@ -45,7 +45,7 @@ class SamplingBatch(NamedTuple):
 
 
 # logits [B, V / shards], and their rows' parameters -> the least key [B] uint32 (see `_sortable`) of the kept tokens
-_Floor = Callable[[jax.Array, SamplingBatch], jax.Array]
+_Threshold = Callable[[jax.Array, SamplingBatch], jax.Array]
 
 
 def sample(
@@ -56,7 +56,7 @@ def sample(
     vocab_size: int,
     is_unrolled: bool,
     exchange: Exchange = all_gather,
-    find_floor: FindFloor | None = None,
+    find_threshold: FindThreshold | None = None,
 ) -> jax.Array:
     """One token a row. Call inside `shard_map`.
 
@@ -68,7 +68,7 @@ def sample(
       vocab_size: of the model; padding beyond it is never chosen.
       is_unrolled: write out the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
       exchange: tells the shards each other's best token.
-      find_floor: a kernel that does the searches where one shard has the whole vocabulary.
+      find_threshold: a kernel that does the searches where one shard has the whole vocabulary.
 
     Returns:
       [B] int32 token ids, equal on every shard. Greedy rows take the largest logit, the lowest id among equals.
@@ -77,28 +77,30 @@ def sample(
     if logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
         logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
 
-    def best_of(floor: _Floor | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    def best_of(threshold: _Threshold | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
         def best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-            scores = logits if floor is None else _random_scores(logits, params, token_ids, floor)
+            scores = logits if threshold is None else _random_scores(logits, params, token_ids, threshold)
             index = jnp.argmax(scores, axis=1)
             return jnp.take_along_axis(scores, index[:, None], axis=1)[:, 0], token_ids[0] + index.astype(jnp.int32)
 
         return best
 
-    top_p: _Floor = partial(_top_p_floor, is_unrolled=is_unrolled)
-    all_filters: _Floor = partial(_floor_of_all, is_unrolled=is_unrolled)
-    if find_floor is not None and jax.lax.axis_size(TENSOR_AXIS) == 1:
-        top_p = all_filters = _by_kernel(find_floor, logits, params, is_chosen_later=not isinstance(mode, SamplingMode))
-    floors: dict[SamplingMode, _Floor | None] = {
+    top_p: _Threshold = partial(_top_p_threshold, is_unrolled=is_unrolled)
+    all_filters: _Threshold = partial(_threshold_of_all, is_unrolled=is_unrolled)
+    if find_threshold is not None and jax.lax.axis_size(TENSOR_AXIS) == 1:
+        top_p = all_filters = _by_kernel(
+            find_threshold, logits, params, is_chosen_later=not isinstance(mode, SamplingMode)
+        )
+    thresholds: dict[SamplingMode, _Threshold | None] = {
         SamplingMode.GREEDY: None,
-        SamplingMode.RANDOM: _no_floor,
+        SamplingMode.RANDOM: _no_threshold,
         SamplingMode.TOP_P: top_p,
         SamplingMode.FILTERED: all_filters,
     }
     if isinstance(mode, SamplingMode):
-        score, token_id = best_of(floors[mode])(logits)
+        score, token_id = best_of(thresholds[mode])(logits)
     else:
-        score, token_id = jax.lax.switch(mode, [best_of(floors[mode]) for mode in SamplingMode], logits)
+        score, token_id = jax.lax.switch(mode, [best_of(thresholds[mode]) for mode in SamplingMode], logits)
     return _best_of_shards(score, token_id, exchange)
 
 
@@ -112,66 +114,68 @@ def _temperature(params: SamplingBatch) -> jax.Array:
     return jnp.where(params.temperature > 0.0, jnp.maximum(params.temperature, _MIN_TEMPERATURE), 1.0)
 
 
-def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, floor: _Floor) -> jax.Array:
+def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, threshold: _Threshold) -> jax.Array:
     """Scores whose largest is a sample: greedy rows keep their logits, tokens below the floor get -inf."""
     scaled = logits / _temperature(params)[:, None]
-    is_kept = _sortable(logits) >= floor(logits, params)[:, None]
+    is_kept = _sortable(logits) >= threshold(logits, params)[:, None]
     drawn = jnp.where(is_kept, scaled + _gumbel(params, token_ids), -jnp.inf)
     return jnp.where((params.temperature > 0.0)[:, None], drawn, logits)
 
 
-def _no_floor(logits: jax.Array, params: SamplingBatch) -> jax.Array:
+def _no_threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
     return jnp.zeros(logits.shape[0], jnp.uint32)
 
 
-def _by_kernel(find_floor: FindFloor, logits: jax.Array, params: SamplingBatch, *, is_chosen_later: bool) -> _Floor:
+def _by_kernel(
+    find_threshold: FindThreshold, logits: jax.Array, params: SamplingBatch, *, is_chosen_later: bool
+) -> _Threshold:
     """All filters by the kernel. Where the device chooses the mode it runs before, so that no branch holds a kernel:
     for rows without filters it has nothing to do."""
 
-    def floor(logits: jax.Array, params: SamplingBatch) -> jax.Array:
-        return find_floor(
+    def threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
+        return find_threshold(
             logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
         )
 
     if not is_chosen_later:
-        return floor
-    found = floor(logits, params)
+        return threshold
+    found = threshold(logits, params)
     return lambda logits, params: found
 
 
-def _floor_of_all(logits: jax.Array, params: SamplingBatch, *, is_unrolled: bool) -> jax.Array:
+def _threshold_of_all(logits: jax.Array, params: SamplingBatch, *, is_unrolled: bool) -> jax.Array:
     """min-p, then top-k, then top-p of what is left."""
-    floor = _min_p_floor(logits, params)
-    floor = _top_k_floor(logits, params, floor, is_unrolled=is_unrolled)
-    return _top_p_floor(logits, params, floor, is_unrolled=is_unrolled)
+    threshold = _min_p_threshold(logits, params)
+    threshold = _top_k_threshold(logits, params, threshold, is_unrolled=is_unrolled)
+    return _top_p_threshold(logits, params, threshold, is_unrolled=is_unrolled)
 
 
-def _min_p_floor(logits: jax.Array, params: SamplingBatch) -> jax.Array:
+def _min_p_threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
     """Rows keep the tokens that are at least `min_p` times as likely as the likeliest."""
     return _sortable(_highest(logits) + _temperature(params) * jnp.log(params.min_p))
 
 
-def _top_k_floor(logits: jax.Array, params: SamplingBatch, floor: jax.Array, *, is_unrolled: bool) -> jax.Array:
+def _top_k_threshold(logits: jax.Array, params: SamplingBatch, threshold: jax.Array, *, is_unrolled: bool) -> jax.Array:
     """Of the tokens above a floor rows with top_k > 0 keep the k largest; fewer than k real tokens are all kept."""
     keys = _sortable(logits)
-    is_counted = jnp.isfinite(logits) & (keys >= floor[:, None])
+    is_counted = jnp.isfinite(logits) & (keys >= threshold[:, None])
     weights = is_counted.astype(jnp.float32)  # counts below 2^24 are exact
     threshold = _threshold(keys, weights, params.top_k.astype(jnp.float32), is_unrolled=is_unrolled)
-    return jnp.where(params.top_k > 0, jnp.maximum(threshold, floor), floor)
+    return jnp.where(params.top_k > 0, jnp.maximum(threshold, threshold), threshold)
 
 
-def _top_p_floor(
-    logits: jax.Array, params: SamplingBatch, floor: jax.Array | None = None, *, is_unrolled: bool
+def _top_p_threshold(
+    logits: jax.Array, params: SamplingBatch, threshold: jax.Array | None = None, *, is_unrolled: bool
 ) -> jax.Array:
     """Of the tokens above a floor rows with top_p < 1 keep the smallest set of most likely ones that reaches p."""
-    floor = _no_floor(logits, params) if floor is None else floor
+    threshold = _no_threshold(logits, params) if threshold is None else threshold
     keys = _sortable(logits)
     weights = jnp.exp((logits - _highest(logits)[:, None]) / _temperature(params)[:, None])
-    weights = jnp.where(keys >= floor[:, None], weights, 0.0)
+    weights = jnp.where(keys >= threshold[:, None], weights, 0.0)
     target = params.top_p * jax.lax.psum(weights.sum(axis=1), TENSOR_AXIS)
     target = jnp.maximum(target, jnp.finfo(jnp.float32).tiny)  # a p that underflows still keeps the most likely
     threshold = _threshold(keys, weights, target, is_unrolled=is_unrolled)
-    return jnp.where(params.top_p < 1.0, jnp.maximum(threshold, floor), floor)
+    return jnp.where(params.top_p < 1.0, jnp.maximum(threshold, threshold), threshold)
 
 
 def _highest(logits: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The compiled program of a bucket, and the state it works on.
 
 Step 6 of 10. In: a packed vector (see `batch.py`). Out: one sampled token a request, still on the device. Its logits
-and hidden states stay there, too, until the next step: `controls` samples again from them where a request wants more.
+and hidden states stay there, too, until the next step: `processors` samples again from them where a request wants more.
 
 Everything a step needs beyond that vector stays on the devices and is donated to each step: the KV cache, the table of
 each row's last token (a sampled token is the next step's input without the host ever seeing it in between), and the
@@ -29,10 +29,10 @@ from ..api.request import SamplingMode
 from ..model.qwen3 import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
 from .batch import ANY_MODE, ON_DEVICE, Bucket
 from .compile_cache import compile_all
-from .control_batch import Logprobs, Sampled
-from .control_programs import Controls
 from .device_figures import DeviceFigures
-from .output_buffers import KeptKey, kept_keys, kept_shapes, written_over
+from .output_buffers import OutputBufferKey, output_buffer_keys, output_buffer_shapes, written_over
+from .processor_batch import Logprobs, Sampled
+from .processor_programs import LogitsProcessors
 from .sampling import SamplingBatch, sample
 
 # [L, P, K, 2, S, H]: a page holds each KV head's keys, then its values, so one copy fetches a head's page.
@@ -65,7 +65,7 @@ class DeviceState(NamedTuple, Generic[Leaf]):
 class StepOutput(NamedTuple, Generic[Leaf]):
     """What a step brings. Logits are None where it was several decode steps; hidden states where it was decodes alone.
 
-    Logits and hidden states are free for the next step as soon as it is dispatched; see `kept`.
+    Logits and hidden states are free for the next step as soon as it is dispatched; see `buffers`.
     """
 
     sampled: Leaf  # [B] int32, or [num_steps, B]
@@ -73,13 +73,13 @@ class StepOutput(NamedTuple, Generic[Leaf]):
     hidden: Leaf | None = None  # [T, D], before the last layer's MLP
 
     @property
-    def kept(self) -> tuple[Leaf, ...]:
-        """As `kept_keys` has it."""
+    def buffers(self) -> tuple[Leaf, ...]:
+        """As `output_buffer_keys` has it."""
         return tuple(leaf for leaf in (self.logits, self.hidden) if leaf is not None)
 
-    def with_kept(self, kept: tuple[Leaf, ...]) -> "StepOutput[Leaf]":
+    def with_buffers(self, buffers: tuple[Leaf, ...]) -> "StepOutput[Leaf]":
         """The same with other arrays in their places."""
-        logits, hidden = (*kept, None)[:2]
+        logits, hidden = (*buffers, None)[:2]
         return self._replace(logits=logits, hidden=hidden)
 
 
@@ -115,12 +115,12 @@ def step(
     """
     model = nnx.merge(structure, params)
     fields = {name: packed[place] for name, place in bucket.fields.items()}
-    page_table = state.page_table.at[fields["page_row"], fields["page_index"]].set(fields["page"], mode="drop")
-    rows = fields["rows"]
-    from_table = state.last_tokens[rows[fields["token_request"]]]
+    page_table = state.page_table.at[fields["page_slot"], fields["page_index"]].set(fields["page"], mode="drop")
+    slots = fields["slots"]
+    from_table = state.last_tokens[slots[fields["token_request"]]]
     token_ids = jnp.where(fields["token_ids"] == ON_DEVICE, from_table, fields["token_ids"])
-    batch = PagedBatch(fields["positions"], fields["token_request"], page_table[rows])
-    num_rows = LIBRARY_ROWS if _has_library_products(kernels, bucket) else 0
+    batch = PagedBatch(fields["positions"], fields["token_request"], page_table[slots])
+    num_rows = LIBRARY_ROWS if _has_library_gemms(kernels, bucket) else 0
     wanted = None if bucket.is_decode else _padded(fields["last_index"], num_rows)
     last, hidden, cache = model(token_ids, state.cache, batch, kernels, wanted)
     sampling = SamplingBatch(
@@ -140,9 +140,9 @@ def step(
         vocab_size=model.config.vocab_size,
         is_unrolled=kernels.is_unrolled,
         exchange=kernels.exchange,
-        find_floor=kernels.find_floor,
+        find_threshold=kernels.find_threshold,
     )
-    last_tokens = state.last_tokens.at[rows].set(sampled, mode="drop")
+    last_tokens = state.last_tokens.at[slots].set(sampled, mode="drop")
     output = StepOutput(sampled, logits, None if bucket.is_decode else hidden)
     return DeviceState(cache, last_tokens, page_table), output
 
@@ -161,7 +161,7 @@ def window(
     """
     fields = bucket.fields
     num_steps = packed[fields["num_steps"]]
-    no_row = state.last_tokens.shape[0]
+    no_slot = state.last_tokens.shape[0]
 
     def one_step(
         index: jax.Array, carry: tuple[DeviceState[jax.Array], jax.Array]
@@ -169,7 +169,7 @@ def window(
         state, sampled = carry
         is_active = index < num_steps
         moved = {
-            "rows": jnp.where(is_active, packed[fields["rows"]], no_row),
+            "slots": jnp.where(is_active, packed[fields["slots"]], no_slot),
             "positions": jnp.where(is_active, packed[fields["positions"]] + index, -1),
             "sample_position": packed[fields["sample_position"]] + index,
             "token_ids": jnp.where(index == 0, packed[fields["token_ids"]], ON_DEVICE),
@@ -185,9 +185,9 @@ def window(
     return state, StepOutput(sampled)
 
 
-def set_page_row(page_table: jax.Array, page_row: jax.Array) -> jax.Array:
-    """The page table [max_running, max_request_pages] with one row new. `page_row`: its index, then its pages."""
-    return page_table.at[page_row[0]].set(page_row[1:])
+def set_page_row(page_table: jax.Array, page_slot: jax.Array) -> jax.Array:
+    """The page table [max_running, max_request_pages] with one row new. `page_slot`: its index, then its pages."""
+    return page_table.at[page_slot[0]].set(page_slot[1:])
 
 
 def sharded_step(
@@ -197,38 +197,40 @@ def sharded_step(
     are donated.
 
     The weights are `weights_of` the parameters: flattening their tree at each call would cost the host 50 us. Kept are
-    the arrays of `kept_keys`, if `kernels` keeps them, else none.
+    the arrays of `output_buffer_keys`, if `kernels` keeps them, else none.
     """
     tree = jax.tree.structure(abstract)
     weight_specs = tuple(jax.tree.leaves(specs_of(abstract)))
     function = step if bucket.num_steps == 1 else window
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
-    kept_specs = tuple(shape.sharding.spec for shape in kept_shapes(kernels, abstract, [bucket], mesh).values())
+    output_buffer_specs = tuple(
+        shape.sharding.spec for shape in output_buffer_shapes(kernels, abstract, [bucket], mesh).values()
+    )
     output_specs = StepOutput(PartitionSpec())
     if bucket.num_steps == 1:
         hidden_specs = None if bucket.is_decode else PartitionSpec()
         output_specs = StepOutput(PartitionSpec(), partition_spec((None, "vocab")), hidden_specs)
 
     def shard_step(
-        weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], kept: tuple[jax.Array, ...], packed: jax.Array
+        weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], buffers: tuple[jax.Array, ...], packed: jax.Array
     ) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
         state, output = function(structure, kernels, bucket, jax.tree.unflatten(tree, weights), state, packed)
-        return state, output.with_kept(written_over(kept, output.kept)) if kept else output
+        return state, output.with_buffers(written_over(buffers, output.buffers)) if buffers else output
 
     program = jax.shard_map(
         shard_step,
         mesh=mesh,
-        in_specs=(weight_specs, state_specs, kept_specs, PartitionSpec()),
+        in_specs=(weight_specs, state_specs, output_buffer_specs, PartitionSpec()),
         out_specs=(state_specs, output_specs),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
-    options = compiler_options(mesh, has_library_products=_has_library_products(kernels, bucket))
+    options = compiler_options(mesh, has_library_gemms=_has_library_gemms(kernels, bucket))
     return jax.jit(program, donate_argnums=(1, 2), compiler_options=options)
 
 
-def _has_library_products(kernels: Kernels, bucket: Bucket) -> bool:
+def _has_library_gemms(kernels: Kernels, bucket: Bucket) -> bool:
     is_fused = kernels.fused(bucket.num_tokens, is_decode=bucket.is_decode) is not None
-    return kernels.has_library_products and bucket.num_tokens >= LIBRARY_TOKENS and not is_fused
+    return kernels.has_library_gemms and bucket.num_tokens >= LIBRARY_TOKENS and not is_fused
 
 
 def _padded(index: jax.Array, num_rows: int) -> jax.Array:
@@ -251,15 +253,15 @@ def lower_step(
 ) -> jax.stages.Lowered:
     """The step of a bucket, ready to be compiled. `params` and `state` may be shapes with shardings."""
     packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(mesh, ()))
-    kept = tuple(kept_shapes(kernels, params, [bucket], mesh).values())
-    return sharded_step(structure, params, kernels, bucket, mesh).lower(weights_of(params), state, kept, packed)
+    buffers = tuple(output_buffer_shapes(kernels, params, [bucket], mesh).values())
+    return sharded_step(structure, params, kernels, bucket, mesh).lower(weights_of(params), state, buffers, packed)
 
 
 def lower_set_page_row(page_table: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.stages.Lowered:
     """`set_page_row`, ready to be compiled."""
-    page_row = jax.ShapeDtypeStruct((1 + page_table.shape[1],), jnp.int32, sharding=named_sharding(mesh, ()))
+    page_slot = jax.ShapeDtypeStruct((1 + page_table.shape[1],), jnp.int32, sharding=named_sharding(mesh, ()))
     program = jax.jit(set_page_row, donate_argnums=0, out_shardings=page_table.sharding)
-    return program.lower(page_table, page_row)
+    return program.lower(page_table, page_slot)
 
 
 def lower_allocate(shapes: Any) -> jax.stages.Lowered:
@@ -288,20 +290,22 @@ class StepRunner:
         buckets: Sequence[Bucket],
         mesh: Mesh,
         num_threads: int = 1,
-        controls: Controls | None = None,
+        processors: LogitsProcessors | None = None,
     ):
-        self._controls, self._mesh = controls, mesh
+        self._processors, self._mesh = processors, mesh
         self._output: StepOutput[jax.Array] | None = None  # of the last step
-        self._kept: dict[KeptKey, jax.Array]
+        self._output_buffers: dict[OutputBufferKey, jax.Array]
         self._shapes = shapes = placed_state(state_shapes, mesh)
         started = time.monotonic()
         lowered = (lower_step(structure, params, kernels, bucket, shapes, mesh) for bucket in buckets)
         programs = compile_all(lowered, len(buckets), num_threads)
         self._programs: Mapping[Bucket, jax.stages.Compiled] = dict(zip(buckets, programs, strict=True))
         self._set_page_row = lower_set_page_row(shapes.page_table, mesh).compile()
-        self._kept_shapes = kept_shapes(kernels, params, buckets, mesh)
-        self._kept_keys = {bucket: kept_keys(bucket) if kernels.keeps_outputs else () for bucket in buckets}
-        self._allocate = lower_allocate((shapes, self._kept_shapes)).compile()
+        self._output_buffer_shapes = output_buffer_shapes(kernels, params, buckets, mesh)
+        self._output_buffer_keys = {
+            bucket: output_buffer_keys(bucket) if kernels.has_output_buffers else () for bucket in buckets
+        }
+        self._allocate = lower_allocate((shapes, self._output_buffer_shapes)).compile()
         self.compile_seconds = time.monotonic() - started
 
     def start(self, params: nnx.State) -> None:
@@ -312,9 +316,9 @@ class StepRunner:
         """
         self._params = params
         try:
-            self._state, self._kept = jax.block_until_ready(self._allocate())
-            if self._controls is not None:
-                self._controls.allocate()
+            self._state, self._output_buffers = jax.block_until_ready(self._allocate())
+            if self._processors is not None:
+                self._processors.allocate()
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -335,20 +339,20 @@ class StepRunner:
     @property
     def device_bytes(self) -> int:
         """What parameters, state and kept outputs take on each device."""
-        controls = self._controls.device_bytes if self._controls is not None else 0
-        return shard_bytes((self._params, self._state, self._kept)) + controls
+        processors = self._processors.device_bytes if self._processors is not None else 0
+        return shard_bytes((self._params, self._state, self._output_buffers)) + processors
 
     @property
     def figures(self) -> DeviceFigures:
         """What it holds, as measured: of arrays and compiled programs."""
-        device, cache, controls = self._mesh.local_devices[0], self._shapes.cache, self._controls
+        device, cache, processors = self._mesh.local_devices[0], self._shapes.cache, self._processors
         scratch = [added_bytes(program) for program in self._programs.values()]
         return DeviceFigures(
             limit_bytes=device.memory_stats()["bytes_limit"] if device.platform != "cpu" else 0,
             weight_bytes=shard_bytes(self._params),
-            scratch_bytes=max(*scratch, controls.scratch_bytes if controls is not None else 0)
-            + shard_bytes(self._kept_shapes),
-            control_bytes=controls.device_bytes if controls is not None else 0,
+            scratch_bytes=max(*scratch, processors.scratch_bytes if processors is not None else 0)
+            + shard_bytes(self._output_buffer_shapes),
+            processor_bytes=processors.device_bytes if processors is not None else 0,
             page_bytes=shard_bytes(cache) // cache.shape[1],
             num_pages=cache.shape[1],
             num_programs=len(self._programs),
@@ -356,57 +360,59 @@ class StepRunner:
 
     def release(self) -> nnx.State:
         """Gives up the device state, whose memory is free at once, and returns the parameters. The runner is spent."""
-        for array in (*self._state, *self._kept.values()):
+        for array in (*self._state, *self._output_buffers.values()):
             array.delete()
         self._output = None
-        if self._controls is not None:
-            self._controls.release()
+        if self._processors is not None:
+            self._processors.release()
         params, self._params = self._params, nnx.State({})
         self._weights = ()
         return params
 
-    def set_page_row(self, page_row: np.ndarray) -> None:
+    def set_page_row(self, page_slot: np.ndarray) -> None:
         """Dispatches a new row of the page table [1 + max_request_pages] int32, for the steps to come."""
-        self._state = self._state._replace(page_table=self._set_page_row(self._state.page_table, page_row))
+        self._state = self._state._replace(page_table=self._set_page_row(self._state.page_table, page_slot))
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
         self._output = None  # its memory is free for this step, or kept for the next of its shape
-        keys = self._kept_keys[bucket]
-        kept = tuple(self._kept[key] for key in keys)
-        self._state, self._output = self._programs[bucket](self._weights, self._state, kept, packed)
+        keys = self._output_buffer_keys[bucket]
+        buffers = tuple(self._output_buffers[key] for key in keys)
+        self._state, self._output = self._programs[bucket](self._weights, self._state, buffers, packed)
         if keys:
-            self._kept.update(zip(keys, self._output.kept, strict=True))
+            self._output_buffers.update(zip(keys, self._output.buffers, strict=True))
         self._output.sampled.copy_to_host_async()
         return self._output.sampled
 
-    def set_control_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
-        """Dispatches what `sample` is to know of a request from now on; see `control_batch.ControlRow`."""
-        self._known_controls.set_row(row, history, bias)
+    def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
+        """Dispatches what `sample` is to know of a request from now on; see `processor_batch.SlotAdjustments`."""
+        self._known_processors.set_row(slot, history, bias)
 
     def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[jax.Array]:
-        """Dispatches the sampling of the last `run` anew, under controls; see `controls`. Before the next `run`.
+        """Dispatches the sampling of the last `run` anew, under controls; see `processors`. Before the next `run`.
 
         Its tokens, not those that `run` returned, are what the next step goes on with.
 
         Args:
-          packed: see `control_batch.ControlShape`.
+          packed: see `processor_batch.ProcessorShape`.
           masks: [requests of the plan, ceil(V / 32)] uint32, which tokens each may take; None: all.
         """
         assert self._output is not None and self._output.logits is not None, "several decode steps have no logits"
-        last_tokens, sampled = self._known_controls.sample(packed, self._output.logits, self._state.last_tokens, masks)
+        last_tokens, sampled = self._known_processors.sample(
+            packed, self._output.logits, self._state.last_tokens, masks
+        )
         self._state = self._state._replace(last_tokens=last_tokens)
         return sampled
 
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[jax.Array]:
         """Dispatches the log-probabilities of the tokens [T] that follow those of the last `run`. Before the next."""
         assert self._output is not None and self._output.hidden is not None, "decodes hold no prompt"
-        return self._known_controls.prompt_logprobs(self._params, self._output.hidden, targets)
+        return self._known_processors.prompt_logprobs(self._params, self._output.hidden, targets)
 
     @property
-    def _known_controls(self) -> Controls:
-        assert self._controls is not None, "requests that want controls are refused where there are none"
-        return self._controls
+    def _known_processors(self) -> LogitsProcessors:
+        assert self._processors is not None, "requests that want controls are refused where there are none"
+        return self._processors
 
 
 def placed_state(shapes: DeviceState[jax.ShapeDtypeStruct], mesh: Mesh) -> DeviceState[jax.ShapeDtypeStruct]:

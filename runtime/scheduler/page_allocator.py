@@ -34,7 +34,7 @@ class PageAllocator:
         self.num_pages = num_pages
         # A stack, lowest page on top: pages freed last are used first, so a lightly loaded cache touches few of them.
         self._unused = list(range(num_pages - 1, -1, -1))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # longest unheld first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # longest unheld first
         self._num_holders = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -42,11 +42,11 @@ class PageAllocator:
     @property
     def num_free_pages(self) -> int:
         """Pages that can be allocated now: unused and kept ones."""
-        return len(self._unused) + len(self._kept)
+        return len(self._unused) + len(self._evictable)
 
     @property
-    def num_kept_pages(self) -> int:
-        return len(self._kept)
+    def num_evictable_pages(self) -> int:
+        return len(self._evictable)
 
     def allocate(self, num_pages: int) -> list[int]:
         """Takes that many free pages; the caller holds them until it frees them.
@@ -65,13 +65,13 @@ class PageAllocator:
         return pages
 
     def _evict(self) -> int:
-        page, _ = self._kept.popitem(last=False)
+        page, _ = self._evictable.popitem(last=False)
         del self._page_of[self._key_of.pop(page)]
         return page
 
     def flush(self) -> int:
         """Forgets what the kept pages hold; returns how many there were. Held pages stay known."""
-        num_pages = len(self._kept)
+        num_pages = len(self._evictable)
         for _ in range(num_pages):
             self._unused.append(self._evict())
         return num_pages
@@ -92,7 +92,7 @@ class PageAllocator:
             if self._num_holders[page]:
                 continue
             if page in self._key_of:
-                self._kept[page] = None
+                self._evictable[page] = None
             else:
                 self._unused.append(page)
 
@@ -113,7 +113,7 @@ class PageAllocator:
             pages.append(page)
         return pages
 
-    def num_kept_of(self, pages: Iterable[int]) -> int:
+    def num_evictable_of(self, pages: Iterable[int]) -> int:
         """How many of these are held by nobody: holding them takes them from `num_free_pages`."""
         return sum(not self._num_holders[page] for page in pages)
 
@@ -122,7 +122,7 @@ class PageAllocator:
         for page in pages:
             assert page in self._key_of, f"page {page} is shared, but was not published"
             if not self._num_holders[page]:
-                del self._kept[page]
+                del self._evictable[page]
             self._num_holders[page] += 1
 
     def audit(self, holders: Iterable[Sequence[int]]) -> None:
@@ -142,11 +142,11 @@ class PageAllocator:
             page = next(page for page, number in enumerate(num_holders) if number != self._num_holders[page])
             counted = self._num_holders[page]
             raise AssertionError(f"page {page} is held by {num_holders[page]} requests, but counted {counted} times")
-        free = {*self._unused, *self._kept}
+        free = {*self._unused, *self._evictable}
         assert len(free) == self.num_free_pages, "a page is twice among the free"
         for page, number in enumerate(num_holders):
             assert (page in free) != (number > 0), f"page {page} has {number} holders and is among the free, or neither"
             assert number <= 1 or page in self._key_of, f"page {page} has {number} holders, but was not published"
-        assert all(page in self._key_of for page in self._kept), "a page is kept that nobody could find"
+        assert all(page in self._key_of for page in self._evictable), "a page is kept that nobody could find"
         assert not any(page in self._key_of for page in self._unused), "an unused page can be found"
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "the index is not one to one"

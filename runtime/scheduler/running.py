@@ -1,6 +1,6 @@
 """The requests that hold a row and pages. Serves step 4 of 10: the scheduler says who, this says which.
 
-In: requests that are placed, grow, and give back. Out: their `row` and `pages`, and pages published for others.
+In: requests that are placed, grow, and give back. Out: their `slot` and `pages`, and pages published for others.
 """
 
 import heapq
@@ -24,7 +24,7 @@ class Running:
         self._limits = limits
         self._pages = pages
         self._requests: list[Request] = []
-        self._free_rows = list(range(limits.max_running))  # a heap
+        self._free_slots = list(range(limits.max_running))  # a heap
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -38,8 +38,8 @@ class Running:
         return self._requests[-1]
 
     @property
-    def has_free_row(self) -> bool:
-        return bool(self._free_rows)
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
 
     def num_ahead_of(self, request: Request) -> int:
         """How many running requests go before this one."""
@@ -59,8 +59,8 @@ class Running:
 
         One page is spared for every running request, or its next tokens would soon take the newcomer's.
         """
-        num_taken = self._num_new_pages(request, cached) + self._pages.num_kept_of(cached)
-        return bool(self._free_rows) and num_taken + len(self._requests) <= self._pages.num_free_pages
+        num_taken = self._num_new_pages(request, cached) + self._pages.num_evictable_of(cached)
+        return bool(self._free_slots) and num_taken + len(self._requests) <= self._pages.num_free_pages
 
     def could_have_room(self, request: Request, cached: Collection[int]) -> bool:
         """Whether there would be room if all running requests behind this one gave way."""
@@ -80,7 +80,7 @@ class Running:
         self._pages.hold(cached)
         request.pages = [*cached]
         self.assign(request, self._pages.allocate(num_new_pages))
-        request.row = heapq.heappop(self._free_rows)
+        request.slot = heapq.heappop(self._free_slots)
         request.num_prefill_tokens = request.num_known_tokens
         request.num_computed_tokens = len(cached) * self._limits.page_size
         request.num_published_pages = len(cached)
@@ -110,9 +110,9 @@ class Running:
         request.pages = []
         request.num_page_positions = request.num_published_pages = 0
         request.num_computed_tokens = request.num_prefill_tokens = 0
-        assert request.row is not None, request.request_id
-        heapq.heappush(self._free_rows, request.row)
-        request.row = None
+        assert request.slot is not None, request.request_id
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = None
 
     def publish(self, request: Request) -> None:
         """Lets others share the pages whose tokens are all known, and computed or about to be by a planned step."""
@@ -131,8 +131,8 @@ class Running:
         """Proves the invariants of rows and pages; AssertionError names the fault. O(requests + pages)."""
         ranks = [request.rank for request in self._requests]
         assert ranks == sorted(set(ranks)), "running requests are not in order of rank"
-        rows = sorted([request.row for request in self._requests if request.row is not None] + self._free_rows)
-        assert rows == list(range(self._limits.max_running)), f"rows in use and free together are {rows}"
+        slots = sorted([request.slot for request in self._requests if request.slot is not None] + self._free_slots)
+        assert slots == list(range(self._limits.max_running)), f"rows in use and free together are {slots}"
         for request in self._requests:
             name = f"request {request.request_id}"
             num_pages = self._limits.num_pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))

@@ -130,7 +130,7 @@ class Scheduler:
             draft.num_tokens_left = min(draft.num_tokens_left, self.limits.max_prefill_tokens)
         for request in prefilling:
             self._admit(draft, ahead_of=request)
-            if request.row is not None:
+            if request.slot is not None:
                 self._plan_prefill(request, draft)
         self._admit(draft, ahead_of=None)
         self._fit(draft)
@@ -170,7 +170,7 @@ class Scheduler:
         decodes, starts, about_to_leave = draft.decodes, draft.starts, self._about_to_leave
         prefilling = []
         for request in self._running:
-            if request.row is None:
+            if request.slot is None:
                 break  # it gave way to one before it, and so did all that follow
             start = request.num_computed_tokens
             if start < request.num_prefill_tokens:
@@ -187,7 +187,7 @@ class Scheduler:
             starts.append(start)
             if end + 1 == request.max_total_tokens:
                 about_to_leave.append(request)
-        return [request for request in prefilling if request.row is not None]
+        return [request for request in prefilling if request.slot is not None]
 
     def _grow(self, request: Request, draft: Draft) -> bool:
         """One more page for a running request, if need be from others behind it; False if it is itself the last."""
@@ -202,7 +202,7 @@ class Scheduler:
         """Several decode steps in this dispatch, if nothing waits and pages allow it. (steps, steps of each decode)"""
         num_steps = self.limits.max_decode_steps
         is_alone = not self._waiting and len(draft.decodes) == len(self._running)
-        if num_steps == 1 or not is_alone or any(request.is_controlled for request in draft.decodes):
+        if num_steps == 1 or not is_alone or any(request.needs_processors for request in draft.decodes):
             return 1, []
         lengths = [
             min(num_steps, request.max_total_tokens - 1 - start)
@@ -264,7 +264,7 @@ class Scheduler:
                 return  # what was taken from a request must not go to one behind it, nor straight back
             if request.num_pending_tokens:
                 return  # it gave way with a step in flight: what it must recompute is not known yet
-            if not self._running.has_free_row and self._running.last.rank < request.rank:
+            if not self._running.has_free_slot and self._running.last.rank < request.rank:
                 return
             cached = self._running.cached_pages(request)
             if self._is_too_late(request, len(cached), draft.now):
@@ -333,7 +333,7 @@ class Scheduler:
         """Requests whose whole output is in flight need neither pages nor row any more."""
         for request in self._about_to_leave:
             is_done = request.num_computed_tokens + 1 == request.max_total_tokens
-            if is_done and request.row is not None:  # else it has ended, or given way, in the meantime
+            if is_done and request.slot is not None:  # else it has ended, or given way, in the meantime
                 self._running.release(request)
                 self._leaving.add(request)
         self._about_to_leave.clear()
@@ -397,7 +397,7 @@ class Scheduler:
             request.num_known_tokens = num_known = request.num_known_tokens + 1
             if request.drafter is not None:
                 request.drafter.push(token_id)
-            if num_known >= request.publish_at_tokens and request.row is not None:
+            if num_known >= request.publish_at_tokens and request.slot is not None:
                 self._running.publish(request)
             if num_known == request.max_total_tokens:
                 self.finish(request, FinishReason.LENGTH, now)
@@ -407,7 +407,7 @@ class Scheduler:
         """Ends a request wherever it stands; pages and row are free at once. Returns False if it had ended before."""
         if request.finish_reason is not None:
             return False
-        if request.row is not None:
+        if request.slot is not None:
             self._running.release(request)
         self._leaving.discard(request)
         self._waiting.discard(request)
@@ -430,8 +430,8 @@ class Scheduler:
             counted = len(request.prompt_token_ids) + len(request.output_token_ids)
             assert num_known == counted, f"{name} counts {num_known} known tokens of {counted}"
             assert num_known <= num_tokens <= limit, f"{name} has {num_known}, {num_tokens} tokens of at most {limit}"
-            is_bare = request.row is None and not request.pages and request.num_computed_tokens == 0
-            is_placed = request.row is not None and request.pages
+            is_bare = request.slot is None and not request.pages and request.num_computed_tokens == 0
+            is_placed = request.slot is not None and request.pages
             assert is_placed if request in places["running"] else is_bare, f"{name} stands in the wrong place"
             assert request not in self._leaving or num_tokens == limit, f"{name} left too early"
         dated = {request for request in self._requests if request.deadline_seconds < math.inf}

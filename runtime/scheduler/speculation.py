@@ -149,7 +149,7 @@ class Speculation:
         num_rejected = num_drafts - num_accepted
         request.num_drafts = 0
         request.num_pending_tokens -= num_rejected
-        if request.row is not None:  # else it has ended, or given way, in the meantime
+        if request.slot is not None:  # else it has ended, or given way, in the meantime
             request.num_computed_tokens -= num_rejected
             self._running.shrink(request)
         assert request.drafter is not None, request.request_id

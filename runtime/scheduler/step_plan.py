@@ -30,7 +30,7 @@ class Admission(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One dispatch. Read `pages` and `row` of its requests before the scheduler's next call: it may change them.
+    """One dispatch. Read `pages` and `slot` of its requests before the scheduler's next call: it may change them.
 
     A decode feeds the token that an earlier step sampled in the same row; the host need not know it. With `num_steps`
     above 1 there are only decodes, and each runs that many steps, or fewer if its output ends before. A decode with

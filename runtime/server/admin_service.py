@@ -38,7 +38,7 @@ class Admin(pb_grpc.AdminServiceServicer):
                     "grace_seconds", f"got {grace_seconds}; allowed is 0 to {_MAX_GRACE_SECONDS:.0f}."
                 )
             self._drain(grace_seconds)
-            return pb.DrainResponse(num_open_requests=self._edge.mailroom.num_open)
+            return pb.DrainResponse(num_open_requests=self._edge.queues.num_open)
         except Exception as error:
             await abort(context, error)
 

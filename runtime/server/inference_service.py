@@ -1,7 +1,7 @@
 """Steps 1 and 10 of 10, the edge: check, submit, stream, map errors. In: gRPC requests. Out: streams of text.
 
 Knows no jax: the engine is whatever keeps `contract.Engine`. Everything here runs on one event loop; the engine's
-thread reaches it through `mailbox.Mailroom.deliver` only. `lifecycle` binds the port, starts and stops it all; `access`
+thread reaches it through `queue.OutputQueues.deliver` only. `lifecycle` binds the port, starts and stops it all; `access`
 decides who may call; `intake` makes tokens of what was sent.
 """
 
@@ -28,7 +28,7 @@ from ..text.tokenizer import Tokenizer
 from .auth import Access, Tenant
 from .grpc_status import abort, code_of
 from .method_permissions import new_access
-from .output_queue import Mailroom
+from .output_queue import OutputQueues
 from .prompt_intake import Intake
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # a prompt of a million tokens takes 3 MB
@@ -62,8 +62,8 @@ class Backend:
 class Edge(pb_grpc.InferenceServiceServicer):
     """The InferenceService. Refuses requests until it has a backend and `accept` is called."""
 
-    def __init__(self, mailroom: Mailroom, *, access: Access | None = None, observer: Observer | None = None):
-        self.mailroom = mailroom
+    def __init__(self, queues: OutputQueues, *, access: Access | None = None, observer: Observer | None = None):
+        self.queues = queues
         self.access = access if access is not None else new_access()
         self.observer = observer if observer is not None else Observer()
         self.progress = "the process has begun"  # of the start, in words
@@ -175,7 +175,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         """Submits one request and writes its outputs until the last, on behalf of `tenant`, by default the caller's.
 
         Raises:
-          MeshserveError: whatever `contract.Engine.submit` and `mailbox.Mailbox.take` raise, and QuotaExceededError.
+          MeshserveError: whatever `contract.Engine.submit` and `queue.OutputQueue.take` raise, and QuotaExceededError.
         """
         grammar = await self.serving()[1].grammar(asked.params.constraint)
         backend, intake = self.serving()  # tokenising and compiling may have taken a while
@@ -191,26 +191,28 @@ class Edge(pb_grpc.InferenceServiceServicer):
             except QuotaExceededError as error:
                 self.observer.refuse(method, asked.request_id, tenant.name, code_of(error).name.lower())
                 raise
-            mailbox = self.mailroom.open(scoped(tenant, asked.request_id), options.n)
+            queue = self.queues.open(scoped(tenant, asked.request_id), options.n)
             try:
-                backend.engine.submit(mailbox.request_id, asked.prompt_token_ids, asked.params, options, grammar)
+                backend.engine.submit(queue.request_id, asked.prompt_token_ids, asked.params, options, grammar)
             except BaseException:
-                self.mailroom.discard(mailbox)
+                self.queues.discard(queue)
                 raise
-            journey = self.observer.begin(
+            request_log = self.observer.begin(
                 method=method, request_id=asked.request_id, tenant=tenant.name, num_prompt_tokens=num_prompt_tokens,
                 metadata=dict(metadata or ()), began=asked.began,
             )  # fmt: skip
             outcome, ended, num_open_samples = "cancelled", "cancelled", options.n
             try:
                 while num_open_samples:
-                    output = await mailbox.take()
+                    output = await queue.take()
                     if output.finish_reason is not None:
                         num_open_samples -= 1
                         ended = output.finish_reason.value
                         self._check_end(output)
-                    journey.sent(output)  # before: a client that hangs up on reading it cancels the rest of the write
-                    await mailbox.handing_over(write(output))
+                    request_log.sent(
+                        output
+                    )  # before: a client that hangs up on reading it cancels the rest of the write
+                    await queue.handing_over(write(output))
                 outcome = ended
             except DeadlineError:
                 outcome = ended
@@ -222,8 +224,8 @@ class Edge(pb_grpc.InferenceServiceServicer):
                 remaining = context.time_remaining()  # None if the call has no deadline
                 is_late = remaining is not None and remaining < _DEADLINE_SLACK_SECONDS
                 reason = FinishReason.DEADLINE if is_late else FinishReason.CANCELLED
-                self.mailroom.close(mailbox, reason)
-                journey.end(reason.value if outcome == "cancelled" else outcome)
+                self.queues.close(queue, reason)
+                request_log.end(reason.value if outcome == "cancelled" else outcome)
 
     def _check_end(self, output: Output) -> None:
         """Raises where the end of a sample is not a message but a status."""
@@ -264,7 +266,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
 
     def abort_requests(self, request_ids: Sequence[str], tenant: Tenant) -> int:
         """Ends those requests of the tenant that are open; returns how many were."""
-        found = [name for request_id in set(request_ids) if self.mailroom.is_open(name := scoped(tenant, request_id))]
+        found = [name for request_id in set(request_ids) if self.queues.is_open(name := scoped(tenant, request_id))]
         for name in found:
             self.cancel(name, FinishReason.CANCELLED)
         return len(found)
@@ -278,7 +280,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
             progress=self.progress,
             uptime_seconds=time.monotonic() - self._started,
             server_version=version("meshserve"),
-            num_open_requests=self.mailroom.num_open,
+            num_open_requests=self.queues.num_open,
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_stop_strings=MAX_STOP_STRINGS,
             max_stop_string_chars=MAX_STOP_STRING_CHARS,

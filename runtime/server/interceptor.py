@@ -20,7 +20,7 @@ from .grpc_status import abort, code_of
 from .method_permissions import QUEUED_METHODS
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class AdmissionInterceptor(grpc.aio.ServerInterceptor):
     """The interceptor of a server.
 
     Args:

@@ -30,7 +30,7 @@ from ..telemetry.profiler import Profiler
 from .admin_service import Admin
 from .auth import ANYBODY
 from .inference_service import MAX_MESSAGE_BYTES, Backend, Edge, failure_error
-from .interceptor import Gate
+from .interceptor import AdmissionInterceptor
 from .method_permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
 from .ports import is_taken
 from .tls import TlsFiles, server_credentials
@@ -135,19 +135,19 @@ async def serve(
     health_servicer = health.aio.HealthServicer()
     await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
     # Reflection tells strangers what there is to attack, and serves only those who explore by hand.
-    gate = Gate(edge.observer.metrics, edge.check_room, edge.access)
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate])
+    interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room, edge.access)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
     handle = ServerHandle(bind(server, listen))
     _add_services(server, edge, health_servicer, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
     http = HttpPort(_http_answers(edge))
     if listen.http_port is not None:
         await http.start(listen.host, listen.http_port)
         handle.http_port = http.port
-    edge.mailroom.bind(edge.cancel)
+    edge.queues.bind(edge.cancel)
     servers = [server]
     if listen.gateway_port is not None:
-        gate = Gate(edge.observer.metrics, edge.check_room)
-        servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate]))
+        interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room)
+        servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor]))
         add_gateway(edge, servers[-1])
     await server.start()
     say(f"meshserve listens on {_address(listen.host, handle.port)}")
@@ -241,7 +241,7 @@ def _http_answers(edge: Edge) -> dict[str, Callable[[], tuple[int, str]]]:
         return 200, edge.observer.metrics.exposition(
             info=backend.info if backend is not None else None,
             load=backend.engine.load() if backend is not None else None,
-            num_open=edge.mailroom.num_open,
+            num_open=edge.queues.num_open,
             is_ready=edge.state == pb.SERVER_STATE_READY,
         )
 
@@ -302,12 +302,12 @@ async def _drain(edge: Edge, handle: ServerHandle, drain_seconds: float) -> None
     edge.refuse("the server is stopping; try another, or this one later")
     loop = asyncio.get_running_loop()
     end = loop.time() + (drain_seconds if handle.grace_seconds is None else handle.grace_seconds)
-    while edge.mailroom.num_open and edge.failure is None and not handle.is_forced and loop.time() < end:
+    while edge.queues.num_open and edge.failure is None and not handle.is_forced and loop.time() < end:
         await asyncio.sleep(_POLL_SECONDS)
     if edge.failure is not None:
-        edge.mailroom.fail_all(failure_error(edge.failure))
+        edge.queues.fail_all(failure_error(edge.failure))
     else:
-        edge.mailroom.fail_all(EngineStoppedError("the server stopped before the request could end; try another"))
+        edge.queues.fail_all(EngineStoppedError("the server stopped before the request could end; try another"))
 
 
 def _address(host: str, port: int) -> str:

@@ -1,11 +1,11 @@
 """Step 9 of 10: from the engine's thread to the streams. In: the outputs of a step. Out: one output for each wake-up.
 
 The engine delivers once a step; that costs one wake-up of the event loop, not one for each token. Each open request has
-a `Mailbox`. Its handler takes whatever has gathered there as one output, so a busy loop sends fewer, larger messages.
+a `OutputQueue`. Its handler takes whatever has gathered there as one output, so a busy loop sends fewer, larger messages.
 
 gRPC's flow control pushes back only after megabytes of unread tokens, so the mailbox is the bound on a slow reader.
 
-Everything but `Mailroom.deliver` belongs to the event loop's thread.
+Everything but `OutputQueues.deliver` belongs to the event loop's thread.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ class SlowReaderError(MeshserveError):
     """More tokens wait for the caller than the server keeps."""
 
 
-class Mailbox:
-    """Outputs of one request that its handler has not taken yet. Made by `Mailroom.open`."""
+class OutputQueue:
+    """Outputs of one request that its handler has not taken yet. Made by `OutputQueues.open`."""
 
     def __init__(self, request_id: str, num_samples: int = 1):
         self.request_id = request_id
@@ -137,7 +137,7 @@ def join(outputs: Sequence[Output]) -> Output:
     )
 
 
-class Mailroom:
+class OutputQueues:
     """The mailboxes of all open requests.
 
     A request id is taken until the engine has delivered its last output, even when the handler left long before:
@@ -146,7 +146,7 @@ class Mailroom:
 
     def __init__(self, *, max_undelivered_tokens: int = DEFAULT_MAX_UNDELIVERED_TOKENS):
         self._max_undelivered_tokens = max_undelivered_tokens
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._by_request: dict[str, OutputQueue] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cancel: Callable[[str, FinishReason], None] | None = None
 
@@ -154,12 +154,12 @@ class Mailroom:
     def num_open(self) -> int:
         """Requests whose callers have more to come. A failed one is not: its handler may hang for as long as the caller
         does not read."""
-        return sum(not (mailbox.is_abandoned or mailbox.has_failed) for mailbox in list(self._mailboxes.values()))
+        return sum(not (queue.is_abandoned or queue.has_failed) for queue in list(self._by_request.values()))
 
     def is_open(self, request_id: str) -> bool:
         """Whether a caller has more to come of this request."""
-        mailbox = self._mailboxes.get(request_id)
-        return mailbox is not None and not (mailbox.is_abandoned or mailbox.has_failed or mailbox.has_ended)
+        queue = self._by_request.get(request_id)
+        return queue is not None and not (queue.is_abandoned or queue.has_failed or queue.has_ended)
 
     def bind(self, cancel: Callable[[str, FinishReason], None]) -> None:
         """Ties the room to the running loop, and to the engine's `cancel`. Once, before the first `open`."""
@@ -176,58 +176,58 @@ class Mailroom:
             if not self._loop.is_closed():  # closed: the server is gone, and with it everybody who waited
                 raise
 
-    def open(self, request_id: str, num_samples: int = 1) -> Mailbox:
+    def open(self, request_id: str, num_samples: int = 1) -> OutputQueue:
         """A mailbox for a request about to be submitted. End it with `close`, or `discard` if submitting fails.
 
         Raises:
           RequestIdInUseError: the id is taken.
         """
-        if request_id in self._mailboxes:
+        if request_id in self._by_request:
             raise RequestIdInUseError(
                 f"request_id {request_id!r} names a request that has not ended; allowed is an id that is unique among "
                 "the open requests. Leave request_id out and the server draws one."
             )
-        mailbox = self._mailboxes[request_id] = Mailbox(request_id, num_samples)
-        return mailbox
+        queue = self._by_request[request_id] = OutputQueue(request_id, num_samples)
+        return queue
 
-    def discard(self, mailbox: Mailbox) -> None:
+    def discard(self, queue: OutputQueue) -> None:
         """Forgets a mailbox whose request the engine does not know."""
-        del self._mailboxes[mailbox.request_id]
+        del self._by_request[queue.request_id]
 
-    def close(self, mailbox: Mailbox, reason: FinishReason) -> None:
+    def close(self, queue: OutputQueue, reason: FinishReason) -> None:
         """The handler leaves. A request that has not ended is cancelled for `reason`."""
-        mailbox.is_abandoned = True
-        if mailbox.has_ended:
-            del self._mailboxes[mailbox.request_id]
+        queue.is_abandoned = True
+        if queue.has_ended:
+            del self._by_request[queue.request_id]
         else:
-            self._cancel_request(mailbox, reason)
+            self._cancel_request(queue, reason)
 
     def fail_all(self, error: EngineStoppedError) -> None:
         """Every open request that has not ended fails with `error`."""
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(error)
+        for queue in self._by_request.values():
+            queue.fail(error)
 
     def _distribute(self, outputs: tuple[Output, ...]) -> None:
         for output in outputs:
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is None:
+            queue = self._by_request.get(output.request_id)
+            if queue is None:
                 continue
-            mailbox.put(output)
-            if mailbox.has_ended:
-                if mailbox.is_abandoned:
-                    del self._mailboxes[output.request_id]
-            elif mailbox.num_undelivered_tokens > self._max_undelivered_tokens:
-                self._give_up(mailbox)
+            queue.put(output)
+            if queue.has_ended:
+                if queue.is_abandoned:
+                    del self._by_request[output.request_id]
+            elif queue.num_undelivered_tokens > self._max_undelivered_tokens:
+                self._give_up(queue)
 
-    def _give_up(self, mailbox: Mailbox) -> None:
+    def _give_up(self, queue: OutputQueue) -> None:
         """At once and not when the handler notices: it may hang in a write until the caller reads again."""
         error = SlowReaderError(
-            f"{mailbox.num_undelivered_tokens} tokens wait to be read; this server keeps "
+            f"{queue.num_undelivered_tokens} tokens wait to be read; this server keeps "
             f"{self._max_undelivered_tokens} for a request. Read the stream as it comes."
         )
-        if mailbox.fail(error):
-            self._cancel_request(mailbox, FinishReason.CANCELLED)
+        if queue.fail(error):
+            self._cancel_request(queue, FinishReason.CANCELLED)
 
-    def _cancel_request(self, mailbox: Mailbox, reason: FinishReason) -> None:
+    def _cancel_request(self, queue: OutputQueue, reason: FinishReason) -> None:
         assert self._cancel is not None, "bind comes before open"
-        self._cancel(mailbox.request_id, reason)
+        self._cancel(queue.request_id, reason)

@@ -133,7 +133,7 @@ def _servicer(base: type) -> type:
         async def GetServerInfo(self, request: Any, context: Any) -> Any:
             info = (await self.backend(context)).info
             return self.pb.GetServerInfoResponse(
-                active_requests=self.edge.mailroom.num_open,
+                active_requests=self.edge.queues.num_open,
                 uptime_seconds=time.monotonic() - self.started,
                 server_type="meshserve",
                 data_parallel_size=1,

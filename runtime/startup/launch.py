@@ -27,10 +27,10 @@ from ..engine.step_record import Record
 from ..planning.kernel_selection import choose_kernels, kernels_here
 from ..program.batch import BatchBuilder, server_buckets, server_limits
 from ..program.compile_cache import use_cache
-from ..program.control_batch import ControlBuilder
-from ..program.control_programs import ControlPrograms, Controls
 from ..program.device_figures import FIGURES_IN_LOG
-from ..program.output_buffers import kept_shapes
+from ..program.output_buffers import output_buffer_shapes
+from ..program.processor_batch import ProcessorBatchBuilder
+from ..program.processor_programs import LogitsProcessors, ProcessorPrograms
 from ..program.step import CacheShape, StepRunner, cache_page_bytes, lower_step, placed_state, state_shapes
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
@@ -85,7 +85,7 @@ def launch(
     model = ModelConfig.from_file(files.small / "config.json")
     tokenizer = Tokenizer(files.small)
     grammars = None
-    if config.controls:
+    if config.processors:
         from ..text.grammar import (
             Grammars,  # here, because benchmarks of the engine run where llguidance is not installed
         )
@@ -168,7 +168,7 @@ def build_engine(
             max_running=config.max_running,
             page_size=config.page_size,
             max_request_pages=limits.num_pages_for(limits.max_context),
-            controls=ControlBuilder(
+            processors=ProcessorBatchBuilder(
                 max_running=config.max_running, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
             ),
             has_drafts=config.draft_tokens > 0,
@@ -215,7 +215,7 @@ def make_runner(
     params: nnx.State,
     *,
     measured: Mesh | None = None,
-    kept_bytes: int = 0,
+    reserved_bytes: int = 0,
     cluster: Cluster | None = None,
 ) -> tuple[StepRunner, int]:
     """Compiles every program: the runner, not yet started, and the number of pages of its cache.
@@ -223,7 +223,7 @@ def make_runner(
     Args:
       params: arrays, or shapes with shardings.
       measured: the devices whose free memory decides about the cache, if not all of the mesh.
-      kept_bytes: of that memory, what will be taken on each device; negative if some will become free.
+      reserved_bytes: of that memory, what will be taken on each device; negative if some will become free.
       cluster: the other processes of the mesh, who must make the same programs.
 
     Raises:
@@ -238,9 +238,9 @@ def make_runner(
     one_page = CacheShape(1, config.page_size, config.max_running, max_request_pages)
     one_page_shapes = state_shapes(model, layout, one_page, dtype)
     kernels = choose_kernels(config, model, mesh)
-    controls = None
-    if config.controls:
-        declared = ControlPrograms(
+    processors = None
+    if config.processors:
+        declared = ProcessorPrograms(
             structure=structure,
             params=params,
             mesh=mesh,
@@ -248,19 +248,19 @@ def make_runner(
             max_running=config.max_running,
             real_vocab_size=model.vocab_size,
             is_unrolled=kernels.is_unrolled,
-            find_floor=kernels.find_floor,
-            keeps_outputs=kernels.keeps_outputs,
-            has_library_products=kernels.has_library_products,
+            find_threshold=kernels.find_threshold,
+            has_output_buffers=kernels.has_output_buffers,
+            has_library_gemms=kernels.has_library_gemms,
         )
-        controls = Controls(declared, num_threads=config.compile_threads)
+        processors = LogitsProcessors(declared, num_threads=config.compile_threads)
     num_pages = config.num_pages
     if not num_pages:
         placed = placed_state(one_page_shapes, mesh)
         scratch = added_bytes(lower_step(structure, params, kernels, buckets[-1], placed, mesh).compile())
-        if controls is not None:
-            scratch = max(scratch, controls.scratch_bytes) + controls.device_bytes
-        scratch += shard_bytes(kept_shapes(kernels, params, buckets, mesh))
-        kept = scratch + (config.reserve_mib << 20) + kept_bytes
+        if processors is not None:
+            scratch = max(scratch, processors.scratch_bytes) + processors.device_bytes
+        scratch += shard_bytes(output_buffer_shapes(kernels, params, buckets, mesh))
+        kept = scratch + (config.reserve_mib << 20) + reserved_bytes
         page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
         num_pages = num_pages_that_fit(measured or mesh, config.memory_fraction, page_bytes, kept)
     if cluster is not None:
@@ -277,7 +277,7 @@ def make_runner(
         buckets=buckets,
         mesh=mesh,
         num_threads=config.compile_threads,
-        controls=controls,
+        processors=processors,
     )
     _log.info("%d programs ready after %.1f s; %s", len(buckets), runner.compile_seconds, shape)
     return runner, num_pages
@@ -307,7 +307,7 @@ def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, m
         device_kind=mesh.devices.flat[0].device_kind,
         server_version=importlib.metadata.version("meshserve"),
         supports_chat=tokenizer.has_chat_template,
-        supports_structured_output=config.controls,
-        supports_logprobs=config.controls,
-        supports_penalties=config.controls,
+        supports_structured_output=config.processors,
+        supports_logprobs=config.processors,
+        supports_penalties=config.processors,
     )

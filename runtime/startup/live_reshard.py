@@ -103,7 +103,7 @@ class Resharder:
             structure,
             nnx.from_flat_state(placed),
             measured=Mesh(mesh.devices[:num_measured], mesh.axis_names),
-            kept_bytes=weight_bytes - old.device_bytes,
+            reserved_bytes=weight_bytes - old.device_bytes,
         )
 
     def _swap(self, old: StepRunner, new: StepRunner, num_pages: int, layout: ShardLayout, mesh: Mesh) -> float:

@@ -17,7 +17,7 @@ from ..cluster.leader import Alone, Place, lead_or_follow
 from ..server.inference_service import Backend, Edge
 from ..server.lifecycle import Listen, run_server
 from ..server.method_permissions import new_access
-from ..server.output_queue import Mailroom
+from ..server.output_queue import OutputQueues
 from ..server.tls import TlsFiles
 from ..telemetry.logs import configure_logs
 from ..telemetry.profiler import Profiler
@@ -100,7 +100,7 @@ class _Serving:
         self._config = config
         self._tracer = Tracer() if config.trace else None
         access = new_access(Path(config.tokens) if config.tokens else None)
-        self.edge = Edge(Mailroom(), access=access, observer=Observer(tracer=self._tracer))
+        self.edge = Edge(OutputQueues(), access=access, observer=Observer(tracer=self._tracer))
         self._open_things = contextlib.ExitStack()
 
     def prepare(self) -> Backend:
@@ -111,7 +111,7 @@ class _Serving:
 
         compiles = self._open_things.enter_context(CompileWatch(is_strict=self._config.strict))
         edge, metrics = self.edge, self.edge.observer.metrics
-        launched = launch(self._config, edge.mailroom.deliver, metrics.record_step, self._tell, self.place.open())
+        launched = launch(self._config, edge.queues.deliver, metrics.record_step, self._tell, self.place.open())
         self.launched = launched
         if launched.info.supports_chat:
             self._tell("reading the chat template")

@@ -17,13 +17,13 @@ from .metrics import Metrics
 _log = logging.getLogger("meshserve.request")
 
 
-class Journey:
+class RequestLog:
     """Made by `Observer.begin` when a request is accepted; `end` is called once."""
 
     __slots__ = ("fields", "first_token", "last_token", "num_output_tokens", "started", "_metrics", "_on_end")
 
     def __init__(
-        self, metrics: Metrics, fields: dict[str, Any], on_end: "Callable[[Journey, str], None] | None", began: float
+        self, metrics: Metrics, fields: dict[str, Any], on_end: "Callable[[RequestLog, str], None] | None", began: float
     ):
         self.fields = fields  # of the log line
         self.started = began
@@ -78,14 +78,14 @@ class Observer:
     def begin(
         self, *, method: str, request_id: str, tenant: str, num_prompt_tokens: int, metadata: Mapping[str, Any],
         began: float,
-    ) -> Journey:  # fmt: skip
+    ) -> RequestLog:  # fmt: skip
         """A request is submitted. `metadata` is that of the call: it may carry the caller's trace. `began`: when it was
         called, by the monotonic clock."""
         fields = {
             "request_id": request_id, "tenant": tenant, "method": method, "num_prompt_tokens": num_prompt_tokens
         }  # fmt: skip
         on_end = self._tracer.begin(fields, metadata) if self._tracer is not None else None
-        return Journey(self.metrics, fields, on_end, began)
+        return RequestLog(self.metrics, fields, on_end, began)
 
     def refuse(self, method: str, request_id: str, tenant: str, code: str) -> None:
         """A request that its tenant's quota has no room for is counted, and logged."""

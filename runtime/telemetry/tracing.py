@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..api.errors import ConfigError
-from .request_log import Journey
+from .request_log import RequestLog
 
 # Outcomes that are no fault of the server.
 _FINE = frozenset(("stop", "length", "cancelled", "deadline"))
 
 
 class Tracer:
-    """Makes spans of journeys, for `journey.Observer`.
+    """Makes spans of journeys, for `request_log.Observer`.
 
     Args:
       provider: an OpenTelemetry TracerProvider; None makes one that exports by OTLP over gRPC.
@@ -37,21 +37,21 @@ class Tracer:
         self._kind = SpanKind.SERVER
         self._error = Status(StatusCode.ERROR)
 
-    def begin(self, fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> Callable[[Journey, str], None]:
+    def begin(self, fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> Callable[[RequestLog, str], None]:
         """Opens the span of a request; what it returns ends it."""
         context = self._propagator.extract(metadata)
         span = self._tracer.start_span(f"meshserve.{fields['method']}", context=context, kind=self._kind)
         for name, value in fields.items():
             span.set_attribute(f"meshserve.{name}", value)
 
-        def end(journey: Journey, outcome: str) -> None:
+        def end(request_log: RequestLog, outcome: str) -> None:
             # Queue and prefill end with the first token, decoding with the last.
             offset = time.time() - time.monotonic()
-            if journey.first_token:
-                span.add_event("first_token", timestamp=round((journey.first_token + offset) * 1e9))
-                span.add_event("last_token", timestamp=round((journey.last_token + offset) * 1e9))
+            if request_log.first_token:
+                span.add_event("first_token", timestamp=round((request_log.first_token + offset) * 1e9))
+                span.add_event("last_token", timestamp=round((request_log.last_token + offset) * 1e9))
             span.set_attribute("meshserve.outcome", outcome)
-            span.set_attribute("meshserve.num_output_tokens", journey.num_output_tokens)
+            span.set_attribute("meshserve.num_output_tokens", request_log.num_output_tokens)
             if outcome not in _FINE:
                 span.set_status(self._error)
             span.end()

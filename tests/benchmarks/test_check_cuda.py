@@ -86,8 +86,8 @@ def test_what_does_not_hold_is_named(found, fault):
 )
 def test_the_number_of_kernels_follows_from_the_config(target, kernels, kind, size, num_kernels):
     plan = server(target, kernels)
-    are_peers = kernels == "cuda" and size <= 256
-    num_all_reduces = 9 if plan.num_devices > 1 and not are_peers else 0
+    has_p2p = kernels == "cuda" and size <= 256
+    num_all_reduces = 9 if plan.num_devices > 1 and not has_p2p else 0
     right = report(kind, size, num_kernels=num_kernels, num_all_reduces=num_all_reduces)
     assert faults(right, plan) == []
     assert len(faults(dataclasses.replace(right, text=report(num_kernels=7).text), plan)) >= 1
@@ -129,7 +129,7 @@ def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels
     plan = server(target, kernels, num_layers=2)
     shape = plan.cache_shape(plan.plan().served_pages)
     dry = DryServer.on(plan.target, plan.model, config=plan.config)
-    programs = dry.programs(plan.buckets, shape, has_controls=True)
+    programs = dry.programs(plan.buckets, shape, has_processors=True)
     others = (("decode greedy", 4), ("decode top_p", 4), ("sample", 64), ("prompt", 64))
     for key in [("step", 64), *[key for key in others if key in programs]]:
         found = dry.report(key, programs[key])
@@ -143,7 +143,7 @@ def test_several_decode_steps_in_a_dispatch_choose_nothing_on_the_device():
     shape = plan.cache_shape(plan.plan().served_pages)
     dry = DryServer.on(plan.target, plan.model, config=plan.config)
     key = ("decode greedy x 4", 4)
-    found = dry.report(key, dry.programs(plan.buckets, shape, has_controls=False)[key])
+    found = dry.report(key, dry.programs(plan.buckets, shape, has_processors=False)[key])
     assert program_faults(plan, found, dry.cache_bytes(shape)) == []
     (bucket,) = (bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == key)
     text = dry.compile(bucket, shape).as_text()
@@ -188,7 +188,7 @@ def test_products_of_the_library_read_weights_where_they_lie():
         config = dataclasses.replace(plan.config, products=products)
         dry, shape = DryServer.on(plan.target, plan.model, config=config), plan.cache_shape(1000)
         key = ("step", plan.buckets[-1].num_tokens)
-        found = dry.report(key, dry.programs(plan.buckets, shape, has_controls=False)[key])
+        found = dry.report(key, dry.programs(plan.buckets, shape, has_processors=False)[key])
         assert (found.text.weight_copies, found.text.num_recomputed) == ((), 0)
         launches[products] = found.text.num_launches
         alone = dataclasses.replace(plan.buckets[-1], num_requests=1)  # a head of one row
@@ -199,9 +199,9 @@ def test_products_of_the_library_read_weights_where_they_lie():
 @needs_compiler
 def test_a_server_on_peers_compiles_too():
     plan = server("h200:4", num_layers=2)
-    config = dataclasses.replace(plan.config, all_reduce="peers")
+    config = dataclasses.replace(plan.config, all_reduce="p2p")
     dry = DryServer.on(plan.target, plan.model, config=config)
     key, shape = ("decode greedy", 4), plan.cache_shape(1000)
-    found = dry.report(key, dry.programs(plan.buckets, shape, has_controls=False)[key])
+    found = dry.report(key, dry.programs(plan.buckets, shape, has_processors=False)[key])
     assert found.text.num_all_reduces == 0
     assert found.text.num_kernels == 3  # the embedding's sum, all layers, the best token

@@ -94,7 +94,7 @@ def test_steps_are_compared_with_the_first_and_among_the_devices(
     for row in json.loads(file.read_text()):
         assert row["num_steps"] >= 3 and row["num_changed"] == row["num_unlike"] == 0
 
-    def wrong_on_one_device(x: jax.Array, peer_sum: object = None) -> jax.Array:
+    def wrong_on_one_device(x: jax.Array, p2p_all_reduce: object = None) -> jax.Array:
         return jax.lax.psum(x, "tensor") + jax.lax.axis_index("tensor").astype(x.dtype)
 
     monkeypatch.setattr(qwen3, "all_reduce", wrong_on_one_device)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights, cases
-from meshserve.kernels.peers import Peers
+from meshserve.kernels.p2p import P2PGroup
 
 AXIS = "shards"
 
@@ -41,13 +41,13 @@ def placed(inputs: cases.Inputs, mesh: Mesh) -> tuple[object, ...]:
 
 
 def layers_over(
-    mesh: Mesh, kernels: DecodeKernels, inputs: cases.Inputs, peers: Peers
+    mesh: Mesh, kernels: DecodeKernels, inputs: cases.Inputs, p2p: P2PGroup
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The program: every device's x, one above the other, and the cache."""
     weights = LayerWeights(*(spec(name) for name in LayerWeights._fields))
     return jax.jit(
         jax.shard_map(
-            partial(kernels.decode_layers, settings=dataclasses.replace(inputs.settings, peers=peers)),
+            partial(kernels.decode_layers, settings=dataclasses.replace(inputs.settings, p2p=p2p)),
             mesh=mesh,
             in_specs=(PartitionSpec(), weights, spec("cache"), PartitionSpec(), PartitionSpec()),
             out_specs=(PartitionSpec(AXIS), spec("cache")),

@@ -9,7 +9,7 @@ import pytest
 
 from meshserve.kernels import decode_layers
 from meshserve.kernels.decode_layers import cases, reference
-from meshserve.kernels.peers import Peers
+from meshserve.kernels.p2p import P2PGroup
 
 from .mesh_layers import AXIS, layers_over, mesh_of, placed
 
@@ -94,8 +94,8 @@ def test_layers_over_peers_are_the_layers_on_one_device(num_devices):
         inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies, settings=inputs.settings
     )
     mesh = mesh_of(jax.devices()[:num_devices])
-    peers = Peers(axis=AXIS, ordinals=tuple(range(num_devices)))
-    rows, cache = layers_over(mesh, reference, inputs, peers)(*placed(inputs, mesh))
+    p2p = P2PGroup(axis=AXIS, ordinals=tuple(range(num_devices)))
+    rows, cache = layers_over(mesh, reference, inputs, p2p)(*placed(inputs, mesh))
     rows = np.asarray(rows).reshape(num_devices, *whole.shape)
     for row in rows:
         np.testing.assert_array_equal(row, rows[0])

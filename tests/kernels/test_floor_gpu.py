@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("vocab", [151_936, 50_257])
 def test_a_row_keeps_what_its_filters_keep(vocab: int, filters: dict[str, float]) -> None:
     logits = rows(22, vocab)
-    find = jax.jit(gpu.find_floor)
+    find = jax.jit(gpu.find_threshold)
     floors = np.asarray(find(logits, **parameters(22, **filters)))
     for index, (row, floor) in enumerate(zip(logits, floors, strict=True)):
         assert is_well(row, floor, **filters), f"row {index}"
@@ -43,14 +43,14 @@ def test_samples_are_those_of_xlas_search(filters: dict[str, float]) -> None:
     logits = 3 * jax.random.normal(jax.random.key(3), (num, vocab), jnp.float32)
     mode = SamplingMode.FILTERED
 
-    def tokens(mode: SamplingMode | np.ndarray, find_floor: object) -> np.ndarray:
-        choose = partial(sample, vocab_size=vocab, is_unrolled=True, find_floor=find_floor)
+    def tokens(mode: SamplingMode | np.ndarray, find_threshold: object) -> np.ndarray:
+        choose = partial(sample, vocab_size=vocab, is_unrolled=True, find_threshold=find_threshold)
         whole = PartitionSpec()
         specs = {"in_specs": (PartitionSpec(None, TENSOR_AXIS), whole), "out_specs": whole, "check_vma": False}
         program = jax.shard_map(lambda logits, params: choose(logits, params, mode), mesh=make_mesh(1), **specs)
         return np.asarray(jax.jit(program)(logits, params))
 
     expected = tokens(mode, None)
-    assert (tokens(mode, gpu.find_floor) == expected).sum() >= num - 1
-    assert (tokens(jnp.int32(mode), gpu.find_floor) == expected).sum() >= num - 1
-    assert (tokens(jnp.int32(SamplingMode.GREEDY), gpu.find_floor) == np.asarray(logits.argmax(axis=1))).all()
+    assert (tokens(mode, gpu.find_threshold) == expected).sum() >= num - 1
+    assert (tokens(jnp.int32(mode), gpu.find_threshold) == expected).sum() >= num - 1
+    assert (tokens(jnp.int32(SamplingMode.GREEDY), gpu.find_threshold) == np.asarray(logits.argmax(axis=1))).all()

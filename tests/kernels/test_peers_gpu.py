@@ -18,8 +18,8 @@ from meshserve.benchmarks.kernels.sums import shares_of, wrong_elements
 from meshserve.kernels.cuda import build
 from meshserve.kernels.decode_layers import cases, gpu
 from meshserve.kernels.decode_layers import reference as layers_reference
-from meshserve.kernels.peers import Peers, reference
-from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.kernels.p2p import P2PGroup, reference
+from meshserve.kernels.p2p import gpu as p2p_gpu
 from tests.waiting import WAIT_SECONDS
 
 from .mesh_layers import AXIS, layers_over, mesh_of, placed
@@ -39,8 +39,8 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
 
 
 @pytest.fixture(scope="module")
-def peers(mesh: Mesh) -> Peers:
-    return peers_gpu.open_peers(AXIS, list(mesh.devices.flat), patience_seconds=PATIENCE_SECONDS)
+def p2p(mesh: Mesh) -> P2PGroup:
+    return p2p_gpu.open_p2p_group(AXIS, list(mesh.devices.flat), patience_seconds=PATIENCE_SECONDS)
 
 
 def over(mesh: Mesh, function, num_results: int = 1):
@@ -53,12 +53,12 @@ def over(mesh: Mesh, function, num_results: int = 1):
 
 
 @pytest.mark.parametrize("kilobytes", KILOBYTES)
-def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, peers: Peers, kilobytes: int) -> None:
+def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, p2p: P2PGroup, kilobytes: int) -> None:
     num_elements = kilobytes * 512
 
     def both(rank: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = shares_of(rank[0], kilobytes, num_elements)
-        return x[None], peers_gpu.peer_sum(x, peers)[None]
+        return x[None], p2p_gpu.p2p_all_reduce(x, p2p)[None]
 
     shares, sums = (np.asarray(a, np.float64) for a in over(mesh, both, 2))
     exact = shares.sum(axis=0)
@@ -69,28 +69,28 @@ def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, peers: Peers, kilobytes: i
 
 
 @pytest.mark.parametrize("kilobytes", [8, 64, 512, 4096])
-def test_thousands_of_sums_are_all_right(mesh: Mesh, peers: Peers, kilobytes: int) -> None:
+def test_thousands_of_sums_are_all_right(mesh: Mesh, p2p: P2PGroup, kilobytes: int) -> None:
     """Every element of each compared on the device with the sum of what all ranks drew, bit for bit."""
-    add = partial(peers_gpu.peer_sum, peers=peers)
+    add = partial(p2p_gpu.p2p_all_reduce, p2p=p2p)
     count = wrong_elements(mesh, add, num_elements=kilobytes * 512, tolerance=0.0, num_sums=3000)
     assert not np.asarray(count(0)).any()
 
 
 @pytest.mark.parametrize("num_elements", [256, 3 << 20])
-def test_what_looks_like_an_empty_slot_arrives_too(mesh: Mesh, peers: Peers, num_elements: int) -> None:
+def test_what_looks_like_an_empty_slot_arrives_too(mesh: Mesh, p2p: P2PGroup, num_elements: int) -> None:
     def add(rank: jax.Array) -> jax.Array:
         bits = jnp.where(jnp.arange(num_elements) % 3 == 0, 0xFFFF, 0x3F80).astype(jnp.uint16)
-        return peers_gpu.peer_sum(jax.lax.bitcast_convert_type(bits, jnp.bfloat16), peers)[None]
+        return p2p_gpu.p2p_all_reduce(jax.lax.bitcast_convert_type(bits, jnp.bfloat16), p2p)[None]
 
     out = np.asarray(over(mesh, add), np.float32)
     assert np.isnan(out[:, ::3]).all()
     assert (out[:, 1::3] == mesh.size).all()
 
 
-def test_an_exchange_is_an_all_gather(mesh: Mesh, peers: Peers) -> None:
+def test_an_exchange_is_an_all_gather(mesh: Mesh, p2p: P2PGroup) -> None:
     def both(rank: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = (jnp.arange(34, dtype=jnp.int32).reshape(17, 2) + 1) * (1 - 2 * rank[0]) - 1 - (rank[0] == 0)
-        return peers_gpu.peer_exchange(x, peers)[None], reference.peer_exchange(x, peers)[None]
+        return p2p_gpu.p2p_all_gather(x, p2p)[None], reference.p2p_all_gather(x, p2p)[None]
 
     got, expected = (np.asarray(a) for a in over(mesh, both, 2))
     np.testing.assert_array_equal(got[:, expected[0] != -1], expected[:, expected[0] != -1])
@@ -107,11 +107,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layers_over_a_mesh_are_the_layers_on_one_device(mesh: Mesh, peers: Peers, case: cases.Case) -> None:
+def test_layers_over_a_mesh_are_the_layers_on_one_device(mesh: Mesh, p2p: P2PGroup, case: cases.Case) -> None:
     inputs = cases.make_inputs(case, seed=3, dtype=jnp.bfloat16)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
     real = np.asarray(inputs.batch.positions) >= 0
-    program = layers_over(mesh, gpu, inputs, peers)
+    program = layers_over(mesh, gpu, inputs, p2p)
     on_mesh = placed(inputs, mesh)
     rows, cache = program(*on_mesh)
     rows = np.asarray(rows, np.float32).reshape(mesh.size, *inputs.x.shape)
@@ -139,7 +139,7 @@ def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
 LOST = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from meshserve.kernels.peers import gpu
+from meshserve.kernels.p2p import gpu
 mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
 peers = gpu.open_peers("x", jax.devices()[:2], patience_seconds=1.0)
 add = lambda x: gpu.peer_sum(x, peers)

@@ -20,7 +20,7 @@ from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOpt
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.server.method_permissions import new_access
-from meshserve.runtime.server.output_queue import Mailroom
+from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.telemetry.logs import is_worth_a_line
 from meshserve.runtime.text.grammar import Grammar, Grammars
 from tests.waiting import WAIT_SECONDS
@@ -182,7 +182,7 @@ def demo_grammars() -> Grammars:
     return Grammars(Path(demo.__file__).with_name("model") / "tokenizer.json", 2048, (0, 2))
 
 
-def edge_of(engine: FakeEngine, room: Mailroom, tokens: Path | None = None) -> Edge:
+def edge_of(engine: FakeEngine, room: OutputQueues, tokens: Path | None = None) -> Edge:
     edge = Edge(room, access=new_access(tokens))
     edge.attach(Backend(engine, Letters(), INFO, demo_grammars()))  # type: ignore[arg-type]
     return edge
@@ -190,7 +190,7 @@ def edge_of(engine: FakeEngine, room: Mailroom, tokens: Path | None = None) -> E
 
 @dataclass
 class Running:
-    room: Mailroom
+    room: OutputQueues
     handle: ServerHandle
     edge: Edge
     target: str
@@ -212,7 +212,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(edge: Edge, room: Mailroom, listen: Listen = LISTEN) -> Iterator[Running]:
+def serving(edge: Edge, room: OutputQueues, listen: Listen = LISTEN) -> Iterator[Running]:
     """A server of what `edge` has, until the block ends."""
     handles: list[ServerHandle] = []
     errors: list[BaseException] = []
@@ -240,7 +240,7 @@ def running(
     *, max_undelivered_tokens: int = 2**20, tokens: Path | None = None, listen: Listen = LISTEN, **options: Any
 ) -> Iterator[Running]:
     """A server until the block ends, with patience for slow readers. `options` are those of FakeEngine."""
-    room = Mailroom(max_undelivered_tokens=max_undelivered_tokens)
+    room = OutputQueues(max_undelivered_tokens=max_undelivered_tokens)
     engine = FakeEngine(room.deliver, **options)
     thread = threading.Thread(target=engine.run)
     thread.start()

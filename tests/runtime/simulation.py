@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshserve.runtime.api.request import FinishReason, Request, SamplingParams
 from meshserve.runtime.program.batch import ON_DEVICE, Batch, BatchBuilder, declare_buckets
-from meshserve.runtime.program.control_batch import ControlBuilder
+from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
@@ -112,10 +112,12 @@ class FakeDevice:
             max_running=limits.max_running,
             page_size=limits.page_size,
             max_request_pages=max_request_pages,
-            controls=ControlBuilder(max_running=limits.max_running, vocab_size=1000, eos_token_ids=frozenset()),
+            processors=ProcessorBatchBuilder(
+                max_running=limits.max_running, vocab_size=1000, eos_token_ids=frozenset()
+            ),
             has_drafts=limits.draft_tokens > 0,
         )
-        self.page_size, self.max_context, self.no_row = limits.page_size, limits.max_context, limits.max_running
+        self.page_size, self.max_context, self.no_slot = limits.page_size, limits.max_context, limits.max_running
         self.cache = np.zeros((num_pages, limits.page_size), np.uint64)
         self.page_table = np.full((limits.max_running, max_request_pages), -1, np.int32)
         self.last_tokens = np.full(limits.max_running, -1, np.int32)
@@ -132,55 +134,55 @@ class FakeDevice:
 
     def run(self, batch: Batch) -> list[list[int]]:
         """The token of each place that is sampled from, padding included, in each step; nonsense where none is."""
-        bucket, packed, page_rows, _ = batch
-        for row, *pages in page_rows:
-            self.page_table[row] = pages
+        bucket, packed, page_table_rows, _ = batch
+        for slot, *pages in page_table_rows:
+            self.page_table[slot] = pages
         fields = {name: packed[place] for name, place in bucket.fields.items()}
-        for row, index, page in zip(fields["page_row"], fields["page_index"], fields["page"], strict=True):
-            if row != self.no_row:
-                self.page_table[row, index] = page
+        for slot, index, page in zip(fields["page_slot"], fields["page_index"], fields["page"], strict=True):
+            if slot != self.no_slot:
+                self.page_table[slot, index] = page
         return [self.step(fields, step) for step in range(bucket.num_steps)]
 
     def step(self, fields: dict[str, np.ndarray], step: int) -> list[int]:
         seeds = np.stack([fields["seed_low"], fields["seed_high"]], axis=1).view(np.uint64)[:, 0].tolist()
-        rows, positions = fields["rows"].tolist(), fields["positions"].tolist()
+        slots, positions = fields["slots"].tolist(), fields["positions"].tolist()
         token_request, token_ids = fields["token_request"].tolist(), fields["token_ids"].tolist()
-        num_steps = fields["num_steps"].tolist() if "num_steps" in fields else [1] * len(rows)
+        num_steps = fields["num_steps"].tolist() if "num_steps" in fields else [1] * len(slots)
         drafts_end: dict[int, int] = {}  # of each row, where its first draft that does not hold lies
         for token, position in enumerate(positions):
             request = token_request[token]
             if position >= 0 and step < num_steps[request]:
-                token_id, row = token_ids[token], rows[request]
+                token_id, slot = token_ids[token], slots[request]
                 if step or token_id == ON_DEVICE:
-                    token_id = int(self.last_tokens[row])
-                self.write(row, position + step, token_id)
-        sampled = [-1] * len(rows)
+                    token_id = int(self.last_tokens[slot])
+                self.write(slot, position + step, token_id)
+        sampled = [-1] * len(slots)
         for place, (token, end) in enumerate(zip(fields["last_index"], fields["sample_position"], strict=True)):
             owner = token_request[token]
             if not end or step >= num_steps[owner]:
                 continue
-            row, end = rows[owner], int(end) + step
+            slot, end = slots[owner], int(end) + step
             assert end == positions[token] + step + 1 and seeds[place] == seeds[owner]
             is_draft = place != owner
             if is_draft and token_ids[token] != token_of(seeds[owner], end - 1):
-                drafts_end[row] = min(end, drafts_end.get(row, end))
+                drafts_end[slot] = min(end, drafts_end.get(slot, end))
             sampled[place] = token_of(seeds[owner], end)
-            if end >= drafts_end.get(row, end + 1):
+            if end >= drafts_end.get(slot, end + 1):
                 sampled[place] = -end  # no model would sample that
                 continue
-            pages = self.page_table[row, : -(-end // self.page_size)]
+            pages = self.page_table[slot, : -(-end // self.page_size)]
             found, expected = self.cache[pages].reshape(-1)[:end], self.expected[seeds[owner]][:end]
             assert np.array_equal(found, expected), (seeds[owner], end, np.flatnonzero(found != expected))
             if not is_draft:
-                self.last_tokens[row] = sampled[place]
+                self.last_tokens[slot] = sampled[place]
         return sampled
 
-    def write(self, row: int, position: int, token_id: int) -> None:
-        before = 0 if position == 0 else int(self.cache[self.place(row, position - 1)])
-        self.cache[self.place(row, position)] = chained(before, token_id)
+    def write(self, slot: int, position: int, token_id: int) -> None:
+        before = 0 if position == 0 else int(self.cache[self.place(slot, position - 1)])
+        self.cache[self.place(slot, position)] = chained(before, token_id)
 
-    def place(self, row: int, position: int) -> tuple[int, int]:
-        return int(self.page_table[row, position // self.page_size]), position % self.page_size
+    def place(self, slot: int, position: int) -> tuple[int, int]:
+        return int(self.page_table[slot, position // self.page_size]), position % self.page_size
 
 
 class Simulation:
@@ -215,7 +217,7 @@ class Simulation:
 
     def dispatch(self) -> StepPlan | None:
         unfinished = list(self.scheduler.requests)
-        running = [request for request in unfinished if request.row is not None]
+        running = [request for request in unfinished if request.slot is not None]
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         self.scheduler.audit()
@@ -239,21 +241,21 @@ class Simulation:
             return
         first = min(alive, key=lambda request: request.rank)
         planned = {chunk.request for chunk in plan.chunks} if plan is not None else set()
-        is_awaited = first.num_pending_tokens and (first.row is None or first.num_drafts)
+        is_awaited = first.num_pending_tokens and (first.slot is None or first.num_drafts)
         assert first in planned or is_awaited, first
 
     def _check_precedence(self, plan: StepPlan, running: list[Request]) -> None:
         """No running request waits without a reason, and nobody gives way to a request behind it."""
         planned = {chunk.request for chunk in plan.chunks}
-        idle = [request for request in running if request not in planned and request.row is not None]
-        last = max((request for request in self.scheduler.requests if request.row is not None), key=lambda r: r.rank)
+        idle = [request for request in running if request not in planned and request.slot is not None]
+        last = max((request for request in self.scheduler.requests if request.slot is not None), key=lambda r: r.rank)
         for request in idle:
             is_prefilling = request.num_computed_tokens < request.num_prefill_tokens
             is_stalled = request is last and not self.allocator.num_free_pages
             assert is_prefilling or is_stalled or request.num_drafts, request
         for victim in plan.preempted:
             assert all(request.rank < victim.rank for request in planned)
-            assert victim.row is None and victim.num_computed_tokens == 0
+            assert victim.slot is None and victim.num_computed_tokens == 0
 
     def _check_budget(self, plan: StepPlan) -> None:
         limits = self.limits
@@ -304,7 +306,7 @@ class Simulation:
             self._check_end(request)
 
     def _check_end(self, request: Request) -> None:
-        assert request.is_finished and request.row is None and not request.pages and not request.num_pending_tokens
+        assert request.is_finished and request.slot is None and not request.pages and not request.num_pending_tokens
         assert self.streamed[request] == request.output_token_ids
         tokens, reason = output_alone(request, self.limits.max_context)
         if request in self.ended_outside:

@@ -34,13 +34,13 @@ def test_no_gpu_computes_twice_to_save_memory(num_devices):
     devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA A100")] * num_devices)
     mesh = SimpleNamespace(devices=devices, size=num_devices)
     assert compiler_options(mesh)["xla_disable_hlo_passes"] == "rematerialization"
-    with_library = compiler_options(mesh, has_library_products=True)
+    with_library = compiler_options(mesh, has_library_gemms=True)
     assert with_library == {**compiler_options(mesh), "xla_gpu_enable_triton_gemm": False}
 
 
 def gpu_options():
     devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")])
-    return compiler_options(SimpleNamespace(devices=devices, size=1), has_library_products=True)
+    return compiler_options(SimpleNamespace(devices=devices, size=1), has_library_gemms=True)
 
 
 def test_every_option_for_gpus_is_known_to_this_xla():

@@ -17,8 +17,8 @@ def head_counts(draw: st.DrawFn) -> tuple[int, int, int]:
     """Query heads, KV heads, and a degree that divides the query heads."""
     num_kv_heads = draw(st.integers(1, 12))
     num_query_heads = num_kv_heads * draw(st.integers(1, 12))
-    degrees = [degree for degree in range(1, num_query_heads + 1) if num_query_heads % degree == 0]
-    return num_query_heads, num_kv_heads, draw(st.sampled_from(degrees))
+    tp_sizes = [tp_size for tp_size in range(1, num_query_heads + 1) if num_query_heads % tp_size == 0]
+    return num_query_heads, num_kv_heads, draw(st.sampled_from(tp_sizes))
 
 
 @given(head_counts())

@@ -15,7 +15,7 @@ from meshserve.runtime.cluster.stream_server import Leader
 from meshserve.runtime.cluster.watchdog import Limits, Watch
 from meshserve.runtime.engine.engine import Runner
 from meshserve.runtime.program.batch import Bucket
-from meshserve.runtime.program.control_batch import Sampled
+from meshserve.runtime.program.processor_batch import Sampled
 from tests.waiting import WAIT_SECONDS, wait_for
 
 BUCKET = Bucket(4, 2, 1, is_decode=True)
@@ -35,8 +35,8 @@ class FakeRunner:
         self.told.append(("run", bucket, packed.tolist(), packed.dtype))
         return packed[:2] + self._offset
 
-    def set_control_row(self, row, history, bias):
-        self.told.append(("set_control_row", row, history.tolist(), bias.tolist(), bias.dtype))
+    def set_slot_adjustments(self, row, history, bias):
+        self.told.append(("set_slot_adjustments", row, history.tolist(), bias.tolist(), bias.dtype))
 
     def sample(self, packed, masks=None):
         self.told.append(("sample", packed.tolist(), None if masks is None else (masks.tolist(), masks.shape)))
@@ -79,7 +79,7 @@ def test_the_follower_is_told_what_the_leader_is_told():
     pair = Pair()
     pair.runner.set_page_row(np.arange(3, dtype=np.int32))
     tokens = pair.runner.run(BUCKET, np.arange(5, dtype=np.int32))
-    pair.runner.set_control_row(1, np.zeros(2, np.int32), np.ones(2, np.float32))
+    pair.runner.set_slot_adjustments(1, np.zeros(2, np.int32), np.ones(2, np.float32))
     pair.runner.sample(np.arange(4, dtype=np.int32))
     pair.runner.sample(np.arange(4, dtype=np.int32), np.full((2, 3), 2**32 - 1, np.uint32))
     pair.wait(5)

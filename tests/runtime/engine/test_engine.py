@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 from meshserve.runtime.api.request import DEFAULT_OPTIONS, FinishReason, Load, Output, SamplingParams
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.program.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
-from meshserve.runtime.program.control_batch import ControlBuilder, ControlShape, Logprobs, Sampled
+from meshserve.runtime.program.processor_batch import Logprobs, ProcessorBatchBuilder, ProcessorShape, Sampled
 from meshserve.runtime.scheduler import running
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
@@ -58,17 +58,17 @@ class Device:
         self._last_tokens = np.zeros(max_running + 1, np.int32)  # the last row is for padding
         self._changed = threading.Condition()
 
-    def set_page_row(self, page_row: np.ndarray) -> None:
+    def set_page_row(self, page_slot: np.ndarray) -> None:
         """This device has no pages: a token follows from the one before it."""
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> "Tokens":
         step = sum(event.startswith("dispatch") for event in self.events)
         self.note(f"dispatch {step}")
         fields = {name: packed[place] for name, place in bucket.fields.items()}
-        on_device = self._last_tokens[fields["rows"][fields["token_request"]]]
+        on_device = self._last_tokens[fields["slots"][fields["token_request"]]]
         token_ids = np.where(fields["token_ids"] == ON_DEVICE, on_device, fields["token_ids"])
         sampled = (token_ids[fields["last_index"]] + 1) % VOCAB_SIZE
-        self._last_tokens[fields["rows"]] = self._sampled = sampled
+        self._last_tokens[fields["slots"]] = self._sampled = sampled
         low, high = (int(fields[name].view(np.uint32)[0]) for name in ("seed_low", "seed_high"))
         self.seeds.append(low + (high << 32))
         return Tokens(self, step, sampled)
@@ -77,14 +77,14 @@ class Device:
         """The tokens of the last step, or the lowest that the masks allow instead."""
         step = sum(event.startswith("dispatch") for event in self.events) - 1
         self.note(f"sample {step}")
-        shape = next(shape for size in range(1, 9) if (shape := ControlShape(size)).size == len(packed))
-        rows = packed[shape.fields["rows"]][: len(self._sampled)]
+        shape = next(shape for size in range(1, 9) if (shape := ProcessorShape(size)).size == len(packed))
+        slots = packed[shape.fields["slots"]][: len(self._sampled)]
         bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little") if masks is not None else []
         sampled = self._sampled.copy()
         for index, allowed in enumerate(bits):
             if not allowed[sampled[index]]:
                 sampled[index] = np.flatnonzero(allowed)[0]
-        self._last_tokens[rows] = sampled
+        self._last_tokens[slots] = sampled
         return Sampled(Tokens(self, step, sampled), None)
 
     def note(self, event: str) -> None:
@@ -149,7 +149,7 @@ class Serving:
                 buckets,
                 **sizes,
                 max_request_pages=16,
-                controls=ControlBuilder(
+                processors=ProcessorBatchBuilder(
                     max_running=values["max_running"], vocab_size=VOCAB_SIZE, eos_token_ids=frozenset(eos.encode())
                 ),
             ),
@@ -583,7 +583,7 @@ def test_nothing_comes_after_the_end_that_a_failure_brings(start: Start):
 
 
 def test_callers_hear_which_gpu_did_not_answer(start: Start, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peers_gpu, "complaint", lambda: "waited in vain: GPU 2 for GPU 1")
+    monkeypatch.setattr(p2p_gpu, "complaint", lambda: "waited in vain: GPU 2 for GPU 1")
     serving = start()
     serving.device.fails_at = "collect 0"
     serving.submit("runs", max_tokens=9)

@@ -11,7 +11,7 @@ import pytest
 from meshserve.runtime.commands.cli import main
 from tests import checkpoints
 
-DEGREES = (1, 2, 4, 8)
+TP_SIZES = (1, 2, 4, 8)
 # 4 tokens a step: prompts come in many chunks, beside decodes. The cache is too small for all, so some are preempted.
 OPTIONS = ("--dtype=float32", "--max-running=4", "--max-step-tokens=4", "--page-size=16", "--num-pages=14")
 MAX_TOKENS = 10
@@ -75,7 +75,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_they_are_those_of_hugging_face(tp: int, model: Path, answers) -> None:
     for prompt, answer in zip(PROMPTS, answers[tp], strict=False):
         tokens = [*prompt, *answer["token_ids"]]
@@ -94,7 +94,7 @@ def test_they_are_those_of_hugging_face(tp: int, model: Path, answers) -> None:
                 assert abs(value - expected[at, token_id]) < 1e-4
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_a_shared_prompt_is_computed_again_for_its_log_probabilities(tp: int, answers) -> None:
     first, second = answers[tp][-2:]
     expected = answers[tp][len(PROMPTS) - 1]["prompt_logprobs"]
@@ -106,7 +106,7 @@ def test_a_shared_prompt_is_computed_again_for_its_log_probabilities(tp: int, an
 
 
 def test_the_degree_does_not_change_a_token(answers) -> None:
-    for tp in DEGREES[1:]:
+    for tp in TP_SIZES[1:]:
         assert [answer["token_ids"] for answer in answers[tp]] == [answer["token_ids"] for answer in answers[1]]
 
 

@@ -12,7 +12,7 @@ from meshserve.runtime.startup.launch import launch
 NUM_STEPS = 3
 CONFIG = ServeConfig(
     model="demo", max_running=1, max_step_tokens=1, max_decode_steps=NUM_STEPS, num_pages=8,
-    dtype="float32", decode_layers="reference", prefix_cache=False, controls=False, cache_dir="",
+    dtype="float32", decode_layers="reference", prefix_cache=False, processors=False, cache_dir="",
 )  # fmt: skip
 PARAMS = {"temperature": 0.9, "top_p": 0.8, "min_p": 0.01}
 
@@ -29,7 +29,7 @@ def sample(runner: StepRunner, bucket: Bucket, mode: SamplingMode, position: int
     fields["token_ids"][:] = 40 if position == 0 else ON_DEVICE
     fields["positions"][:] = position
     fields["sample_position"][:] = position + 1
-    fields["page_row"][:] = 0 if position == 0 else 1  # row 1 is no request's: nothing is new
+    fields["page_slot"][:] = 0 if position == 0 else 1  # row 1 is no request's: nothing is new
     fields["page"][:] = 1
     for name in PARAM_FIELDS:
         fields[name][:] = np.float32(PARAMS[name]).view(np.int32) if name in PARAMS else 7

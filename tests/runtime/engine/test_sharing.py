@@ -154,7 +154,7 @@ def test_shared_pages_are_free_when_the_last_holder_ends():
     scheduler.audit()
     assert pages.num_free_pages == 32 - 3
     scheduler.finish(second, FinishReason.CANCELLED, 0.0)
-    assert (pages.num_free_pages, pages.num_kept_pages) == (32, 2)
+    assert (pages.num_free_pages, pages.num_evictable_pages) == (32, 2)
 
 
 def test_without_the_cache_nothing_is_kept():
@@ -162,7 +162,7 @@ def test_without_the_cache_nothing_is_kept():
     for seed in (1, 2):
         simulation.add(make_request(seed, prompt=PROMPT))
         simulation.drain()
-    assert (simulation.num_prefill_tokens, simulation.allocator.num_kept_pages) == (20, 0)
+    assert (simulation.num_prefill_tokens, simulation.allocator.num_evictable_pages) == (20, 0)
 
 
 @pytest.mark.parametrize(("has_prefix_cache", "num_tokens"), [(False, 64 * 1016), (True, 1000 + 64 * 16)])

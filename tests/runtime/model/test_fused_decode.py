@@ -14,10 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 from meshserve.benchmarks.engine import scaling
 from meshserve.kernels import paged_attention
 from meshserve.kernels.decode_layers import LayerWeights, reference
+from meshserve.kernels.p2p import MAX_BYTES, P2PGroup, takes_sum
+from meshserve.kernels.p2p import gpu as p2p_gpu
+from meshserve.kernels.p2p import reference as p2p_reference
 from meshserve.kernels.paged_attention import PagedBatch
-from meshserve.kernels.peers import MAX_BYTES, Peers, takes_sum
-from meshserve.kernels.peers import gpu as peers_gpu
-from meshserve.kernels.peers import reference as peers_reference
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.model import fused_decode
 from meshserve.runtime.model.published_sizes import named_model
@@ -38,13 +38,13 @@ class Watched:
     def __getattr__(self, name: str):
         def call(*arguments, **options):
             self.calls.append(name)
-            self.peers = getattr(options.get("settings"), "peers", None)
+            self.p2p = getattr(options.get("settings"), "p2p", None)
             return getattr(reference, name)(*arguments, **options)
 
         return call
 
 
-def run(mesh: Mesh, peers: Peers | None, num_tokens: int = 3) -> tuple[Watched, np.ndarray]:
+def run(mesh: Mesh, p2p: P2PGroup | None, num_tokens: int = 3) -> tuple[Watched, np.ndarray]:
     """Two small layers of that config's head dimension over the mesh: what was called, and every device's result."""
     config, watched = CONFIG.__class__(**{**vars(CONFIG), "num_layers": 2}), Watched()
     num_groups, embed, mlp, head_dim = 4, 256, 256, CONFIG.head_dim
@@ -68,7 +68,7 @@ def run(mesh: Mesh, peers: Peers | None, num_tokens: int = 3) -> tuple[Watched, 
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     batch = PagedBatch(tokens % 16, tokens, tokens[:, None])
     program = jax.shard_map(
-        partial(fused_decode.run_layers, config, batch=batch, kernels=watched, peers=peers),
+        partial(fused_decode.run_layers, config, batch=batch, kernels=watched, p2p=p2p),
         mesh=mesh,
         in_specs=(specs, PartitionSpec(), cache_spec),
         out_specs=(PartitionSpec(TENSOR_AXIS), cache_spec),
@@ -84,16 +84,16 @@ PARTS = ["qkv", "attention", "output", "gate_up", "down"] * 2
 def test_one_device_makes_one_call() -> None:
     watched, _ = run(make_mesh(1), None)
     assert watched.calls == ["decode_layers"]
-    assert watched.peers is None
+    assert watched.p2p is None
 
 
 def test_peers_make_one_call_each_and_others_a_call_a_part() -> None:
-    mesh, peers = make_mesh(2), Peers(axis=TENSOR_AXIS, ordinals=(0, 1))
+    mesh, p2p = make_mesh(2), P2PGroup(axis=TENSOR_AXIS, ordinals=(0, 1))
     _, alone = run(make_mesh(1), None)
-    as_peers, together = run(mesh, peers)
+    as_p2p_group, together = run(mesh, p2p)
     by_parts, apart = run(mesh, None)
-    assert as_peers.calls == ["decode_layers"]
-    assert as_peers.peers is peers
+    assert as_p2p_group.calls == ["decode_layers"]
+    assert as_p2p_group.p2p is p2p
     assert by_parts.calls == PARTS
     for rows in (together[0], together[1], apart[0], apart[1]):
         np.testing.assert_allclose(rows, alone[0], rtol=2e-4, atol=2e-4)
@@ -101,31 +101,31 @@ def test_peers_make_one_call_each_and_others_a_call_a_part() -> None:
 
 def test_more_than_peers_add_up_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decode, "MAX_BYTES", 3 * 256 * 4 - 1)
-    watched, _ = run(make_mesh(2), Peers(axis=TENSOR_AXIS, ordinals=(0, 1)))
+    watched, _ = run(make_mesh(2), P2PGroup(axis=TENSOR_AXIS, ordinals=(0, 1)))
     assert watched.calls == PARTS
 
 
 @pytest.mark.parametrize(
-    ("tp", "num_bytes", "dtype", "is_by_peers"),
+    ("tp", "num_bytes", "dtype", "is_by_p2p"),
     [(4, 64, "bfloat16", True), (4, 2 << 20, "bfloat16", True), (4, (2 << 20) + 64, "bfloat16", False),
      (2, (2 << 20) + 64, "bfloat16", True), (2, (64 << 20) + 64, "bfloat16", False), (8, 64, "bfloat16", False),
      (4, 8, "bfloat16", False), (4, 64, "float32", False)],
 )  # fmt: skip
-def test_all_reduce_takes_peers_where_they_are_faster(tp: int, num_bytes: int, dtype: str, is_by_peers: bool) -> None:
+def test_all_reduce_takes_peers_where_they_are_faster(tp: int, num_bytes: int, dtype: str, is_by_p2p: bool) -> None:
     seen = []
 
-    def peer_sum(x: jax.Array) -> jax.Array:
+    def p2p_all_reduce(x: jax.Array) -> jax.Array:
         seen.append(x.nbytes)
         return jax.lax.psum(x, TENSOR_AXIS)
 
     def add(x: jax.Array) -> jax.Array:
-        return all_reduce(x, peer_sum)
+        return all_reduce(x, p2p_all_reduce)
 
     x = jnp.ones(num_bytes // jnp.dtype(dtype).itemsize, dtype)
     spec = PartitionSpec()
     program = jax.shard_map(add, mesh=make_mesh(tp), in_specs=spec, out_specs=spec, check_vma=False)
     assert (np.asarray(jax.jit(program)(x), np.float32) == tp).all()
-    assert seen == ([num_bytes] if is_by_peers else [])
+    assert seen == ([num_bytes] if is_by_p2p else [])
 
 
 @pytest.mark.parametrize(
@@ -139,19 +139,19 @@ def test_long_sums_are_cut_into_a_part_a_rank(num_bytes: int, num_ranks: int, is
 
 @pytest.mark.parametrize(
     ("operation", "shape", "dtype", "reason"),
-    [(peers_gpu.peer_sum, (MAX_BYTES,), "bfloat16", r"a sum of bfloat16\[2097152\] over 3 GPUs.* 2 or 4 GPUs alone"),
-     (peers_gpu.peer_sum, (64,), "float32", "it takes bfloat16 in multiples of 8 bytes"),
-     (peers_gpu.peer_exchange, (MAX_BYTES // 4 + 2,), "int32", "at most 2097152 of them")],
+    [(p2p_gpu.p2p_all_reduce, (MAX_BYTES,), "bfloat16", r"a sum of bfloat16\[2097152\] over 3 GPUs.* 2 or 4 GPUs alone"),
+     (p2p_gpu.p2p_all_reduce, (64,), "float32", "it takes bfloat16 in multiples of 8 bytes"),
+     (p2p_gpu.p2p_all_gather, (MAX_BYTES // 4 + 2,), "int32", "at most 2097152 of them")],
 )  # fmt: skip
 def test_what_peers_do_not_take_is_refused_with_a_reason(
     operation: Callable[..., jax.Array], shape: tuple[int, ...], dtype: str, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        operation(jnp.zeros(shape, dtype), Peers(axis=TENSOR_AXIS, ordinals=(0, 1, 2)))
+        operation(jnp.zeros(shape, dtype), P2PGroup(axis=TENSOR_AXIS, ordinals=(0, 1, 2)))
 
 
 def test_peers_that_cannot_be_are_refused_by_name() -> None:
-    config = ServeConfig(model="random", tp=2, all_reduce="peers")
+    config = ServeConfig(model="random", tp=2, all_reduce="p2p")
     mesh = make_mesh(2)
     with pytest.raises(ValueError, match=r"--all-reduce peers cannot serve here: .* a cpu device. Take xla"):
         choose_kernels(config, CONFIG, mesh)
@@ -165,9 +165,9 @@ def test_a_step_through_peers_samples_what_xla_samples() -> None:
         num_layers=2, embed_dim=128, mlp_dim=128, num_kv_heads=4, num_query_heads=8, vocab_size=512, is_tied=False,
     )  # fmt: skip
     kernels = Kernels(attend=paged_attention.implementation("reference"), decode=reference)
-    peers = Peers(axis=TENSOR_AXIS, ordinals=(0, 1))
+    p2p = P2PGroup(axis=TENSOR_AXIS, ordinals=(0, 1))
     tokens = []
-    for used in (kernels, dataclasses.replace(kernels, peers=peers, peer_operations=peers_reference)):
+    for used in (kernels, dataclasses.replace(kernels, p2p=p2p, p2p_operations=p2p_reference)):
         runner, packed = scaling.make_runner(options, model, make_mesh(2), used, batch=3)
         tokens.append([np.asarray(runner.run(scaling.bucket_of(3), packed)).tolist() for _ in range(4)])
     assert tokens[0] == tokens[1]

@@ -67,7 +67,7 @@ def test_a_program_compiles_in_place_with_its_kernels_and_all_reduces(slice_name
     planner = check_tpu.planner("qwen3-8b", slice_name)
     server = DryServer.on(planner.target, planner.model)
     shape = planner.cache_shape(planner.plan().served_pages)
-    report = server.report(key, server.programs(planner.buckets, shape, has_controls=True)[key])
+    report = server.report(key, server.programs(planner.buckets, shape, has_processors=True)[key])
     assert program_faults(planner, report, server.cache_bytes(shape)) == []
     assert report.peak_bytes < planner.target.chip.hbm_bytes
 
@@ -87,7 +87,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     """With steps of so few tokens that sampling under controls needs more than any of them."""
 
     def choose(*args):
-        return dataclasses.replace(choose_kernels(*args), keeps_outputs=request.param)
+        return dataclasses.replace(choose_kernels(*args), has_output_buffers=request.param)
 
     config = ServeConfig(model="demo", tp=2, max_running=64, max_step_tokens=64, dtype="float32", cache_dir="")
     files, num_compiles, kept = find_model("demo"), 0, []
@@ -121,13 +121,13 @@ def test_a_server_compiles_what_is_declared_and_nothing_else(start):
         dtype=jnp.dtype("float32"),
     )
     shape = CacheShape(num_pages=8, page_size=config.page_size, max_running=config.max_running, max_request_pages=16)
-    declared = server.programs(server_buckets(config), shape, has_controls=True)
+    declared = server.programs(server_buckets(config), shape, has_processors=True)
     assert start.num_compiles == len(declared) + 1, "the largest step twice: first with one page, to size the cache"
 
 
 def test_the_cache_leaves_room_for_every_program(start):
     figures = start.runner.figures
-    assert start.kept_bytes == figures.scratch_bytes + figures.control_bytes + (start.config.reserve_mib << 20)
+    assert start.kept_bytes == figures.scratch_bytes + figures.processor_bytes + (start.config.reserve_mib << 20)
 
 
 def test_sampling_under_controls_may_need_more_than_a_step(start):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from meshserve.kernels.peers import Peers, check, reference
-from meshserve.kernels.peers import gpu as peers_gpu
+from meshserve.kernels.p2p import P2PGroup, check, reference
+from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.model.published_sizes import named_model
@@ -26,8 +26,8 @@ def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = 
 @pytest.mark.parametrize(
     ("case", "all_reduce"),
     [
-        ({}, "peers"),
-        ({"num_devices": 2}, "peers"),
+        ({}, "p2p"),
+        ({"num_devices": 2}, "p2p"),
         ({"num_devices": 1}, "xla"),
         ({"num_devices": 8}, "xla"),  # not measured
         ({"platform": "tpu"}, "xla"),
@@ -36,7 +36,7 @@ def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = 
         ({"decode_layers": "off"}, "xla"),
         ({"coordinator": "host:1"}, "xla"),
         ({"all_reduce": "xla"}, "xla"),
-        ({"num_devices": 8, "all_reduce": "peers"}, "peers"),
+        ({"num_devices": 8, "all_reduce": "p2p"}, "p2p"),
     ],
     ids=str,
 )
@@ -48,13 +48,13 @@ def test_gpus_of_one_process_with_our_layers_are_peers(case: dict[str, object], 
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """GPUs of one host, played by CPU devices: they are peers, and add up right."""
     monkeypatch.setattr(kernel_selection, "named_kernels", lambda config, *_, **__: named())
-    peers = lambda _, devices: Peers(axis=TENSOR_AXIS, ordinals=tuple(range(len(devices))))  # noqa: E731
-    monkeypatch.setattr(kernel_selection.peers_gpu, "open_peers", peers)
-    monkeypatch.setattr(kernel_selection.peers_gpu, "peer_sum", reference.peer_sum)
+    p2p = lambda _, devices: P2PGroup(axis=TENSOR_AXIS, ordinals=tuple(range(len(devices))))  # noqa: E731
+    monkeypatch.setattr(kernel_selection.p2p_gpu, "open_p2p_group", p2p)
+    monkeypatch.setattr(kernel_selection.p2p_gpu, "p2p_all_reduce", reference.p2p_all_reduce)
     monkeypatch.setattr(kernel_selection, "_tried_sums", {})
-    kernel_selection._peers_refusal.cache_clear()
+    kernel_selection._p2p_refusal.cache_clear()
     yield monkeypatch
-    kernel_selection._peers_refusal.cache_clear()
+    kernel_selection._p2p_refusal.cache_clear()
 
 
 def all_reduce_here(num_devices: int = 4, *, is_start: bool = True) -> str:
@@ -63,10 +63,10 @@ def all_reduce_here(num_devices: int = 4, *, is_start: bool = True) -> str:
 
 
 def test_gpus_that_are_no_peers_add_up_by_xla(host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(*_: object) -> Peers:
-        raise peers_gpu.PeersError("no peer access")
+    def refuse(*_: object) -> P2PGroup:
+        raise p2p_gpu.P2PError("no peer access")
 
-    host.setattr(kernel_selection.peers_gpu, "open_peers", refuse)
+    host.setattr(kernel_selection.p2p_gpu, "open_p2p_group", refuse)
     with caplog.at_level(logging.WARNING):
         assert all_reduce_here() == "xla"
     assert "the GPUs cannot be peers, and XLA's sums are slower: no peer access" in caplog.text
@@ -75,17 +75,17 @@ def test_gpus_that_are_no_peers_add_up_by_xla(host: pytest.MonkeyPatch, caplog: 
 def test_a_start_tries_sums_once_and_a_change_of_degree_none(host: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     host.setattr(kernel_selection.check, "num_wrong_elements", lambda mesh, *_: tried.append(mesh.size) or 0)
-    assert (all_reduce_here(4), all_reduce_here(4), all_reduce_here(2, is_start=False)) == ("peers",) * 3
+    assert (all_reduce_here(4), all_reduce_here(4), all_reduce_here(2, is_start=False)) == ("p2p",) * 3
     assert tried == [4]
 
 
 def test_after_wrong_sums_xla_adds_up_at_every_degree(
     host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def late(x: jax.Array, peers: Peers) -> jax.Array:
-        return jax.numpy.where(jax.lax.axis_index(TENSOR_AXIS) == 2, x, reference.peer_sum(x, peers))
+    def late(x: jax.Array, p2p: P2PGroup) -> jax.Array:
+        return jax.numpy.where(jax.lax.axis_index(TENSOR_AXIS) == 2, x, reference.p2p_all_reduce(x, p2p))
 
-    host.setattr(kernel_selection.peers_gpu, "peer_sum", late)
+    host.setattr(kernel_selection.p2p_gpu, "p2p_all_reduce", late)
     with caplog.at_level(logging.WARNING):
         assert all_reduce_here() == "xla"
     assert "elements of sums were wrong" in caplog.text
@@ -97,11 +97,11 @@ def test_gpus_that_stop_in_a_sum_end_the_start_with_a_way_out(host: pytest.Monke
         raise jax.errors.JaxRuntimeError("INTERNAL: launch failed")
 
     host.setattr(kernel_selection.check, "num_wrong_elements", stop)
-    host.setattr(kernel_selection.peers_gpu, "complaint", lambda: "waited in vain: GPU 0 for GPU 1")
+    host.setattr(kernel_selection.p2p_gpu, "complaint", lambda: "waited in vain: GPU 0 for GPU 1")
     with pytest.raises(ConfigError, match="waited in vain: GPU 0 for GPU 1. Start with --all-reduce xla."):
         all_reduce_here()
 
 
 def test_the_reference_of_peers_adds_up() -> None:
-    peers = Peers(axis=TENSOR_AXIS, ordinals=(0, 1))
-    assert check.num_wrong_elements(make_mesh(2), peers, reference, max_bytes=1 << 20) == 0
+    p2p = P2PGroup(axis=TENSOR_AXIS, ordinals=(0, 1))
+    assert check.num_wrong_elements(make_mesh(2), p2p, reference, max_bytes=1 << 20) == 0

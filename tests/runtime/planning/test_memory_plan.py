@@ -13,7 +13,7 @@ from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.model.qwen3 import Kernels, abstract_model
 from meshserve.runtime.planning.memory_plan import output_bytes, weight_bytes
 from meshserve.runtime.program.batch import server_buckets
-from meshserve.runtime.program.output_buffers import kept_shapes
+from meshserve.runtime.program.output_buffers import output_buffer_shapes
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.sharding.layout import shard_layout
 from meshserve.sharding.memory import shard_bytes
@@ -29,7 +29,7 @@ def test_what_a_device_holds_adds_up(capsys):
     found = plan(capsys, "--model=qwen3-8b", "--target=v6e:2x4", "--page-size=128")
     assert found["tp"] == 8
     assert found["page_bytes"] == 36 * 1 * 2 * 128 * 128 * 2
-    names = ("weight_bytes", "scratch_bytes", "control_bytes")
+    names = ("weight_bytes", "scratch_bytes", "processor_bytes")
     used = sum(found[name] for name in names) + found["max_pages"] * found["page_bytes"]
     assert 0 <= found["limit_bytes"] - used < found["page_bytes"]
     assert found["served_pages"] < found["max_pages"]
@@ -53,8 +53,8 @@ def test_what_steps_keep_is_planned_as_it_is_allocated():
     layout = model_layout(model, 4)
     buckets = server_buckets(ServeConfig(decode_layers="cuda", max_running=256, max_step_tokens=4096))
     _, params = abstract_model(model, layout, dtype)
-    kernels = Kernels(attend=implementation("reference"), keeps_outputs=True)
-    allocated = shard_bytes(kept_shapes(kernels, params, buckets, make_mesh(4)))
+    kernels = Kernels(attend=implementation("reference"), has_output_buffers=True)
+    allocated = shard_bytes(output_buffer_shapes(kernels, params, buckets, make_mesh(4)))
     assert output_bytes(model, layout, buckets, dtype) == allocated > 100 << 20
 
 
@@ -128,19 +128,19 @@ def test_the_best_degree_is_the_one_with_the_most_tokens(capsys):
     small = plan(capsys, "--model=qwen3-0.6b", "--target=h200:4")
     assert small["best_tp"] == 1 and "It does not fit" not in small["reason"]
     large = plan(capsys, "--model=qwen3-32b", "--target=h100:4")
-    by_degree = {item["tp"]: item for item in large["degrees"]}
-    assert by_degree[1]["num_requests"] == 0 and "short of a single KV page" in by_degree[1]["reason"]
-    assert large["best_tp"] == max(by_degree, key=lambda tp: by_degree[tp]["tokens_per_second"]) != 1
+    by_tp_size = {item["tp"]: item for item in large["tp_sizes"]}
+    assert by_tp_size[1]["num_requests"] == 0 and "short of a single KV page" in by_tp_size[1]["reason"]
+    assert large["best_tp"] == max(by_tp_size, key=lambda tp: by_tp_size[tp]["tokens_per_second"]) != 1
     assert "It does not fit at tp 1" in large["reason"]
-    for item in (by_degree[2], by_degree[4]):
+    for item in (by_tp_size[2], by_tp_size[4]):
         assert item["num_replicas"] * item["tp"] == 4
-    assert by_degree[4]["step_seconds"] < by_degree[2]["step_seconds"]
+    assert by_tp_size[4]["step_seconds"] < by_tp_size[2]["step_seconds"]
 
 
 def test_sums_are_reckoned_as_the_devices_would_make_them(capsys):
     """Peers are two or four GPUs; a degree of eight is not the fastest by what four would take."""
     ours, xla = (plan(capsys, "--model=qwen3-8b", "--target=h200:8", *flag) for flag in ((), ("--all-reduce=xla",)))
-    ours, xla = ({item["tp"]: item["step_seconds"] for item in found["degrees"]} for found in (ours, xla))
+    ours, xla = ({item["tp"]: item["step_seconds"] for item in found["tp_sizes"]} for found in (ours, xla))
     assert xla[4] - ours[4] == pytest.approx(73 * 14e-6)
     assert xla[8] == ours[8] > ours[4]
 
@@ -172,7 +172,7 @@ def test_a_real_start_holds_what_was_planned(tp, dtype, capsys):
 def test_a_plan_that_is_wrong_is_noticed(tmp_path, capsys):
     log = tmp_path / "log"
     log.write_text(
-        'x INFO each device holds: {"limit_bytes": 0, "weight_bytes": 4000000, "scratch_bytes": 0, "control_bytes": 0, '
+        'x INFO each device holds: {"limit_bytes": 0, "weight_bytes": 4000000, "scratch_bytes": 0, "processor_bytes": 0, '
         '"page_bytes": 24576, "num_pages": 10000, "num_programs": 10}\n'
     )
     assert plan_check.main(["--model=demo", "--target=cpu:8", "--tp=4", f"--log={log}"]) == 1

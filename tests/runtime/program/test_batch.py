@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshserve.runtime.api.errors import InvalidRequestError
 from meshserve.runtime.api.request import FinishReason, Request, SamplingMode, SamplingParams
 from meshserve.runtime.program.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket, declare_buckets
-from meshserve.runtime.program.control_batch import SAMPLES, ControlBuilder, ControlShape
+from meshserve.runtime.program.processor_batch import SAMPLES, ProcessorBatchBuilder, ProcessorShape
 from meshserve.runtime.scheduler.limits import MAX_FUSED_TOKENS, SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
@@ -31,8 +31,8 @@ class Loop:
         self.buckets = declare_buckets(
             max_step_tokens=limits.max_step_tokens, max_decode_steps=limits.max_decode_steps, **sizes
         )
-        controls = ControlBuilder(max_running=limits.max_running, vocab_size=1000, eos_token_ids=frozenset())
-        self.builder = BatchBuilder(self.buckets, **sizes, max_request_pages=16, controls=controls)
+        processors = ProcessorBatchBuilder(max_running=limits.max_running, vocab_size=1000, eos_token_ids=frozenset())
+        self.builder = BatchBuilder(self.buckets, **sizes, max_request_pages=16, processors=processors)
         self.page_rows: list[list[int]] = []  # of the last step
         self.plan: StepPlan | None = None
 
@@ -44,7 +44,7 @@ class Loop:
         """The next step: its bucket and fields."""
         self.plan = self.scheduler.plan(0.0)
         assert self.plan is not None
-        bucket, packed, page_rows, self.controls = self.builder.build(self.plan)
+        bucket, packed, page_rows, self.processors = self.builder.build(self.plan)
         self.page_rows = [page_row.tolist() for page_row in page_rows]
         assert packed.dtype == np.int32 and packed.shape == (bucket.size,)
         return bucket, {name: packed[place] for name, place in bucket.fields.items()}
@@ -54,8 +54,8 @@ class Loop:
             self.scheduler.account(plan, tokens, 0.0, step)
 
 
-def no_controls(max_running: int = 64) -> ControlBuilder:
-    return ControlBuilder(max_running=max_running, vocab_size=1000, eos_token_ids=frozenset())
+def no_processors(max_running: int = 64) -> ProcessorBatchBuilder:
+    return ProcessorBatchBuilder(max_running=max_running, vocab_size=1000, eos_token_ids=frozenset())
 
 
 def new_pages(fields: dict[str, np.ndarray], max_running: int = 3) -> list[tuple[int, int, int]]:
@@ -215,7 +215,9 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
     buckets = declare_buckets(**limits, max_decode_steps=max_decode_steps, has_decode_kernels=True)
     mixed = [bucket for bucket in buckets if not bucket.is_decode]
     assert min(bucket.num_tokens for bucket in mixed) == min(64, max_step_tokens)
-    builder = BatchBuilder(buckets, max_running=max_running, page_size=32, max_request_pages=4, controls=no_controls())
+    builder = BatchBuilder(
+        buckets, max_running=max_running, page_size=32, max_request_pages=4, processors=no_processors()
+    )
     chunk = Chunk(make_request(1), 0, 1, True)
     for num_tokens in range(1, max_step_tokens + 1):
         num_decodes = min(num_tokens, max_running) - 1
@@ -267,7 +269,7 @@ def test_a_plan_beyond_every_bucket_is_our_own_fault():
         max_running=3,
         page_size=4,
         max_request_pages=16,
-        controls=ControlBuilder(max_running=3, vocab_size=1000, eos_token_ids=frozenset()),
+        processors=ProcessorBatchBuilder(max_running=3, vocab_size=1000, eos_token_ids=frozenset()),
     )
     with pytest.raises(AssertionError, match="no bucket holds 10 tokens and 1 samples"):
         small.build(loop.scheduler.plan(0.0))
@@ -313,6 +315,6 @@ def test_a_row_forgets_what_its_last_holder_wanted():
     loop.add(newcomer, other)
     loop.step()
     assert [request.row for request in loop.plan.requests] == [0, 1]
-    packed = loop.controls.packed
-    shape = next(shape for size in range(1, 4) if (shape := ControlShape(size)).size == len(packed))
+    packed = loop.processors.packed
+    shape = next(shape for size in range(1, 4) if (shape := ProcessorShape(size)).size == len(packed))
     assert packed[shape.fields["flags"]].tolist()[:2] == [SAMPLES, SAMPLES]

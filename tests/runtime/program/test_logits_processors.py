@@ -12,24 +12,24 @@ from jax.sharding import PartitionSpec
 
 from meshserve.runtime.api.request import SamplingMode
 from meshserve.runtime.program import logits_processors
-from meshserve.runtime.program.control_batch import (
+from meshserve.runtime.program.logits_processors import ProcessorState
+from meshserve.runtime.program.processor_batch import (
     ADJUSTS,
     ENDS,
     IN_PROMPT,
     MUST_GO_ON,
     SAMPLES,
-    ControlShape,
-    control_sizes,
+    ProcessorShape,
     next_size,
+    processor_sizes,
 )
-from meshserve.runtime.program.logits_processors import ControlState
 from meshserve.runtime.program.sampling import sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
-DEGREES = (1, 4, 8)
+TP_SIZES = (1, 4, 8)
 NUM_ROWS, VOCAB_SIZE = 4096, 61  # divides by no degree: there is padding at TP 4 and 8
 STATE_ROWS = 3
-SHAPE = ControlShape(NUM_ROWS)
+SHAPE = ProcessorShape(NUM_ROWS)
 NO_ROW = STATE_ROWS
 CHEATING_LOGIT = 1e9  # of the padding
 VOCAB = PartitionSpec(None, TENSOR_AXIS)
@@ -37,10 +37,10 @@ ANY = PartitionSpec()
 
 
 @functools.cache
-def program(tp: int, vocab_size: int = VOCAB_SIZE, shape: ControlShape = SHAPE):
-    state = ControlState(VOCAB, VOCAB)
+def program(tp: int, vocab_size: int = VOCAB_SIZE, shape: ProcessorShape = SHAPE):
+    state = ProcessorState(VOCAB, VOCAB)
     choose = functools.partial(sample, vocab_size=vocab_size, is_unrolled=False)
-    function = functools.partial(logits_processors.sample_controlled, shape=shape, vocab_size=vocab_size, choose=choose)
+    function = functools.partial(logits_processors.sample_processed, shape=shape, vocab_size=vocab_size, choose=choose)
     return jax.jit(
         jax.shard_map(
             function,
@@ -94,7 +94,7 @@ class Case:
             weights[order[np.argmax(mass >= self.top_p) + 1 :]] = 0.0
         return weights / weights.sum()
 
-    def packed(self, shape: ControlShape, seeds: np.ndarray, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def packed(self, shape: ProcessorShape, seeds: np.ndarray, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         packed = np.zeros(shape.size, np.int32)
         flags = SAMPLES | ADJUSTS | (MUST_GO_ON if self.must_go_on else 0)
         seed = seeds.astype(np.uint64)
@@ -116,16 +116,16 @@ class Case:
             packed[shape.fields[name]][: len(value)] = value
         return packed
 
-    def run(self, tp: int, seeds, positions, num_rows: int = NUM_ROWS) -> tuple[ControlState, np.ndarray, object]:
+    def run(self, tp: int, seeds, positions, num_rows: int = NUM_ROWS) -> tuple[ProcessorState, np.ndarray, object]:
         """Draws for requests that all have this case's row of the state."""
-        state_row, shape = 1, ControlShape(num_rows)
+        state_row, shape = 1, ProcessorShape(num_rows)
         num_local = -(-VOCAB_SIZE // tp)
         padding = num_local * tp - VOCAB_SIZE
         history, bias = np.zeros((STATE_ROWS, VOCAB_SIZE), np.int32), np.zeros((STATE_ROWS, VOCAB_SIZE), np.float32)
         history[state_row] = self.counts + IN_PROMPT * self.prompt
         history[state_row, list(self.ends)] += ENDS
         bias[state_row] = 0 if self.bias is None else self.bias
-        state = ControlState(*(np.pad(array, ((0, 0), (0, padding))) for array in (history, bias)))
+        state = ProcessorState(*(np.pad(array, ((0, 0), (0, padding))) for array in (history, bias)))
         logits = np.pad(self.logits, (0, padding), constant_values=CHEATING_LOGIT).astype(np.float32)
         logits = np.broadcast_to(logits, (num_rows, len(logits)))
         masks = np.full((num_rows, -(-VOCAB_SIZE // 32)), 2**32 - 1, np.uint32)
@@ -185,7 +185,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_come_with_their_exact_probability(tp: int, name: str, num_draws: int):
     case = new_case(**CASES[name])
@@ -222,7 +222,7 @@ def test_the_same_token_on_any_number_of_shards(name: str):
 # --- what is kept
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_tokens_are_counted_in_their_row_alone(tp: int):
     case = new_case()
     num_local = -(-VOCAB_SIZE // tp)
@@ -235,7 +235,7 @@ def test_tokens_are_counted_in_their_row_alone(tp: int):
     flags[3] &= ~ADJUSTS  # a row that keeps no history
     logits = np.zeros((NUM_ROWS, num_local * tp), np.float32)
     masks = np.full((NUM_ROWS, 2), 2**32 - 1, np.uint32)
-    state = ControlState(empty, empty.astype(np.float32))
+    state = ProcessorState(empty, empty.astype(np.float32))
     state, last_tokens, sampled = program(tp)(state, np.full(STATE_ROWS, -1, np.int32), logits, packed, masks)
     tokens = np.asarray(sampled.tokens)
     expected = np.zeros_like(empty)
@@ -244,18 +244,18 @@ def test_tokens_are_counted_in_their_row_alone(tp: int):
     assert np.asarray(last_tokens).tolist()[0] == tokens[1] and np.asarray(last_tokens).tolist()[2] == tokens[0]
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_a_row_is_set_on_every_shard(tp: int):
-    state_specs = ControlState(VOCAB, VOCAB)
+    state_specs = ProcessorState(VOCAB, VOCAB)
     set_row = jax.jit(
         jax.shard_map(
-            logits_processors.set_control_row,
+            logits_processors.set_slot_adjustments,
             mesh=make_mesh(tp),
             in_specs=(state_specs, ANY, ANY, ANY),
             out_specs=state_specs,
         )
     )
-    state = ControlState(np.zeros((3, 16), np.int32), np.ones((3, 16), np.float32))
+    state = ProcessorState(np.zeros((3, 16), np.int32), np.ones((3, 16), np.float32))
     new = set_row(state, np.array([1]), np.arange(16, dtype=np.int32), -np.arange(16, dtype=np.float32))
     np.testing.assert_array_equal(new.history[1], np.arange(16))
     np.testing.assert_array_equal(new.bias[1], -np.arange(16))
@@ -263,7 +263,7 @@ def test_a_row_is_set_on_every_shard(tp: int):
     np.testing.assert_array_equal(np.asarray(new.bias)[[0, 2]], 1)
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 @pytest.mark.parametrize("vocab_size", [61, 64, 333, 1000])
 def test_every_bit_of_a_mask_reaches_its_token(tp: int, vocab_size: int):
     num_local = -(-vocab_size // tp)
@@ -289,7 +289,7 @@ def over_shards(tp: int, vocab_size: int):
     return jax.jit(sharded)
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 @pytest.mark.parametrize("vocab_size", [7, 61, 1000, 5003])
 @pytest.mark.parametrize("has_ties", [False, True])
 def test_log_probabilities_and_the_likeliest_tokens(tp: int, vocab_size: int, has_ties: bool):
@@ -325,7 +325,7 @@ def test_log_probabilities_are_of_the_models_own_distribution():
 
 @pytest.mark.parametrize(("largest", "smallest"), [(1, 1), (3, 1), (8, 1), (64, 1), (100, 1), (48, 64), (512, 64)])
 def test_every_step_has_a_size(largest: int, smallest: int):
-    sizes = control_sizes(largest, smallest)
+    sizes = processor_sizes(largest, smallest)
     assert sizes[-1] == largest and len(sizes) <= 4 and list(sizes) == sorted(set(sizes))
     for needed in range(1, largest + 1):
         assert needed <= next_size(sizes, needed) <= max(8 * needed, smallest)

@@ -14,13 +14,13 @@ from meshserve.runtime.startup import launch
 
 CONFIG = ServeConfig(
     model="demo", tp=2, max_running=4, max_step_tokens=16, max_decode_steps=2, num_pages=8, dtype="float32",
-    controls=False, cache_dir="",
+    processors=False, cache_dir="",
 )  # fmt: skip
 
 
-def make_runner(monkeypatch: pytest.MonkeyPatch, *, keeps_outputs: bool) -> StepRunner:
+def make_runner(monkeypatch: pytest.MonkeyPatch, *, has_output_buffers: bool) -> StepRunner:
     def choose(*args: object) -> object:
-        return dataclasses.replace(choose_kernels(*args), keeps_outputs=keeps_outputs)
+        return dataclasses.replace(choose_kernels(*args), has_output_buffers=has_output_buffers)
 
     monkeypatch.setattr(launch, "choose_kernels", choose)
     return launch.launch(CONFIG, lambda outputs: None).engine.runner
@@ -29,7 +29,7 @@ def make_runner(monkeypatch: pytest.MonkeyPatch, *, keeps_outputs: bool) -> Step
 def addresses(runner: StepRunner) -> dict[tuple[str, int], list[int]]:
     return {
         key: [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-        for key, array in runner._kept.items()
+        for key, array in runner._output_buffers.items()
     }
 
 
@@ -45,17 +45,17 @@ def run_all(runner: StepRunner) -> list[list[int]]:
 
 
 def test_steps_of_all_shapes_take_turns_with_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    without, with_kept = (make_runner(monkeypatch, keeps_outputs=keeps) for keeps in (False, True))
-    assert not without._kept
-    before = addresses(with_kept)
+    without, with_buffers = (make_runner(monkeypatch, has_output_buffers=keeps) for keeps in (False, True))
+    assert not without._output_buffers
+    before = addresses(with_buffers)
     assert before.keys() == {("logits", 1), ("logits", 2), ("logits", 4)} | {("hidden", 2**n) for n in range(5)}
-    assert any(bucket.num_steps > 1 for bucket in with_kept._programs), "these keep nothing, but take their turn"
-    assert run_all(with_kept) == run_all(without)
-    assert addresses(with_kept) == before
-    assert with_kept.device_bytes > without.device_bytes
-    kept = list(with_kept._kept.values())
-    with_kept.release()
-    assert all(array.is_deleted() for array in kept)
+    assert any(bucket.num_steps > 1 for bucket in with_buffers._programs), "these keep nothing, but take their turn"
+    assert run_all(with_buffers) == run_all(without)
+    assert addresses(with_buffers) == before
+    assert with_buffers.device_bytes > without.device_bytes
+    buffers = list(with_buffers._output_buffers.values())
+    with_buffers.release()
+    assert all(array.is_deleted() for array in buffers)
 
 
 def test_the_programs_of_a_runner_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_the_programs_of_a_runner_go_with_it(monkeypatch: pytest.MonkeyPatch) ->
         gc.collect()
         return len(jax.devices()[0].client.live_executables())
 
-    runner = make_runner(monkeypatch, keeps_outputs=True)
+    runner = make_runner(monkeypatch, has_output_buffers=True)
     num_compiled, num_there = len(runner._programs), num_programs()
     del runner
     assert num_programs() <= num_there - num_compiled

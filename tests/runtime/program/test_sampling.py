@@ -16,7 +16,7 @@ from meshserve.runtime.program import sampling
 from meshserve.runtime.program.sampling import SamplingBatch
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
-DEGREES = (1, 4, 8)
+TP_SIZES = (1, 4, 8)
 NUM_ROWS, VOCAB_SIZE = 4096, 61  # the vocabulary divides by no degree: there is padding at TP 4 and 8
 CHEATING_LOGIT = 1e9  # of the padding: chosen at once by a sampler that looks there
 
@@ -125,7 +125,7 @@ def test_a_sampler_of_one_mode_gives_the_tokens_of_the_switch(mode: SamplingMode
 # --- greedy
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_greedy_takes_the_largest_and_of_equals_the_lowest_id(tp: int):
     rng = np.random.default_rng(tp)
     logits = rng.integers(-3, 4, (NUM_ROWS, VOCAB_SIZE)).astype(np.float32)  # full of ties
@@ -160,11 +160,11 @@ def awkward_logits(num_columns: int) -> np.ndarray:
 def keeper(tp: int, name: str) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
     """Logits and values of a parameter, a row each -> the same logits, what the filter drops at -inf. By the
     searches of a loop, and by those that are written out, which must agree."""
-    floor = {"top_k": sampling._top_k_floor, "top_p": sampling._top_p_floor}[name]
+    floor = {"top_k": sampling._top_k_threshold, "top_p": sampling._top_p_threshold}[name]
 
     def kept(logits: jax.Array, values: jax.Array, *, is_unrolled: bool) -> jax.Array:
         params = SamplingBatch(*[jnp.ones(len(logits))] * 7)._replace(**{name: values})
-        least = floor(logits, params, sampling._no_floor(logits, params), is_unrolled=is_unrolled)
+        least = floor(logits, params, sampling._no_threshold(logits, params), is_unrolled=is_unrolled)
         return jnp.where(sampling._sortable(logits) >= least[:, None], logits, -jnp.inf)
 
     looped, unrolled = (over_shards(tp, functools.partial(kept, is_unrolled=way), 1) for way in (False, True))
@@ -178,7 +178,7 @@ def keeper(tp: int, name: str) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
     return both
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_top_k_keeps_exactly_the_k_largest(tp: int):
     logits = awkward_logits(64)
     keep = keeper(tp, "top_k")
@@ -199,7 +199,7 @@ def p_between_two_sums(row: np.ndarray, u: float) -> float:
     return float((sums[chosen] + sums[chosen + 1]) / 2)
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_top_p_keeps_exactly_the_smallest_set_that_reaches_p(tp: int):
     logits = awkward_logits(64)
     keep = keeper(tp, "top_p")
@@ -213,7 +213,7 @@ def test_top_p_keeps_exactly_the_smallest_set_that_reaches_p(tp: int):
     np.testing.assert_array_equal(everything, logits)
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 @pytest.mark.parametrize("p", [0.0, 1e-45, 1e-30, 1e-7])
 def test_a_tiny_p_keeps_the_most_likely_alone(tp: int, p: float):
     """0 is what a double such as 1e-60 becomes in float32."""
@@ -223,7 +223,7 @@ def test_a_tiny_p_keeps_the_most_likely_alone(tp: int, p: float):
     np.testing.assert_array_equal(kept, np.where(logits == logits.max(axis=1, keepdims=True), logits, -np.inf))
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 def test_a_p_near_1_errs_by_no_more_than_rounding(tp: int):
     """What is dropped is less likely than all that is kept, and weighs 1 - p, give or take float32."""
     logits = awkward_logits(64)
@@ -254,7 +254,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
 def test_tokens_come_with_their_exact_probability(
     tp: int, temperature: float, top_k: int, top_p: float, num_draws: int

@@ -18,7 +18,7 @@ from meshserve.runtime.api.request import SamplingMode
 from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.model.qwen3 import Kernels, abstract_model, specs_of
 from meshserve.runtime.program.batch import Bucket
-from meshserve.runtime.program.output_buffers import kept_shapes
+from meshserve.runtime.program.output_buffers import output_buffer_shapes
 from meshserve.runtime.program.step import (
     CacheShape,
     DeviceState,
@@ -34,7 +34,7 @@ from meshserve.sharding.mesh import make_mesh, named_sharding
 BFLOAT16 = jnp.dtype("bfloat16")
 SHAPE = CacheShape(num_pages=1000, page_size=32, max_running=64, max_request_pages=128)
 BUCKET = Bucket(num_tokens=512, num_requests=64, num_new_pages=80)
-DEGREES = (1, 2, 4, 8)
+TP_SIZES = (1, 2, 4, 8)
 SIZES = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
 # Small enough to compile in a second or two, with a KV head for every two shards of 8.
 TINY = dataclasses.replace(
@@ -70,13 +70,13 @@ class Case:
         return sharded_step(*self.params(), kernels, bucket, self.mesh)
 
     def arguments(
-        self, shape: CacheShape = SHAPE, bucket: Bucket = BUCKET, kept: tuple[jax.ShapeDtypeStruct, ...] = ()
+        self, shape: CacheShape = SHAPE, bucket: Bucket = BUCKET, buffers: tuple[jax.ShapeDtypeStruct, ...] = ()
     ) -> tuple[object, ...]:
         packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32)
-        return weights_of(self.params()[1]), self.state(shape), kept, packed
+        return weights_of(self.params()[1]), self.state(shape), buffers, packed
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 @pytest.mark.parametrize("name", SIZES)
 def test_full_sizes_have_the_shapes_they_must(name: str, tp: int):
     case = Case(named_model(name), tp)
@@ -89,7 +89,7 @@ def test_full_sizes_have_the_shapes_they_must(name: str, tp: int):
     assert state == case.state(), "a step's state is the next one's argument"
 
 
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("tp", TP_SIZES)
 @pytest.mark.parametrize("name", SIZES)
 def test_a_shard_holds_its_part_of_the_parameters(name: str, tp: int):
     """All but the norms, which every shard has; nothing is padded, because these sizes divide by 8."""
@@ -157,8 +157,8 @@ def test_a_step_of_one_sampling_mode_chooses_nothing_on_the_device(mode: Samplin
 
 def test_a_head_of_few_rows_is_padded_beside_the_products_of_a_library():
     case, bucket = Case(TINY, 1), Bucket(num_tokens=64, num_requests=1, num_new_pages=3)
-    for has_library_products, num_rows in ((False, 1), (True, 8)):
-        program = case.program(bucket, has_library_products=has_library_products)
+    for has_library_gemms, num_rows in ((False, 1), (True, 8)):
+        program = case.program(bucket, has_library_gemms=has_library_gemms)
         _, output = jax.eval_shape(program, *case.arguments(bucket=bucket))
         assert output.logits.shape == (1, TINY.vocab_size)
         text = str(jax.make_jaxpr(program)(*case.arguments(bucket=bucket)))
@@ -190,10 +190,10 @@ def test_the_state_is_donated():
 
 def test_kept_outputs_are_written_where_they_lay():
     case, bucket = Case(TINY, 2), Bucket(num_tokens=4, num_requests=2, num_new_pages=2)
-    kernels = Kernels(attend=implementation("reference"), keeps_outputs=True)
-    kept = tuple(kept_shapes(kernels, case.params()[1], [bucket], case.mesh).values())
-    arguments = case.arguments(bucket=bucket, kept=kept)
-    compiled = case.program(bucket, keeps_outputs=True).lower(*arguments).compile()
+    kernels = Kernels(attend=implementation("reference"), has_output_buffers=True)
+    buffers = tuple(output_buffer_shapes(kernels, case.params()[1], [bucket], case.mesh).values())
+    arguments = case.arguments(bucket=bucket, buffers=buffers)
+    compiled = case.program(bucket, has_output_buffers=True).lower(*arguments).compile()
     logits_bytes, hidden_bytes = 2 * case.layout.vocab_size // 2 * 4, 4 * TINY.embed_dim * 2
     plain = case.program(bucket).lower(*case.arguments(bucket=bucket)).compile().memory_analysis()
     in_place = compiled.memory_analysis().alias_size_in_bytes - plain.alias_size_in_bytes

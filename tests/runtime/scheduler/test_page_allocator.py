@@ -72,7 +72,7 @@ def test_a_freed_page_is_found_until_its_room_is_needed():
     held = published(pages, b"a", b"b")
     assert pages.match([b"a", b"b", b"c"]) == held
     pages.free(held)
-    assert (pages.num_free_pages, pages.num_kept_pages) == (3, 2)
+    assert (pages.num_free_pages, pages.num_evictable_pages) == (3, 2)
     assert pages.match([b"a", b"b"]) == held
     assert pages.allocate(1) == [2]  # what nobody could find goes first
     assert pages.match([b"a", b"b"]) == held
@@ -95,14 +95,14 @@ def test_the_longest_unheld_page_makes_room_first():
 def test_a_page_has_as_many_holders_as_hold_it():
     pages = PageAllocator(2)
     held = published(pages, b"a")
-    assert pages.num_kept_of(held) == 0
+    assert pages.num_evictable_of(held) == 0
     pages.hold(held)
     pages.audit([held, held])
     pages.free(held)
     pages.audit([held])
     assert pages.num_free_pages == 1
     pages.free(held)
-    assert (pages.num_free_pages, pages.num_kept_of(held)) == (2, 1)
+    assert (pages.num_free_pages, pages.num_evictable_of(held)) == (2, 1)
 
 
 def test_a_gap_ends_the_match():
@@ -117,7 +117,7 @@ def test_of_two_pages_with_one_key_the_first_stays_known():
     assert pages.match([b"a"]) == first
     pages.audit([first, second])
     pages.free(second)
-    assert pages.num_kept_pages == 0
+    assert pages.num_evictable_pages == 0
     pages.audit([first])
 
 
@@ -149,7 +149,7 @@ def test_any_history_keeps_the_books(num_pages: int, actions: list[tuple[bool, i
         if not is_request and holders:
             pages.free(holders.pop(number % len(holders)))
         cached = pages.match(keys) if is_request else []
-        if is_request and number + pages.num_kept_of(cached) <= pages.num_free_pages:
+        if is_request and number + pages.num_evictable_of(cached) <= pages.num_free_pages:
             pages.hold(cached)
             new = pages.allocate(number)
             for page, key in zip(new, keys[len(cached) :], strict=False):
@@ -182,6 +182,6 @@ def test_a_reset_forgets_everything_and_keeps_the_count_of_evictions():
         pages.free(held)
     assert pages.num_evictions == 1 and pages.match([b"second"])
     pages.reset(5)
-    assert (pages.num_pages, pages.num_free_pages, pages.num_kept_pages, pages.num_evictions) == (5, 5, 0, 1)
+    assert (pages.num_pages, pages.num_free_pages, pages.num_evictable_pages, pages.num_evictions) == (5, 5, 0, 1)
     assert pages.match([b"second"]) == []
     pages.audit([])

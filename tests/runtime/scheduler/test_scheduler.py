@@ -140,12 +140,12 @@ def test_rows_are_the_lowest_free_and_bound_the_running_requests():
     requests = [make_request(seed) for seed in range(1, 6)]
     add_all(scheduler, *requests)
     scheduler.plan(0.0)
-    assert [request.row for request in requests] == [0, 1, 2, None, None]
+    assert [request.slot for request in requests] == [0, 1, 2, None, None]
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 2)
     scheduler.finish(requests[2], FinishReason.CANCELLED, 0.0)
     scheduler.finish(requests[0], FinishReason.CANCELLED, 0.0)
     scheduler.plan(0.0)
-    assert [request.row for request in requests] == [None, 1, None, 0, 2]
+    assert [request.slot for request in requests] == [None, 1, None, 0, 2]
 
 
 def test_a_request_with_all_its_output_in_flight_is_left_alone():
@@ -156,7 +156,7 @@ def test_a_request_with_all_its_output_in_flight_is_left_alone():
     assert plan is not None
     assert scheduler.plan(0.0) is None
     assert scheduler.has_work
-    assert (request.row, request.pages, scheduler.num_running) == (None, [], 0)  # others may have them already
+    assert (request.slot, request.pages, scheduler.num_running) == (None, [], 0)  # others may have them already
     scheduler.audit()
     assert scheduler.account(plan, [7], 0.0) == [(request, 7)]
     assert request.finish_reason is FinishReason.LENGTH
@@ -208,7 +208,7 @@ def test_the_newest_gives_way_and_recomputes_what_is_known():
     plan = scheduler.plan(0.0)
     assert plan is not None and plan.preempted == [newer]
     assert shape(plan) == [("r1", 8, 1, True)]
-    assert (newer.row, newer.pages, newer.num_computed_tokens, newer.num_preemptions) == (None, [], 0, 1)
+    assert (newer.slot, newer.pages, newer.num_computed_tokens, newer.num_preemptions) == (None, [], 0, 1)
     assert newer.num_pending_tokens == 1
     assert scheduler.num_preemptions == 1
     scheduler.audit()
@@ -276,7 +276,7 @@ def test_an_end_token_stops_the_request_and_is_not_output():
     scheduler, plan = start(request)
     assert scheduler.account(plan, [EOS_TOKEN_ID], 0.0) == [(request, None)]
     assert (request.finish_reason, request.output_token_ids) == (FinishReason.STOP, [])
-    assert (request.pages, request.row) == ([], None)
+    assert (request.pages, request.slot) == ([], None)
 
 
 def test_an_ignored_end_token_is_a_token():
@@ -334,7 +334,7 @@ def test_finish_works_in_every_state_and_once():
         assert scheduler.finish(request, FinishReason.DEADLINE, 0.0)
         scheduler.audit()
         assert not scheduler.finish(request, FinishReason.ERROR, 0.0)
-        assert (request.finish_reason, request.pages, request.row) == (FinishReason.DEADLINE, [], None)
+        assert (request.finish_reason, request.pages, request.slot) == (FinishReason.DEADLINE, [], None)
     assert not scheduler.has_work
     assert scheduler.account(in_flight, [5, 5], 0.0) == []
     assert scheduler.num_wasted_tokens == 2
@@ -357,7 +357,7 @@ def lose_a_page(request: Request) -> None:
 
 
 def share_a_row(request: Request) -> None:
-    request.row = 1
+    request.slot = 1
 
 
 def forget_what_is_computed(request: Request) -> None:
@@ -365,7 +365,7 @@ def forget_what_is_computed(request: Request) -> None:
 
 
 def come_unplaced(request: Request) -> None:
-    request.row = None
+    request.slot = None
 
 
 def end_behind_the_back(request: Request) -> None:

@@ -103,7 +103,7 @@ def test_drafts_lie_between_the_decodes_and_are_sampled_behind_all() -> None:
     assert fields["token_ids"][0] == plan.decodes[0].output_token_ids[-1] != ON_DEVICE
     assert fields["token_ids"][1:4].tolist() == plan.drafts[0]
     assert fields["last_index"][:6].tolist() == [0, 4, 6, 1, 2, 3]
-    assert fields["rows"][:6].tolist() == [0, 1, 2, 8, 8, 8]  # a draft's sample is nobody's last token
+    assert fields["slots"][:6].tolist() == [0, 1, 2, 8, 8, 8]  # a draft's sample is nobody's last token
     assert fields["seed_low"][:6].tolist() == [3, 4, 5, 3, 3, 3]
 
 

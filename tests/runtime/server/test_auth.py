@@ -24,7 +24,7 @@ from meshserve.runtime.server.auth import Access, Permission, Tenant, new_token,
 from meshserve.runtime.server.inference_service import Edge, scoped
 from meshserve.runtime.server.lifecycle import Listen, run_server
 from meshserve.runtime.server.method_permissions import METHOD_PERMISSIONS, SERVICE_NAME, new_access
-from meshserve.runtime.server.output_queue import Mailroom
+from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.server.tls import TlsFiles
 from tests.certificates import certificate
 from tests.runtime.loopback import Running, running
@@ -387,10 +387,10 @@ def test_binds_that_are_refused(tmp_path):
         for tokens in (None, path):
             for host in ("0.0.0.0", "::", "10.1.2.3", "example.com", ""):
                 if tls is None or tokens is None:
-                    edge = Edge(Mailroom(), access=new_access(tokens))
+                    edge = Edge(OutputQueues(), access=new_access(tokens))
                     with pytest.raises(ConfigError, match="--allow-insecure") as caught:
                         run_server(edge, Listen(host=host, tls=tls))
                     assert ("not encrypted" in str(caught.value)) == (tls is None)
                     assert ("need no token" in str(caught.value)) == (tokens is None)
     with pytest.raises(ConfigError, match="no.key"):
-        run_server(Edge(Mailroom()), Listen(tls=TlsFiles(certificate=files.certificate, key=tmp_path / "no.key")))
+        run_server(Edge(OutputQueues()), Listen(tls=TlsFiles(certificate=files.certificate, key=tmp_path / "no.key")))

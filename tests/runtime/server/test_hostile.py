@@ -28,7 +28,7 @@ from meshserve.runtime.api.request import FinishReason
 from meshserve.runtime.client.client import Client
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.method_permissions import new_access
-from meshserve.runtime.server.output_queue import Mailroom
+from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.startup.launch import launch
 from tests.runtime.loopback import Running, logged_errors, running, serving
 from tests.waiting import WAIT_SECONDS, wait_for
@@ -61,7 +61,7 @@ def num_fds() -> int:
 
 def assert_clean(server: Running) -> None:
     """No request, no mailbox, nothing of a quota is left."""
-    wait_for(lambda: not server.engine.jobs and not server.room._mailboxes)
+    wait_for(lambda: not server.engine.jobs and not server.room._by_request)
     assert server.room.num_open == 0
     assert all(usage.num_requests == usage.num_tokens == 0 for usage in server.edge.access._usage.values())
 
@@ -275,7 +275,7 @@ def test_random_requests_to_a_real_engine_leave_it_as_it_was(caplog, pytestconfi
         model="demo", tp=2, cpu_devices=8, page_size=8, num_pages=64, max_running=8, max_step_tokens=32,
         max_context=128, draft_tokens=4, cache_dir="",
     )  # fmt: skip
-    room = Mailroom(max_undelivered_tokens=2**20)
+    room = OutputQueues(max_undelivered_tokens=2**20)
     launched = launch(config, room.deliver)
     edge = Edge(room, access=new_access())
     edge.attach(Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars))
@@ -290,7 +290,7 @@ def test_random_requests_to_a_real_engine_leave_it_as_it_was(caplog, pytestconfi
             before = polite()
             ends = asyncio.run(ask_everything(server.target, num_requests))
             print(", ".join(f"{name} {count}" for name, count in ends.most_common()))
-            wait_for(lambda: room.num_open == 0 and not room._mailboxes)
+            wait_for(lambda: room.num_open == 0 and not room._by_request)
             load = launched.engine.load()
             assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
             assert polite() == before and edge.failure is None

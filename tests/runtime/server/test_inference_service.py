@@ -30,7 +30,7 @@ from meshserve.runtime.client.messages import constraint_message
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.server.method_permissions import SERVICE_NAME
-from meshserve.runtime.server.output_queue import Mailroom
+from meshserve.runtime.server.output_queue import OutputQueues
 from tests.runtime.loopback import INFO, VOCAB_SIZE, FakeEngine, Job, Letters, Running, edge_of, logged_errors, running
 from tests.waiting import WAIT_SECONDS, wait_for
 
@@ -222,7 +222,7 @@ def test_leaving_the_stream_cancels_the_request(server, client):
         assert chunk.finish is None
         break
     wait_for(lambda: ("left", FinishReason.CANCELLED) in server.engine.cancels)
-    wait_for(lambda: "left" not in server.room._mailboxes)  # its last output has come
+    wait_for(lambda: "left" not in server.room._by_request)  # its last output has come
     assert client.complete("a", max_tokens=2, request_id="left").token_ids == (98, 99)  # the id is free again
 
 
@@ -396,7 +396,7 @@ def test_a_caller_that_never_reads_and_then_vanishes_leaves_nothing_behind(caplo
                     next(stuck)
                 wait_for(lambda: ("stuck", FinishReason.CANCELLED) in server.engine.cancels)
                 wait_for(lambda: server.room.num_open == 0)
-            wait_for(lambda: not server.room._mailboxes)  # the handler, too, has left
+            wait_for(lambda: not server.room._by_request)  # the handler, too, has left
             assert server.engine.ends == ["stuck"]
             server.engine.ends.clear()
             server.engine.cancels.clear()
@@ -456,7 +456,7 @@ def test_stopping_does_not_wait_for_ever():
 
 
 def test_sigterm_drains(capfd):
-    room = Mailroom()
+    room = OutputQueues()
     engine = FakeEngine(room.deliver)
     got: list[Any] = []
 
@@ -524,7 +524,7 @@ def test_many_streams_with_random_cancels_end_once_each(caplog):
 
 
 def test_health_and_refusal_until_the_engine_is_prepared(capfd):
-    room = Mailroom()
+    room = OutputQueues()
     engine = FakeEngine(room.deliver)
     go, ready, handles = threading.Event(), threading.Event(), []
     edge = Edge(room)
@@ -571,14 +571,14 @@ def test_a_failure_to_prepare_ends_the_server():
     def prepare() -> None:
         raise ConfigError("no memory is left for the KV cache")
 
-    room = Mailroom()
+    room = OutputQueues()
     edge = edge_of(FakeEngine(room.deliver), room)
     with pytest.raises(ConfigError, match="no memory is left"):
         run_server(edge, Listen(), prepare=prepare)
 
 
 def test_addresses_that_are_refused(server):
-    room = Mailroom()
+    room = OutputQueues()
     edge = edge_of(FakeEngine(room.deliver), room)
     for host in ("0.0.0.0", "::", "10.1.2.3", "example.com", ""):
         with pytest.raises(ConfigError, match="--allow-insecure"):

@@ -5,7 +5,7 @@ import pytest
 
 from meshserve.runtime.api.errors import EngineStoppedError
 from meshserve.runtime.api.request import FinishReason, Output, TokenLogprobs
-from meshserve.runtime.server.output_queue import Mailroom, RequestIdInUseError, SlowReaderError
+from meshserve.runtime.server.output_queue import OutputQueues, RequestIdInUseError, SlowReaderError
 
 
 class Cancels(list):
@@ -13,8 +13,8 @@ class Cancels(list):
         self.append((request_id, reason))
 
 
-def bound_room(**options) -> tuple[Mailroom, Cancels]:
-    room, cancels = Mailroom(**options), Cancels()
+def bound_room(**options) -> tuple[OutputQueues, Cancels]:
+    room, cancels = OutputQueues(**options), Cancels()
     room.bind(cancels)
     return room, cancels
 
@@ -42,8 +42,8 @@ async def settle() -> None:
 def test_steps_that_come_before_the_handler_wakes_are_one_output():
     async def main():
         room, _ = bound_room()
-        mailbox = room.open("a")
-        taking = asyncio.create_task(mailbox.take())
+        queue = room.open("a")
+        taking = asyncio.create_task(queue.take())
         await settle()
 
         def engine():
@@ -67,14 +67,14 @@ def test_steps_that_come_before_the_handler_wakes_are_one_output():
 def test_a_step_wakes_the_loop_once(monkeypatch):
     async def main():
         room, _ = bound_room()
-        mailboxes = [room.open(str(i)) for i in range(64)]
+        queues = [room.open(str(i)) for i in range(64)]
         loop, wake_ups = asyncio.get_running_loop(), []
         call_soon_threadsafe = loop.call_soon_threadsafe
         monkeypatch.setattr(
             loop, "call_soon_threadsafe", lambda *args: wake_ups.append(args) or call_soon_threadsafe(*args)
         )
         in_thread(room.deliver, [token(str(i), i) for i in range(64)])
-        assert [(await mailbox.take()).token_ids for mailbox in mailboxes] == [(i,) for i in range(64)]
+        assert [(await queue.take()).token_ids for queue in queues] == [(i,) for i in range(64)]
         assert len(wake_ups) == 1
 
     asyncio.run(main())
@@ -83,10 +83,10 @@ def test_a_step_wakes_the_loop_once(monkeypatch):
 def test_an_id_is_free_only_after_the_last_output():
     async def main():
         room, cancels = bound_room()
-        mailbox = room.open("a")
+        queue = room.open("a")
         with pytest.raises(RequestIdInUseError, match="'a'"):
             room.open("a")
-        room.close(mailbox, FinishReason.CANCELLED)
+        room.close(queue, FinishReason.CANCELLED)
         assert cancels == [("a", FinishReason.CANCELLED)] and room.num_open == 0
         with pytest.raises(RequestIdInUseError):  # what the engine still sends would reach the wrong request
             room.open("a")
@@ -103,10 +103,10 @@ def test_an_id_is_free_only_after_the_last_output():
 def test_a_request_that_ended_is_not_cancelled():
     async def main():
         room, cancels = bound_room()
-        mailbox = room.open("a")
+        queue = room.open("a")
         room.deliver([last("a")])
-        assert (await mailbox.take()).finish_reason is FinishReason.LENGTH
-        room.close(mailbox, FinishReason.CANCELLED)
+        assert (await queue.take()).finish_reason is FinishReason.LENGTH
+        room.close(queue, FinishReason.CANCELLED)
         assert cancels == []
         room.discard(room.open("a"))  # free, and free again if submitting fails
         room.open("a")
@@ -151,13 +151,13 @@ def test_what_has_gathered_is_no_larger_than_a_message_may_be():
 
     async def main():
         room, _ = bound_room()
-        mailbox = room.open("a", num_samples=2)
+        queue = room.open("a", num_samples=2)
         room.deliver([prompt_positions("a", 4096)] * 3 + [token("a", 1, index=1), token("a", 2), token("a", 3)])
         await settle()
-        outputs = [await mailbox.take() for _ in range(4)]
+        outputs = [await queue.take() for _ in range(4)]
         assert [len(output.prompt_logprobs) for output in outputs] == [4096, 4096, 4096, 0]
         assert [output.token_ids for output in outputs] == [(), (), (), (1,)]
-        assert (await mailbox.take()).token_ids == (2, 3) and mailbox.num_undelivered_tokens == 0
+        assert (await queue.take()).token_ids == (2, 3) and queue.num_undelivered_tokens == 0
 
     asyncio.run(main())
 
@@ -178,7 +178,7 @@ def test_failing_reaches_who_waits_and_spares_who_has_ended():
 
 
 def test_delivering_to_nobody_is_safe():
-    room = Mailroom()
+    room = OutputQueues()
     room.deliver([token("a", 1)])  # not bound yet
 
     async def main():
@@ -191,18 +191,18 @@ def test_delivering_to_nobody_is_safe():
 def test_samples_are_taken_one_at_a_time_and_end_one_by_one():
     async def main() -> None:
         room, _ = bound_room()
-        mailbox = room.open("a", 2)
+        queue = room.open("a", 2)
         room.deliver([token("a", 1), token("a", 2, index=1), token("a", 3), last("a", index=1)])
         await settle()
-        first = await mailbox.take()
+        first = await queue.take()
         assert (first.index, first.token_ids, first.finish_reason) == (0, (1, 3), None)
-        second = await mailbox.take()
+        second = await queue.take()
         assert (second.index, second.token_ids, second.finish_reason) == (1, (2,), FinishReason.LENGTH)
-        assert not mailbox.has_ended
+        assert not queue.has_ended
         room.deliver([last("a")])
         await settle()
-        assert (await mailbox.take()).index == 0 and mailbox.has_ended
-        room.close(mailbox, FinishReason.CANCELLED)
+        assert (await queue.take()).index == 0 and queue.has_ended
+        room.close(queue, FinishReason.CANCELLED)
         room.open("a")
 
     asyncio.run(main())
@@ -211,8 +211,8 @@ def test_samples_are_taken_one_at_a_time_and_end_one_by_one():
 def test_a_write_that_hangs_ends_when_its_request_is_given_up():
     async def main():
         room, cancels = bound_room(max_undelivered_tokens=2)
-        mailbox = room.open("a")
-        handing = asyncio.create_task(mailbox.handing_over(asyncio.Event().wait()))
+        queue = room.open("a")
+        handing = asyncio.create_task(queue.handing_over(asyncio.Event().wait()))
         await settle()
         in_thread(room.deliver, [token("a", step) for step in range(3)])
         with pytest.raises(SlowReaderError):

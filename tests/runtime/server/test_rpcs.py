@@ -16,7 +16,7 @@ from meshserve.runtime.api.errors import UnavailableFeatureError
 from meshserve.runtime.api.request import FinishReason
 from meshserve.runtime.client.client import CallError, Client, call_errors
 from meshserve.runtime.server.lifecycle import Listen, _http_answers
-from meshserve.runtime.server.output_queue import Mailroom
+from meshserve.runtime.server.output_queue import OutputQueues
 from tests.runtime.loopback import FakeEngine, Running, edge_of, running
 from tests.waiting import WAIT_SECONDS, wait_for
 
@@ -214,7 +214,7 @@ def test_connections_that_ask_nothing_keep_no_probe_out():
 
 
 def test_probes_while_the_engine_dies():
-    room = Mailroom()
+    room = OutputQueues()
     engine = FakeEngine(room.deliver)
     edge = edge_of(engine, room)
     edge.accept()

@@ -21,16 +21,16 @@ from meshserve.runtime.api.request import (
 )
 from meshserve.runtime.client import messages, resume
 from meshserve.runtime.program.batch import BatchBuilder, declare_buckets
-from meshserve.runtime.program.control_batch import (
+from meshserve.runtime.program.processor_batch import (
     ADJUSTS,
     COUNT,
     ENDS,
     IN_PROMPT,
     MUST_GO_ON,
     SAMPLES,
-    ControlBatch,
-    ControlBuilder,
-    ControlShape,
+    ProcessorBatch,
+    ProcessorBatchBuilder,
+    ProcessorShape,
 )
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
@@ -90,13 +90,13 @@ def test_min_tokens_counts_resumed_ones():
 )
 def test_modes(fields: dict, mode: SamplingMode):
     params = SamplingParams(**fields)
-    assert params.mode is mode and not params.is_controlled
+    assert params.mode is mode and not params.needs_processors
 
 
 @pytest.mark.parametrize("field", [*PENALTY_FIELDS, "logprobs"])
 def test_what_is_controlled(field: str):
     params = SamplingParams(**{field: EVERY_FIELD[field]})
-    assert params.is_controlled and params.has_adjustments == (field != "logprobs")
+    assert params.needs_processors and params.has_adjustments == (field != "logprobs")
 
 
 # --- what this server does
@@ -209,7 +209,7 @@ class Loop:
                 max_step_tokens=values["max_step_tokens"], max_decode_steps=values.get("max_decode_steps", 1), **sizes
             ),
             max_request_pages=16,
-            controls=ControlBuilder(
+            processors=ProcessorBatchBuilder(
                 max_running=values["max_running"], vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({END})
             ),
             **sizes,
@@ -220,28 +220,28 @@ class Loop:
         self.scheduler.add(request)
         return request
 
-    def step(self) -> tuple[StepPlan, dict[str, np.ndarray], ControlBatch | None]:
+    def step(self) -> tuple[StepPlan, dict[str, np.ndarray], ProcessorBatch | None]:
         plan = self.scheduler.plan(0.0)
         assert plan is not None
-        bucket, packed, _, controls = self.builder.build(plan)
-        return plan, {name: packed[place] for name, place in bucket.fields.items()}, controls
+        bucket, packed, _, processors = self.builder.build(plan)
+        return plan, {name: packed[place] for name, place in bucket.fields.items()}, processors
 
     def account(self, plan: StepPlan, token_id: int = 9) -> None:
         for step in range(plan.num_steps):
             self.scheduler.account(plan, [token_id] * plan.num_requests, 0.0, step)
 
 
-def unpacked(controls: ControlBatch) -> dict[str, np.ndarray]:
-    assert controls.packed is not None
-    (shape,) = (shape for shape in map(ControlShape, (1, 3)) if shape.size == len(controls.packed))
-    return {name: controls.packed[place] for name, place in shape.fields.items()}
+def unpacked(processors: ProcessorBatch) -> dict[str, np.ndarray]:
+    assert processors.packed is not None
+    (shape,) = (shape for shape in map(ProcessorShape, (1, 3)) if shape.size == len(processors.packed))
+    return {name: processors.packed[place] for name, place in shape.fields.items()}
 
 
 def test_steps_that_want_none_of_it_have_none_of_it():
     loop = Loop()
     loop.add((1, 2, 3), top_p=0.9)
-    plan, step, controls = loop.step()
-    assert controls is None and step["mode"].tolist() == [SamplingMode.TOP_P]
+    plan, step, processors = loop.step()
+    assert processors is None and step["mode"].tolist() == [SamplingMode.TOP_P]
     loop.account(plan)
     assert loop.step()[2] is None
 
@@ -250,10 +250,10 @@ def test_one_controlled_row_is_sampled_beside_others():
     loop = Loop()
     plain = loop.add((1, 2), top_k=7, temperature=0.5)
     adjusted = loop.add((3,), temperature=0.0, presence_penalty=0.5, repetition_penalty=2.0)
-    plan, step, controls = loop.step()
-    assert controls is not None and [row.row for row in controls.rows] == [adjusted.row]
+    plan, step, processors = loop.step()
+    assert processors is not None and [row.row for row in processors.rows] == [adjusted.row]
     assert step["mode"].tolist() == [SamplingMode.GREEDY], "the step's own sample is not needed"
-    fields = unpacked(controls)
+    fields = unpacked(processors)
     assert fields["mode"].tolist() == [SamplingMode.FILTERED] and fields["has_logprobs"].tolist() == [0]
     order = [chunk.request for chunk in plan.chunks]
     for index, request in enumerate(order):
@@ -272,9 +272,9 @@ def test_a_row_says_what_the_request_has_seen_and_may_take():
         (1, 2, 2, 8, 8), num_resumed_tokens=2, stop_token_ids=(6,), min_tokens=4, allowed_token_ids=(7, 8, 9),
         logit_bias={8: 1.5, 1: 3.0}, bad_token_ids=(9,),
     )  # fmt: skip
-    _, _, controls = loop.step()
-    assert controls is not None
-    (row,) = controls.rows
+    _, _, processors = loop.step()
+    assert processors is not None
+    (row,) = processors.rows
     seen = {token: int(row.history[token]) for token in np.flatnonzero(row.history)}
     assert seen == {1: IN_PROMPT, 2: IN_PROMPT, 8: 2, END: ENDS, 6: ENDS}, "what was resumed is output"
     assert max(seen.values()) & COUNT == 0
@@ -287,9 +287,9 @@ def test_end_tokens_are_held_off_for_so_many_tokens():
     request = loop.add((1, 2, 3), min_tokens=2, max_tokens=6)
     must_go_on = []
     for _ in range(4):
-        plan, _, controls = loop.step()
-        assert controls is not None
-        must_go_on.append(bool(unpacked(controls)["flags"][0] & MUST_GO_ON))
+        plan, _, processors = loop.step()
+        assert processors is not None
+        must_go_on.append(bool(unpacked(processors)["flags"][0] & MUST_GO_ON))
         loop.account(plan)
     assert must_go_on == [True, True, False, False] and len(request.output_token_ids) == 4
 
@@ -300,8 +300,8 @@ def test_a_request_that_lost_its_row_brings_its_output_along():
     for _ in range(3):
         loop.account(loop.step()[0])
     loop.scheduler.preempt_all()
-    _, _, controls = loop.step()
-    assert controls is not None and controls.rows[0].history[9] == 3
+    _, _, processors = loop.step()
+    assert processors is not None and processors.rows[0].history[9] == 3
 
 
 def test_chunks_that_do_not_sample_are_not_counted():
@@ -309,9 +309,9 @@ def test_chunks_that_do_not_sample_are_not_counted():
     loop.add(tuple(range(10, 30)), frequency_penalty=1.0)
     flags = []
     for _ in range(3):
-        plan, _, controls = loop.step()
-        assert controls is not None
-        flags.append(int(unpacked(controls)["flags"][0]))
+        plan, _, processors = loop.step()
+        assert processors is not None
+        flags.append(int(unpacked(processors)["flags"][0]))
         loop.account(plan)
     assert [bool(flag & SAMPLES) for flag in flags] == [False, False, True]
 
@@ -324,12 +324,12 @@ def test_each_prompt_token_is_asked_for_once():
     loop.scheduler.preempt_all()
     asked: list[int] = []
     for _ in range(3):
-        plan, step, controls = loop.step()
-        if controls is not None and controls.prompt_targets is not None:
-            assert len(controls.prompt_targets) == len(step["positions"])
-            for position, target in zip(step["positions"], controls.prompt_targets, strict=True):
+        plan, step, processors = loop.step()
+        if processors is not None and processors.prompt_targets is not None:
+            assert len(processors.prompt_targets) == len(step["positions"])
+            for position, target in zip(step["positions"], processors.prompt_targets, strict=True):
                 assert target < 0 or target == prompt[position + 1]
-            asked += [int(target) for target in controls.prompt_targets if target >= 0]
+            asked += [int(target) for target in processors.prompt_targets if target >= 0]
         loop.account(plan)
     assert asked == list(prompt[9:])
 
@@ -354,8 +354,8 @@ def test_controlled_requests_decode_one_step_a_dispatch():
     plan, _, _ = loop.step()
     assert plan.num_steps == 4
     loop.account(plan)
-    controlled = loop.add((3, 4), max_tokens=30, logprobs=1)
+    processed = loop.add((3, 4), max_tokens=30, logprobs=1)
     loop.account(loop.step()[0])
-    plan, _, controls = loop.step()
-    assert plan.num_steps == 1 and controls is not None
-    assert {chunk.request for chunk in plan.chunks} == {plain, controlled}
+    plan, _, processors = loop.step()
+    assert plan.num_steps == 1 and processors is not None
+    assert {chunk.request for chunk in plan.chunks} == {plain, processed}

@@ -18,7 +18,7 @@ from meshserve.runtime.api.request import FinishReason, Output, RequestOptions, 
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.program.batch import BatchBuilder, declare_buckets
-from meshserve.runtime.program.control_batch import ControlBuilder
+from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
@@ -78,7 +78,7 @@ class Serving:
                 buckets,
                 **sizes,
                 max_request_pages=MAX_CONTEXT // PAGE_SIZE,
-                controls=ControlBuilder(max_running=MAX_RUNNING, vocab_size=2048, eos_token_ids=frozenset()),
+                processors=ProcessorBatchBuilder(max_running=MAX_RUNNING, vocab_size=2048, eos_token_ids=frozenset()),
                 has_drafts=self.limits.draft_tokens > 0,
             ),
             runner=runner,

@@ -185,12 +185,12 @@ def test_moved_parameters_are_those_that_loading_gives(shape: dict, tmp_path: Pa
         tmp_path, num_hidden_layers=2, vocab_size=333, intermediate_size=90, **shape
     )
     config = ModelConfig.from_file(directory / "config.json")
-    degrees = (2, 8, 4, 1, 2) if config.num_query_heads == 8 else (2, 3, 6, 3)
+    tp_sizes = (2, 8, 4, 1, 2) if config.num_query_heads == 8 else (2, 3, 6, 3)
 
     def load(tp: int) -> nnx.State:
         return load_model(directory, config, model_layout(config, tp), make_mesh(tp), jnp.dtype("bfloat16"))[1]
 
-    for old, new in zip(degrees, degrees[1:], strict=False):
+    for old, new in zip(tp_sizes, tp_sizes[1:], strict=False):
         moved = move_params(config, load(old), old, model_layout(config, new), make_mesh(new))
         loaded = load(new)
         assert jax.tree.structure(moved) == jax.tree.structure(loaded)

@@ -18,7 +18,7 @@ def test_a_histogram_counts_at_or_below_each_bound():
 
 
 RECORD = StepRecord(
-    num_running=2, max_running=8, num_waiting=0, num_pages=10, num_free_pages=5, num_kept_pages=1, num_decodes=2,
+    num_running=2, max_running=8, num_waiting=0, num_pages=10, num_free_pages=5, num_evictable_pages=1, num_decodes=2,
     num_prefills=1, num_prefill_tokens=8, num_decode_tokens=2, num_padding_tokens=6, num_steps=1,
     queue_seconds=(0.1, 0.2), num_admitted_tokens=40, num_cached_tokens=32, num_preempted=1, host_seconds=0.0002,
     step_seconds=0.004,
@@ -42,12 +42,12 @@ def test_steps_add_up():
 
 def test_the_log_has_a_line_of_json_for_each_request(caplog):
     caplog.set_level(logging.INFO, "meshserve.request")
-    journey = Observer().begin(
+    request_log = Observer().begin(
         method="Chat", request_id="r\n1", tenant="t", num_prompt_tokens=3, metadata={}, began=0.0
     )
-    journey.sent(Output(request_id="r\n1", token_ids=(1, 2)))
-    journey.sent(Output(request_id="r\n1", text="held"))
-    journey.end("stop")
+    request_log.sent(Output(request_id="r\n1", token_ids=(1, 2)))
+    request_log.sent(Output(request_id="r\n1", text="held"))
+    request_log.end("stop")
     text = JsonFormatter().format(caplog.records[-1])
     assert "\n" not in text
     line = json.loads(text)

@@ -18,7 +18,7 @@ def test_a_request_is_a_span_under_its_callers():
     observer = Observer(tracer=Tracer(provider))
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     for outcome in ("stop", "unavailable"):
-        journey = observer.begin(
+        request_log = observer.begin(
             method="Generate",
             request_id="r",
             tenant="t",
@@ -26,8 +26,8 @@ def test_a_request_is_a_span_under_its_callers():
             metadata={"traceparent": parent},
             began=0.0,
         )
-        journey.sent(Output(request_id="r", token_ids=(1, 2)))
-        journey.end(outcome)
+        request_log.sent(Output(request_id="r", token_ids=(1, 2)))
+        request_log.end(outcome)
     spans = exporter.get_finished_spans()
     assert [span.status.is_ok for span in spans] == [True, False]
     assert [f"{span.context.trace_id:032x}" for span in spans] == [parent.split("-")[1]] * 2

@@ -1,4 +1,4 @@
-"""The compiled control programs of a server, and their state. Serves step 7 of 10; `controls` is what they compute.
+"""The compiled control programs of a server, and their state. Serves step 7 of 10; `processors` is what they compute.
 
 A step comes in many shapes, and compiling a sampler takes about as long as compiling a step of a small model. So these
 programs exist in few sizes, and the logits and hidden states of a step are padded to the next one.
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from meshserve.kernels.sampling import FindFloor
+from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.chips import compiler_options
 from meshserve.sharding.memory import added_bytes, shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
@@ -23,9 +23,9 @@ from meshserve.sharding.mesh import named_sharding, partition_spec
 from ..model.qwen3 import specs_of
 from .batch import Bucket
 from .compile_cache import ProgramKey, compile_all
-from .control_batch import WORD_BITS, ControlShape, Logprobs, Sampled, control_sizes, next_size
-from .logits_processors import ControlState, prompt_logprobs, sample_controlled, set_control_row
+from .logits_processors import ProcessorState, prompt_logprobs, sample_processed, set_slot_adjustments
 from .output_buffers import hidden_shape, logits_shape
+from .processor_batch import WORD_BITS, Logprobs, ProcessorShape, Sampled, next_size, processor_sizes
 from .sampling import sample
 
 _VOCAB_AXES = (None, "vocab")
@@ -36,7 +36,7 @@ _MIN_PROMPT_TOKENS = 64  # fewer cost as much: the head's weights are read in an
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlPrograms:
+class ProcessorPrograms:
     """What is compiled, and for which shapes. `params` may be shapes with shardings."""
 
     structure: nnx.GraphDef
@@ -46,9 +46,9 @@ class ControlPrograms:
     max_running: int
     real_vocab_size: int  # without padding to whole shards
     is_unrolled: bool
-    find_floor: FindFloor | None = None
-    keeps_outputs: bool = False  # steps do, see `kept`
-    has_library_products: bool = False  # in the MLP and the head of prompts' tokens, as in steps with as many
+    find_threshold: FindThreshold | None = None
+    has_output_buffers: bool = False  # steps do, see `kept`
+    has_library_gemms: bool = False  # in the MLP and the head of prompts' tokens, as in steps with as many
 
     @property
     def vocab_size(self) -> int:
@@ -57,11 +57,11 @@ class ControlPrograms:
 
     @cached_property
     def sampler_sizes(self) -> tuple[int, ...]:
-        return control_sizes(self.max_running)
+        return processor_sizes(self.max_running)
 
     @cached_property
     def prompt_sizes(self) -> tuple[int, ...]:
-        return control_sizes(max(self._token_counts), _MIN_PROMPT_TOKENS)
+        return processor_sizes(max(self._token_counts), _MIN_PROMPT_TOKENS)
 
     @cached_property
     def _single(self) -> list[Bucket]:
@@ -72,20 +72,20 @@ class ControlPrograms:
         return {bucket.num_tokens for bucket in self._single if not bucket.is_decode}
 
     @cached_property
-    def state_shapes(self) -> ControlState[jax.ShapeDtypeStruct]:
+    def state_shapes(self) -> ProcessorState[jax.ShapeDtypeStruct]:
         """The state with its shardings."""
         history = self._shape((self.max_running, self.vocab_size), jnp.int32, _VOCAB_AXES)
-        return ControlState(history, self._shape(history.shape, jnp.float32, _VOCAB_AXES))
+        return ProcessorState(history, self._shape(history.shape, jnp.float32, _VOCAB_AXES))
 
     @property
     def resident_bytes(self) -> int:
-        """What `Controls.allocate` takes on each device."""
+        """What `LogitsProcessors.allocate` takes on each device."""
         return shard_bytes((self.state_shapes, [self._masks(size) for size in self.sampler_sizes]))
 
     @property
     def step_output_bytes(self) -> int:
         """What the largest step leaves on each device for these programs to work on, unless it keeps it anyway."""
-        if self.keeps_outputs:
+        if self.has_output_buffers:
             return 0
         return max(
             shard_bytes((self._logits(bucket.num_requests), self._hidden(0 if bucket.is_decode else bucket.num_tokens)))
@@ -140,15 +140,15 @@ class ControlPrograms:
         in_specs: Any,
         out_specs: Any,
         *,
-        has_library_products: bool = False,
+        has_library_gemms: bool = False,
         **options: Any,
     ) -> jax.stages.Wrapped:
         sharded = jax.shard_map(program, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        compiled_with = compiler_options(self.mesh, has_library_products=has_library_products)
+        compiled_with = compiler_options(self.mesh, has_library_gemms=has_library_gemms)
         return jax.jit(sharded, compiler_options=compiled_with, **options)
 
     def _lower_allocate(self) -> jax.stages.Lowered:
-        def zeros() -> ControlState[jax.Array]:
+        def zeros() -> ProcessorState[jax.Array]:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.state_shapes)
 
         return jax.jit(zeros, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.state_shapes)).lower()
@@ -158,12 +158,12 @@ class ControlPrograms:
         return jax.jit(lambda: ~jnp.zeros(masks.shape, masks.dtype), out_shardings=masks.sharding).lower()
 
     def _lower_sampler(self, num_requests: int) -> jax.stages.Lowered:
-        shape = ControlShape(num_requests)
+        shape = ProcessorShape(num_requests)
         choose = partial(
-            sample, vocab_size=self.real_vocab_size, is_unrolled=self.is_unrolled, find_floor=self.find_floor
+            sample, vocab_size=self.real_vocab_size, is_unrolled=self.is_unrolled, find_threshold=self.find_threshold
         )
-        program = partial(sample_controlled, shape=shape, vocab_size=self.real_vocab_size, choose=choose)
-        state = ControlState(*[partition_spec(_VOCAB_AXES)] * 2)
+        program = partial(sample_processed, shape=shape, vocab_size=self.real_vocab_size, choose=choose)
+        state = ProcessorState(*[partition_spec(_VOCAB_AXES)] * 2)
         sharded = self._sharded(
             program,
             (state, _REPLICATED, partition_spec(_VOCAB_AXES), _REPLICATED, _REPLICATED),
@@ -177,7 +177,7 @@ class ControlPrograms:
     def _lower_prompt(self, num_tokens: int) -> jax.stages.Lowered:
         program = partial(prompt_logprobs, self.structure)
         in_specs = (specs_of(self.params), _REPLICATED, _REPLICATED)
-        sharded = self._sharded(program, in_specs, _REPLICATED, has_library_products=self.has_library_products)
+        sharded = self._sharded(program, in_specs, _REPLICATED, has_library_gemms=self.has_library_gemms)
         return sharded.lower(self.params, self._hidden(num_tokens), self._shape((num_tokens,)))
 
     def _lower_padding(self, shape: jax.ShapeDtypeStruct, num_rows: int) -> jax.stages.Lowered:
@@ -186,17 +186,17 @@ class ControlPrograms:
         return jax.jit(lambda x: jnp.pad(x, (padding, (0, 0))), out_shardings=shape.sharding).lower(shape)
 
     def _lower_set_row(self) -> jax.stages.Lowered:
-        state = ControlState(*[partition_spec(_VOCAB_AXES)] * 2)
-        program = self._sharded(set_control_row, (state, *[_REPLICATED] * 3), state, donate_argnums=0)
+        state = ProcessorState(*[partition_spec(_VOCAB_AXES)] * 2)
+        program = self._sharded(set_slot_adjustments, (state, *[_REPLICATED] * 3), state, donate_argnums=0)
         history = self._shape((self.vocab_size,))
         bias = self._shape((self.vocab_size,), jnp.float32)
         return program.lower(self.state_shapes, self._shape((1,)), history, bias)
 
 
-class Controls:
+class LogitsProcessors:
     """Compiles on construction (`num_threads`: see `compiles.compile_all`); call `allocate` before anything else."""
 
-    def __init__(self, declared: ControlPrograms, num_threads: int = 0):
+    def __init__(self, declared: ProcessorPrograms, num_threads: int = 0):
         self._declared = declared
         to_lower = declared.to_lower()
         programs = compile_all((lower() for lower in to_lower.values()), len(to_lower), num_threads)

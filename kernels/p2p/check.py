@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import PeerOperations, Peers
+from . import P2PGroup, P2POperations
 
 _NUM_SUMS = 100  # of each size
 _KILOBYTES = (4, 512, 4096)  # the last in two shots
 _LEVELS = 16  # values of a share, so that sums are whole numbers that bfloat16 holds
 
 
-def num_wrong_elements(mesh: Mesh, peers: Peers, operations: PeerOperations, max_bytes: int) -> int:
+def num_wrong_elements(mesh: Mesh, p2p: P2PGroup, operations: P2POperations, max_bytes: int) -> int:
     """Of some hundred sums of up to `max_bytes`, of other numbers each time, compared on every device."""
-    spec = PartitionSpec(peers.axis)
+    spec = PartitionSpec(p2p.axis)
     ranks = jax.device_put(np.arange(mesh.size, dtype=np.int32), NamedSharding(mesh, spec))
     program = jax.shard_map(
-        partial(_of_rank, peers=peers, operations=operations, max_bytes=max_bytes),
+        partial(_of_rank, p2p=p2p, operations=operations, max_bytes=max_bytes),
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
@@ -28,15 +28,15 @@ def num_wrong_elements(mesh: Mesh, peers: Peers, operations: PeerOperations, max
     return int(np.asarray(jax.jit(program)(ranks)).sum())
 
 
-def _of_rank(rank: jax.Array, peers: Peers, operations: PeerOperations, max_bytes: int) -> jax.Array:
+def _of_rank(rank: jax.Array, p2p: P2PGroup, operations: P2POperations, max_bytes: int) -> jax.Array:
     """[1] int32: of this device."""
     num_wrong = jnp.int32(0)
     for kilobytes in (size for size in _KILOBYTES if 1024 * size <= max_bytes):
         places = jnp.arange(512 * kilobytes, dtype=jnp.int32)
 
         def add(index: jax.Array, num_wrong: jax.Array, places: jax.Array = places) -> jax.Array:
-            shares = [_share(places, other, index) for other in range(len(peers.ordinals))]
-            got = operations.peer_sum(_share(places, rank[0], index), peers)
+            shares = [_share(places, other, index) for other in range(len(p2p.ordinals))]
+            got = operations.p2p_all_reduce(_share(places, rank[0], index), p2p)
             return num_wrong + (got != sum(shares[1:], start=shares[0])).sum(dtype=jnp.int32)
 
         num_wrong = jax.lax.fori_loop(0, _NUM_SUMS, add, num_wrong)

@@ -1,4 +1,4 @@
-"""Step 5 of 10, for the steps whose rows want more than the step's own sampler gives: what `controls` is told of them.
+"""Step 5 of 10, for the steps whose rows want more than the step's own sampler gives: what `processors` is told of them.
 
 In: StepPlan, and the packed step. Out: one more packed vector, the rows that its state needs anew, and the prompt
 tokens whose log-probabilities are wanted. numpy only.
@@ -29,7 +29,7 @@ MUST_GO_ON = 4  # no end token yet
 
 _ADJUSTMENT_FIELDS = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 _ROW_FIELDS = (*PARAM_FIELDS, *_ADJUSTMENT_FIELDS)
-_REQUEST_FIELDS = ("rows", "flags", "sample_position", *_ROW_FIELDS)
+_REQUEST_FIELDS = ("slots", "flags", "sample_position", *_ROW_FIELDS)
 _STEP_FIELDS = ("mode", "has_logprobs")
 _SIZE_RATIO = 8
 
@@ -39,7 +39,7 @@ Leaf = TypeVar("Leaf")
 
 
 @dataclass(frozen=True, order=True)
-class ControlShape:
+class ProcessorShape:
     """The shape of a control vector: one compiled program."""
 
     num_requests: int
@@ -56,7 +56,7 @@ class ControlShape:
         return max(place.stop for place in self.fields.values())
 
 
-def control_sizes(largest: int, smallest: int = 1) -> tuple[int, ...]:
+def processor_sizes(largest: int, smallest: int = 1) -> tuple[int, ...]:
     """The sizes that control programs exist in: few, because each is compiled."""
     sizes = [smallest]
     while sizes[-1] * _SIZE_RATIO < largest:
@@ -69,19 +69,19 @@ def next_size(sizes: Sequence[int], needed: int) -> int:
     return sizes[bisect_left(sizes, needed)]
 
 
-class ControlRow(NamedTuple):
+class SlotAdjustments(NamedTuple):
     """What the device keeps of a request whose logits are adjusted, token by token of the vocabulary."""
 
-    row: int
+    slot: int
     history: np.ndarray  # [V] int32
     bias: np.ndarray  # [V] float32, -inf for tokens that are out
 
 
-class ControlBatch(NamedTuple):
+class ProcessorBatch(NamedTuple):
     """The controls of a dispatch, in this order: rows, then the vector."""
 
-    rows: Sequence[ControlRow]
-    packed: np.ndarray | None  # int32, see `ControlShape`; None: the step samples for itself
+    slots: Sequence[SlotAdjustments]
+    packed: np.ndarray | None  # int32, see `ProcessorShape`; None: the step samples for itself
     prompt_targets: np.ndarray | None  # [T] int32: the prompt token after each of the step's, -1 where not wanted
 
 
@@ -94,13 +94,13 @@ class Logprobs(NamedTuple, Generic[Leaf]):
 
 
 class Sampled(NamedTuple, Generic[Leaf]):
-    """What `controls.sample_controlled` brings. The log-probabilities are zeros where nobody asked."""
+    """What `processors.sample_processed` brings. The log-probabilities are zeros where nobody asked."""
 
     tokens: Leaf  # [B] int32
     logprobs: Logprobs[Leaf]
 
 
-class ControlBuilder:
+class ProcessorBatchBuilder:
     """Keeps what the running requests want, by row.
 
     Args:
@@ -111,60 +111,60 @@ class ControlBuilder:
     def __init__(self, *, max_running: int, vocab_size: int, eos_token_ids: frozenset[int]):
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._sizes, self._no_row = control_sizes(max_running), max_running
-        self._is_controlled = np.zeros(max_running, bool)
+        self._sizes, self._no_slot = processor_sizes(max_running), max_running
+        self._needs_processors = np.zeros(max_running, bool)
         self._adjustments = np.zeros((len(_ADJUSTMENT_FIELDS), max_running), np.float32)
         self._flags = np.zeros(max_running, np.int32)
         self._first_end = np.zeros(max_running, np.int32)  # position from which on end tokens are allowed
         self._modes = np.zeros(max_running, np.int32)
         self._has_logprobs = np.zeros(max_running, bool)
 
-    def admit(self, request: Request) -> ControlRow | None:
+    def admit(self, request: Request) -> SlotAdjustments | None:
         """A request got its row. Returns what the device must be told of it before it is next sampled."""
-        row, params = request.row, request.params
-        self._is_controlled[row] = request.is_controlled
-        self._modes[row] = params.mode
+        slot, params = request.slot, request.params
+        self._needs_processors[slot] = request.needs_processors
+        self._modes[slot] = params.mode
         # These are read of every row of a step with any controlled one, so no earlier holder's may be left.
-        self._flags[row], self._first_end[row], self._has_logprobs[row] = 0, 0, False
-        if not request.is_controlled:
+        self._flags[slot], self._first_end[slot], self._has_logprobs[slot] = 0, 0, False
+        if not request.needs_processors:
             return None
-        self._adjustments[:, row] = [getattr(params, name) for name in _ADJUSTMENT_FIELDS]
-        self._flags[row] = ADJUSTS if params.has_adjustments else 0
+        self._adjustments[:, slot] = [getattr(params, name) for name in _ADJUSTMENT_FIELDS]
+        self._flags[slot] = ADJUSTS if params.has_adjustments else 0
         num_fresh_tokens = len(request.prompt_token_ids) - params.num_resumed_tokens
-        self._first_end[row] = min(num_fresh_tokens + params.min_tokens, np.iinfo(np.int32).max)
-        self._has_logprobs[row] = params.logprobs is not None
-        assert row is not None, request.request_id
-        return ControlRow(row, self._history(request), self._bias(request)) if params.has_adjustments else None
+        self._first_end[slot] = min(num_fresh_tokens + params.min_tokens, np.iinfo(np.int32).max)
+        self._has_logprobs[slot] = params.logprobs is not None
+        assert slot is not None, request.request_id
+        return SlotAdjustments(slot, self._history(request), self._bias(request)) if params.has_adjustments else None
 
-    def mode(self, rows: np.ndarray) -> int:
-        """What the step's own sampler must do: nothing much, if `controls` does it again."""
-        return SamplingMode.GREEDY if self._is_controlled[rows].any() else int(self._modes[rows].max(initial=0))
+    def mode(self, slots: np.ndarray) -> int:
+        """What the step's own sampler must do: nothing much, if `processors` does it again."""
+        return SamplingMode.GREEDY if self._needs_processors[slots].any() else int(self._modes[slots].max(initial=0))
 
     def build(
-        self, plan: StepPlan, num_requests: int, step: dict[str, np.ndarray], rows: Sequence[ControlRow]
-    ) -> ControlBatch | None:
+        self, plan: StepPlan, num_requests: int, step: dict[str, np.ndarray], slots: Sequence[SlotAdjustments]
+    ) -> ProcessorBatch | None:
         """The controls of a plan whose step is packed in `step`; None if nobody wants any. Books the prompt tokens."""
         targets = self._prompt_targets(plan, step)
-        real = step["rows"][: plan.num_requests]
-        packed, shape = None, ControlShape(next_size(self._sizes, num_requests))
-        if self._is_controlled[real].any():
+        real = step["slots"][: plan.num_requests]
+        packed, shape = None, ProcessorShape(next_size(self._sizes, num_requests))
+        if self._needs_processors[real].any():
             packed = np.zeros(shape.size, np.int32)
             self._fill(plan, {name: packed[place] for name, place in shape.fields.items()}, step)
-        return ControlBatch(rows, packed, targets) if rows or packed is not None or targets is not None else None
+        return ProcessorBatch(slots, packed, targets) if slots or packed is not None or targets is not None else None
 
     def _fill(self, plan: StepPlan, fields: dict[str, np.ndarray], step: dict[str, np.ndarray]) -> None:
-        fields["rows"][:] = self._no_row
-        for name in ("rows", "sample_position", *PARAM_FIELDS):
+        fields["slots"][:] = self._no_slot
+        for name in ("slots", "sample_position", *PARAM_FIELDS):
             fields[name][: len(step[name])] = step[name]
-        rows = step["rows"][: plan.num_requests]
-        samples = np.ones(len(rows), np.int32)
+        slots = step["slots"][: plan.num_requests]
+        samples = np.ones(len(slots), np.int32)
         samples[len(plan.decodes) :] = [chunk.is_sampling for chunk in plan.prefills]
-        must_go_on = step["sample_position"][: len(rows)] < self._first_end[rows]
-        fields["flags"][: len(rows)] = self._flags[rows] | SAMPLES * samples | MUST_GO_ON * must_go_on
+        must_go_on = step["sample_position"][: len(slots)] < self._first_end[slots]
+        fields["flags"][: len(slots)] = self._flags[slots] | SAMPLES * samples | MUST_GO_ON * must_go_on
         for name, values in zip(_ADJUSTMENT_FIELDS, self._adjustments, strict=True):
-            fields[name][: len(rows)] = values[rows].view(np.int32)
-        fields["mode"][0] = self._modes[rows].max()
-        fields["has_logprobs"][0] = self._has_logprobs[rows].any()
+            fields[name][: len(slots)] = values[slots].view(np.int32)
+        fields["mode"][0] = self._modes[slots].max()
+        fields["has_logprobs"][0] = self._has_logprobs[slots].any()
 
     def _history(self, request: Request) -> np.ndarray:
         """As it is now: with every output token that the host knows, which is all when a request gets its row."""
