@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="wants root, networ
 
 FLAGS = (
     "--model=demo", "--tp=2", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--max-running=1",
-    "--max-step-tokens=1", "--num-pages=64", "--no-controls", "--fail-seconds=600",
+    "--max-step-tokens=1", "--num-pages=64", "--no-logits-processors", "--fail-seconds=600",
 )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problems: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="meshserve-peers-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        for name in options.baselines:
+        for name in options.engines:
             found = _run_baseline(options, BASELINES[name], batches, Path(folder))
             if isinstance(found, Row):
                 rows[name] = found
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve bench peers", description="Peers side by side on one device.")
+    parser = argparse.ArgumentParser(prog="meshserve bench baselines", description="Peers side by side on one device.")
     parser.add_argument("--model", default="qwen3-0.6b", help="a published size, or a folder with config.json")
     parser.add_argument("--workload", choices=("fixed", "nano-vllm"), default="fixed")
     parser.add_argument("--requests", type=int, default=0, help="default: 4, or 256 with --workload nano-vllm")
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
-        "--peers", nargs="+", choices=BASELINES, default=list(BASELINES), metavar="BASELINE", help=" ".join(BASELINES)
+        "--engines", nargs="+", choices=BASELINES, default=list(BASELINES), metavar="BASELINE", help=" ".join(BASELINES)
     )
     parser.add_argument(
         "--baseline", choices=BASELINES, default="hf-batched", help="what the last column compares with"

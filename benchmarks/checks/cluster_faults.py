@@ -30,7 +30,7 @@ from meshserve.runtime.commands.local_cluster import LocalCluster, reserved_port
 
 FLAGS = (
     "--model=demo", "--tp=2", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--max-running=4",
-    "--max-step-tokens=4", "--num-pages=256", "--no-controls",
+    "--max-step-tokens=4", "--num-pages=256", "--no-logits-processors",
 )  # fmt: skip
 NUM_STREAMS = 4
 READY_SECONDS = 240.0

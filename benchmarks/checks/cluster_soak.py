@@ -25,7 +25,7 @@ from meshserve.runtime.commands.local_cluster import LocalCluster, local_cluster
 TP = 4
 FLAGS = (
     "--model=demo", f"--tp={TP}", "--dtype=float32", "--page-size=16", "--max-running=4", "--max-step-tokens=4",
-    "--num-pages=32", "--no-controls",
+    "--num-pages=32", "--no-logits-processors",
 )  # fmt: skip
 NUM_REQUESTS = 32
 READY_SECONDS = 300.0

@@ -185,7 +185,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         attention=options.attention,
         decode_layers=options.decode_layers,
         prefix_cache=False,  # the cases draw the same prompts, and each is to be prefilled
-        processors=False,
+        logits_processors=False,
     )
 
 

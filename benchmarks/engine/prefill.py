@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--products", default="auto", help="as of meshserve serve: auto, tuned or library")
+    parser.add_argument("--gemm-backend", default="auto", help="as of meshserve serve: auto, tuned or library")
     parser.add_argument("--all-reduce", default="auto", help="as of meshserve serve: auto, peers or xla")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cpu-devices", type=int, default=0)
@@ -106,10 +106,10 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
         max_running=min(most_prompts, options.max_step_tokens),
         max_step_tokens=options.max_step_tokens,
         attention=options.attention,
-        products=options.products,
+        gemm_backend=options.gemm_backend,
         all_reduce=options.all_reduce,
         prefix_cache=False,
-        processors=False,
+        logits_processors=False,
     )
 
 

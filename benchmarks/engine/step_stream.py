@@ -36,7 +36,7 @@ STEPS = {
 }
 FLAGS = (
     "--model=demo", "--tp=2", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--max-running=1",
-    "--max-step-tokens=1", "--num-pages=256", "--no-controls", "--fail-seconds=60",
+    "--max-step-tokens=1", "--num-pages=256", "--no-logits-processors", "--fail-seconds=60",
 )  # fmt: skip
 READY_SECONDS = 300.0
 PAUSE_SECONDS = 0.002  # between calls, as a device would

@@ -1,6 +1,6 @@
 """Decode steps over the GPUs of one host, again and again: does every one of their sums come out the same?
 
-    meshserve bench scaling --model qwen3-8b --tp 4 --batch 1 32 --all-reduce peers --check-seconds 600
+    meshserve bench scaling --model qwen3-8b --tp 4 --batch 1 32 --all-reduce p2p --check-seconds 600
 
 All layers of a step run on the same tokens each time, so their result has the same bits each time and on every device,
 unless one sum of one layer took a wrong word: what then differs goes on through all layers that follow.

@@ -263,7 +263,7 @@ def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
 # The least and the most that options may be.
 _RANGES: Mapping[str, tuple[int, float]] = {
     **dict.fromkeys(
-        ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting", "max_decode_steps", "draft_match"),
+        ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting", "max_decode_steps", "draft_min_match"),
         (1, math.inf),
     ),
     **dict.fromkeys(
@@ -306,11 +306,11 @@ class ServeConfig:
     draft_tokens: int = option(
         0, "tokens that a decode guesses ahead from its own text, at most (prompt lookup); 0: off"
     )
-    draft_match: int = option(3, "tokens that must stand in a text before, for a guess at what follows them")
+    draft_min_match: int = option(3, "tokens that must stand in a text before, for a guess at what follows them")
     max_waiting: int = option(1024, "requests in the queue; more are refused")
     priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")
     prefix_cache: bool = option(True, "reuse the KV pages of requests that begin alike")
-    processors: bool = option(True, "serve penalties, bias, bans, log-probabilities; some memory and compile time")
+    logits_processors: bool = option(True, "serve penalties, bias, bans, log-probabilities; some memory and compile time")
     attention: str = option(
         "auto",
         "paged attention implementation; auto: tpu on a TPU, cuda on a Hopper GPU, else reference",
@@ -321,7 +321,7 @@ class ServeConfig:
         "fused kernels for the layers of small decode steps; auto: cuda on a Hopper GPU, else off",
         ("auto", "off", "reference", "cuda"),
     )
-    products: str = option(
+    gemm_backend: str = option(
         "auto",
         "who multiplies on a GPU in steps of 64 tokens and more that are not fused; tuned: what is fastest in XLA's "
         "trials at start-up; library: cuBLAS, with less to compile and, from jax 0.11 on, no copies of weights; auto: "

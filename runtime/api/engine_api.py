@@ -92,7 +92,7 @@ class ModelInfo:
         supported |= dict.fromkeys(LOGPROB_FIELDS, self.supports_logprobs)
         for name in params.set_fields(supported):
             if not supported[name]:
-                message = "this server was started with --no-controls; leave it out."
+                message = "this server was started with --no-logits-processors; leave it out."
                 raise InvalidRequestError(f"sampling.{name}", message)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_ids"):
             for index, token_id in enumerate(getattr(params, name)):

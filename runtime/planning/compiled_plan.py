@@ -45,7 +45,7 @@ def compile_plan(
       OutOfMemoryError: a program does not fit.
       NoCompilerError: the compiler for these devices is not installed.
     """
-    plan, has_processors = planner.plan(), planner.config.processors
+    plan, has_processors = planner.plan(), planner.config.logits_processors
     server = DryServer.on(planner.target, planner.model, config=planner.config, tensor_parallelism=planner.num_devices)
     shape = planner.cache_shape(plan.served_pages)
     reports: dict[ProgramKey, ProgramReport] = {}

@@ -120,7 +120,7 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
         is_unrolled=is_gpu,
         has_output_buffers=is_gpu,
         has_statistics_apart=is_gpu,
-        has_library_gemms=config.products == "library" or (config.products == "auto" and _LIBRARY_READS_IN_PLACE),
+        has_library_gemms=config.gemm_backend == "library" or (config.gemm_backend == "auto" and _LIBRARY_READS_IN_PLACE),
         find_threshold=sampling.implementation(device, model.vocab_size) if "cuda" in (attention, decode) else None,
         p2p=p2p,
         p2p_operations=p2p_gpu if p2p is not None else None,
@@ -139,7 +139,7 @@ def _p2p(mesh: Mesh, are_devices_here: bool) -> P2PGroup | None:
         return P2PGroup(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size)))
     reason = _p2p_refusal(mesh)
     if reason is not None:
-        raise ValueError(f"--all-reduce peers cannot serve here: {reason}. Take xla.")
+        raise ValueError(f"--all-reduce p2p cannot serve here: {reason}. Take xla.")
     return p2p_gpu.open_p2p_group(TENSOR_AXIS, list(mesh.devices.flat))
 
 

@@ -113,7 +113,7 @@ class Planner:
         weights = weight_bytes(self.model, layout, self.dtype)
         page = cache_page_bytes(self.model, layout, config.page_size, self.dtype)
         scratch = self._scratch_bytes()
-        processors = self.processor_state_bytes + self._mask_bytes() if config.processors else 0
+        processors = self.processor_state_bytes + self._mask_bytes() if config.logits_processors else 0
         if self.target.chip.platform == "cpu":  # as `memory.free_bytes` has it
             free = served = CPU_CACHE_BYTES // self.num_devices
             if self.dtype.itemsize < 4 and _XLA_WIDENS_CPU_CACHES:
@@ -156,7 +156,7 @@ class Planner:
     def _scratch_bytes(self) -> int:
         """Of the largest program, a step or what samples after it, and what steps keep beside it (see `kept`)."""
         scratch = self._step_scratch_bytes()
-        if self.config.processors:
+        if self.config.logits_processors:
             scratch = max(scratch, processor_scratch_estimate(self.model, self.layout, self.buckets[-1], self.dtype))
         if self.target.chip.platform == "gpu":  # the outputs of the largest are counted already
             kept = partial(output_bytes, self.model, self.layout, dtype=self.dtype)

@@ -147,7 +147,7 @@ def server_limits(config: ServeConfig, max_context: int) -> SchedulerLimits:
         priority_seconds=config.priority_seconds,
         has_prefix_cache=config.prefix_cache,
         draft_tokens=config.draft_tokens,
-        draft_match=config.draft_match,
+        draft_min_match=config.draft_min_match,
         step_sizes=tuple(size for size in sizes if size >= _FREE_TOKENS),
     )
 

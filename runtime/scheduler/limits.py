@@ -28,7 +28,7 @@ class SchedulerLimits:
     # Tokens that larger steps are padded to, ascending. Below the first of them padding takes no time; without any,
     # nowhere.
     step_sizes: tuple[int, ...] = ()
-    draft_match: int = 3  # tokens that must stand in a text twice for a guess at what follows
+    draft_min_match: int = 3  # tokens that must stand in a text twice for a guess at what follows
 
     def __post_init__(self) -> None:
         assert min(self.page_size, self.max_waiting) >= 1 and self.max_context >= 2, self
@@ -36,7 +36,7 @@ class SchedulerLimits:
         assert 1 <= self.max_decode_steps and self.max_prefill_tokens >= 0 <= self.priority_seconds, self
         # A request then begins at most one page a window, which the bucket has room for.
         assert self.max_decode_steps <= max(self.page_size, 1), self
-        assert 0 <= self.draft_tokens < self.page_size and self.draft_match >= 1, self
+        assert 0 <= self.draft_tokens < self.page_size and self.draft_min_match >= 1, self
 
     def sizes_around(self, num_tokens: int) -> tuple[int, int]:
         """The largest step size below so many tokens, or 0, and the smallest that holds them."""

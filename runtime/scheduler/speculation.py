@@ -81,7 +81,7 @@ class Speculation:
         params = request.params
         if params.has_adjustments or params.constraint is not None or not self._limits.draft_tokens:
             return None
-        return Drafter(request.tokens(0, request.num_known_tokens), self._limits.draft_match)
+        return Drafter(request.tokens(0, request.num_known_tokens), self._limits.draft_min_match)
 
     def rest(self) -> None:
         """There is no work."""

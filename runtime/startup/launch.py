@@ -85,7 +85,7 @@ def launch(
     model = ModelConfig.from_file(files.small / "config.json")
     tokenizer = Tokenizer(files.small)
     grammars = None
-    if config.processors:
+    if config.logits_processors:
         from ..text.grammar import (
             Grammars,  # here, because benchmarks of the engine run where llguidance is not installed
         )
@@ -239,7 +239,7 @@ def make_runner(
     one_page_shapes = state_shapes(model, layout, one_page, dtype)
     kernels = choose_kernels(config, model, mesh)
     processors = None
-    if config.processors:
+    if config.logits_processors:
         declared = ProcessorPrograms(
             structure=structure,
             params=params,
@@ -307,7 +307,7 @@ def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, m
         device_kind=mesh.devices.flat[0].device_kind,
         server_version=importlib.metadata.version("meshserve"),
         supports_chat=tokenizer.has_chat_template,
-        supports_structured_output=config.processors,
-        supports_logprobs=config.processors,
-        supports_penalties=config.processors,
+        supports_structured_output=config.logits_processors,
+        supports_logprobs=config.logits_processors,
+        supports_penalties=config.logits_processors,
     )

@@ -218,7 +218,7 @@ def compiled(constraint: Constraint | None, grammars: Grammars | None) -> Gramma
     if constraint is None:
         return None
     if grammars is None:
-        raise InvalidRequestError(constraint.field, "this server runs without --controls; leave it out.")
+        raise InvalidRequestError(constraint.field, "this server runs without --logits-processors; leave it out.")
     return grammars.compile(constraint)
 
 

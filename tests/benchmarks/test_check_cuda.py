@@ -185,7 +185,7 @@ def test_products_of_the_library_read_weights_where_they_lie():
     launches = {}
     for products in ("tuned", "library"):
         plan = server(num_layers=2)
-        config = dataclasses.replace(plan.config, products=products)
+        config = dataclasses.replace(plan.config, gemm_backend=products)
         dry, shape = DryServer.on(plan.target, plan.model, config=config), plan.cache_shape(1000)
         key = ("step", plan.buckets[-1].num_tokens)
         found = dry.report(key, dry.programs(plan.buckets, shape, has_processors=False)[key])

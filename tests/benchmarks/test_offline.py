@@ -117,7 +117,7 @@ def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
     (tiny / "without-vllm").chmod(0o755)
     arguments = [
         f"--model={tiny}", "--dtype=float32", "--runs=2", "--warmups=1", "--requests=3", "--input-tokens=5",
-        "--output-tokens=4", "--peers", "hf-batched", "vllm", "ours", f"--python-ours={wrapper}",
+        "--output-tokens=4", "--engines", "hf-batched", "vllm", "ours", f"--python-ours={wrapper}",
         f"--python-vllm={tiny / 'without-vllm'}", "--set=cpu_devices=1", "--set=num_pages=16", "--set=cache_dir=",
         "--set=max_step_tokens=8", "--set=controls=false", f"--json={tiny / 'rows.json'}",
     ]  # fmt: skip
@@ -140,7 +140,7 @@ def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
 def test_a_peer_that_fails_is_named_with_its_words(tiny: Path, capsys: pytest.CaptureFixture):
     (tiny / "broken").write_text("#!/bin/sh\necho no torch here; exit 3\n")
     (tiny / "broken").chmod(0o755)
-    assert compare.main([f"--model={tiny}", "--peers", "hf-single", f"--python-hf={tiny / 'broken'}"]) == 1
+    assert compare.main([f"--model={tiny}", "--engines", "hf-single", f"--python-hf={tiny / 'broken'}"]) == 1
     assert "exit status 3:\nno torch here" in capsys.readouterr().err
 
 

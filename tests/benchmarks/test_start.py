@@ -9,7 +9,7 @@ from meshserve.benchmarks.engine import start
 
 SMALL = [
     "--model=demo", "--cpu-devices=2", "--tp=2", "--dtype=float32", "--max-running=2", "--max-step-tokens=2",
-    "--page-size=8", "--num-pages=6", "--max-context=48", "--no-controls",
+    "--page-size=8", "--num-pages=6", "--max-context=48", "--no-logits-processors",
 ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def tight_limits(draw: st.DrawFn) -> tuple[SchedulerLimits, int]:
         max_prefill_tokens=draw(st.sampled_from([0, 1, 3])),
         max_decode_steps=draw(st.integers(1, page_size)),
         draft_tokens=draw(st.integers(0, page_size - 1)),
-        draft_match=draw(st.integers(1, 3)),
+        draft_min_match=draw(st.integers(1, 3)),
         step_sizes=draw(st.sampled_from([(), (3, 6), (2, 4, 8, 16)])),
         priority_seconds=draw(st.sampled_from([0.0, 5.0, 1000.0])),
         has_prefix_cache=draw(st.booleans()),

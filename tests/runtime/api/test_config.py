@@ -245,7 +245,7 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
         ({"max_context": 1}, "max_context is 1; it must be 2 or more .a prompt and one token., or 0"),
         ({"compile_threads": -1}, "compile_threads is -1; it must be 0 or more"),
         ({"draft_tokens": -1}, "draft_tokens is -1; it must be 0 or more"),
-        ({"draft_match": 0}, "draft_match is 0; it must be 1 or more"),
+        ({"draft_min_match": 0}, "draft_min_match is 0; it must be 1 or more"),
         ({"page_size": 8, "draft_tokens": 8}, r"draft_tokens is 8; allowed is 0 to page_size - 1 \(7\)"),
         ({"port": -1}, "port is -1; it must be 0 to 65535"),
         ({"step_port": 99999}, "step_port is 99999; it must be 0 to 65535"),

@@ -12,7 +12,7 @@ from meshserve.runtime.startup.launch import launch
 NUM_STEPS = 3
 CONFIG = ServeConfig(
     model="demo", max_running=1, max_step_tokens=1, max_decode_steps=NUM_STEPS, num_pages=8,
-    dtype="float32", decode_layers="reference", prefix_cache=False, processors=False, cache_dir="",
+    dtype="float32", decode_layers="reference", prefix_cache=False, logits_processors=False, cache_dir="",
 )  # fmt: skip
 PARAMS = {"temperature": 0.9, "top_p": 0.8, "min_p": 0.01}
 

@@ -31,7 +31,7 @@ class Serving:
     def __init__(self) -> None:
         config = ServeConfig(
             model="demo", cpu_devices=8, dtype="float32", page_size=8, num_pages=NUM_PAGES, max_running=16,
-            max_step_tokens=16, max_context=1000, max_waiting=10_000, cache_dir="", draft_tokens=3, draft_match=1,
+            max_step_tokens=16, max_context=1000, max_waiting=10_000, cache_dir="", draft_tokens=3, draft_min_match=1,
         )  # fmt: skip
         self.records: list[StepRecord] = []
         self.launched: Launched = launch(config, self._deliver, self.records.append)

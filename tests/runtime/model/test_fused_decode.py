@@ -153,7 +153,7 @@ def test_what_peers_do_not_take_is_refused_with_a_reason(
 def test_peers_that_cannot_be_are_refused_by_name() -> None:
     config = ServeConfig(model="random", tp=2, all_reduce="p2p")
     mesh = make_mesh(2)
-    with pytest.raises(ValueError, match=r"--all-reduce peers cannot serve here: .* a cpu device. Take xla"):
+    with pytest.raises(ValueError, match=r"--all-reduce p2p cannot serve here: .* a cpu device. Take xla"):
         choose_kernels(config, CONFIG, mesh)
 
 

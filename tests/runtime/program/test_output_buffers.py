@@ -14,7 +14,7 @@ from meshserve.runtime.startup import launch
 
 CONFIG = ServeConfig(
     model="demo", tp=2, max_running=4, max_step_tokens=16, max_decode_steps=2, num_pages=8, dtype="float32",
-    processors=False, cache_dir="",
+    logits_processors=False, cache_dir="",
 )  # fmt: skip
 
 

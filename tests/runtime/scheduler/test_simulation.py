@@ -80,7 +80,7 @@ def test_everything_ends_whatever_the_demand(
         max_prefill_tokens=192,
         max_decode_steps=max_decode_steps,
         draft_tokens=draft_tokens,
-        draft_match=1,
+        draft_min_match=1,
         step_sizes=(64, 128, 256),
         priority_seconds=100.0,
     )

@@ -70,7 +70,7 @@ def repetitive(max_tokens: int = 40, seed: int = 3, **fields: object) -> Request
 
 
 def test_drafts_that_hold_come_at_once() -> None:
-    simulation = Simulation(make_limits(page_size=8, max_context=128, draft_tokens=3, draft_match=2), num_pages=16)
+    simulation = Simulation(make_limits(page_size=8, max_context=128, draft_tokens=3, draft_min_match=2), num_pages=16)
     request = repetitive()
     simulation.add(request)
     simulation.drain()
@@ -80,7 +80,7 @@ def test_drafts_that_hold_come_at_once() -> None:
 
 
 def test_drafts_lie_between_the_decodes_and_are_sampled_behind_all() -> None:
-    limits = make_limits(page_size=8, max_context=128, max_running=8, draft_tokens=3, draft_match=2)
+    limits = make_limits(page_size=8, max_context=128, max_running=8, draft_tokens=3, draft_min_match=2)
     simulation = Simulation(limits, num_pages=64)
     simulation.add(repetitive(), make_request(4, max_tokens=60, ignore_eos=True))
     plan = None
@@ -113,7 +113,7 @@ def packed_fields(device: FakeDevice, plan: StepPlan) -> dict:
 
 
 def test_whose_tokens_change_what_may_follow_has_none_and_keeps_nobody_from_theirs() -> None:
-    simulation = Simulation(make_limits(page_size=8, max_context=128, draft_tokens=3, draft_match=2), num_pages=32)
+    simulation = Simulation(make_limits(page_size=8, max_context=128, draft_tokens=3, draft_min_match=2), num_pages=32)
     penalised, constrained, looked_at = make_request(3), make_request(4), repetitive(100, 6)
     penalised.params = SamplingParams(max_tokens=100, ignore_eos=True, presence_penalty=0.5)
     constrained.params = SamplingParams(max_tokens=100, ignore_eos=True, constraint=Constraint(kind="json_object"))
@@ -127,7 +127,7 @@ def test_whose_tokens_change_what_may_follow_has_none_and_keeps_nobody_from_thei
 
 def count_drafted(drafted_seconds: float) -> int:
     """Steps with drafts among the first 2,000, of decodes that all hold, where these take so long and others 1 s."""
-    limits = make_limits(page_size=8, max_context=8000, max_running=4, draft_tokens=3, draft_match=2)
+    limits = make_limits(page_size=8, max_context=8000, max_running=4, draft_tokens=3, draft_min_match=2)
     simulation = Simulation(limits, num_pages=1000)
     simulation.add(repetitive(7900))
     num_drafted = 0

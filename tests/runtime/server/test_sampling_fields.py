@@ -135,7 +135,7 @@ def test_a_token_beside_those_that_end_is_enough():
 @pytest.mark.parametrize("field", [*PENALTY_FIELDS, *LOGPROB_FIELDS])
 def test_a_server_without_controls_refuses_their_fields(field: str):
     params = SamplingParams(**{field: EVERY_FIELD[field]})
-    with pytest.raises(InvalidRequestError, match="--no-controls") as caught:
+    with pytest.raises(InvalidRequestError, match="--no-logits-processors") as caught:
         INFO.check(params)
     assert caught.value.field == f"sampling.{field}"
     dataclasses.replace(INFO, supports_penalties=True, supports_logprobs=True).check(params)

@@ -147,7 +147,7 @@ def test_company_does_not_change_a_token(
     runner: Runner, alone, num_pages: int, max_decode_steps: int, draft_tokens: int
 ) -> None:
     cancelled = set()
-    limits = {"max_decode_steps": max_decode_steps, "draft_tokens": draft_tokens, "draft_match": 2}
+    limits = {"max_decode_steps": max_decode_steps, "draft_tokens": draft_tokens, "draft_min_match": 2}
     with Serving(runner, num_pages, **limits, max_prefill_tokens=9) as serving:
         for number, arrival in enumerate(make_trace(random.Random(5), TRAFFIC)):
             options = dataclasses.replace(arrival.options, timeout_seconds=None)
@@ -180,7 +180,7 @@ def test_drafts_save_steps_and_change_no_token(
     params = SamplingParams(max_tokens=120, temperature=temperature, seed=3, ignore_eos=True, logprobs=logprobs)
     with Serving(runner) as plain:
         (expected,) = plain.complete(prompt, params)
-    with Serving(runner, draft_tokens=7, draft_match=2) as serving:
+    with Serving(runner, draft_tokens=7, draft_min_match=2) as serving:
         (tokens,) = serving.complete(prompt, params)
     assert tokens == expected
     assert [found.token_id for found in serving.logprobs] == (tokens if logprobs is not None else [])
