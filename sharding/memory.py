@@ -28,7 +28,7 @@ def free_bytes(mesh: Mesh, fraction: float, reserved_bytes: int = 0) -> int:
 
 
 def num_pages_that_fit(mesh: Mesh, fraction: float, page_bytes: int, reserved_bytes: int = 0) -> int:
-    """Pages of `page_bytes` (of one device's shard) that fit into the free memory if `reserved_bytes` of it are kept free.
+    """Returns how many pages of `page_bytes` fit into a device's free memory, less `reserved_bytes`.
 
     Raises:
       MemoryError: not even one, or the devices do not tell.

@@ -22,7 +22,8 @@ from .waiting import WAIT_SECONDS, wait_for
 FAIL_SECONDS = 60.0
 FLAGS = [
     "--model=demo", "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=2", "--max-step-tokens=2",
-    "--num-pages=128", "--no-logits-processors", f"--fail-seconds={FAIL_SECONDS:g}", f"--drain-seconds={WAIT_SECONDS:g}",
+    "--num-pages=128", "--no-logits-processors", f"--fail-seconds={FAIL_SECONDS:g}",
+    f"--drain-seconds={WAIT_SECONDS:g}",
 ]  # fmt: skip
 NUM_STREAMS = 12
 

@@ -15,8 +15,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshserve.runtime.api.config import ServeConfig
-from meshserve.runtime.commands.cli import SERVER_ONLY, add_options, serve_config
+from meshserve.runtime.api.config import ServeConfig, server_only_options
+from meshserve.runtime.commands.cli import add_options, serve_config
 from meshserve.runtime.planning.report import Asked, planner_of
 from meshserve.runtime.program.device_figures import FIGURES_IN_LOG, DeviceFigures
 from meshserve.runtime.startup.launch import build_runner, open_model
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="plan_check", description="A plan beside what a start measures.")
-    add_options(parser, SERVER_ONLY)
+    add_options(parser, left_out=server_only_options())
     parser.add_argument("--target", required=True, help="as for `meshserve plan`")
     parser.add_argument("--jax-fraction", type=float, default=0.0, help="as for `meshserve plan`")
     parser.add_argument("--log", type=Path, help="of a server, instead of starting an engine")

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from meshserve.runtime.api.config import ModelConfig
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.weights.hf_layout import checkpoint_tensors
 from meshserve.sharding.checkpoints.tensor_writer import split_files, write_file, write_index

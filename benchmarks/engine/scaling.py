@@ -33,7 +33,8 @@ from meshserve.benchmarks.kernels import repeats, sums
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.timing import time_steps
-from meshserve.runtime.api.config import ModelConfig, ServeConfig
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import SamplingMode
 from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.model.qwen3 import Kernels, abstract_model

@@ -24,9 +24,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from meshserve.runtime.api.config import ModelConfig, ServeConfig, context_tokens
+from meshserve.runtime.api.config import ServeConfig, context_tokens, server_only_options
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import FinishReason, Output, SamplingParams
-from meshserve.runtime.commands.cli import SERVER_ONLY, add_options, serve_config
+from meshserve.runtime.commands.cli import add_options, serve_config
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.program.compile_cache import CompileWatch
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshserve bench start", description="Starts, and traffic at a full cache.")
-    add_options(parser, SERVER_ONLY)
+    add_options(parser, left_out=server_only_options())
     parser.add_argument("--starts", type=int, default=3, help="one after the other (%(default)s)")
     parser.add_argument(
         "--fill",

@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshserve.runtime.api.config import ConfigError, ModelConfig, ServeConfig
+from meshserve.runtime.api.config import ConfigError, ServeConfig
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import FinishReason, Output, SamplingParams
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import Record

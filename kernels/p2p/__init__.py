@@ -1,6 +1,6 @@
 """Small sums and exchanges over the devices of a mesh, for when the wire takes less time than a library's collective.
 
-A peer is a device of the same host whose memory can be written to. The rivals of `meshserve bench baselines` are not meant.
+A peer is a device of the same host whose memory can be written to.
 
 Every device calls them in the same order, inside a program over the mesh, one after another: two that do not depend on
 each other must not run at the same time.

@@ -1,368 +1,295 @@
-"""What a model is (`ModelConfig`, read from config.json) and how to serve it (`ServeConfig`, flags and TOML).
-
-Each option of `ServeConfig` is written once, here: the command line's flags and the TOML keys are generated from it.
-"""
+"""How to serve a model: `ServeConfig`. Each option is written once, here; flags, TOML keys and help come from it."""
 
 import dataclasses
 import difflib
-import json
 import math
 import sys
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, UnsupportedModelError
+from .errors import ConfigError
+from .model_config import ModelConfig
 
 _MIN_FAIL_SECONDS = 1.0  # below it a busy machine looks like a dead one
-
-SUPPORTED_ARCHITECTURE = "Qwen3ForCausalLM"
 _DEFAULT_MAX_CONTEXT = 32_768  # tokens, where the model allows more and the config does not say
 
-# Keys of config.json that change nothing about the forward pass of a served model.
-_IGNORED_KEYS = frozenset(
-    "_name_or_path attention_dropout bos_token_id chunk_size_feed_forward eos_token_id id2label initializer_range "
-    "is_encoder_decoder label2id max_window_layers output_attentions output_hidden_states pad_token_id problem_type "
-    "return_dict sliding_window transformers_version use_cache".split()
-)
-_SIZES = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "max_position_embeddings".split()
-)
-_REQUIRED_KEYS = (*_SIZES, "rms_norm_eps", "tie_word_embeddings")
-# Options that must have the one value meshserve implements.
-_FIXED_OPTIONS: Mapping[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "tie_encoder_decoder": False,
-}
-_ROPE_KEYS = frozenset("rope_theta rope_scaling rope_parameters".split())
-_DTYPE_KEYS = frozenset("dtype torch_dtype".split())
-_YARN_KEYS = frozenset(
-    "rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow truncate "
-    "mscale mscale_all_dim".split()
-)
+_MODEL, _MEMORY, _SCHEDULING, _KERNELS = "model and devices", "memory and compilation", "scheduling", "kernels"
+_LISTENING, _OBSERVABILITY, _CLUSTER = "listening and security", "observability", "several processes"
+
+# The sections of the help texts, in their order.
+SECTIONS = (_MODEL, _MEMORY, _SCHEDULING, _KERNELS, _LISTENING, _OBSERVABILITY, _CLUSTER)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding. `kind` is "default", "linear" or "yarn"; the rest is read by the scaled kinds only."""
+class Option:
+    """Everything about one option but its name and default, which are those of its field in `ServeConfig`.
 
-    theta: float
-    kind: str
-    factor: float
-    original_max_positions: int
-    attention_factor: float  # multiplies cos and sin; 1 but for YaRN
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A Qwen3 dense model, as its config.json describes it. There are no defaults: the file says everything."""
-
-    vocab_size: int
-    embed_dim: int
-    mlp_dim: int
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_positions: int
-    is_tied: bool  # the output head is the embedding
-    dtype: str  # of the checkpoint: "bfloat16", "float32" or "float16"
-    rope: RopeConfig
-
-    @property
-    def longest_context(self) -> int:
-        """Tokens of prompt and output that its positions are made for: with rope scaling, `factor` times the original
-        ones, as vLLM takes them."""
-        return max(self.max_positions, int(self.rope.original_max_positions * self.rope.factor))
-
-    @property
-    def num_params(self) -> int:
-        """Weights of the unsharded model, padding left out."""
-        heads = (2 * self.num_query_heads + 2 * self.num_kv_heads) * self.head_dim * self.embed_dim
-        layer = heads + 3 * self.mlp_dim * self.embed_dim + 2 * self.embed_dim + 2 * self.head_dim
-        tables = (1 if self.is_tied else 2) * self.vocab_size * self.embed_dim
-        return self.num_layers * layer + tables + self.embed_dim
-
-    @classmethod
-    def from_file(cls, path: Path) -> "ModelConfig":
-        """Reads config.json.
-
-        Raises:
-          UnsupportedModelError: the file is missing, or names an architecture or option that is not implemented.
-        """
-        try:
-            return cls.from_dict(read_json(path))
-        except FileNotFoundError:
-            raise UnsupportedModelError(
-                f"{path} does not exist. --model takes a Hugging Face model directory."
-            ) from None
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
-        """As `from_file`, from the parsed file."""
-        _check_options(raw)
-        return cls(
-            vocab_size=raw["vocab_size"],
-            embed_dim=raw["hidden_size"],
-            mlp_dim=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_query_heads=raw["num_attention_heads"],
-            num_kv_heads=raw["num_key_value_heads"],
-            head_dim=raw["head_dim"],
-            rms_norm_eps=_number(raw, "rms_norm_eps", above=0.0),
-            max_positions=raw["max_position_embeddings"],
-            is_tied=raw["tie_word_embeddings"],
-            dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
-            rope=_rope_config(raw),
-        )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file of a model says.
-
-    Raises:
-      FileNotFoundError: there is none.
-      UnsupportedModelError: it cannot be read, or is no JSON object.
+    Attributes:
+      help: what it sets, with its unit and what special values mean.
+      section: of the help text.
+      choices: the values it takes, if they are few.
+      least, most: the bounds of a number.
+      is_server_only: without effect where nothing listens, as in `generate` and the benchmarks.
+      may_differ: processes of one cluster may have different values.
+      is_expert: nobody should need to change it; `--help` lists it last.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UnsupportedModelError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise UnsupportedModelError(f"{path} holds JSON of type {type(value).__name__}; it must be an object.")
-    return value
+
+    help: str
+    section: str
+    choices: tuple[str, ...] = ()
+    least: float = -math.inf
+    most: float = math.inf
+    is_server_only: bool = False
+    may_differ: bool = False
+    is_expert: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """
+        Raises:
+          ConfigError: the value is out of range or not among the choices.
+        """
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{name} is {value!r}; it takes {', '.join(self.choices)}.")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if not self.least <= value <= self.most:
+                allowed = f"{self.least:g} or more" if self.most == math.inf else f"{self.least:g} to {self.most:g}"
+                raise ConfigError(f"{name} is {value}; it must be {allowed}.")
+            if not math.isfinite(value):
+                raise ConfigError(f"{name} is {value}; it must be finite.")
 
 
-def _require(ok: bool, options: Mapping[str, Any], key: str, allowed: str) -> None:
-    if not ok:
-        raise UnsupportedModelError(f"config.json: {key} is {options[key]!r}; allowed is {allowed}.")
+def option(default: Any, section: str, help: str, **rest: Any) -> Any:
+    """A field of `ServeConfig`; see `Option`."""
+    return field(default=default, metadata={"option": Option(help=help, section=section, **rest)})
 
 
-def _number(options: Mapping[str, Any], key: str, *, above: float, default: float = math.nan) -> float:
-    """A finite number above a bound; `default` where the file has none."""
-    value = options.get(key)
-    if value is None:
-        return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(is_number and above < value < math.inf, options, key, f"a number above {above:g}")
-    return float(value)
+def _listening(default: Any, help: str, **rest: Any) -> Any:
+    return option(default, _LISTENING, help, is_server_only=True, may_differ=True, **rest)
 
 
-def _check_options(raw: Mapping[str, Any]) -> None:
-    if raw.get("architectures") != [SUPPORTED_ARCHITECTURE]:
-        raise UnsupportedModelError(
-            f"config.json: architectures is {raw.get('architectures')!r}; served is [{SUPPORTED_ARCHITECTURE!r}]."
-        )
-    missing = [key for key in _REQUIRED_KEYS if raw.get(key) is None]
-    if missing:
-        raise UnsupportedModelError(f"config.json lacks {', '.join(missing)}. Add what the model was trained with.")
-    for key in _SIZES:
-        _require(type(raw[key]) is int and raw[key] >= 1, raw, key, "a whole number, 1 or more")
-    _require(raw["head_dim"] % 2 == 0, raw, "head_dim", "an even number")
-    _require(type(raw["tie_word_embeddings"]) is bool, raw, "tie_word_embeddings", "true or false")
-    for key, allowed in _FIXED_OPTIONS.items():
-        if raw.get(key, allowed) != allowed:
-            raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}; meshserve implements {allowed!r} only.")
-    layer_types = raw.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise UnsupportedModelError(f"config.json: layer_types is {layer_types!r}; only full_attention is served.")
-    known = {
-        *_REQUIRED_KEYS,
-        *_FIXED_OPTIONS,
-        *_IGNORED_KEYS,
-        *_ROPE_KEYS,
-        *_DTYPE_KEYS,
-        "architectures",
-        "layer_types",
-    }
-    unknown = sorted(key for key, value in raw.items() if key not in known and value is not None)
-    if unknown:
-        raise UnsupportedModelError(
-            f"config.json has options meshserve does not know: {', '.join(unknown)}. It refuses what it cannot honour."
-        )
-    if raw["num_attention_heads"] % raw["num_key_value_heads"]:
-        raise UnsupportedModelError(
-            f"config.json: {raw['num_attention_heads']} query heads are not a multiple of "
-            f"{raw['num_key_value_heads']} KV heads."
-        )
+def _observability(default: Any, help: str, **rest: Any) -> Any:
+    return option(default, _OBSERVABILITY, help, is_server_only=True, may_differ=True, **rest)
 
 
-def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
-    """Transformers 5 writes `rope_parameters`; earlier files have `rope_theta` and `rope_scaling`."""
-    scaling: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        given = raw.get(key) or {}
-        _require(isinstance(given, dict), raw, key, "an object")
-        scaling |= given
-    with_theta = {"rope_theta": raw.get("rope_theta"), **scaling}
-    if with_theta["rope_theta"] is None:
-        raise UnsupportedModelError("config.json names no rope_theta. Add what the model was trained with.")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    allowed = {"default": {"rope_type", "type", "rope_theta"}, "yarn": _YARN_KEYS}
-    allowed["linear"] = allowed["default"] | {"factor"}
-    if not isinstance(kind, str) or kind not in allowed:
-        raise UnsupportedModelError(
-            f"config.json: rope scaling {kind!r} is not implemented; meshserve honours {', '.join(sorted(allowed))}."
-        )
-    unknown = sorted(key for key in scaling if key not in allowed[kind])
-    if unknown:
-        raise UnsupportedModelError(f"config.json: rope scaling {kind!r} has unknown options {', '.join(unknown)}.")
-    if kind != "default" and scaling.get("factor") is None:
-        raise UnsupportedModelError(f"config.json: rope scaling {kind!r} needs a factor.")
-    factor = _number(scaling, "factor", above=0.0, default=1.0)
-    _require(factor >= 1.0, scaling, "factor", "1 or more")
-    original_key, max_positions = "original_max_position_embeddings", raw["max_position_embeddings"]
-    truncate = scaling.get("truncate", True)
-    _require(type(truncate) is bool, scaling, "truncate", "true or false")
-    return RopeConfig(
-        theta=_number(with_theta, "rope_theta", above=1.0),
-        kind=kind,
-        factor=factor,
-        original_max_positions=int(_number(scaling, original_key, above=0.0, default=max_positions)),
-        attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
-        beta_fast=_number(scaling, "beta_fast", above=0.0, default=32.0),
-        beta_slow=_number(scaling, "beta_slow", above=0.0, default=1.0),
-        truncate=truncate,
-    )
+def _cluster(default: Any, help: str, **rest: Any) -> Any:
+    return option(default, _CLUSTER, help, is_server_only=True, **rest)
 
 
-def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    """The temperature of YaRN (arXiv 2309.00071, section 3.4) unless the file states it."""
-    if scaling.get("attention_factor") is not None:
-        return _number(scaling, "attention_factor", above=0.0)
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(_number(scaling, "mscale", above=0.0)) / mscale(_number(scaling, "mscale_all_dim", above=0.0))
-    return mscale(1.0)
+def options() -> dict[str, Option]:
+    """Every option by its name, in the order of `ServeConfig`."""
+    return {each.name: each.metadata["option"] for each in dataclasses.fields(ServeConfig)}
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    """A field of `ServeConfig`: its default, its help line, and the values it takes if they are few."""
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
-# The least and the most that options may be.
-_RANGES: Mapping[str, tuple[int, float]] = {
-    **dict.fromkeys(
-        ("tp", "page_size", "max_running", "max_step_tokens", "max_waiting", "max_decode_steps", "draft_min_match"),
-        (1, math.inf),
-    ),
-    **dict.fromkeys(
-        ("cpu_devices", "num_pages", "reserve_mib", "compile_threads", "max_context", "max_prefill_tokens"),
-        (0, math.inf),
-    ),
-    **dict.fromkeys(("draft_tokens", "priority_seconds", "drain_seconds"), (0, math.inf)),
-    **dict.fromkeys(("port", "step_port"), (0, 65_535)),
-    **dict.fromkeys(("http_port", "gateway_port"), (-1, 65_535)),
-}
+def server_only_options() -> frozenset[str]:
+    """The options without effect where nothing listens."""
+    return frozenset(name for name, each in options().items() if each.is_server_only)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Everything about how a model is served. The defaults serve a small model on one device."""
+    """Everything about how a model is served. The defaults serve a small model on one device.
 
-    model: str = option("", "model directory: Hugging Face or Orbax, local, gs:// or s3://; or 'demo'")
-    tp: int = option(1, "tensor-parallel degree: the number of devices in the mesh")
-    cpu_devices: int = option(0, "serve on this many virtual CPU devices; 0 uses the accelerators")
+    To add an option, add a field here: its flag, its TOML key, its checks and its help text follow from it.
+
+    Raises:
+      ConfigError: a value is out of range, or options contradict each other.
+    """
+
+    model: str = option(
+        "",
+        _MODEL,
+        "model directory in Hugging Face or Orbax form, local or at gs:// or s3://; 'demo' is the embedded model",
+        may_differ=True,
+    )
+    tp: int = option(1, _MODEL, "tensor-parallel size: over how many devices each layer is split", least=1)
+    cpu_devices: int = option(
+        0, _MODEL, "number of virtual CPU devices to serve on; 0 uses the accelerators of the machine", least=0
+    )
     dtype: str = option(
         "auto",
-        "of weights, activations and KV cache; auto: bfloat16, but float32 for a float32 model and on CPU devices",
-        ("auto", "bfloat16", "float32"),
+        _MODEL,
+        "type of weights, activations and KV cache; auto is bfloat16, or float32 for float32 checkpoints and on CPUs",
+        choices=("auto", "bfloat16", "float32"),
     )
     random_weights: bool = option(
-        False, "make the weights up on the devices, to measure with; --model may name a published size, as qwen3-8b"
+        False,
+        _MODEL,
+        "use random weights, for measurements; --model may then be a published size such as qwen3-8b",
     )
-    page_size: int = option(32, "tokens a KV page")
-    num_pages: int = option(0, "KV pages of each device; 0 takes memory_fraction of what the weights leave")
-    memory_fraction: float = option(0.85, "share of device memory for weights and KV cache together")
-    reserve_mib: int = option(512, "device memory to leave free beside weights, KV cache and the programs' scratch")
-    cache_dir: str = option("~/.cache/meshserve", "folder for compiled programs between starts; empty keeps none")
-    compile_threads: int = option(0, "programs compiled at a time; 0: one for each core, at most 8")
-    strict: bool = option(False, "refuse to compile anything after the server is ready")
-    max_context: int = option(0, "tokens of prompt and output together; 0 takes the model's own limit, at most 32768")
-    max_running: int = option(64, "requests in one step")
-    max_step_tokens: int = option(512, "token budget of one step: decodes and prefill chunks together")
-    max_prefill_tokens: int = option(0, "of a step that also decodes; 0: all that max_step_tokens leaves")
-    max_decode_steps: int = option(1, "decode steps in one dispatch when nothing waits: newcomers wait that long")
+    served_name: str = option(
+        "",
+        _MODEL,
+        "model name that GetModelInfo reports; empty uses the name of the model directory",
+        is_server_only=True,
+        may_differ=True,
+    )
+    max_context: int = option(
+        0,
+        _MODEL,
+        "maximum number of prompt and output tokens of a request; 0 uses the model's limit, at most 32768",
+        least=0,
+    )
+    page_size: int = option(32, _MEMORY, "tokens per KV cache page", least=1)
+    num_pages: int = option(
+        0, _MEMORY, "KV cache pages on each device; 0 fills the share of memory given by memory_fraction", least=0
+    )
+    memory_fraction: float = option(
+        0.85, _MEMORY, "share of the memory available to the process for weights and KV cache, above 0 and at most 1"
+    )
+    reserve_mib: int = option(
+        512, _MEMORY, "device memory in MiB to leave free beside weights, KV cache and scratch memory", least=0
+    )
+    cache_dir: str = option(
+        "~/.cache/meshserve",
+        _MEMORY,
+        "directory in which compiled programs are kept between starts; empty keeps none",
+        may_differ=True,
+    )
+    compile_threads: int = option(
+        0,
+        _MEMORY,
+        "programs compiled at the same time; 0 uses one thread per CPU core, at most 8",
+        least=0,
+        may_differ=True,
+    )
+    strict: bool = option(False, _MEMORY, "fail instead of compiling a program after the server is ready")
+    max_running: int = option(64, _SCHEDULING, "maximum number of requests that run at the same time", least=1)
+    max_step_tokens: int = option(
+        512, _SCHEDULING, "maximum number of tokens in a step, decodes and prefill chunks together", least=1
+    )
+    max_prefill_tokens: int = option(
+        0,
+        _SCHEDULING,
+        "maximum number of prefill tokens in a step that also decodes; 0 allows whatever max_step_tokens leaves",
+        least=0,
+    )
+    max_decode_steps: int = option(
+        1,
+        _SCHEDULING,
+        "multi-step decode: maximum number of decode steps per dispatch while no request waits; a request that "
+        "arrives meanwhile waits for their end",
+        least=1,
+    )
     draft_tokens: int = option(
-        0, "tokens that a decode guesses ahead from its own text, at most (prompt lookup); 0: off"
+        0,
+        _SCHEDULING,
+        "maximum number of draft tokens per request and step, taken from the request's own text (prompt lookup); "
+        "0 turns speculation off",
+        least=0,
     )
-    draft_min_match: int = option(3, "tokens that must stand in a text before, for a guess at what follows them")
-    max_waiting: int = option(1024, "requests in the queue; more are refused")
-    priority_seconds: float = option(30.0, "one step of a request's priority goes before this much longer a wait")
-    prefix_cache: bool = option(True, "reuse the KV pages of requests that begin alike")
-    logits_processors: bool = option(True, "serve penalties, bias, bans, log-probabilities; some memory and compile time")
+    max_waiting: int = option(
+        1024,
+        _SCHEDULING,
+        "maximum number of waiting requests; further ones are refused",
+        least=1,
+        is_server_only=True,
+        may_differ=True,
+    )
+    priority_seconds: float = option(
+        30.0,
+        _SCHEDULING,
+        "waiting time in seconds that one level of priority outweighs when requests are admitted",
+        least=0,
+    )
+    prefix_cache: bool = option(
+        True, _SCHEDULING, "reuse the KV cache pages of requests that begin with the same tokens"
+    )
     attention: str = option(
         "auto",
-        "paged attention implementation; auto: tpu on a TPU, cuda on a Hopper GPU, else reference",
-        ("auto", "reference", "cuda", "tpu", "tpu_interpreted"),
+        _KERNELS,
+        "paged attention implementation; auto is tpu on TPUs, cuda on Hopper GPUs, reference elsewhere",
+        choices=("auto", "reference", "cuda", "tpu", "tpu_interpreted"),
     )
     decode_layers: str = option(
         "auto",
-        "fused kernels for the layers of small decode steps; auto: cuda on a Hopper GPU, else off",
-        ("auto", "off", "reference", "cuda"),
-    )
-    gemm_backend: str = option(
-        "auto",
-        "who multiplies on a GPU in steps of 64 tokens and more that are not fused; tuned: what is fastest in XLA's "
-        "trials at start-up; library: cuBLAS, with less to compile and, from jax 0.11 on, no copies of weights; auto: "
-        "library from then on",
-        ("auto", "tuned", "library"),
+        _KERNELS,
+        "fused kernels for the layers of small decode steps; auto is cuda on Hopper GPUs, off elsewhere",
+        choices=("auto", "off", "reference", "cuda"),
     )
     all_reduce: str = option(
         "auto",
-        "how the shards of a GPU mesh add up; peers: by stores into each other's memory, inside the fused layers; "
-        "auto: peers on two and four GPUs of one process that reach it",
-        ("auto", "xla", "p2p"),
+        _KERNELS,
+        "all-reduce of a GPU mesh; p2p writes to the other GPUs' memory from within the fused layers; auto is p2p for "
+        "two or four GPUs of one process that can access each other's memory, xla elsewhere",
+        choices=("auto", "xla", "p2p"),
     )
-    dispatch_threads: bool = option(True, "on several GPUs, XLA dispatches to each from a thread of its own")
-    host: str = option("127.0.0.1", "address to bind")
-    port: int = option(50051, "port to bind; 0 takes a free one")
-    drain_seconds: float = option(30.0, "after SIGTERM, the time running requests have to finish")
-    allow_insecure: bool = option(False, "bind a non-loopback address without TLS, or without tokens")
-    tls_cert: str = option("", "PEM file of the server's certificate chain; read again when it changes")
-    tls_key: str = option("", "PEM file of its private key")
-    tls_client_ca: str = option("", "PEM file of the authority that callers' certificates must come from (mutual TLS)")
-    tokens: str = option("", "TOML file of tenants and the digests of their tokens; read again when it changes")
-    http_port: int = option(-1, "port for /metrics, /livez and /readyz; 0 takes a free one, -1 opens none")
-    gateway_port: int = option(-1, "port for gateways that speak VllmEngine (extra `gateway`); 0 and -1 as above")
-    log_format: str = option("text", "of the log on stderr; json has a line for each request", ("text", "json"))
-    trace: bool = option(False, "export an OpenTelemetry span for each request by OTLP (extra `tracing`)")
-    profile_dir: str = option("", "folder for the profiles that AdminService.StartProfile records")
-    served_name: str = option("", "model name in GetModelInfo; by default the directory's name")
-    coordinator: str = option("", "HOST:PORT where several processes meet, of process 0; 'auto': ask the orchestrator")
-    num_processes: int = option(1, "processes that serve together, one on each host; with 'auto' the orchestrator's")
-    process_id: int = option(0, "which of them this one is; 0 takes the requests")
-    step_port: int = option(50061, "port of process 0 at which the others join its step stream")
-    fail_seconds: float = option(10.0, "within this time all processes end if one is lost or stuck")
-    cluster_token: str = option("", "file with a secret that the processes of a cluster share")
-    cluster_ca: str = option("", "PEM file of the authority of all processes' tls_cert: mutual TLS on the step stream")
+    host: str = _listening("127.0.0.1", "address to bind")
+    port: int = _listening(50051, "gRPC port to bind; 0 picks a free one", least=0, most=65_535)
+    http_port: int = _listening(
+        -1, "port for /metrics, /livez and /readyz; 0 picks a free one, -1 opens none", least=-1, most=65_535
+    )
+    gateway_port: int = _listening(
+        -1,
+        "port for gateways that speak vLLM's gRPC protocol (extra `gateway`); 0 picks a free one, -1 opens none",
+        least=-1,
+        most=65_535,
+    )
+    drain_seconds: float = _listening(
+        30.0, "time in seconds that running requests have to finish after SIGTERM", least=0
+    )
+    allow_insecure: bool = _listening(False, "allow a non-loopback address without TLS or without tokens")
+    tls_cert: str = _listening("", "PEM file with the server's certificate chain; read again when it changes")
+    tls_key: str = _listening("", "PEM file with the private key of tls_cert")
+    tls_client_ca: str = _listening("", "PEM file with the authority that must have signed callers' certificates")
+    tokens: str = _listening("", "TOML file of tenants and the digests of their tokens; read again when it changes")
+    log_format: str = _observability(
+        "text", "format of the log on stderr; json adds a line for each request", choices=("text", "json")
+    )
+    trace: bool = _observability(False, "export an OpenTelemetry span for each request by OTLP (extra `tracing`)")
+    profile_dir: str = _observability("", "directory for profiles that AdminService.StartProfile records")
+    coordinator: str = _cluster(
+        "", "HOST:PORT of process 0, where the processes meet; 'auto' asks the orchestrator", may_differ=True
+    )
+    num_processes: int = _cluster(
+        1,
+        "number of processes that serve together, one on each host; with 'auto' the orchestrator knows",
+        may_differ=True,
+    )
+    process_id: int = _cluster(0, "index of this process; process 0 takes the requests", may_differ=True)
+    step_port: int = _cluster(
+        50061,
+        "port of process 0 at which the other processes join its step stream",
+        least=0,
+        most=65_535,
+        may_differ=True,
+    )
+    fail_seconds: float = _cluster(10.0, "time in seconds within which all processes end if one is lost or stuck")
+    cluster_token: str = _cluster("", "file with a secret that the processes of a cluster share", may_differ=True)
+    cluster_ca: str = _cluster(
+        "",
+        "PEM file with the authority of every process's tls_cert, for mutual TLS on the step stream",
+        may_differ=True,
+    )
+    logits_processors: bool = option(
+        True,
+        _KERNELS,
+        "serve penalties, bias, bans, log-probabilities and structured output; costs some memory and compile time",
+        is_expert=True,
+    )
+    gemm_backend: str = option(
+        "auto",
+        _KERNELS,
+        "GEMM backend of a GPU for unfused steps of 64 tokens or more: tuned lets XLA try its own at start-up, library "
+        "is cuBLAS, which compiles faster; auto is library from jax 0.11 on, tuned before",
+        choices=("auto", "tuned", "library"),
+        is_expert=True,
+    )
+    draft_min_match: int = option(
+        3,
+        _SCHEDULING,
+        "tokens at the end of a text that must have occurred in it before, for what followed them to be drafted",
+        least=1,
+        is_expert=True,
+    )
+    dispatch_threads: bool = option(
+        True, _KERNELS, "with several GPUs, dispatch to each from a thread of its own", is_expert=True
+    )
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _RANGES.items():
-            value = getattr(self, name)
-            if not least <= value <= most:
-                allowed = f"{least} or more" if most == math.inf else f"{least} to {most}"
-                raise ConfigError(f"{name} is {value}; it must be {allowed}.")
+        for name, each in options().items():
+            each.check(name, getattr(self, name))
         if self.max_context == 1:
             raise ConfigError("max_context is 1; it must be 2 or more (a prompt and one token), or 0: the model's.")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
@@ -389,17 +316,6 @@ class ServeConfig:
             raise ConfigError(
                 f"tp is {self.tp} but cpu_devices only {self.cpu_devices}. Raise cpu_devices or leave it 0."
             )
-        self._check_choices()
-
-    def _check_choices(self) -> None:
-        for option_field in dataclasses.fields(self):
-            if option_field.type is float and not math.isfinite(getattr(self, option_field.name)):
-                raise ConfigError(f"{option_field.name} is {getattr(self, option_field.name)}; it must be finite.")
-            choices = option_field.metadata["choices"]
-            if choices and getattr(self, option_field.name) not in choices:
-                raise ConfigError(
-                    f"{option_field.name} is {getattr(self, option_field.name)!r}; it takes {', '.join(choices)}."
-                )
 
     def _check_cluster(self) -> None:
         is_explicit = self.coordinator not in ("", "auto")

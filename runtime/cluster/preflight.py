@@ -1,6 +1,5 @@
 """What the processes of a cluster compare before they do anything together, and agree on while they start."""
 
-import dataclasses
 import hashlib
 import importlib.metadata
 from collections.abc import Mapping
@@ -9,22 +8,15 @@ from typing import Protocol
 
 from etils import epath
 
-from ..api.config import ServeConfig
+from ..api.config import ServeConfig, options
 from ..weights.locate import ModelFiles
 from .membership import Membership, start_devices
 
-# Options in which processes may differ: where they listen and how they are looked after. Everything else must be equal;
-# the model is compared by its contents, wherever it lies.
-_OWN_OPTIONS = frozenset(
-    "model coordinator num_processes process_id step_port host port http_port gateway_port drain_seconds "
-    "allow_insecure tls_cert tls_key tls_client_ca tokens log_format trace profile_dir served_name max_waiting "
-    "cache_dir compile_threads cluster_token cluster_ca".split()
-)
 _PACKAGES = ("meshserve", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 _SAMPLE_BYTES = 64 * 1024
 
 
-class P2PGroup(Protocol):
+class ProcessGroup(Protocol):
     """Either end of the step stream."""
 
     def meet(self, name: str, facts: Mapping[str, str], value: int = 0) -> int:
@@ -40,33 +32,29 @@ class Cluster:
     """The other processes, for what starts an engine."""
 
     membership: Membership
-    p2p: P2PGroup
+    group: ProcessGroup
 
     def begin(self, config: ServeConfig, files: ModelFiles) -> None:
         """Compares what all must have in common, then starts the devices.
 
         Raises:
-          ClusterError: as `P2PGroup.meet` and `start_devices`.
+          ClusterError: as `ProcessGroup.meet` and `start_devices`.
         """
-        self.p2p.meet("options", common_facts(config, self.membership, files))
+        self.group.meet("options", common_facts(config, self.membership, files))
         start_devices(self.membership)
 
     def num_pages(self, num_pages: int, **programs: object) -> int:
         """The least that any process has room for, once all have said what their programs are made of."""
-        return self.p2p.meet("programs", {name: _digest(repr(thing)) for name, thing in programs.items()}, num_pages)
+        return self.group.meet("programs", {name: _digest(repr(thing)) for name, thing in programs.items()}, num_pages)
 
     def ready(self) -> None:
         """Waits until all processes are ready for the first step."""
-        self.p2p.meet("readiness", {})
+        self.group.meet("readiness", {})
 
 
 def common_facts(config: ServeConfig, membership: Membership, files: ModelFiles) -> dict[str, str]:
     """What must be equal on all processes: options, releases, the model."""
-    facts = {
-        field.name: str(getattr(config, field.name))
-        for field in dataclasses.fields(config)
-        if field.name not in _OWN_OPTIONS
-    }
+    facts = {name: str(getattr(config, name)) for name, each in options().items() if not each.may_differ}
     facts["num_processes"] = str(membership.num_processes)
     facts |= {f"version of {name}": version for name in _PACKAGES if (version := _version(name))}
     facts["config.json"] = _digest((files.small / "config.json").read_text(encoding="utf-8"))

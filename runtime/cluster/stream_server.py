@@ -90,7 +90,7 @@ class Leader(pb_grpc.StepServiceServicer):
         self.on_drain: Callable[[], None] | None = None  # what to do when a follower is told to stop
         self._num_processes, self._watch, self._token, self._clock = num_processes, watch, security.token, clock
         self._changed = threading.Condition()  # guards everything below
-        self._p2p: dict[int, _Peer] = {}
+        self._followers: dict[int, _Peer] = {}
         self._reports: dict[str, dict[int, pb.Report]] = {}
         self._under_way: dict[int, _UnderWay] = {}
         workers = ThreadPoolExecutor(num_processes + _MANY_STRANGERS, thread_name_prefix="steps")
@@ -114,8 +114,8 @@ class Leader(pb_grpc.StepServiceServicer):
           ClusterError: some have not, or something has failed.
         """
         with self._changed:
-            self._wait(lambda: len(self._p2p) == self._num_processes - 1, timeout_seconds)
-            missing = [str(index) for index in range(1, self._num_processes) if index not in self._p2p]
+            self._wait(lambda: len(self._followers) == self._num_processes - 1, timeout_seconds)
+            missing = [str(index) for index in range(1, self._num_processes) if index not in self._followers]
         if missing:
             raise ClusterError(f"process {', '.join(missing)} did not join within {timeout_seconds:g} s.")
 
@@ -177,7 +177,7 @@ class Leader(pb_grpc.StepServiceServicer):
         self._watch.stop()
         self._end("")
         with self._changed:
-            self._changed.wait_for(lambda: not self._p2p, self._watch.limits.exit_seconds)
+            self._changed.wait_for(lambda: not self._followers, self._watch.limits.exit_seconds)
         self._server.stop(None)
 
     def Join(self, requests: Iterator[pb.JoinRequest], context: Any) -> Iterator[pb.JoinResponse]:
@@ -191,10 +191,12 @@ class Leader(pb_grpc.StepServiceServicer):
             if not 0 < peer.process_id < self._num_processes:
                 message = f"no process {peer.process_id} belongs here: --num-processes is {self._num_processes}"
                 context.abort(grpc.StatusCode.OUT_OF_RANGE, message)
-            if peer.process_id in self._p2p:
-                message = f"process {peer.process_id} has joined already, from {self._p2p[peer.process_id].address}"
+            if peer.process_id in self._followers:
+                message = (
+                    f"process {peer.process_id} has joined already, from {self._followers[peer.process_id].address}"
+                )
                 context.abort(grpc.StatusCode.ALREADY_EXISTS, message)
-            self._p2p[peer.process_id] = peer
+            self._followers[peer.process_id] = peer
             self._changed.notify_all()
         _log.info("%s joined", peer)
         context.add_callback(lambda: peer.outbox.put(None))
@@ -216,7 +218,7 @@ class Leader(pb_grpc.StepServiceServicer):
             self._watch.fail(f"{peer} sent what cannot be taken: {type(error).__name__}: {error}")
         with self._changed:
             is_expected = peer.is_leaving
-            del self._p2p[peer.process_id]
+            del self._followers[peer.process_id]
             self._changed.notify_all()
         if not is_expected:
             self._watch.fail(f"{peer} is gone")
@@ -242,7 +244,7 @@ class Leader(pb_grpc.StepServiceServicer):
         self._send(pb.JoinResponse(beat=pb.Beat()))
         limit = self._watch.overdue_seconds
         with self._changed:
-            for peer in self._p2p.values():
+            for peer in self._followers.values():
                 if now - peer.heard > limit:
                     return f"{peer} was not heard for {now - peer.heard:.1f} s"
             for sequence, call in self._under_way.items():  # the oldest is the first
@@ -259,12 +261,12 @@ class Leader(pb_grpc.StepServiceServicer):
 
     def _end(self, failure: str) -> None:
         with self._changed:
-            for peer in self._p2p.values():
+            for peer in self._followers.values():
                 peer.is_leaving = True
                 peer.outbox.put(pb.JoinResponse(stop=pb.Stop(failure=failure)))
 
     def _send(self, response: pb.JoinResponse) -> None:
-        for peer in tuple(self._p2p.values()):
+        for peer in tuple(self._followers.values()):
             peer.outbox.put(response)
 
     def _wait(self, is_so: Callable[[], bool], timeout_seconds: float | None = None) -> None:

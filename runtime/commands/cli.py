@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..api.config import ServeConfig, read_toml
+from ..api.config import SECTIONS, Option, ServeConfig, read_toml, server_only_options
 from ..api.errors import ConfigError, EngineStoppedError, MeshserveError
 from ..telemetry.logs import configure_logs, drop_output
 
@@ -28,11 +28,6 @@ _BENCHMARKS = {
     "serve": "load",
     "soak": "checks",
 }
-SERVER_ONLY = frozenset(
-    "host port drain_seconds allow_insecure served_name max_waiting tls_cert tls_key tls_client_ca tokens http_port "
-    "gateway_port log_format trace profile_dir coordinator num_processes process_id step_port fail_seconds "
-    "cluster_token cluster_ca".split()
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,11 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     serve = commands.add_parser("serve", help="serve a model over gRPC")
-    add_options(serve, frozenset())
+    add_options(serve)
     serve.set_defaults(run=_serve)
 
     generate = commands.add_parser("generate", help="complete a file of prompts, without a server")
-    add_options(generate, SERVER_ONLY)
+    add_options(generate, left_out=server_only_options())
     generate.add_argument(
         "--input", type=Path, required=True, help="JSONL: prompt or prompt_token_ids, sampling fields"
     )
@@ -99,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=_convert)
 
     plan = commands.add_parser("plan", help="what a model needs on each device of a machine, and how fast it could be")
-    add_options(plan, SERVER_ONLY | {"cpu_devices", "cache_dir", "compile_threads", "random_weights"})
+    without_machine = {"cpu_devices", "cache_dir", "compile_threads", "random_weights"}
+    add_options(plan, left_out=server_only_options() | without_machine)
     plan.add_argument("--target", required=True, help="for example h100:8, v6e:2x4 or cpu:4; tp is its size by default")
     plan.add_argument("--length", type=int, default=1024, help="tokens of the requests to count (%(default)s)")
     plan.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="decodes to reckon with (%(default)s)")
@@ -151,24 +147,27 @@ class _BenchHelp(argparse.Action):
         parser.exit()
 
 
-def add_options(parser: argparse.ArgumentParser, left_out: frozenset[str]) -> None:
-    """One flag for each option of ServeConfig, and --config."""
-    parser.add_argument("--config", type=Path, help="TOML file with the same options as keys; flags beat it")
+def add_options(parser: argparse.ArgumentParser, *, left_out: frozenset[str] = frozenset()) -> None:
+    """Adds --config and a flag for each option of ServeConfig, section by section; expert options come last."""
+    parser.add_argument("--config", type=Path, help="TOML file with the same options as keys; flags override it")
+    titles = {section: parser.add_argument_group(section) for section in SECTIONS}
+    expert = parser.add_argument_group("expert options", "Nobody should need to change these.")
     for field in dataclasses.fields(ServeConfig):
         if field.name in left_out:
             continue
-        flag = "--" + field.name.replace("_", "-")
-        text = f"{field.metadata['help']} (default: {field.default!r})"
+        about: Option = field.metadata["option"]
+        group = expert if about.is_expert else titles[about.section]
+        flag, text = "--" + field.name.replace("_", "-"), f"{about.help} (default: {field.default!r})"
         if field.type is bool:
-            parser.add_argument(
+            group.add_argument(
                 flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
             )
         else:
-            parser.add_argument(
+            group.add_argument(
                 flag,
                 dest=field.name,
                 type=field.type,  # int, float or str
-                choices=field.metadata["choices"] or None,
+                choices=about.choices or None,
                 default=argparse.SUPPRESS,
                 help=text,
             )

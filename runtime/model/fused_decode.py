@@ -13,7 +13,7 @@ from meshserve.kernels.p2p import MAX_BYTES, P2PGroup
 from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.sharding.mesh import TENSOR_AXIS
 
-from ..api.config import ModelConfig
+from ..api.model_config import ModelConfig
 from .rope import inverse_frequencies
 
 

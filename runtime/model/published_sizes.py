@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..api.config import ModelConfig
 from ..api.errors import ConfigError
+from ..api.model_config import ModelConfig
 
 # layers, embed, mlp, query heads, tied. All have 8 KV heads of dimension 128 and 151,936 tokens.
 _SIZES = {

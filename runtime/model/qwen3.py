@@ -26,7 +26,7 @@ from meshserve.sharding.collectives import Exchange, P2PAllReduce, all_gather, a
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
-from ..api.config import ModelConfig
+from ..api.model_config import ModelConfig
 from ..scheduler.limits import MAX_FUSED_TOKENS
 from . import fused_decode
 from .rope import rotate, rotation

@@ -22,7 +22,8 @@ from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
 from meshserve.sharding.mesh import named_sharding
 
-from ..api.config import ModelConfig, ServeConfig
+from ..api.config import ServeConfig
+from ..api.model_config import ModelConfig
 from ..model.qwen3 import Kernels, abstract_model
 from ..program.batch import Bucket
 from ..program.compile_cache import ProgramKey

@@ -18,8 +18,9 @@ from meshserve.sharding.chips import chip_of
 from meshserve.sharding.collectives import p2p_max_bytes
 from meshserve.sharding.mesh import TENSOR_AXIS
 
-from ..api.config import ModelConfig, ServeConfig, serving_dtype
+from ..api.config import ServeConfig, serving_dtype
 from ..api.errors import ConfigError
+from ..api.model_config import ModelConfig
 from ..model.qwen3 import Kernels, abstract_model, layer_weights
 from ..program.step import CacheShape, state_shapes
 from ..weights.orbax_layout import model_layout
@@ -120,7 +121,8 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
         is_unrolled=is_gpu,
         has_output_buffers=is_gpu,
         has_statistics_apart=is_gpu,
-        has_library_gemms=config.gemm_backend == "library" or (config.gemm_backend == "auto" and _LIBRARY_READS_IN_PLACE),
+        has_library_gemms=config.gemm_backend == "library"
+        or (config.gemm_backend == "auto" and _LIBRARY_READS_IN_PLACE),
         find_threshold=sampling.implementation(device, model.vocab_size) if "cuda" in (attention, decode) else None,
         p2p=p2p,
         p2p_operations=p2p_gpu if p2p is not None else None,

@@ -16,7 +16,8 @@ from meshserve.sharding.chips import GIB, Target
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import CPU_CACHE_BYTES
 
-from ..api.config import ModelConfig, ServeConfig, context_tokens, serving_dtype
+from ..api.config import ServeConfig, context_tokens, serving_dtype
+from ..api.model_config import ModelConfig
 from ..model.qwen3 import abstract_model
 from ..program.batch import Bucket, server_buckets
 from ..program.device_figures import DeviceFigures

@@ -8,8 +8,9 @@ import jax
 
 from meshserve.sharding.chips import GIB, NoCompilerError, target
 
-from ..api.config import ModelConfig, ServeConfig
+from ..api.config import ServeConfig
 from ..api.errors import ConfigError
+from ..api.model_config import ModelConfig
 from ..model.published_sizes import is_published, named_model
 from ..weights.locate import find_model
 from .aot import KnownKey, ProgramReport

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from meshserve.sharding.chips import Chip
 from meshserve.sharding.layout import ShardLayout
 
-from ..api.config import ModelConfig
+from ..api.model_config import ModelConfig
 from .memory_plan import layer_bytes
 
 # A sum of few bytes within a host: measured on four H200 (docs/performance.md), a guess for TPUs.

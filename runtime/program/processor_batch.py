@@ -1,4 +1,4 @@
-"""Step 5 of 10, for the steps whose rows want more than the step's own sampler gives: what `processors` is told of them.
+"""Packs what the logits processors of a step need to know of its requests: step 5 of 10.
 
 In: StepPlan, and the packed step. Out: one more packed vector, the rows that its state needs anew, and the prompt
 tokens whose log-probabilities are wanted. numpy only.

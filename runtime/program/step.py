@@ -24,7 +24,7 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 
-from ..api.config import ModelConfig
+from ..api.model_config import ModelConfig
 from ..api.request import SamplingMode
 from ..model.qwen3 import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
 from .batch import ANY_MODE, ON_DEVICE, Bucket

@@ -1,9 +1,10 @@
 """Step 9 of 10: from the engine's thread to the streams. In: the outputs of a step. Out: one output for each wake-up.
 
 The engine delivers once a step; that costs one wake-up of the event loop, not one for each token. Each open request has
-a `OutputQueue`. Its handler takes whatever has gathered there as one output, so a busy loop sends fewer, larger messages.
+an `OutputQueue`. Its handler takes whatever has gathered there as one output, so a busy loop sends fewer, larger
+messages.
 
-gRPC's flow control pushes back only after megabytes of unread tokens, so the mailbox is the bound on a slow reader.
+gRPC's flow control pushes back only after megabytes of unread tokens, so the queue is the bound on a slow reader.
 
 Everything but `OutputQueues.deliver` belongs to the event loop's thread.
 """

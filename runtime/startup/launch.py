@@ -19,8 +19,9 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import added_bytes, check_weights_fit, num_pages_that_fit, shard_bytes
 from meshserve.sharding.mesh import make_mesh, use_cpu_devices, use_dispatch_threads
 
-from ..api.config import SUPPORTED_ARCHITECTURE, ModelConfig, ServeConfig, context_tokens, serving_dtype
+from ..api.config import ServeConfig, context_tokens, serving_dtype
 from ..api.engine_api import Deliver, ModelInfo
+from ..api.model_config import SUPPORTED_ARCHITECTURE, ModelConfig
 from ..cluster.preflight import Cluster
 from ..engine.engine import Engine
 from ..engine.step_record import Record

@@ -27,8 +27,9 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import check_weights_fit
 from meshserve.sharding.mesh import make_mesh, named_sharding
 
-from ..api.config import ModelConfig, ServeConfig
+from ..api.config import ServeConfig
 from ..api.errors import ConfigError
+from ..api.model_config import ModelConfig
 from ..engine.engine import Engine
 from ..model.qwen3 import abstract_model
 from ..program.step import StepRunner

@@ -18,8 +18,8 @@ from typing import Any
 
 import tokenizers
 
-from ..api.config import read_json
 from ..api.errors import InvalidRequestError, UnsupportedModelError
+from ..api.model_config import read_json
 
 _DECODER = codecs.getincrementaldecoder("utf-8")
 _transformers_log = logging.getLogger("transformers")

@@ -31,8 +31,8 @@ from meshserve.sharding.checkpoints.tensor_writer import drop_index, is_written,
 from meshserve.sharding.checkpoints.writer import CheckpointWriter, storage_sharding
 from meshserve.sharding.mesh import use_cpu_devices
 
-from ..api.config import ModelConfig
 from ..api.errors import ConfigError
+from ..api.model_config import ModelConfig
 from .hf_layout import checkpoint_tensors
 from .load import is_orbax, open_weights, pieces_of
 from .orbax_layout import hf_pieces_of_stored, model_layout, stored_parts, stored_shapes

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from meshserve.sharding.checkpoints.parameters import Piece
 from meshserve.sharding.layout import ShardLayout
 
-from ..api.config import ModelConfig
+from ..api.model_config import ModelConfig
 
 Pieces = Callable[[int], list[Piece]]
 

@@ -18,7 +18,7 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import named_sharding
 
-from ..api.config import ModelConfig
+from ..api.model_config import ModelConfig
 from ..model.qwen3 import abstract_model
 from .hf_layout import TIED_HEAD, Pieces, checkpoint_tensors, hf_pieces
 from .orbax_layout import model_layout, stored_pieces, stored_shapes

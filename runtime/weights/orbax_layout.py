@@ -14,7 +14,7 @@ from meshserve.sharding.checkpoints.parameters import Piece
 from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.mesh import RULES
 
-from ..api.config import ModelConfig
+from ..api.model_config import ModelConfig
 from ..model.qwen3 import abstract_model
 from .hf_layout import Pieces
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding
 
-from ..api.config import ModelConfig
+from ..api.model_config import ModelConfig
 from ..model.qwen3 import abstract_model
 
 _STANDARD_DEVIATION = 0.02  # as models are initialised: activations stay in range through all layers

@@ -12,7 +12,8 @@ from meshserve.benchmarks.engine import decode, speculation, throughput
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.token_times import TokenClock, percentile
 from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
-from meshserve.runtime.api.config import ConfigError, ModelConfig
+from meshserve.runtime.api.config import ConfigError
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.model.published_sizes import named_model, published_config
 from tests.checkpoints import TINY
 

@@ -13,8 +13,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from meshserve.runtime.api.config import ModelConfig, ServeConfig, context_tokens, read_toml, serving_dtype
+from meshserve.runtime.api.config import SECTIONS, ServeConfig, context_tokens, read_toml, serving_dtype
 from meshserve.runtime.api.errors import ConfigError, UnsupportedModelError
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.commands import generate
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.model.published_sizes import named_model
@@ -223,9 +224,10 @@ def test_rope_options_are_never_ignored():
 
 def test_every_option_has_help_and_a_type_that_a_flag_can_take():
     for field in dataclasses.fields(ServeConfig):
-        assert field.metadata["help"], field.name
+        about = field.metadata["option"]
+        assert about.help and about.section in SECTIONS, field.name
         assert field.type in (int, float, str, bool) and type(field.default) is field.type, field.name
-        assert not field.metadata["choices"] or field.default in field.metadata["choices"], field.name
+        assert not about.choices or field.default in about.choices, field.name
 
 
 def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):

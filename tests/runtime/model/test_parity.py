@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from meshserve.kernels.paged_attention import PagedBatch, implementation
-from meshserve.runtime.api.config import ModelConfig
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.model.qwen3 import StepContext
 from meshserve.runtime.model.rope import rotation

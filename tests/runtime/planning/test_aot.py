@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from meshserve.benchmarks.checks import check_tpu
-from meshserve.runtime.api.config import ModelConfig, ServeConfig
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.planning.aot import DryServer
 from meshserve.runtime.planning.compiled_plan import program_faults
 from meshserve.runtime.planning.kernel_selection import choose_kernels

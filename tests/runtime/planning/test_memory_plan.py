@@ -172,8 +172,8 @@ def test_a_real_start_holds_what_was_planned(tp, dtype, capsys):
 def test_a_plan_that_is_wrong_is_noticed(tmp_path, capsys):
     log = tmp_path / "log"
     log.write_text(
-        'x INFO each device holds: {"limit_bytes": 0, "weight_bytes": 4000000, "scratch_bytes": 0, "processor_bytes": 0, '
-        '"page_bytes": 24576, "num_pages": 10000, "num_programs": 10}\n'
+        'x INFO each device holds: {"limit_bytes": 0, "weight_bytes": 4000000, "scratch_bytes": 0, '
+        '"processor_bytes": 0, "page_bytes": 24576, "num_pages": 10000, "num_programs": 10}\n'
     )
     assert plan_check.main(["--model=demo", "--target=cpu:8", "--tp=4", f"--log={log}"]) == 1
     assert "weight_bytes" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from meshserve.kernels.paged_attention import implementation
-from meshserve.runtime.api.config import ModelConfig
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import SamplingMode
 from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.model.qwen3 import Kernels, abstract_model, specs_of

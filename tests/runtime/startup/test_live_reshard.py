@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from meshserve.runtime.api.config import ModelConfig, ServeConfig
+from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError, EngineStoppedError
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import FinishReason, Output, SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.startup.launch import Launched, launch

@@ -217,7 +217,9 @@ def test_sizes():
 
 def test_a_server_may_take_no_constraints():
     assert compiled(None, None) is None
-    with pytest.raises(InvalidRequestError, match="^sampling.constraint.regex: this server runs without --logits-processors"):
+    with pytest.raises(
+        InvalidRequestError, match="^sampling.constraint.regex: this server runs without --logits-processors"
+    ):
         compiled(of("regex", "a"), None)
 
 

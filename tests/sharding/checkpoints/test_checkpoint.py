@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from meshserve.runtime.api.config import ModelConfig
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.weights.convert import convert, run_convert, verify
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.orbax_layout import model_layout

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from meshserve.runtime.api.config import ModelConfig, RopeConfig
+from meshserve.runtime.api.model_config import ModelConfig, RopeConfig
 from meshserve.runtime.weights.hf_layout import checkpoint_tensors
 from meshserve.runtime.weights.load import load_model
 from meshserve.sharding.checkpoints.parameters import CheckpointError, Copy, Region

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from meshserve.runtime.api.config import ModelConfig
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.locate import find_model
 from meshserve.runtime.weights.orbax_layout import model_layout

@@ -1,0 +1,245 @@
+"""What a model is: its shapes and options, read from its config.json."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UnsupportedModelError
+
+SUPPORTED_ARCHITECTURE = "Qwen3ForCausalLM"
+
+# Keys of config.json that change nothing about the forward pass of a served model.
+_IGNORED_KEYS = frozenset(
+    "_name_or_path attention_dropout bos_token_id chunk_size_feed_forward eos_token_id id2label initializer_range "
+    "is_encoder_decoder label2id max_window_layers output_attentions output_hidden_states pad_token_id problem_type "
+    "return_dict sliding_window transformers_version use_cache".split()
+)
+_SIZES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "max_position_embeddings".split()
+)
+_REQUIRED_KEYS = (*_SIZES, "rms_norm_eps", "tie_word_embeddings")
+# Options that must have the one value meshserve implements.
+_FIXED_OPTIONS: Mapping[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+}
+_ROPE_KEYS = frozenset("rope_theta rope_scaling rope_parameters".split())
+_DTYPE_KEYS = frozenset("dtype torch_dtype".split())
+_YARN_KEYS = frozenset(
+    "rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow truncate "
+    "mscale mscale_all_dim".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding. `kind` is "default", "linear" or "yarn"; the rest is read by the scaled kinds only."""
+
+    theta: float
+    kind: str
+    factor: float
+    original_max_positions: int
+    attention_factor: float  # multiplies cos and sin; 1 but for YaRN
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Qwen3 dense model, as its config.json describes it. There are no defaults: the file says everything."""
+
+    vocab_size: int
+    embed_dim: int
+    mlp_dim: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    is_tied: bool  # the output head is the embedding
+    dtype: str  # of the checkpoint: "bfloat16", "float32" or "float16"
+    rope: RopeConfig
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of prompt and output that its positions are made for: with rope scaling, `factor` times the original
+        ones, as vLLM takes them."""
+        return max(self.max_positions, int(self.rope.original_max_positions * self.rope.factor))
+
+    @property
+    def num_params(self) -> int:
+        """Weights of the unsharded model, padding left out."""
+        heads = (2 * self.num_query_heads + 2 * self.num_kv_heads) * self.head_dim * self.embed_dim
+        layer = heads + 3 * self.mlp_dim * self.embed_dim + 2 * self.embed_dim + 2 * self.head_dim
+        tables = (1 if self.is_tied else 2) * self.vocab_size * self.embed_dim
+        return self.num_layers * layer + tables + self.embed_dim
+
+    @classmethod
+    def from_file(cls, path: Path) -> "ModelConfig":
+        """Reads config.json.
+
+        Raises:
+          UnsupportedModelError: the file is missing, or names an architecture or option that is not implemented.
+        """
+        try:
+            return cls.from_dict(read_json(path))
+        except FileNotFoundError:
+            raise UnsupportedModelError(
+                f"{path} does not exist. --model takes a Hugging Face model directory."
+            ) from None
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """As `from_file`, from the parsed file."""
+        _check_options(raw)
+        return cls(
+            vocab_size=raw["vocab_size"],
+            embed_dim=raw["hidden_size"],
+            mlp_dim=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_query_heads=raw["num_attention_heads"],
+            num_kv_heads=raw["num_key_value_heads"],
+            head_dim=raw["head_dim"],
+            rms_norm_eps=_number(raw, "rms_norm_eps", above=0.0),
+            max_positions=raw["max_position_embeddings"],
+            is_tied=raw["tie_word_embeddings"],
+            dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+            rope=_rope_config(raw),
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file of a model says.
+
+    Raises:
+      FileNotFoundError: there is none.
+      UnsupportedModelError: it cannot be read, or is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UnsupportedModelError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise UnsupportedModelError(f"{path} holds JSON of type {type(value).__name__}; it must be an object.")
+    return value
+
+
+def _require(ok: bool, options: Mapping[str, Any], key: str, allowed: str) -> None:
+    if not ok:
+        raise UnsupportedModelError(f"config.json: {key} is {options[key]!r}; allowed is {allowed}.")
+
+
+def _number(options: Mapping[str, Any], key: str, *, above: float, default: float = math.nan) -> float:
+    """A finite number above a bound; `default` where the file has none."""
+    value = options.get(key)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(is_number and above < value < math.inf, options, key, f"a number above {above:g}")
+    return float(value)
+
+
+def _check_options(raw: Mapping[str, Any]) -> None:
+    if raw.get("architectures") != [SUPPORTED_ARCHITECTURE]:
+        raise UnsupportedModelError(
+            f"config.json: architectures is {raw.get('architectures')!r}; served is [{SUPPORTED_ARCHITECTURE!r}]."
+        )
+    missing = [key for key in _REQUIRED_KEYS if raw.get(key) is None]
+    if missing:
+        raise UnsupportedModelError(f"config.json lacks {', '.join(missing)}. Add what the model was trained with.")
+    for key in _SIZES:
+        _require(type(raw[key]) is int and raw[key] >= 1, raw, key, "a whole number, 1 or more")
+    _require(raw["head_dim"] % 2 == 0, raw, "head_dim", "an even number")
+    _require(type(raw["tie_word_embeddings"]) is bool, raw, "tie_word_embeddings", "true or false")
+    for key, allowed in _FIXED_OPTIONS.items():
+        if raw.get(key, allowed) != allowed:
+            raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}; meshserve implements {allowed!r} only.")
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise UnsupportedModelError(f"config.json: layer_types is {layer_types!r}; only full_attention is served.")
+    known = {
+        *_REQUIRED_KEYS,
+        *_FIXED_OPTIONS,
+        *_IGNORED_KEYS,
+        *_ROPE_KEYS,
+        *_DTYPE_KEYS,
+        "architectures",
+        "layer_types",
+    }
+    unknown = sorted(key for key, value in raw.items() if key not in known and value is not None)
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json has options meshserve does not know: {', '.join(unknown)}. It refuses what it cannot honour."
+        )
+    if raw["num_attention_heads"] % raw["num_key_value_heads"]:
+        raise UnsupportedModelError(
+            f"config.json: {raw['num_attention_heads']} query heads are not a multiple of "
+            f"{raw['num_key_value_heads']} KV heads."
+        )
+
+
+def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
+    """Transformers 5 writes `rope_parameters`; earlier files have `rope_theta` and `rope_scaling`."""
+    scaling: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        given = raw.get(key) or {}
+        _require(isinstance(given, dict), raw, key, "an object")
+        scaling |= given
+    with_theta = {"rope_theta": raw.get("rope_theta"), **scaling}
+    if with_theta["rope_theta"] is None:
+        raise UnsupportedModelError("config.json names no rope_theta. Add what the model was trained with.")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    allowed = {"default": {"rope_type", "type", "rope_theta"}, "yarn": _YARN_KEYS}
+    allowed["linear"] = allowed["default"] | {"factor"}
+    if not isinstance(kind, str) or kind not in allowed:
+        raise UnsupportedModelError(
+            f"config.json: rope scaling {kind!r} is not implemented; meshserve honours {', '.join(sorted(allowed))}."
+        )
+    unknown = sorted(key for key in scaling if key not in allowed[kind])
+    if unknown:
+        raise UnsupportedModelError(f"config.json: rope scaling {kind!r} has unknown options {', '.join(unknown)}.")
+    if kind != "default" and scaling.get("factor") is None:
+        raise UnsupportedModelError(f"config.json: rope scaling {kind!r} needs a factor.")
+    factor = _number(scaling, "factor", above=0.0, default=1.0)
+    _require(factor >= 1.0, scaling, "factor", "1 or more")
+    original_key, max_positions = "original_max_position_embeddings", raw["max_position_embeddings"]
+    truncate = scaling.get("truncate", True)
+    _require(type(truncate) is bool, scaling, "truncate", "true or false")
+    return RopeConfig(
+        theta=_number(with_theta, "rope_theta", above=1.0),
+        kind=kind,
+        factor=factor,
+        original_max_positions=int(_number(scaling, original_key, above=0.0, default=max_positions)),
+        attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
+        beta_fast=_number(scaling, "beta_fast", above=0.0, default=32.0),
+        beta_slow=_number(scaling, "beta_slow", above=0.0, default=1.0),
+        truncate=truncate,
+    )
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """The temperature of YaRN (arXiv 2309.00071, section 3.4) unless the file states it."""
+    if scaling.get("attention_factor") is not None:
+        return _number(scaling, "attention_factor", above=0.0)
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(_number(scaling, "mscale", above=0.0)) / mscale(_number(scaling, "mscale_all_dim", above=0.0))
+    return mscale(1.0)
