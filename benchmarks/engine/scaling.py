@@ -289,7 +289,7 @@ def decode_batch(bucket: Bucket, context: int) -> np.ndarray:
         fields[name][:] = np.arange(bucket.num_requests)
     fields["top_p"][:] = np.float32(1.0).view(np.int32)
     fields["sample_position"][:] = context
-    fields["page_row"][:] = bucket.num_requests  # no row: nothing new
+    fields["page_slot"][:] = bucket.num_requests  # no row: nothing new
     return packed
 
 

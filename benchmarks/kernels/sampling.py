@@ -213,7 +213,7 @@ def _packed(shape: ProcessorShape, mode: SamplingMode, has_logprobs: bool) -> np
     }  # fmt: skip
     for name, value in floats.items():
         packed[shape.fields[name]] = np.float32(value).view(np.int32)
-    packed[shape.fields["rows"]] = np.arange(shape.num_requests)
+    packed[shape.fields["slots"]] = np.arange(shape.num_requests)
     packed[shape.fields["flags"]] = SAMPLES | ADJUSTS
     packed[shape.fields["top_k"]] = 20 if is_filtered else 0
     packed[shape.fields["mode"]] = mode

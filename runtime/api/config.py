@@ -53,11 +53,11 @@ class Option:
         if self.choices and value not in self.choices:
             raise ConfigError(f"{name} is {value!r}; it takes {', '.join(self.choices)}.")
         if isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ConfigError(f"{name} is {value}; it must be finite.")
             if not self.least <= value <= self.most:
                 allowed = f"{self.least:g} or more" if self.most == math.inf else f"{self.least:g} to {self.most:g}"
                 raise ConfigError(f"{name} is {value}; it must be {allowed}.")
-            if not math.isfinite(value):
-                raise ConfigError(f"{name} is {value}; it must be finite.")
 
 
 def option(default: Any, section: str, help: str, **rest: Any) -> Any:
@@ -255,7 +255,9 @@ class ServeConfig:
         most=65_535,
         may_differ=True,
     )
-    fail_seconds: float = _cluster(10.0, "time in seconds within which all processes end if one is lost or stuck")
+    fail_seconds: float = _cluster(
+        10.0, "time in seconds within which all processes end if one is lost or stuck", least=_MIN_FAIL_SECONDS
+    )
     cluster_token: str = _cluster("", "file with a secret that the processes of a cluster share", may_differ=True)
     cluster_ca: str = _cluster(
         "",
@@ -332,8 +334,6 @@ class ServeConfig:
                 f"num_processes is {self.num_processes} and coordinator {self.coordinator!r}. Name the coordinator; "
                 "with 'auto' leave num_processes and process_id out, the orchestrator knows them."
             )
-        if self.fail_seconds < _MIN_FAIL_SECONDS:
-            raise ConfigError(f"fail_seconds is {self.fail_seconds}; it must be {_MIN_FAIL_SECONDS:g} or more.")
         if self.cluster_ca and not self.tls_cert:
             raise ConfigError("cluster_ca needs tls_cert and tls_key: what this process shows the others.")
 

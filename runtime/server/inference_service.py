@@ -1,8 +1,8 @@
 """Steps 1 and 10 of 10, the edge: check, submit, stream, map errors. In: gRPC requests. Out: streams of text.
 
-Knows no jax: the engine is whatever implements `engine_api.Engine`. Everything here runs on one event loop; the engine's
-thread reaches it through `OutputQueues.deliver` only. `lifecycle` binds the port, starts and stops it all; `auth`
-decides who may call; `prompt_intake` turns what was sent into tokens.
+Knows no jax: the engine is whatever implements `engine_api.Engine`. Everything here runs on one event loop; the
+engine's thread reaches it through `OutputQueues.deliver` only. `lifecycle` binds the port, starts and stops it all;
+`auth` decides who may call; `prompt_intake` turns what was sent into tokens.
 """
 
 import contextlib

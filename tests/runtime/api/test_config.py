@@ -255,7 +255,7 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
         ({"gateway_port": -7}, "gateway_port is -7; it must be -1 to 65535"),
         ({"reserve_mib": -5}, "reserve_mib is -5; it must be 0 or more"),
         ({"priority_seconds": math.inf}, "priority_seconds is inf; it must be finite"),
-        ({"drain_seconds": math.nan}, "drain_seconds is nan; it must be 0 or more"),
+        ({"drain_seconds": math.nan}, "drain_seconds is nan; it must be finite"),
         ({"fail_seconds": math.nan}, "fail_seconds is nan; it must be finite"),
         ({"memory_fraction": 0.0}, "memory_fraction is 0.0; it must be above 0 and at most 1"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),

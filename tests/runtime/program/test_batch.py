@@ -60,7 +60,7 @@ def no_processors(max_running: int = 64) -> ProcessorBatchBuilder:
 
 def new_pages(fields: dict[str, np.ndarray], max_running: int = 3) -> list[tuple[int, int, int]]:
     """(row, index, page), without the padding."""
-    entries = zip(*(fields[name].tolist() for name in ("page_row", "page_index", "page")), strict=True)
+    entries = zip(*(fields[name].tolist() for name in ("page_slot", "page_index", "page")), strict=True)
     return [entry for entry in entries if entry[0] != max_running]
 
 
@@ -88,7 +88,7 @@ def test_prefill_and_decode_share_a_step():
     assert fields["token_ids"].tolist() == [ON_DEVICE, *second.prompt_token_ids, 0]
     assert fields["positions"].tolist() == [2, 0, 1, 2, 3, 4, 5, -1]
     assert fields["token_request"].tolist() == [0, 1, 1, 1, 1, 1, 1, 0]
-    assert fields["rows"].tolist() == [first.row, second.row, 3]  # 3 is no row: writes there are dropped
+    assert fields["slots"].tolist() == [first.slot, second.slot, 3]  # 3 is no row: writes there are dropped
     assert fields["last_index"][:2].tolist() == [0, 6]
     assert fields["sample_position"][:2].tolist() == [3, 6]
 
@@ -133,7 +133,7 @@ def test_every_page_is_announced_once_when_it_begins():
         announced += new_pages(fields)
         num_begun = -(-request.num_computed_tokens // LIMITS.page_size)
         assert [page for _, _, page in announced] == request.pages[:num_begun]
-    assert announced == [(request.row, index, page) for index, page in enumerate(request.pages)]
+    assert announced == [(request.slot, index, page) for index, page in enumerate(request.pages)]
     assert len(announced) == 8  # 20 + 12 positions in pages of 4
 
 
@@ -146,8 +146,8 @@ def test_cached_pages_come_as_a_row_of_their_own():
     loop.step()
     loop.add(second)
     bucket, fields = loop.step()
-    assert loop.page_rows == [[second.row, *first.pages[:4], *[0] * 12]]
-    assert new_pages(fields) == [(second.row, 4, second.pages[4])]
+    assert loop.page_rows == [[second.slot, *first.pages[:4], *[0] * 12]]
+    assert new_pages(fields) == [(second.slot, 4, second.pages[4])]
     assert (bucket.num_tokens, fields["token_ids"].tolist()) == (2, [ON_DEVICE, 17])
 
 
@@ -174,7 +174,7 @@ def test_a_preempted_request_gets_all_its_pages_announced_anew():
             tables[row][index] = page
         for request, start, num_tokens, _ in loop.plan.chunks:
             num_pages = -(-(start + num_tokens) // LIMITS.page_size)
-            assert [tables[request.row][index] for index in range(num_pages)] == request.pages[:num_pages]
+            assert [tables[request.slot][index] for index in range(num_pages)] == request.pages[:num_pages]
         loop.account(loop.plan, *[9] * len(loop.plan.chunks))
     assert loop.scheduler.num_preemptions > 0
 
@@ -314,7 +314,7 @@ def test_a_row_forgets_what_its_last_holder_wanted():
     loop.scheduler.finish(holder, FinishReason.CANCELLED, 0.0)
     loop.add(newcomer, other)
     loop.step()
-    assert [request.row for request in loop.plan.requests] == [0, 1]
+    assert [request.slot for request in loop.plan.requests] == [0, 1]
     packed = loop.processors.packed
     shape = next(shape for size in range(1, 4) if (shape := ProcessorShape(size)).size == len(packed))
     assert packed[shape.fields["flags"]].tolist()[:2] == [SAMPLES, SAMPLES]

@@ -251,19 +251,19 @@ def test_one_controlled_row_is_sampled_beside_others():
     plain = loop.add((1, 2), top_k=7, temperature=0.5)
     adjusted = loop.add((3,), temperature=0.0, presence_penalty=0.5, repetition_penalty=2.0)
     plan, step, processors = loop.step()
-    assert processors is not None and [row.row for row in processors.rows] == [adjusted.row]
+    assert processors is not None and [row.slot for row in processors.slots] == [adjusted.slot]
     assert step["mode"].tolist() == [SamplingMode.GREEDY], "the step's own sample is not needed"
     fields = unpacked(processors)
     assert fields["mode"].tolist() == [SamplingMode.FILTERED] and fields["has_logprobs"].tolist() == [0]
     order = [chunk.request for chunk in plan.chunks]
     for index, request in enumerate(order):
-        assert fields["rows"][index] == request.row
+        assert fields["slots"][index] == request.slot
         assert fields["flags"][index] == SAMPLES | (ADJUSTS if request is adjusted else 0)
     at = order.index(adjusted)
     assert fields["repetition_penalty"].view(np.float32)[at] == 2.0
     assert fields["presence_penalty"].view(np.float32)[at] == 0.5
     assert fields["temperature"].view(np.float32)[order.index(plain)] == 0.5
-    assert fields["rows"][2] == 3, "padding writes nowhere"
+    assert fields["slots"][2] == 3, "padding writes nowhere"
 
 
 def test_a_row_says_what_the_request_has_seen_and_may_take():
@@ -274,7 +274,7 @@ def test_a_row_says_what_the_request_has_seen_and_may_take():
     )  # fmt: skip
     _, _, processors = loop.step()
     assert processors is not None
-    (row,) = processors.rows
+    (row,) = processors.slots
     seen = {token: int(row.history[token]) for token in np.flatnonzero(row.history)}
     assert seen == {1: IN_PROMPT, 2: IN_PROMPT, 8: 2, END: ENDS, 6: ENDS}, "what was resumed is output"
     assert max(seen.values()) & COUNT == 0
@@ -301,7 +301,7 @@ def test_a_request_that_lost_its_row_brings_its_output_along():
         loop.account(loop.step()[0])
     loop.scheduler.preempt_all()
     _, _, processors = loop.step()
-    assert processors is not None and processors.rows[0].history[9] == 3
+    assert processors is not None and processors.slots[0].history[9] == 3
 
 
 def test_chunks_that_do_not_sample_are_not_counted():
