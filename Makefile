@@ -9,7 +9,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
 CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests/kernels/emulated*/*)
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo demo-cluster test test-cluster test-deploy test-gateway test-gpu check check-cuda check-tpu fuzz simulate \
+.PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-gateway test-gpu check check-cuda check-tpu fuzz simulate \
     structured sample bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
@@ -19,8 +19,17 @@ demo: $(VENV)/.demo
 demo-cluster: $(VENV)/.demo
 	$(BIN)/meshserve demo --processes 2
 
+# Everything, on 8 virtual CPU devices.
 test: $(VENV)/.test
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal --durations 15
+
+# What a change usually breaks, without compiling large programs: the layout, the wire contract, configuration, the
+# scheduler, the text path, packing, the client and the shards.
+FAST := tests/test_layout.py tests/test_protos.py tests/runtime/api tests/runtime/scheduler tests/runtime/text \
+    tests/runtime/client tests/runtime/telemetry tests/runtime/server/test_auth.py tests/runtime/server/test_output_queue.py \
+    tests/runtime/program/test_batch.py tests/sharding/test_layout.py tests/sharding/test_chips.py tests/kernels/test_tiles.py
+test-fast: $(VENV)/.test
+	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST)
 
 # Every program for five TPU slices, compiled without one, and every case of the TPU kernels in the interpreter. About an hour
 # on two cores.
@@ -85,6 +94,7 @@ check: $(VENV)/.test
 	$(BIN)/mypy runtime sharding kernels deploy benchmarks
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/pytest -q tests/test_layout.py tests/test_protos.py
+	@PYTHONPATH=. $(BIN)/python -c 'from tests.test_layout import print_core; print_core()'
 
 # Writes 16 GB of random checkpoints into $$TMPDIR and removes them again.
 bench-loading: $(VENV)/.demo
@@ -132,7 +142,8 @@ bench-sampling:
 
 # 100,000 draws of each case of the samplers, TP 1, 4 and 8.
 sample: $(VENV)/.test
-	$(BIN)/pytest -q --timeout 3600 --draws 100000 tests/runtime/program/test_sampling.py tests/runtime/program/test_logits_processors.py
+	$(BIN)/pytest -q --timeout 3600 --draws 100000 tests/runtime/program/test_sampling.py \
+	    tests/runtime/program/test_logits_processors.py
 
 clean:
 	rm -rf $(VENV) build dist

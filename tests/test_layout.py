@@ -135,6 +135,13 @@ def core_lines() -> dict[str, int]:
     }
 
 
+def print_core() -> None:
+    """Prints the core's size beside its budget, for `make check`."""
+    lines = core_lines()
+    parts = ", ".join(f"{package} {number:,}" for package, number in lines.items())
+    print(f"core: {sum(lines.values()):,} of {MAX_CORE_LINES:,} lines ({parts})")
+
+
 def test_the_core_stays_within_its_line_budget():
     lines = core_lines()
     assert sum(lines.values()) <= MAX_CORE_LINES, f"{lines}: {MAX_CORE_LINES} lines are allowed"
