@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmeshserve/protos/steps.proto\x12\x12meshserve.steps.v1\"\x86\x02\n\x0bJoinRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.meshserve.steps.v1.HelloH\x00\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1a.meshserve.steps.v1.ReportH\x00\x12>\n\x0f\x61\x63knowledgement\x18\x03 \x01(\x0b\x32#.meshserve.steps.v1.AcknowledgementH\x00\x12(\n\x04\x62\x65\x61t\x18\x04 \x01(\x0b\x32\x18.meshserve.steps.v1.BeatH\x00\x12(\n\x04stop\x18\x05 \x01(\x0b\x32\x18.meshserve.steps.v1.StopH\x00\x42\t\n\x07message\"\xcb\x01\n\x0cJoinResponse\x12\x32\n\tagreement\x18\x01 \x01(\x0b\x32\x1d.meshserve.steps.v1.AgreementH\x00\x12(\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x18.meshserve.steps.v1.CallH\x00\x12(\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x18.meshserve.steps.v1.BeatH\x00\x12(\n\x04stop\x18\x04 \x01(\x0b\x32\x18.meshserve.steps.v1.StopH\x00\x42\t\n\x07message\"\x1b\n\x05Hello\x12\x12\n\nprocess_id\x18\x01 \x01(\r\"\x89\x01\n\x06Report\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\x05\x66\x61\x63ts\x18\x02 \x03(\x0b\x32%.meshserve.steps.v1.Report.FactsEntry\x12\r\n\x05value\x18\x03 \x01(\x12\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\tAgreement\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x12\x12\x0f\n\x07refusal\x18\x03 \x01(\t\"$\n\x04\x43\x61ll\x12\x0c\n\x04plan\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"Y\n\x04Plan\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12/\n\targuments\x18\x03 \x03(\x0b\x32\x1c.meshserve.steps.v1.Argument\"\x7f\n\x08\x41rgument\x12*\n\x05\x61rray\x18\x01 \x01(\x0b\x32\x19.meshserve.steps.v1.ArrayH\x00\x12,\n\x06\x62ucket\x18\x02 \x01(\x0b\x32\x1a.meshserve.steps.v1.BucketH\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x42\x06\n\x04kind\"3\n\x05\x41rray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x18\n\x06\x42ucket\x12\x0e\n\x06\x66ields\x18\x01 \x03(\x03\"3\n\x0f\x41\x63knowledgement\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\x06\n\x04\x42\x65\x61t\"\x17\n\x04Stop\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t2\\\n\x0bStepService\x12M\n\x04Join\x12\x1f.meshserve.steps.v1.JoinRequest\x1a .meshserve.steps.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmeshserve/protos/steps.proto\x12\x12meshserve.steps.v1\"\x86\x02\n\x0bJoinRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.meshserve.steps.v1.HelloH\x00\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1a.meshserve.steps.v1.ReportH\x00\x12>\n\x0f\x61\x63knowledgement\x18\x03 \x01(\x0b\x32#.meshserve.steps.v1.AcknowledgementH\x00\x12(\n\x04\x62\x65\x61t\x18\x04 \x01(\x0b\x32\x18.meshserve.steps.v1.BeatH\x00\x12(\n\x04stop\x18\x05 \x01(\x0b\x32\x18.meshserve.steps.v1.StopH\x00\x42\t\n\x07message\"\xcb\x01\n\x0cJoinResponse\x12\x32\n\tagreement\x18\x01 \x01(\x0b\x32\x1d.meshserve.steps.v1.AgreementH\x00\x12(\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x18.meshserve.steps.v1.CallH\x00\x12(\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x18.meshserve.steps.v1.BeatH\x00\x12(\n\x04stop\x18\x04 \x01(\x0b\x32\x18.meshserve.steps.v1.StopH\x00\x42\t\n\x07message\"\x1b\n\x05Hello\x12\x12\n\nprocess_id\x18\x01 \x01(\r\"\x89\x01\n\x06Report\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\x05\x66\x61\x63ts\x18\x02 \x03(\x0b\x32%.meshserve.steps.v1.Report.FactsEntry\x12\r\n\x05value\x18\x03 \x01(\x12\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\tAgreement\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x12\x12\x0f\n\x07refusal\x18\x03 \x01(\t\"\x14\n\x04\x43\x61ll\x12\x0c\n\x04plan\x18\x01 \x01(\x0c\"Y\n\x04Plan\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12/\n\targuments\x18\x03 \x03(\x0b\x32\x1c.meshserve.steps.v1.Argument\"\x7f\n\x08\x41rgument\x12*\n\x05\x61rray\x18\x01 \x01(\x0b\x32\x19.meshserve.steps.v1.ArrayH\x00\x12,\n\x06\x62ucket\x18\x02 \x01(\x0b\x32\x1a.meshserve.steps.v1.BucketH\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x42\x06\n\x04kind\"3\n\x05\x41rray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x18\n\x06\x42ucket\x12\x0e\n\x06\x66ields\x18\x01 \x03(\x03\"3\n\x0f\x41\x63knowledgement\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\x06\n\x04\x42\x65\x61t\"\x17\n\x04Stop\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t2\\\n\x0bStepService\x12M\n\x04Join\x12\x1f.meshserve.steps.v1.JoinRequest\x1a .meshserve.steps.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,21 +46,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGREEMENT']._serialized_start=692
   _globals['_AGREEMENT']._serialized_end=749
   _globals['_CALL']._serialized_start=751
-  _globals['_CALL']._serialized_end=787
-  _globals['_PLAN']._serialized_start=789
-  _globals['_PLAN']._serialized_end=878
-  _globals['_ARGUMENT']._serialized_start=880
-  _globals['_ARGUMENT']._serialized_end=1007
-  _globals['_ARRAY']._serialized_start=1009
-  _globals['_ARRAY']._serialized_end=1060
-  _globals['_BUCKET']._serialized_start=1062
-  _globals['_BUCKET']._serialized_end=1086
-  _globals['_ACKNOWLEDGEMENT']._serialized_start=1088
-  _globals['_ACKNOWLEDGEMENT']._serialized_end=1139
-  _globals['_BEAT']._serialized_start=1141
-  _globals['_BEAT']._serialized_end=1147
-  _globals['_STOP']._serialized_start=1149
-  _globals['_STOP']._serialized_end=1172
-  _globals['_STEPSERVICE']._serialized_start=1174
-  _globals['_STEPSERVICE']._serialized_end=1266
+  _globals['_CALL']._serialized_end=771
+  _globals['_PLAN']._serialized_start=773
+  _globals['_PLAN']._serialized_end=862
+  _globals['_ARGUMENT']._serialized_start=864
+  _globals['_ARGUMENT']._serialized_end=991
+  _globals['_ARRAY']._serialized_start=993
+  _globals['_ARRAY']._serialized_end=1044
+  _globals['_BUCKET']._serialized_start=1046
+  _globals['_BUCKET']._serialized_end=1070
+  _globals['_ACKNOWLEDGEMENT']._serialized_start=1072
+  _globals['_ACKNOWLEDGEMENT']._serialized_end=1123
+  _globals['_BEAT']._serialized_start=1125
+  _globals['_BEAT']._serialized_end=1131
+  _globals['_STOP']._serialized_start=1133
+  _globals['_STOP']._serialized_end=1156
+  _globals['_STEPSERVICE']._serialized_start=1158
+  _globals['_STEPSERVICE']._serialized_end=1250
 # @@protoc_insertion_point(module_scope)

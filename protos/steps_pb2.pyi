@@ -66,12 +66,10 @@ class Agreement(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("plan", "digest")
+    __slots__ = ("plan",)
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
     plan: bytes
-    digest: bytes
-    def __init__(self, plan: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, plan: _Optional[bytes] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("sequence", "method", "arguments")

@@ -1,6 +1,5 @@
-"""What both ends of the step stream share: digests, security, the wording of differences."""
+"""What both ends of the step stream share: channel options, security, the wording of differences."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),  # while process 0 is starting
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +29,6 @@ class Security:
 def bearer(token: str) -> str:
     """As it stands in the metadata; empty for none."""
     return f"Bearer {token}" if token else ""
-
-
-def plan_digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def differences(name: str, facts: Mapping[int, Mapping[str, str]]) -> str:

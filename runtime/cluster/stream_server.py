@@ -22,7 +22,7 @@ from meshserve.protos import steps_pb2 as pb
 from meshserve.protos import steps_pb2_grpc as pb_grpc
 
 from .membership import JOIN_SECONDS, ClusterError
-from .steps import OPTIONS, Security, bearer, differences, plan_digest
+from .steps import OPTIONS, Security, bearer, differences
 from .watchdog import Watch
 
 _MANY_STRANGERS = 8  # threads to refuse callers with, beside one for each follower
@@ -144,7 +144,7 @@ class Leader(pb_grpc.StepServiceServicer):
             self.stats.num_calls += 1
             self._under_way[sequence] = _UnderWay(method, began)
         plan = pb.Plan(sequence=sequence, method=method, arguments=arguments).SerializeToString()
-        self._send(pb.JoinResponse(call=pb.Call(plan=plan, digest=plan_digest(plan))))
+        self._send(pb.JoinResponse(call=pb.Call(plan=plan)))
         self.stats.send_seconds += self._clock() - began
         return sequence
 
