@@ -110,10 +110,10 @@ CHIPS = {
 }
 
 # XLA does not see that a step updates the cache in place: with a cache of a third of the memory or more it believes
-# that memory is short, and computes projections and gathered pages twice to save some (docs/log.md).
+# that memory is short, and computes projections and gathered pages twice to save some (docs/log).
 #
 # Of XLA's Triton products, those whose operands come by the copy engine (TMA) end in CUDA_ERROR_ILLEGAL_INSTRUCTION at
-# their first copy, when a trial happens to prefer one (jax 0.11.2, Hopper; docs/log.md). The file names others to try.
+# their first copy, when a trial happens to prefer one (jax 0.11.2, Hopper; docs/log). The file names others to try.
 # Trials of fusions may allow TMA, too, and have no such list: none is tried, and each keeps the emitter that XLA's cost
 # model names.
 _GPU_OPTIONS: dict[str, str | bool] = {

@@ -15,7 +15,7 @@ P2PAllReduce = Callable[[jax.Array], jax.Array]
 Exchange = Callable[[jax.Array], jax.Array]
 
 # Up to so many bytes peers add up faster than XLA's all-reduce, by the number of devices: as far as it was measured on
-# H200s (docs/log.md). On four, nothing has been timed above what goes in one shot.
+# H200s (docs/log). On four, nothing has been timed above what goes in one shot.
 _P2P_MAX_BYTES = {2: 64 << 20, 4: 2 << 20}
 
 

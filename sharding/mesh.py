@@ -26,7 +26,7 @@ def use_cpu_devices(num_devices: int) -> None:
 
 def use_dispatch_threads() -> None:
     """Has XLA dispatch to each GPU from a thread of its own: 0.09 ms of host time a call on four GPUs, not 2.4
-    (docs/log.md). Call it before anything asks jax for devices; without jax's CUDA plugin it does nothing.
+    (docs/log). Call it before anything asks jax for devices; without jax's CUDA plugin it does nothing.
     """
     plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     if importlib.util.find_spec("jax_plugins") and any(map(importlib.util.find_spec, plugins)):

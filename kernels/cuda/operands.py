@@ -9,6 +9,6 @@ def beside_tokens(x: jax.Array) -> jax.Array:
 
     XLA would put an array of their size there. That memory is another in each step, and a call that reads from it has
     all its kernels set anew every time: with a decode step's layers among them XLA's update of Qwen3-0.6B takes 87 to
-    127 us, without them 44 to 57 (docs/log.md).
+    127 us, without them 44 to 57 (docs/log).
     """
     return jnp.pad(x, (0, x.shape[0]))

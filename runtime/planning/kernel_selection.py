@@ -27,7 +27,7 @@ from ..weights.orbax_layout import model_layout
 
 _log = logging.getLogger(__name__)
 
-# Where it does not, XLA cuts every layer's weights out of the stack for cuBLAS (docs/log.md).
+# Where it does not, XLA cuts every layer's weights out of the stack for cuBLAS (docs/log).
 _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
 
 # What trying sums by peers has shown, by mesh. Where some were wrong no peers are taken any more, at no degree.

@@ -1,7 +1,7 @@
 """The memory that steps write their logits and hidden states to, the same each time.
 
 An output at another address in each step moves the temporaries, too, and XLA then sets every kernel of a command buffer
-anew. With several GPUs that takes the host longer than the step takes them (docs/log.md). So a step is given the arrays
+anew. With several GPUs that takes the host longer than the step takes them (docs/log). So a step is given the arrays
 that the last one of its shape brought, donated, and brings them back.
 """
 

@@ -7,7 +7,7 @@ from ..api.errors import InvalidRequestError
 from ..api.request import Request
 
 # Of a step that the fused decode kernels serve. With more, cuBLAS's products and the attention of steps with prompts
-# take less time (docs/log.md).
+# take less time (docs/log).
 MAX_FUSED_TOKENS = 64
 
 
