@@ -16,7 +16,7 @@ from typing import Any
 
 from meshserve.benchmarks.lib.token_times import percentile
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed, nano_vllm
-from meshserve.runtime.model.published_sizes import published_config
+from meshserve.runtime.weights.registry import published_config
 
 from .job import Job, Report, read_report, write_job
 

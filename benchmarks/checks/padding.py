@@ -21,7 +21,6 @@ from meshserve.benchmarks.lib.token_times import percentile
 from meshserve.benchmarks.lib.traffic import Lengths, Traffic
 from meshserve.runtime.api.config import ServeConfig, context_tokens, serving_dtype
 from meshserve.runtime.api.request import Request, SamplingMode, SamplingParams
-from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.planning.roofline import Roofline
 from meshserve.runtime.program.batch import BatchBuilder, Bucket, server_buckets, server_limits
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
@@ -29,6 +28,7 @@ from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import StepPlan
 from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.chips import target
 
 _NUM_PAGES = 1 << 20  # no request waits for any

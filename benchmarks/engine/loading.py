@@ -24,9 +24,8 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.weights.hf_layout import checkpoint_tensors
+from meshserve.runtime.weights.registry import named_model, read_model
 from meshserve.sharding.checkpoints.tensor_writer import split_files, write_file, write_index
 
 _SEED_VALUES = 1 << 24  # random numbers made; tensors are windows of them, so that writing is not what takes the time
@@ -108,7 +107,7 @@ def load_once(directory: Path, tp: int, dtype: str) -> dict[str, float]:
     from meshserve.runtime.weights.load import load_model
     from meshserve.runtime.weights.orbax_layout import model_layout
 
-    config, mesh = ModelConfig.from_file(directory / "config.json"), make_mesh(tp)
+    config, mesh = read_model(directory / "config.json"), make_mesh(tp)
     before = _peak_bytes()
     started, started_cpu = time.monotonic(), time.process_time()
     _, params = load_model(epath.Path(directory), config, model_layout(config, tp), mesh, jnp.dtype(dtype))

@@ -36,12 +36,12 @@ from meshserve.benchmarks.lib.timing import time_steps
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import SamplingMode
-from meshserve.runtime.model.published_sizes import named_model
-from meshserve.runtime.model.qwen3 import Kernels, abstract_model
+from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.planning.kernel_selection import choose_kernels
 from meshserve.runtime.program.batch import ON_DEVICE, Bucket
 from meshserve.runtime.program.step import CACHE_AXES, CacheShape, DeviceState, StepRunner, state_shapes
 from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.registry import abstract_model, named_model
 from meshserve.sharding.mesh import (
     TENSOR_AXIS,
     make_mesh,

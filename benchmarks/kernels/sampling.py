@@ -25,10 +25,10 @@ from jax.sharding import Mesh, PartitionSpec
 from meshserve.benchmarks.lib.timing import timed_ms
 from meshserve.kernels.sampling import implementation
 from meshserve.runtime.api.request import SamplingMode
-from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.program.logits_processors import ProcessorState, sample_processed
 from meshserve.runtime.program.processor_batch import ADJUSTS, SAMPLES, ProcessorShape
 from meshserve.runtime.program.sampling import SamplingBatch, sample
+from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.chips import compiler_options
 from meshserve.sharding.layout import round_up
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, named_sharding

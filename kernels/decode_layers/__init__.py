@@ -34,6 +34,10 @@ class LayerWeights(NamedTuple):
     gate_up: jax.Array  # [L, 2, F, D]: gate, then up
     down: jax.Array  # [L, D, F]
 
+    def group_size(self, head_dim: int) -> int:
+        """Query heads of each KV head, as the rows of `qkv` tell."""
+        return self.qkv.shape[2] // head_dim - 2
+
 
 class DecodeBatch(NamedTuple):
     """Where the requests stand. A padding row has position -1: it writes nothing and its result means nothing."""

@@ -45,7 +45,7 @@ def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
     """Why the kernels do not take these shapes or types, or None where they do."""
     embed, mlp, q_columns = weights.o.shape[1], weights.down.shape[2], weights.o.shape[2]
     _, _, kv_heads, _, page_size, head_dim = cache.shape
-    group = weights.qkv.shape[2] // head_dim - 2
+    group = weights.group_size(head_dim)
     checks = (
         (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are built"),
         (1 <= group <= 8, f"{group} query heads a kv head; 1 to 8 are supported"),
@@ -72,7 +72,7 @@ def _scratch(batch: int, *, embed: int = 0, heads: Sequence[int] = (0, 0, 0), ml
 
 def _heads(weights: "LayerWeights", cache: jax.Array) -> tuple[int, int, int]:
     _, _, kv_heads, _, _, head_dim = cache.shape
-    return kv_heads, weights.qkv.shape[2] // head_dim - 2, head_dim
+    return kv_heads, weights.group_size(head_dim), head_dim
 
 
 def _like(x: jax.Array, *shape: int) -> jax.ShapeDtypeStruct:

@@ -9,8 +9,6 @@ from typing import Any
 
 from .errors import UnsupportedModelError
 
-SUPPORTED_ARCHITECTURE = "Qwen3ForCausalLM"
-
 # Keys of config.json that change nothing about the forward pass of a served model.
 _IGNORED_KEYS = frozenset(
     "_name_or_path attention_dropout bos_token_id chunk_size_feed_forward eos_token_id id2label initializer_range "
@@ -21,10 +19,9 @@ _SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings".split()
 )
-_REQUIRED_KEYS = (*_SIZES, "rms_norm_eps", "tie_word_embeddings")
+_REQUIRED_KEYS = ("model_type", *_SIZES, "rms_norm_eps", "tie_word_embeddings")
 # Options that must have the one value meshserve implements.
 _FIXED_OPTIONS: Mapping[str, Any] = {
-    "model_type": "qwen3",
     "hidden_act": "silu",
     "attention_bias": False,
     "use_sliding_window": False,
@@ -58,6 +55,7 @@ class RopeConfig:
 class ModelConfig:
     """A Qwen3 dense model, as its config.json describes it. There are no defaults: the file says everything."""
 
+    model_type: str  # its class: the key of `weights.registry.ARCHITECTURES`
     vocab_size: int
     embed_dim: int
     mlp_dim: int
@@ -86,24 +84,15 @@ class ModelConfig:
         return self.num_layers * layer + tables + self.embed_dim
 
     @classmethod
-    def from_file(cls, path: Path) -> "ModelConfig":
-        """Reads config.json.
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """Reads what config.json says; `weights.registry` knows which classes of models there are.
 
         Raises:
-          UnsupportedModelError: the file is missing, or names an architecture or option that is not implemented.
+          UnsupportedModelError: the file names an option that is not implemented.
         """
-        try:
-            return cls.from_dict(read_json(path))
-        except FileNotFoundError:
-            raise UnsupportedModelError(
-                f"{path} does not exist. --model takes a Hugging Face model directory."
-            ) from None
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
-        """As `from_file`, from the parsed file."""
         _check_options(raw)
         return cls(
+            model_type=raw["model_type"],
             vocab_size=raw["vocab_size"],
             embed_dim=raw["hidden_size"],
             mlp_dim=raw["intermediate_size"],
@@ -155,10 +144,6 @@ def _number(options: Mapping[str, Any], key: str, *, above: float, default: floa
 
 
 def _check_options(raw: Mapping[str, Any]) -> None:
-    if raw.get("architectures") != [SUPPORTED_ARCHITECTURE]:
-        raise UnsupportedModelError(
-            f"config.json: architectures is {raw.get('architectures')!r}; served is [{SUPPORTED_ARCHITECTURE!r}]."
-        )
     missing = [key for key in _REQUIRED_KEYS if raw.get(key) is None]
     if missing:
         raise UnsupportedModelError(f"config.json lacks {', '.join(missing)}. Add what the model was trained with.")

@@ -4,7 +4,7 @@ Step 6 of 10. In: the token ids of one step. Out: hidden states, and logits of a
 
 Called inside `shard_map`, every module sees its shard's block of each parameter and says itself what crosses the mesh:
 one `all_reduce` after the attention output, one after the MLP, one for the embedding. Outside, the same modules are
-built abstractly (`abstract_model`) and declare each parameter once: its global shape, its logical axes.
+built abstractly (`registry.abstract_model`) and declare each parameter once: its global shape, its logical axes.
 
 T tokens, D embed, K groups of heads (KV heads, repeats counted), G query heads a group, H head dim, F mlp, V vocab.
 """
@@ -23,7 +23,7 @@ from meshserve.kernels.p2p import P2PGroup, P2POperations
 from meshserve.kernels.paged_attention import HeadSettings, PagedAttention, PagedBatch, PrepareHeads, WriteKV, write_kv
 from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, P2PAllReduce, all_gather, all_reduce
-from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.layout import GATE, UP, ShardLayout, split_group
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
 from ..api.model_config import ModelConfig
@@ -123,9 +123,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
         embed_dim, head_dim = config.embed_dim, config.head_dim
-        groups, group_size = layout.num_groups, layout.group_size
-        # The rows of a group: its query heads, then its key head, then its value head.
-        self.qkv = declare((groups, (group_size + 2) * head_dim, embed_dim), ("kv_heads", None, None))
+        self.qkv = declare(layout.qkv_shape(head_dim, embed_dim), ("kv_heads", None, None))
         self.q_norm = declare((head_dim,), (None,))
         self.k_norm = declare((head_dim,), (None,))
         self.out = declare((embed_dim, config.num_query_heads * head_dim), (None, "query_heads"))
@@ -150,7 +148,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """What `PrepareHeads` describes, by XLA."""
         heads = rows.reshape(rows.shape[0], self.qkv.shape[0], -1, self.head_dim)
-        q, k, v = heads[:, :, :-2], heads[:, :, -2], heads[:, :, -1]
+        q, k, v = split_group(heads)
         of_q = of_k = None
         if context.has_statistics_apart:
             # Else XLA's CUDA compiler first copies q and k out of `heads`, and takes longest of all over these kernels.
@@ -170,8 +168,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
         """x [T, D] -> [T, D] summed over the mesh."""
-        gate, up = jnp.split(project(x, self.gate_up[...].reshape(-1, x.shape[1])), 2, axis=-1)
-        return all_reduce(project(jax.nn.silu(gate) * up, self.down[...]), p2p_all_reduce)
+        halves = jnp.split(project(x, self.gate_up[...].reshape(-1, x.shape[1])), 2, axis=-1)
+        return all_reduce(project(jax.nn.silu(halves[GATE]) * halves[UP], self.down[...]), p2p_all_reduce)
 
 
 class DecoderLayer(nnx.Module):
@@ -312,11 +310,6 @@ def layer_weights(layers: nnx.State) -> LayerWeights:
         gate_up=mlp["gate_up"].get_value(),
         down=mlp["down"].get_value(),
     )
-
-
-def abstract_model(config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure, and its parameters as shapes with their logical axes. Allocates nothing."""
-    return nnx.split(nnx.eval_shape(lambda: Qwen3(config, layout, dtype)))
 
 
 def specs_of(params: nnx.State) -> nnx.State:

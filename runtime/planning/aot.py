@@ -24,7 +24,7 @@ from meshserve.sharding.mesh import named_sharding
 
 from ..api.config import ServeConfig
 from ..api.model_config import ModelConfig
-from ..model.qwen3 import Kernels, abstract_model
+from ..model.qwen3 import Kernels
 from ..program.batch import Bucket
 from ..program.compile_cache import ProgramKey
 from ..program.output_buffers import output_buffer_shapes
@@ -38,6 +38,7 @@ from ..program.step import (
     placed_state,
     state_shapes,
 )
+from ..weights.registry import abstract_model
 from . import hlo
 from .kernel_selection import choose_kernels
 

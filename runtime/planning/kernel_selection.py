@@ -21,9 +21,10 @@ from meshserve.sharding.mesh import TENSOR_AXIS
 from ..api.config import ServeConfig, serving_dtype
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
-from ..model.qwen3 import Kernels, abstract_model, layer_weights
+from ..model.qwen3 import Kernels
 from ..program.step import CacheShape, state_shapes
 from ..weights.orbax_layout import model_layout
+from ..weights.registry import abstract_model, architecture_of
 
 _log = logging.getLogger(__name__)
 
@@ -194,6 +195,9 @@ def tpu_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh) -> Kernels:
 
 def _shape_refusal(config: ServeConfig, model: ModelConfig, num_devices: int) -> str | None:
     """Why the CUDA kernels cannot serve a device's block of the model; None if they can."""
+    layer_weights = architecture_of(model).layer_weights
+    if layer_weights is None:
+        return f"there are no fused kernels for {model.model_type}"
     layout, dtype = model_layout(model, num_devices), jnp.dtype(serving_dtype(config, model, "gpu"))
 
     def block(weight: nnx.Variable) -> nnx.Variable:

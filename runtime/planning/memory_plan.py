@@ -18,13 +18,13 @@ from meshserve.sharding.memory import CPU_CACHE_BYTES
 
 from ..api.config import ServeConfig, context_tokens, serving_dtype
 from ..api.model_config import ModelConfig
-from ..model.qwen3 import abstract_model
 from ..program.batch import Bucket, server_buckets
 from ..program.device_figures import DeviceFigures
 from ..program.output_buffers import output_buffer_keys
 from ..program.processor_batch import WORD_BITS, processor_sizes
 from ..program.step import CacheShape, cache_page_bytes
 from ..weights.orbax_layout import model_layout
+from ..weights.registry import abstract_model
 
 MIB = 1 << 20
 # On CPU devices XLA kept a bfloat16 cache in float32, too, and once more as it is.

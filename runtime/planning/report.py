@@ -11,8 +11,8 @@ from meshserve.sharding.chips import GIB, NoCompilerError, target
 from ..api.config import ServeConfig
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
-from ..model.published_sizes import is_published, named_model
 from ..weights.locate import find_model
+from ..weights.registry import is_published, named_model, read_model
 from .aot import KnownKey, ProgramReport
 from .compiled_plan import REPORT_HEAD, CompiledPlan, compile_plan, report_row
 from .kernel_selection import named_kernels
@@ -203,4 +203,4 @@ def compile_with_table(planner: Planner, known: dict[KnownKey, ProgramReport] | 
 def _model(config: ServeConfig) -> ModelConfig:
     if is_published(config.model):
         return named_model(config.model)
-    return ModelConfig.from_file(find_model(config.model).small / "config.json")
+    return read_model(find_model(config.model).small / "config.json")

@@ -21,7 +21,7 @@ from meshserve.sharding.mesh import make_mesh, use_cpu_devices, use_dispatch_thr
 
 from ..api.config import ServeConfig, context_tokens, serving_dtype
 from ..api.engine_api import Deliver, ModelInfo
-from ..api.model_config import SUPPORTED_ARCHITECTURE, ModelConfig
+from ..api.model_config import ModelConfig
 from ..cluster.preflight import Cluster
 from ..engine.engine import Engine
 from ..engine.step_record import Record
@@ -40,6 +40,7 @@ from ..weights.load import device_weight_bytes, load_model
 from ..weights.locate import ModelFiles, find_model
 from ..weights.orbax_layout import model_layout
 from ..weights.random_weights import random_model
+from ..weights.registry import architecture_of, read_model
 from .live_reshard import Resharder
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def launch(
       ClusterError: the other processes do not.
     """
     files = find_model(config.model, random_weights=config.random_weights)
-    model = ModelConfig.from_file(files.small / "config.json")
+    model = read_model(files.small / "config.json")
     tokenizer = Tokenizer(files.small)
     grammars = None
     if config.logits_processors:
@@ -111,7 +112,7 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
       As `launch`.
     """
     files = find_model(config.model, random_weights=config.random_weights)
-    model = ModelConfig.from_file(files.small / "config.json")
+    model = read_model(files.small / "config.json")
     progress("waiting for the other processes")
     cluster.begin(config, files)
     runner, _, _ = build_runner(config, model, _loading(files, progress), cluster)
@@ -125,7 +126,7 @@ def open_model(name: str, *, random_weights: bool) -> tuple[ModelConfig, MakePar
       MeshserveError: there is no such model, or it is not implemented.
     """
     files = find_model(name, random_weights=random_weights)
-    return ModelConfig.from_file(files.small / "config.json"), _make_params(files)
+    return read_model(files.small / "config.json"), _make_params(files)
 
 
 def _make_params(files: ModelFiles) -> MakeParams:
@@ -296,7 +297,7 @@ def _dtype_on(mesh: Mesh, config: ServeConfig, model: ModelConfig) -> jnp.dtype:
 def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, mesh: Mesh) -> ModelInfo:
     return ModelInfo(
         name=config.served_name or Path(os.path.abspath(config.model)).name,
-        architecture=SUPPORTED_ARCHITECTURE,
+        architecture=architecture_of(model).name,
         vocab_size=model.vocab_size,
         max_context_tokens=context_tokens(config, model),
         eos_token_ids=tuple(sorted(_eos_token_ids(tokenizer, model))),

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +30,10 @@ from ..api.config import ServeConfig
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
 from ..engine.engine import Engine
-from ..model.qwen3 import abstract_model
 from ..program.step import StepRunner
 from ..weights.load import device_weight_bytes
-from ..weights.orbax_layout import model_layout
+from ..weights.orbax_layout import STACK, model_layout, moved_pieces
+from ..weights.registry import abstract_model
 
 _log = logging.getLogger(__name__)
 
@@ -140,14 +139,15 @@ def _placed(weight: nnx.Variable, dtype: jnp.dtype, sharding: NamedSharding) -> 
 def move_params(model: ModelConfig, params: nnx.State, old_tp: int, layout: ShardLayout, mesh: Mesh) -> nnx.State:
     """The parameters in another layout on another mesh. Consumes `params`: each is deleted when its successor is
     there, so that the most a device holds beyond both shards is one parameter."""
-    pieces = _pieces(model, model_layout(model, old_tp), layout)
+    pieces = moved_pieces(model, model_layout(model, old_tp), layout)
     old = dict(nnx.to_flat_state(params))
     _, abstract = abstract_model(model, layout, jax.tree.leaves(params)[0].dtype)
     flat = []
     for path, weight in nnx.to_flat_state(abstract):
-        array = old[path][...]
+        array, name = old[path][...], ".".join(map(str, path))
+        of_all = [_of_all_layers(piece, model.num_layers) for piece in pieces[name]]
         new = reshard(
-            array, pieces(".".join(map(str, path)), array.shape), weight.shape, named_sharding(mesh, weight.axes)
+            array, of_all if name.startswith(STACK) else pieces[name], weight.shape, named_sharding(mesh, weight.axes)
         )
         new.block_until_ready()
         flat.append((path, weight.replace(new)))
@@ -155,43 +155,6 @@ def move_params(model: ModelConfig, params: nnx.State, old_tp: int, layout: Shar
     return nnx.from_flat_state(flat)
 
 
-class _PiecesOf(Protocol):
-    def __call__(self, name: str, shape: tuple[int, ...]) -> list[Piece]: ...
-
-
-def _pieces(model: ModelConfig, old: ShardLayout, new: ShardLayout) -> _PiecesOf:
-    """What each parameter of the new layout is made of, in terms of the same parameter in the old one."""
-    head_dim = model.head_dim
-
-    def qkv(shape: tuple[int, ...]) -> list[Piece]:
-        num_layers, embed = shape[0], shape[3]
-        queries, old_queries = new.group_size * head_dim, old.group_size * head_dim
-        pieces = []
-        for group in range(new.num_groups):
-            first, last = group * queries, (group + 1) * queries  # rows of all query heads, in the model's order
-            for source in range(first // old_queries, -(-last // old_queries)):
-                start = max(first, source * old_queries)
-                count = min(last, (source + 1) * old_queries) - start
-                place = (0, group, start - first, 0)
-                pieces.append(
-                    Piece("", (0, source, start - source * old_queries, 0), (num_layers, 1, count, embed), place)
-                )
-            keys = new.kv_head(group) * old.repeats  # the first of the old groups that repeat the KV head
-            size = (num_layers, 1, 2 * head_dim, embed)
-            pieces.append(Piece("", (0, keys, old_queries, 0), size, (0, group, queries, 0)))
-        return pieces
-
-    real = {"embedding": (0, model.vocab_size), "head": (0, model.vocab_size)}
-    real |= {"layers.mlp.gate_up": (2, model.mlp_dim), "layers.mlp.down": (2, model.mlp_dim)}
-
-    def pieces(name: str, shape: tuple[int, ...]) -> list[Piece]:
-        if name == "layers.attention.qkv":
-            return qkv(shape)
-        size = list(shape)
-        if name in real:  # the rest of this dimension is padding
-            dimension, length = real[name]
-            size[dimension] = length
-        zeros = (0,) * len(shape)
-        return [Piece("", zeros, tuple(size), zeros)]
-
-    return pieces
+def _of_all_layers(piece: Piece, num_layers: int) -> Piece:
+    """The same piece of a parameter in which layers are stacked."""
+    return Piece(piece.tensor, (0, *piece.start), (num_layers, *piece.size), (0, *piece.place))

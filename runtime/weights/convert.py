@@ -33,9 +33,10 @@ from meshserve.sharding.mesh import use_cpu_devices
 
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
-from .hf_layout import checkpoint_tensors
+from .hf_layout import checkpoint_tensors, hf_pieces_of_stored
 from .load import is_orbax, open_weights, pieces_of
-from .orbax_layout import hf_pieces_of_stored, model_layout, stored_parts, stored_shapes
+from .orbax_layout import StoredArray, model_layout, stored_parts, stored_shapes
+from .registry import read_model
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def convert(
         raise ConfigError(
             f"--output {output} holds an Orbax checkpoint, which would be served instead. Name another directory."
         )
-    config = ModelConfig.from_file(directory / "config.json")
+    config = read_model(directory / "config.json")
     kind = _stored_dtype(config, dtype)
     weights = open_weights(directory, config)
     hashes = _source_hashes(directory)
@@ -113,7 +114,7 @@ def verify(directory: epath.PathLike) -> int:
     if not is_orbax(path):
         raise ConfigError(f"{path} is no Orbax checkpoint of meshserve; safetensors files have no digests to compare.")
     checkpoint = OrbaxCheckpoint(path)
-    checkpoint.check(stored_shapes(ModelConfig.from_file(path / "config.json")))
+    checkpoint.check(stored_shapes(read_model(path / "config.json")))
     names = checkpoint.names()
     bar = progress_bar(checkpoint.manifest.num_bytes, "verify")
     with bar as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -185,9 +186,7 @@ class _Job:
         write_index(self._output, files, total)
         return total
 
-    def _stored_parameters(
-        self, part: str, arrays: Mapping[str, tuple[tuple[int, ...], int | None]]
-    ) -> dict[str, Parameter]:
+    def _stored_parameters(self, part: str, arrays: Mapping[str, StoredArray]) -> dict[str, Parameter]:
         pieces = pieces_of(self._source, self._config, model_layout(self._config, 1))
         layer = int(part.split(".")[1]) if "." in part else 0
         parameters = {}

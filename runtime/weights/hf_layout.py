@@ -1,85 +1,68 @@
-"""Where each parameter's numbers stand in a Hugging Face Qwen3 checkpoint."""
-
-from collections.abc import Callable
+"""Where each parameter's numbers stand in a Hugging Face checkpoint, by the weight map of the model's class."""
 
 from meshserve.sharding.checkpoints.parameters import Piece
 from meshserve.sharding.layout import ShardLayout
 
 from ..api.model_config import ModelConfig
-
-Pieces = Callable[[int], list[Piece]]
-
-# A tied checkpoint may repeat the embedding under the head's name.
-TIED_HEAD = frozenset({"lm_head.weight"})
+from .orbax_layout import (
+    STACK,
+    Pieces,
+    layer_arrays,
+    model_layout,
+    part_of_layer,
+    stored_name,
+    table_arrays,
+)
+from .registry import architecture_of
+from .weight_map import StoredParameter, Tensors
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor the model needs."""
-    embed, head_dim = config.embed_dim, config.head_dim
-    query_width, kv_width = config.num_query_heads * head_dim, config.num_kv_heads * head_dim
-    layer = {
-        "input_layernorm.weight": (embed,),
-        "self_attn.q_proj.weight": (query_width, embed),
-        "self_attn.k_proj.weight": (kv_width, embed),
-        "self_attn.v_proj.weight": (kv_width, embed),
-        "self_attn.q_norm.weight": (head_dim,),
-        "self_attn.k_norm.weight": (head_dim,),
-        "self_attn.o_proj.weight": (embed, query_width),
-        "post_attention_layernorm.weight": (embed,),
-        "mlp.gate_proj.weight": (config.mlp_dim, embed),
-        "mlp.up_proj.weight": (config.mlp_dim, embed),
-        "mlp.down_proj.weight": (embed, config.mlp_dim),
-    }
-    tensors = {"model.embed_tokens.weight": (config.vocab_size, embed), "model.norm.weight": (embed,)}
-    if not config.is_tied:
-        tensors["lm_head.weight"] = (config.vocab_size, embed)
-    for index in range(config.num_layers):
-        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    return tensors
+    shapes: dict[str, tuple[int, ...]] = {}
+    for _, pieces in _stored_pieces_of_tensors(config):
+        for piece in pieces:
+            ends = [start + size for start, size in zip(piece.start, piece.size, strict=True)]
+            shapes[piece.tensor] = tuple(map(max, ends, shapes.get(piece.tensor, ends)))
+    return shapes
+
+
+def tensors_to_ignore(config: ModelConfig) -> frozenset[str]:
+    """Tensors that a checkpoint may have and the model does not need."""
+    return architecture_of(config).weight_map.tied_head if config.is_tied else frozenset()
 
 
 def hf_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
     """The pieces of each parameter, by its path in the model; stacked ones layer by layer."""
-    shapes = checkpoint_tensors(config)
+    weight_map = architecture_of(config).weight_map
 
-    def whole(name: str, *, place: tuple[int, ...] = ()) -> Pieces:
-        """All of one tensor, at `place` in dimensions that it lacks."""
+    def pieces_of(tensors: Tensors, shape: tuple[int, ...], prefix: str = "") -> Pieces:
+        stored = StoredParameter(shape, config.head_dim)
+        return lambda layer: tensors.pieces(prefix.format(layer), stored, layout)
 
-        def pieces(layer: int) -> list[Piece]:
-            tensor = name.format(layer)
-            zeros = (0,) * len(shapes[tensor])
-            return [Piece(tensor, zeros, shapes[tensor], place + zeros)]
-
-        return pieces
-
-    def of_layer(name: str, **kwargs: tuple[int, ...]) -> Pieces:
-        return whole("model.layers.{}." + name, **kwargs)
-
-    def qkv(layer: int) -> list[Piece]:
-        prefix = f"model.layers.{layer}.self_attn."
-        rows, head_dim, embed = layout.group_size * config.head_dim, config.head_dim, config.embed_dim
-        pieces = []
-        for group in range(layout.num_groups):
-            kv_row = layout.kv_head(group) * head_dim
-            pieces += [
-                Piece(prefix + "q_proj.weight", (group * rows, 0), (rows, embed), (group, 0, 0)),
-                Piece(prefix + "k_proj.weight", (kv_row, 0), (head_dim, embed), (group, rows, 0)),
-                Piece(prefix + "v_proj.weight", (kv_row, 0), (head_dim, embed), (group, rows + head_dim, 0)),
-            ]
-        return pieces
-
-    gate = of_layer("mlp.gate_proj.weight", place=(0,))
-    up = of_layer("mlp.up_proj.weight", place=(1,))
-    return {
-        "embedding": whole("model.embed_tokens.weight"),
-        "norm": whole("model.norm.weight"),
-        "head": whole("lm_head.weight"),
-        "layers.attention_norm": of_layer("input_layernorm.weight"),
-        "layers.attention.qkv": qkv,
-        "layers.attention.q_norm": of_layer("self_attn.q_norm.weight"),
-        "layers.attention.k_norm": of_layer("self_attn.k_norm.weight"),
-        "layers.attention.out": of_layer("self_attn.o_proj.weight"),
-        "layers.mlp_norm": of_layer("post_attention_layernorm.weight"),
-        "layers.mlp.gate_up": lambda layer: gate(layer) + up(layer),
-        "layers.mlp.down": of_layer("mlp.down_proj.weight"),
+    tables = {name: pieces_of(weight_map.tables[name], array.shape) for name, array in table_arrays(config).items()}
+    layers = {
+        STACK + key: pieces_of(weight_map.layers[key], array.shape, weight_map.layer_prefix)
+        for key, array in layer_arrays(config).items()
     }
+    return tables | layers
+
+
+def hf_pieces_of_stored(config: ModelConfig) -> dict[str, list[Piece]]:
+    """The pieces of each Hugging Face tensor in an Orbax checkpoint: `hf_pieces` of one device, the other way round."""
+    found: dict[str, list[Piece]] = {}
+    for name, pieces in _stored_pieces_of_tensors(config):
+        for piece in pieces:
+            size = (1,) * (len(piece.place) - len(piece.size)) + piece.size
+            found.setdefault(piece.tensor, []).append(Piece(name, piece.place, size, piece.start))
+    return found
+
+
+def _stored_pieces_of_tensors(config: ModelConfig) -> list[tuple[str, list[Piece]]]:
+    """Each array of an Orbax checkpoint, by name, and the pieces of Hugging Face tensors that it is made of."""
+    weight_map, pieces = architecture_of(config).weight_map, hf_pieces(config, model_layout(config, 1))
+    found = [(name, pieces[name](0)) for name in weight_map.tables if name in pieces]
+    for layer in range(config.num_layers):
+        part = part_of_layer(layer)
+        found += [(stored_name(part, key), pieces[STACK + key](layer)) for key in weight_map.layers]
+    return found

@@ -19,9 +19,9 @@ from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import named_sharding
 
 from ..api.model_config import ModelConfig
-from ..model.qwen3 import abstract_model
-from .hf_layout import TIED_HEAD, Pieces, checkpoint_tensors, hf_pieces
-from .orbax_layout import model_layout, stored_pieces, stored_shapes
+from .hf_layout import checkpoint_tensors, hf_pieces, tensors_to_ignore
+from .orbax_layout import Pieces, model_layout, stored_pieces, stored_shapes
+from .registry import abstract_model
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def open_weights(directory: epath.PathLike, config: ModelConfig) -> Source:
         checkpoint.check(stored_shapes(config))
         return checkpoint
     files = TensorFiles(directory)
-    files.check(checkpoint_tensors(config), ignored=TIED_HEAD if config.is_tied else frozenset())
+    files.check(checkpoint_tensors(config), ignored=tensors_to_ignore(config))
     return files
 
 

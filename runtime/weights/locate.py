@@ -12,7 +12,7 @@ from meshserve.deploy import demo
 from meshserve.sharding.checkpoints.storage import as_path, is_remote
 
 from ..api.errors import ConfigError
-from ..model.published_sizes import is_published, published_config
+from .registry import is_published, published_config
 
 DEMO_MODEL = "demo"
 _MAX_SMALL_FILE_BYTES = 64 * 2**20  # tokenizers take 11 MB

@@ -11,7 +11,7 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding
 
 from ..api.model_config import ModelConfig
-from ..model.qwen3 import abstract_model
+from .registry import abstract_model
 
 _STANDARD_DEVIATION = 0.02  # as models are initialised: activations stay in range through all layers
 

@@ -13,8 +13,7 @@ from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.token_times import TokenClock, percentile
 from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
 from meshserve.runtime.api.config import ConfigError
-from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.model.published_sizes import named_model, published_config
+from meshserve.runtime.weights.registry import model_config, named_model, published_config
 from tests.checkpoints import TINY
 
 RAW = {
@@ -69,7 +68,7 @@ def test_settings_are_options_of_the_server():
 
 
 def test_published_sizes_are_what_config_json_says():
-    assert named_model("qwen3-8b") == ModelConfig.from_dict(published_config("qwen3-8b"))
+    assert named_model("qwen3-8b") == model_config(published_config("qwen3-8b"))
 
 
 def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture):

@@ -6,15 +6,15 @@ import pytest
 
 from meshserve.benchmarks.engine import prefill
 from meshserve.benchmarks.kernels import prefill_kernels
-from meshserve.runtime.model import published_sizes
+from meshserve.runtime.weights import registry
 
 
 def test_linear_work_of_a_token():
-    assert prefill.linear_flops(published_sizes.named_model("qwen3-8b")) == pytest.approx(13.9e9, rel=1e-3)
+    assert prefill.linear_flops(registry.named_model("qwen3-8b")) == pytest.approx(13.9e9, rel=1e-3)
 
 
 def test_each_workload_is_prefilled_whole(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(published_sizes._SIZES, "qwen3-0.6b", (1, 64, 128, 8, True))
+    monkeypatch.setitem(registry.ARCHITECTURES["qwen3"].sizes, "qwen3-0.6b", registry._size(1, 64, 128, 8, True))
     target = tmp_path / "prefill.json"
     arguments = "--model qwen3-0.6b --random-weights --prompts 1x5 2x9 --runs 1 --max-step-tokens 4 --page-size 16"
     assert prefill.main([*arguments.split(), "--json", str(target)]) == 0
@@ -27,13 +27,13 @@ def test_each_workload_is_prefilled_whole(tmp_path, capsys, monkeypatch):
 
 
 def test_on_a_mesh_the_work_is_that_of_a_device(tmp_path, monkeypatch):
-    monkeypatch.setitem(published_sizes._SIZES, "qwen3-0.6b", (1, 64, 128, 8, True))
+    monkeypatch.setitem(registry.ARCHITECTURES["qwen3"].sizes, "qwen3-0.6b", registry._size(1, 64, 128, 8, True))
     target = tmp_path / "prefill.json"
     arguments = "--model qwen3-0.6b --random-weights --prompts 1x5 --runs 1 --max-step-tokens 8 --page-size 16"
     arguments += " --tp 2 --all-reduce xla"
     assert prefill.main([*arguments.split(), "--json", str(target)]) == 0
     (row,) = json.loads(target.read_text())
-    work = prefill.linear_flops(published_sizes.named_model("qwen3-0.6b")) * row["tokens"]
+    work = prefill.linear_flops(registry.named_model("qwen3-0.6b")) * row["tokens"]
     assert row["tp"] == 2 and row["linear_tflops"] == pytest.approx(work / 2 / row["ms"] / 1e9)
 
 

@@ -10,8 +10,8 @@ import pytest
 from meshserve.benchmarks.engine import scaling
 from meshserve.benchmarks.kernels import repeats, sums
 from meshserve.runtime.model import qwen3
-from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.registry import named_model
 
 STEP = scaling.Step(
     model="m", tp=1, batch=1, context=8, step_ms=8.0, p10_ms=8.0, p90_ms=8.0, dispatch_ms=0.1, alone_ms=None,

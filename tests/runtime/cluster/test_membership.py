@@ -84,6 +84,7 @@ MEMBER = """
 import json, sys
 import jax
 from meshserve.runtime.api.config import ModelConfig
+from meshserve.runtime.weights.registry import read_model
 from meshserve.runtime.weights.locate import find_model
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.load import load_model
@@ -105,7 +106,7 @@ def counting(self, tensor, block, copies):
 TensorFiles.fill = counting
 mesh = make_mesh(4)
 files = find_model("demo")
-model = ModelConfig.from_file(files.small / "config.json")
+model = read_model(files.small / "config.json")
 _, params = load_model(files.weights, model, model_layout(model, 4), mesh, jax.numpy.dtype("float32"))
 shards = [shard.data for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
 print(json.dumps({

@@ -20,9 +20,9 @@ from meshserve.kernels.p2p import reference as p2p_reference
 from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.model import fused_decode
-from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.planning.kernel_selection import choose_kernels
+from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.collectives import all_reduce
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 

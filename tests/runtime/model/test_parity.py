@@ -17,6 +17,7 @@ from meshserve.runtime.commands.cli import main
 from meshserve.runtime.model.qwen3 import StepContext
 from meshserve.runtime.model.rope import rotation
 from meshserve.runtime.weights.load import load_model
+from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.layout import shard_layout
 from meshserve.sharding.mesh import make_mesh, partition_spec
 from tests import checkpoints
@@ -130,7 +131,7 @@ def _our_hidden_states(
     directory: Path, prompt: list[int], tp: int, has_statistics_apart: bool
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Every layer's output and the logits of one prompt, computed layer by layer with the model's own methods."""
-    config = ModelConfig.from_file(directory / "config.json")
+    config = read_model(directory / "config.json")
     mesh = make_mesh(tp)
     sizes = {name: getattr(config, name) for name in ("num_query_heads", "num_kv_heads", "vocab_size", "mlp_dim")}
     layout = shard_layout(num_shards=tp, **sizes)

@@ -14,7 +14,6 @@ import pytest
 
 from meshserve.benchmarks.checks import check_tpu
 from meshserve.runtime.api.config import ServeConfig
-from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.planning.aot import DryServer
 from meshserve.runtime.planning.compiled_plan import program_faults
 from meshserve.runtime.planning.kernel_selection import choose_kernels
@@ -25,6 +24,7 @@ from meshserve.runtime.startup import launch
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.locate import find_model
 from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.chips import compiler_options, target
 from meshserve.sharding.memory import added_bytes
 from meshserve.sharding.mesh import make_mesh
@@ -107,12 +107,12 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     with CompileWatch() as watch, pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "num_pages_that_fit", num_pages)
         patch.setattr(launch, "choose_kernels", choose)
-        runner, *_ = launch.build_runner(config, ModelConfig.from_file(files.small / "config.json"), load)
+        runner, *_ = launch.build_runner(config, read_model(files.small / "config.json"), load)
         yield Start(config, runner, watch.counts.num_compiles - num_compiles, *kept)
 
 
 def test_a_server_compiles_what_is_declared_and_nothing_else(start):
-    model, config = ModelConfig.from_file(find_model("demo").small / "config.json"), start.config
+    model, config = read_model(find_model("demo").small / "config.json"), start.config
     server = DryServer(
         model=model,
         config=config,

@@ -10,9 +10,9 @@ from meshserve.kernels.p2p import P2PGroup, check, reference
 from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.model.published_sizes import named_model
 from meshserve.runtime.planning import kernel_selection
 from meshserve.runtime.planning.kernel_selection import named_kernels
+from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 MODEL = named_model("qwen3-8b")

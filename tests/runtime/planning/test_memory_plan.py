@@ -9,12 +9,12 @@ from meshserve.benchmarks.checks import plan_check
 from meshserve.kernels.paged_attention import implementation
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.commands.cli import main
-from meshserve.runtime.model.published_sizes import named_model
-from meshserve.runtime.model.qwen3 import Kernels, abstract_model
+from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.planning.memory_plan import output_bytes, weight_bytes
 from meshserve.runtime.program.batch import server_buckets
 from meshserve.runtime.program.output_buffers import output_buffer_shapes
 from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.registry import abstract_model, named_model
 from meshserve.sharding.layout import shard_layout
 from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import make_mesh

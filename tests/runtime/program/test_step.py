@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from meshserve.kernels.paged_attention import implementation
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import SamplingMode
-from meshserve.runtime.model.published_sizes import named_model
-from meshserve.runtime.model.qwen3 import Kernels, abstract_model, specs_of
+from meshserve.runtime.model.qwen3 import Kernels, specs_of
 from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.output_buffers import output_buffer_shapes
 from meshserve.runtime.program.step import (
@@ -28,6 +27,7 @@ from meshserve.runtime.program.step import (
     state_shapes,
     weights_of,
 )
+from meshserve.runtime.weights.registry import abstract_model, named_model
 from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.mesh import make_mesh, named_sharding
 

@@ -14,13 +14,13 @@ from flax import nnx
 
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError, EngineStoppedError
-from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import FinishReason, Output, SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.startup.launch import Launched, launch
 from meshserve.runtime.startup.live_reshard import move_params
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.mesh import make_mesh
 from tests import checkpoints
 from tests.waiting import WAIT_SECONDS, wait_for
@@ -185,7 +185,7 @@ def test_moved_parameters_are_those_that_loading_gives(shape: dict, tmp_path: Pa
     directory = checkpoints.save_checkpoint(
         tmp_path, num_hidden_layers=2, vocab_size=333, intermediate_size=90, **shape
     )
-    config = ModelConfig.from_file(directory / "config.json")
+    config = read_model(directory / "config.json")
     tp_sizes = (2, 8, 4, 1, 2) if config.num_query_heads == 8 else (2, 3, 6, 3)
 
     def load(tp: int) -> nnx.State:

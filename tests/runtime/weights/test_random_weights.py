@@ -8,7 +8,7 @@ import pytest
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.commands.generate import generate_file
-from meshserve.runtime.model import published_sizes
+from meshserve.runtime.weights import registry
 from meshserve.runtime.weights.locate import find_model
 
 PROMPTS = [
@@ -20,7 +20,7 @@ PROMPTS = [
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_size_serves_without_any_files(tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(published_sizes._SIZES, "qwen3-0.6b", (2, 64, 96, 8, True))
+    monkeypatch.setitem(registry.ARCHITECTURES["qwen3"].sizes, "qwen3-0.6b", registry._size(2, 64, 96, 8, True))
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, PROMPTS)))
     config = ServeConfig(

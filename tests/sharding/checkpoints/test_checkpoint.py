@@ -13,10 +13,10 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.weights.convert import convert, run_convert, verify
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.checkpoints import writer
 from meshserve.sharding.checkpoints.parameters import CheckpointError
 from meshserve.sharding.mesh import make_mesh
@@ -27,7 +27,7 @@ SMALL = {"vocab_size": 333, "intermediate_size": 90, "num_hidden_layers": 2, "ti
 
 
 def parameters(directory: Path, tp: int, dtype: str = "bfloat16") -> dict[str, np.ndarray]:
-    config = ModelConfig.from_file(directory / "config.json")
+    config = read_model(directory / "config.json")
     _, params = load_model(directory, config, model_layout(config, tp), make_mesh(tp), jnp.dtype(dtype))
     return {".".join(map(str, path)): np.asarray(weight[...]) for path, weight in nnx.to_flat_state(params)}
 
@@ -98,7 +98,7 @@ def test_there_and_back_are_the_same_tensors(demo: Path, small: Path, tmp_path: 
 def test_another_dtype_is_stored_and_said(small: Path, tmp_path: Path) -> None:
     stored = converted(small, tmp_path / "orbax", dtype="bfloat16")
     assert json.loads((stored / "config.json").read_text())["dtype"] == "bfloat16"
-    assert ModelConfig.from_file(stored / "config.json").dtype == "bfloat16"
+    assert read_model(stored / "config.json").dtype == "bfloat16"
     assert_same_bits(parameters(stored, 2), parameters(small, 2))  # float32 was rounded once, either way
 
 
@@ -189,7 +189,7 @@ def test_an_interrupted_conversion_goes_on(tmp_path: Path, monkeypatch: pytest.M
         converted(DEMO, tmp_path)
     with pytest.raises(CheckpointError, match="checkpoint.json does not exist: the conversion did not end"):
         load_model(
-            tmp_path, config := ModelConfig.from_file(DEMO / "config.json"), model_layout(config, 1), make_mesh(1),
+            tmp_path, config := read_model(DEMO / "config.json"), model_layout(config, 1), make_mesh(1),
             jnp.dtype("bfloat16"),
         )  # fmt: skip
     monkeypatch.setattr(writer.CheckpointWriter, "write", lambda *args: (written.append(args[1]), write(*args)))

@@ -25,6 +25,7 @@ from meshserve.sharding.mesh import make_mesh
 
 # 8 query heads over 4 KV heads; vocabulary and MLP width divide by no degree.
 CONFIG = ModelConfig(
+    model_type="qwen3",
     vocab_size=37,
     embed_dim=6,
     mlp_dim=10,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.locate import find_model
 from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.checkpoints.parameters import CheckpointError
 from meshserve.sharding.checkpoints.storage import as_path
 from meshserve.sharding.mesh import make_mesh
@@ -44,7 +44,7 @@ def test_a_model_in_a_bucket(bucket: str) -> None:
     files = find_model(bucket)
     assert (files.small / "tokenizer.json").read_bytes() == (DEMO / "tokenizer.json").read_bytes()
     assert not list(files.small.glob("*.safetensors"))
-    config = ModelConfig.from_file(files.small / "config.json")
+    config = read_model(files.small / "config.json")
     target = config, model_layout(config, 4), make_mesh(4), jnp.dtype("bfloat16")
     remote, local = load_model(files.weights, *target)[1], load_model(DEMO, *target)[1]
     for name in ("embedding", "norm"):

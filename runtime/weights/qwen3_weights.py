@@ -1,0 +1,25 @@
+"""What the parameters of Qwen3 dense are called in a Hugging Face checkpoint."""
+
+from meshserve.sharding.layout import GATE, UP
+
+from .weight_map import FusedQKV, SideBySide, WeightMap, Whole
+
+WEIGHT_MAP = WeightMap(
+    tables={
+        "embedding": Whole("model.embed_tokens.weight"),
+        "norm": Whole("model.norm.weight"),
+        "head": Whole("lm_head.weight"),
+    },
+    layers={
+        "attention_norm": Whole("input_layernorm.weight"),
+        "attention.qkv": FusedQKV("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "attention.q_norm": Whole("self_attn.q_norm.weight"),
+        "attention.k_norm": Whole("self_attn.k_norm.weight"),
+        "attention.out": Whole("self_attn.o_proj.weight"),
+        "mlp_norm": Whole("post_attention_layernorm.weight"),
+        "mlp.gate_up": SideBySide({GATE: "mlp.gate_proj.weight", UP: "mlp.up_proj.weight"}),
+        "mlp.down": Whole("mlp.down_proj.weight"),
+    },
+    layer_prefix="model.layers.{}.",
+    tied_head=frozenset({"lm_head.weight"}),
+)
