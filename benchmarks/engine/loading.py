@@ -11,6 +11,7 @@ which is how fast fresh memory of the shards' size can be had, on virtual machin
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,12 +24,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from etils import epath
+from safetensors.numpy import save_file
 
 from meshserve.runtime.weights.hf_layout import checkpoint_tensors
 from meshserve.runtime.weights.registry import named_model, read_model
-from meshserve.sharding.checkpoints.tensor_writer import split_files, write_file, write_index
+from meshserve.sharding.checkpoints.tensor_files import INDEX_FILE
 
 _SEED_VALUES = 1 << 24  # random numbers made; tensors are windows of them, so that writing is not what takes the time
+_FILE_BYTES = 2 * 2**30  # a file is in memory while it is written
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -152,11 +155,18 @@ def write_random(directory: Path, size: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     shapes = checkpoint_tensors(config)
     values = (0.02 * np.random.default_rng(0).standard_normal(_SEED_VALUES, np.float32)).astype(_BFLOAT16)
-    files = split_files(shapes, _BFLOAT16)
-    for file, names in files.items():
-        of_file = {name: shapes[name] for name in names}
-        write_file(epath.Path(directory / file), of_file, _BFLOAT16, _windows(values, of_file.values()), "random")
-    write_index(epath.Path(directory), files, sum(2 * int(np.prod(shape)) for shape in shapes.values()))
+    weight_map: dict[str, str] = {}
+    names = list(shapes)
+    while names:
+        of_file, num_bytes = [], 0
+        while names and num_bytes < _FILE_BYTES:
+            of_file.append(names.pop(0))
+            num_bytes += _BFLOAT16.itemsize * math.prod(shapes[of_file[-1]])
+        file = f"model-from-{of_file[0]}.safetensors"
+        arrays = _windows(values, [shapes[name] for name in of_file])
+        save_file(dict(zip(of_file, arrays, strict=True)), directory / file)
+        weight_map |= dict.fromkeys(of_file, file)
+    (directory / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     raw = {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": config.vocab_size,

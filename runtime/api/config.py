@@ -100,7 +100,14 @@ class ServeConfig:
     model: str = option(
         "",
         _MODEL,
-        "model directory in Hugging Face or Orbax form, local or at gs:// or s3://; 'demo' is the embedded model",
+        "model directory in Hugging Face or Orbax form, local or at gs:// or s3://; a Hugging Face id such as "
+        "Qwen/Qwen3-8B, which huggingface_hub downloads into its cache; or 'demo', the embedded model",
+        may_differ=True,
+    )
+    revision: str = option(
+        "",
+        _MODEL,
+        "branch, tag or commit of a model given by its Hugging Face id; empty is its default branch",
         may_differ=True,
     )
     tp: int = option(1, _MODEL, "tensor-parallel size: over how many devices each layer is split", least=1)

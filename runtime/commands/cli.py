@@ -83,10 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     add_credentials(chat)
     chat.set_defaults(run=_chat)
 
-    convert = commands.add_parser("convert", help="a Hugging Face model to an Orbax checkpoint and back")
-    convert.add_argument("--model", required=True, help="directory of either form, local, gs:// or s3://")
+    convert = commands.add_parser("convert", help="convert a Hugging Face model to an Orbax checkpoint")
+    convert.add_argument("--model", required=True, help="directory, local, gs:// or s3://, or a Hugging Face id")
+    convert.add_argument("--revision", default="", help="branch, tag or commit of a model named by its id")
     convert.add_argument("--output", default="", help="directory to write; left out, --verify checks --model alone")
-    convert.add_argument("--to", choices=("orbax", "safetensors"), default="orbax", help="form (%(default)s)")
     convert.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the model's (%(default)s)"
     )
@@ -225,7 +225,11 @@ def _convert(namespace: argparse.Namespace) -> int:
     from ..weights.convert import run_convert
 
     return run_convert(
-        namespace.model, namespace.output, form=namespace.to, dtype=namespace.dtype, is_verified=namespace.verify
+        namespace.model,
+        namespace.output,
+        revision=namespace.revision,
+        dtype=namespace.dtype,
+        is_verified=namespace.verify,
     )
 
 

@@ -203,4 +203,5 @@ def compile_with_table(planner: Planner, known: dict[KnownKey, ProgramReport] | 
 def _model(config: ServeConfig) -> ModelConfig:
     if is_published(config.model):
         return named_model(config.model)
-    return read_model(find_model(config.model).small / "config.json")
+    files = find_model(config.model, revision=config.revision, random_weights=True)  # needs no weights downloaded
+    return read_model(files.small / "config.json")

@@ -83,7 +83,7 @@ def launch(
       MeshserveError, CheckpointError, ValueError, MemoryError: the config, the model or the devices do not allow it.
       ClusterError: the other processes do not.
     """
-    files = find_model(config.model, random_weights=config.random_weights)
+    files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
     model = read_model(files.small / "config.json")
     tokenizer = Tokenizer(files.small)
     grammars = None
@@ -111,7 +111,7 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     Raises:
       As `launch`.
     """
-    files = find_model(config.model, random_weights=config.random_weights)
+    files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
     model = read_model(files.small / "config.json")
     progress("waiting for the other processes")
     cluster.begin(config, files)

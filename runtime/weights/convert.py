@@ -1,6 +1,6 @@
-"""`meshserve convert`: a Hugging Face model to an Orbax checkpoint and back, one part in memory at a time.
+"""`meshserve convert` writes a model as an Orbax checkpoint, with two parts of it in memory at a time.
 
-A conversion that was interrupted goes on where it stopped: parts that were written from the same source are kept.
+A conversion that was interrupted continues where it stopped: parts that were written from the same source are kept.
 """
 
 import contextlib
@@ -12,100 +12,91 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epath
 from tqdm import tqdm
 
 from meshserve.sharding.checkpoints.checkpoint import MANIFEST_FILE, OrbaxCheckpoint
 from meshserve.sharding.checkpoints.loading import load_parameters, progress_bar
-from meshserve.sharding.checkpoints.parameters import Parameter, Piece, Source
+from meshserve.sharding.checkpoints.parameters import Parameter, Source
 from meshserve.sharding.checkpoints.storage import as_path, is_remote
 from meshserve.sharding.checkpoints.tensor_files import INDEX_FILE, weight_files
-from meshserve.sharding.checkpoints.tensor_writer import drop_index, is_written, split_files, write_file, write_index
 from meshserve.sharding.checkpoints.writer import CheckpointWriter, storage_sharding
 from meshserve.sharding.mesh import use_cpu_devices
 
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
-from .hf_layout import checkpoint_tensors, hf_pieces_of_stored
 from .load import is_orbax, open_weights, pieces_of
+from .locate import model_directory
 from .orbax_layout import StoredArray, model_layout, stored_parts, stored_shapes
 from .registry import read_model
 
 _log = logging.getLogger(__name__)
 
-FORMS = ("orbax", "safetensors")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".tmp")
 _NUM_DEVICES = 16  # each writes its shard; a shard of any TP degree up to this is whole chunks
-_GROUP_BYTES = 256 * 2**20  # of tensors read together
 _HASH_BLOCK_BYTES = 8 * 2**20
 
 
-def run_convert(source: str, target: str, *, form: str, dtype: str, is_verified: bool) -> int:
-    """The command. Returns the exit status.
+def run_convert(model: str, target: str, *, revision: str = "", dtype: str = "auto", is_verified: bool = False) -> int:
+    """Runs the command and returns its exit status.
 
     Raises:
-      As `convert` and `verify`.
+      As `model_directory`, `convert` and `verify`.
     """
     if not target and not is_verified:
         raise ConfigError("nothing to do: pass --output with a directory to write, or --verify to check --model.")
+    source = model_directory(model, revision=revision)
     if target:
         with contextlib.suppress(RuntimeError):  # jax has started, and with other devices
             use_cpu_devices(_NUM_DEVICES)
         try:
-            convert(source, target, form=form, dtype=dtype, devices=jax.devices("cpu"))
+            convert(source, target, dtype=dtype, devices=jax.devices("cpu"))
         except OSError as error:
-            raise ConfigError(f"{error}. What {target} has is kept, and the same command goes on from there.") from None
+            raise ConfigError(
+                f"{error}. {target} keeps what it has, and the same command continues from there."
+            ) from None
     if is_verified:
         print(f"{verify(target or source)} arrays are what was written.")
     return 0
 
 
-def convert(
-    source: epath.PathLike, target: epath.PathLike, *, form: str, dtype: str = "auto", devices: list[jax.Device]
-) -> None:
-    """Writes the model in directory `source` to directory `target`.
+def convert(source: epath.PathLike, target: epath.PathLike, *, dtype: str = "auto", devices: list[jax.Device]) -> None:
+    """Writes the model in directory `source` to directory `target` as an Orbax checkpoint.
 
     Args:
-      form: "orbax" or "safetensors".
       dtype: "bfloat16", "float32", or "auto": the model's own, and bfloat16 for a float16 model.
       devices: CPU devices. Their number bounds how finely an Orbax array is split along its sharded axis.
 
     Raises:
       CheckpointError, UnsupportedModelError: the source does not hold a model that meshserve serves.
-      ConfigError: source and target are the same, the target holds a checkpoint that would hide what is written, or
-        its disk is too small.
+      ConfigError: source and target are the same, or the target's disk is too small.
       OSError: the target cannot be written.
     """
     directory, output = as_path(source), as_path(target)
     if os.path.realpath(directory) == os.path.realpath(output):
         raise ConfigError(f"--output {output} is the model itself. Name another directory.")
-    if form == "safetensors" and is_orbax(output):
-        raise ConfigError(
-            f"--output {output} holds an Orbax checkpoint, which would be served instead. Name another directory."
-        )
     config = read_model(directory / "config.json")
     kind = _stored_dtype(config, dtype)
     weights = open_weights(directory, config)
     hashes = _source_hashes(directory)
-    source_id = hashlib.sha256(json.dumps([hashes, form, kind.name], sort_keys=True).encode()).hexdigest()
+    source_id = hashlib.sha256(json.dumps([hashes, "orbax", kind.name], sort_keys=True).encode()).hexdigest()
     output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     job = _Job(weights, config, kind, output, source_id, devices)
-    num_bytes = job.to_orbax(hashes) if form == "orbax" else job.to_safetensors()
+    num_bytes = job.run(hashes)
     _copy_other_files(directory, output, kind)
     seconds = time.monotonic() - started
     _log.info("%.2f GB written to %s in %.1f s, %.2f GB/s", num_bytes / 1e9, output, seconds, num_bytes / 1e9 / seconds)
 
 
 def verify(directory: epath.PathLike) -> int:
-    """Reads all of an Orbax checkpoint and compares every digest. Returns the number of arrays.
+    """Reads all of an Orbax checkpoint, compares every digest, and returns the number of arrays.
 
     Raises:
       CheckpointError: names the first damage.
@@ -124,7 +115,7 @@ def verify(directory: epath.PathLike) -> int:
 
 
 class _Job:
-    """One conversion."""
+    """Writes one model as an Orbax checkpoint."""
 
     def __init__(
         self,
@@ -138,8 +129,8 @@ class _Job:
         self._source, self._config, self._dtype = source, config, dtype
         self._output, self._source_id, self._devices = output, source_id, devices
 
-    def to_orbax(self, hashes: Mapping[str, str]) -> int:
-        """Writes all parts; while one is written the next is read."""
+    def run(self, hashes: Mapping[str, str]) -> int:
+        """Writes all parts and returns their bytes; while one is written the next is read."""
         parts = stored_parts(self._config)
         writer = CheckpointWriter(self._output, self._source_id)
         sizes = {part: self._num_bytes(arrays[key][0] for key in arrays) for part, arrays in parts.items()}
@@ -165,27 +156,6 @@ class _Job:
         version = importlib.metadata.version("meshserve")
         return writer.finish(list(parts), dtype=self._dtype.name, source=hashes, version=version)
 
-    def to_safetensors(self) -> int:
-        """Writes all files, tensor by tensor."""
-        shapes = checkpoint_tensors(self._config)
-        files = split_files(shapes, self._dtype)
-        missing = {file: names for file, names in files.items() if not is_written(self._output / file, self._source_id)}
-        num_bytes = self._num_bytes(shapes[name] for names in missing.values() for name in names)
-        self._check_disk(num_bytes)
-        if isinstance(self._source, OrbaxCheckpoint):
-            pieces = hf_pieces_of_stored(self._config)
-        else:
-            pieces = {name: [_whole(name, shape)] for name, shape in shapes.items()}
-        drop_index(self._output)
-        with progress_bar(num_bytes, "convert") as progress:
-            for file, names in missing.items():
-                of_file = {name: shapes[name] for name in names}
-                values = self._tensors(of_file, pieces, progress)
-                write_file(self._output / file, of_file, np.dtype(self._dtype), values, self._source_id)
-        total = self._num_bytes(shapes.values())
-        write_index(self._output, files, total)
-        return total
-
     def _stored_parameters(self, part: str, arrays: Mapping[str, StoredArray]) -> dict[str, Parameter]:
         pieces = pieces_of(self._source, self._config, model_layout(self._config, 1))
         layer = int(part.split(".")[1]) if "." in part else 0
@@ -199,28 +169,6 @@ class _Job:
                 pieces=lambda _, of_layer=pieces[name]: of_layer(layer),  # type: ignore[misc]
             )
         return parameters
-
-    def _tensors(
-        self, shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, list[Piece]], progress: tqdm
-    ) -> Iterator[np.ndarray]:
-        """The tensors in their order, read in groups."""
-        names = list(shapes)
-        while names:
-            group = [names.pop(0)]
-            while names and self._num_bytes(shapes[name] for name in [*group, names[0]]) <= _GROUP_BYTES:
-                group.append(names.pop(0))
-            parameters = {
-                name: Parameter(
-                    shape=shapes[name],
-                    dtype=self._dtype,
-                    sharding=storage_sharding(shapes[name], None, self._devices),
-                    pieces=lambda _, of_tensor=pieces[name]: of_tensor,  # type: ignore[misc]
-                )
-                for name in group
-            }
-            for array in load_parameters(self._source, parameters).values():
-                yield np.asarray(array)
-                progress.update(array.nbytes)
 
     def _num_bytes(self, shapes: Any) -> int:
         return sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
@@ -242,14 +190,11 @@ def _stored_dtype(config: ModelConfig, dtype: str) -> jnp.dtype:
     return jnp.dtype("float32" if config.dtype == "float32" else "bfloat16")
 
 
-def _whole(name: str, shape: tuple[int, ...]) -> Piece:
-    zeros = (0,) * len(shape)
-    return Piece(name, zeros, shape, zeros)
-
-
 def _source_hashes(directory: epath.Path) -> dict[str, str]:
-    """The SHA-256 of each weight file: of safetensors files, what model hubs publish. Of a checkpoint of ours its
-    manifest's, which names everything else."""
+    """Returns the SHA-256 of each weight file, which model hubs publish for safetensors files.
+
+    Of an Orbax checkpoint it is the manifest's alone, which names everything else.
+    """
     files = [directory / MANIFEST_FILE] if is_orbax(directory) else weight_files(directory)
     bar = progress_bar(sum(path.stat().length for path in files), "hash")
     with bar as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -267,8 +212,10 @@ def _sha256(path: epath.Path, progress: tqdm) -> str:
 
 
 def _copy_other_files(directory: epath.Path, output: epath.Path, dtype: jnp.dtype) -> None:
-    """Tokenizer, generation config, licence: everything beside the weights, which only the output's own replace.
-    config.json comes last and says the dtype that is stored."""
+    """Copies everything beside the weights: tokenizer, generation config, licence.
+
+    config.json comes last and says the dtype that is stored.
+    """
     for path in directory.iterdir():
         is_weights = path.name.endswith(_WEIGHT_SUFFIXES) or path.name in (INDEX_FILE, MANIFEST_FILE, "config.json")
         if not (is_weights or path.name.startswith(".") or path.is_dir()):

@@ -48,16 +48,6 @@ def hf_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
     return tables | layers
 
 
-def hf_pieces_of_stored(config: ModelConfig) -> dict[str, list[Piece]]:
-    """The pieces of each Hugging Face tensor in an Orbax checkpoint: `hf_pieces` of one device, the other way round."""
-    found: dict[str, list[Piece]] = {}
-    for name, pieces in _stored_pieces_of_tensors(config):
-        for piece in pieces:
-            size = (1,) * (len(piece.place) - len(piece.size)) + piece.size
-            found.setdefault(piece.tensor, []).append(Piece(name, piece.place, size, piece.start))
-    return found
-
-
 def _stored_pieces_of_tensors(config: ModelConfig) -> list[tuple[str, list[Piece]]]:
     """Each array of an Orbax checkpoint, by name, and the pieces of Hugging Face tensors that it is made of."""
     weight_map, pieces = architecture_of(config).weight_map, hf_pieces(config, model_layout(config, 1))

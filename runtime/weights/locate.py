@@ -1,4 +1,4 @@
-"""Where a model lies: the embedded one, a local directory, or one in an object store; or a size without files."""
+"""Finds a model: the embedded one, a local or remote directory, an id of the Hugging Face hub, or a published size."""
 
 import json
 import shutil
@@ -12,6 +12,7 @@ from meshserve.deploy import demo
 from meshserve.sharding.checkpoints.storage import as_path, is_remote
 
 from ..api.errors import ConfigError
+from .hub import download_model, is_hub_id
 from .registry import is_published, published_config
 
 DEMO_MODEL = "demo"
@@ -21,32 +22,56 @@ _SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """`small` holds config.json and the tokenizer and is local, `weights` the weights: the same directory unless the
-    model is remote."""
+    """The places of a model's files; both are the same directory unless the model is remote.
+
+    `small` is local and holds config.json and the tokenizer; `weights` holds the weights, and is None if they are
+    random.
+    """
 
     small: Path
-    weights: epath.Path | None  # None: they are made up
+    weights: epath.Path | None
 
 
-def find_model(model: str, *, random_weights: bool = False) -> ModelFiles:
-    """The directory that --model names; the small files of a remote one are copied to a temporary directory.
+def find_model(model: str, *, revision: str = "", random_weights: bool = False) -> ModelFiles:
+    """Finds what `--model` names; the small files of a remote directory are copied to a temporary one.
 
-    With `random_weights` none need be there, and a published size will do: it gets the demo model's tokenizer.
+    With `random_weights` no weights are looked for or downloaded, and a published size is accepted too: it gets the
+    demo model's tokenizer.
 
     Raises:
-      ConfigError: no model is named, or there is no such directory.
-      CheckpointError: it is remote and cannot be reached.
+      As `model_directory`.
     """
-    if not model:
-        raise ConfigError("no model is named. Pass --model with a model directory, or --model demo.")
     if random_weights and is_published(model):
         return ModelFiles(_made_up(model), None)
-    if model == DEMO_MODEL:
-        return ModelFiles(_demo(), None if random_weights else epath.Path(_demo()))
-    path = as_path(model)
+    path = model_directory(model, revision=revision, has_weights=not random_weights)
+    return ModelFiles(_copied(path) if is_remote(path) else Path(path), None if random_weights else path)
+
+
+def model_directory(model: str, *, revision: str = "", has_weights: bool = True) -> epath.Path:
+    """Returns the directory that `--model` names, after downloading it if it is an id of the hub.
+
+    Args:
+      revision: of a model on the hub: a branch, tag or commit; "" is the main branch.
+      has_weights: False leaves the weights out of a download.
+
+    Raises:
+      ConfigError: no model is named, there is no such directory, or it cannot be downloaded.
+      UnsupportedModelError: the hub's model is one that meshserve does not serve.
+      CheckpointError: the directory is remote and cannot be reached.
+    """
+    if not model:
+        raise ConfigError("no model is named. Pass --model with a model directory, an id as in Qwen/Qwen3-8B, or demo.")
+    path = epath.Path(_demo()) if model == DEMO_MODEL else as_path(model)
+    if is_hub_id(model) and not path.is_dir():
+        return epath.Path(download_model(model, revision=revision, has_weights=has_weights))
     if not path.is_dir():
-        raise ConfigError(f"--model {model}: no such directory. Download the model first, or use --model demo.")
-    return ModelFiles(_copied(path) if is_remote(model) else Path(path), None if random_weights else path)
+        raise ConfigError(
+            f"--model {model}: no such directory. Pass a model directory, an id of the Hugging Face hub as in "
+            "Qwen/Qwen3-8B, or --model demo."
+        )
+    if revision:
+        raise ConfigError(f"--revision {revision}: only models of the Hugging Face hub have one, {path} does not.")
+    return path
 
 
 def _demo() -> Path:
@@ -54,7 +79,7 @@ def _demo() -> Path:
 
 
 def _made_up(size: str) -> Path:
-    """Of a published size, beside the demo model's tokenizer."""
+    """Returns a directory with the config.json of a published size and the demo model's tokenizer."""
     local = Path(tempfile.mkdtemp(prefix="meshserve-"))
     for path in _demo().iterdir():
         if path.name.endswith(_SMALL_FILE_SUFFIXES):
@@ -64,6 +89,7 @@ def _made_up(size: str) -> Path:
 
 
 def _copied(remote: epath.Path) -> Path:
+    """Returns a temporary directory with the small files of a remote one."""
     local = Path(tempfile.mkdtemp(prefix="meshserve-"))
     for path in remote.iterdir():
         is_small = path.name.endswith(_SMALL_FILE_SUFFIXES) and path.stat().length <= _MAX_SMALL_FILE_BYTES

@@ -1,8 +1,10 @@
-"""Safetensors files as a source of weights. Format: https://huggingface.co/docs/safetensors#format
+"""Reads the tensors of safetensors files, local or remote, into shards.
 
 A file is eight bytes with the length of a JSON header, the header (dtype, shape and byte range of each tensor), and the
-tensors' bytes. Rows that lie together in the file and in a shard are read straight into the shard; columns go through a
-block of `_BLOCK_BYTES` that each thread keeps.
+tensors' bytes (https://huggingface.co/docs/safetensors#format). Rows that are contiguous in the file and in a shard are
+read straight into the shard; columns go through a block of
+`_BLOCK_BYTES` that each thread keeps. The safetensors library copies every slice once more, holds the
+interpreter's lock meanwhile and maps the whole file: docs/decisions/033-libraries-for-weights.md has the figures.
 """
 
 import json
@@ -44,7 +46,7 @@ class _Tensor:
 
 
 class TensorFiles:
-    """The safetensors files of a model directory, local or remote: one, or several behind an index.
+    """The safetensors files of a model directory: one file, or those that an index names.
 
     Raises:
       CheckpointError: there are none, one is missing, or one is cut short or damaged.
@@ -72,7 +74,7 @@ class TensorFiles:
             raise CheckpointError(f"{self._directory} cannot be served:\n  " + "\n  ".join(lines))
 
     def blocks(self, tensor: str) -> Sequence[Region]:
-        """Runs of whole rows."""
+        """Returns blocks of whole rows of about `_BLOCK_BYTES`."""
         stored = self._tensors[tensor]
         num_rows = stored.shape[0]
         step = max(1, _BLOCK_BYTES // stored.row_bytes)
@@ -80,7 +82,7 @@ class TensorFiles:
         return [((row, min(row + step, num_rows)), *rest) for row in range(0, num_rows, step)]
 
     def fill(self, tensor: str, block: Region, copies: Sequence[Copy]) -> None:
-        """Reads what the copies need; rows that are whole and of the same dtype go straight to their place."""
+        """Reads what the copies need; whole rows of the target's dtype go straight to their place."""
         stored = self._tensors[tensor]
         through_memory = []
         for copy in copies:
@@ -101,7 +103,7 @@ class TensorFiles:
         stored.file.read_into(stored.offset + rows[0] * stored.row_bytes, target.reshape(-1).view(np.uint8))
 
     def _scratch(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """This thread's memory; kept, because fresh memory costs more than the copy."""
+        """Returns this thread's buffer, which it keeps because fresh memory costs more than the copy."""
         num_bytes = math.prod(shape) * dtype.itemsize
         memory = getattr(self._memory, "bytes", None)
         if memory is None or memory.size < num_bytes:
@@ -116,7 +118,7 @@ class TensorFiles:
             raise CheckpointError(f"{path} is cut short or damaged ({error}). Download it again.") from None
 
     def _parse(self, file: File) -> None:
-        """Reads the header; any error in it is one of the types that `_add` names."""
+        """Reads the header; an error in it raises one of the types that `_add` catches."""
         if file.size < 8:
             raise ValueError(f"it has {file.size} bytes")
         header_bytes = int.from_bytes(_bytes(file, 0, 8), "little")
@@ -151,7 +153,7 @@ def _bytes(file: File, offset: int, num_bytes: int) -> bytes:
 
 
 def weight_files(directory: epath.Path) -> list[epath.Path]:
-    """The files that hold a model's tensors, by name.
+    """Returns the paths of the files that hold a model's tensors, sorted by name.
 
     Raises:
       CheckpointError: the index is unreadable.

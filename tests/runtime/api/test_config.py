@@ -301,7 +301,7 @@ def test_a_whole_number_may_stand_for_a_float(tmp_path: Path):
     ("text", "fault"),
     [
         ("max_runing = 3", "unknown key 'max_runing'. Did you mean max_running?"),
-        ("zzz = 3", "unknown key 'zzz'. Known keys: model, tp, "),
+        ("zzz = 3", "unknown key 'zzz'. Known keys: model, revision, tp, "),
         ("tp = '2'", "tp is '2'; it must be of type int"),
         ("tp = true", "tp is True; it must be of type int"),
         ("tp = 2.0", "tp is 2.0; it must be of type int"),

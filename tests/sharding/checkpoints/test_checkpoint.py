@@ -10,7 +10,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.weights.convert import convert, run_convert, verify
@@ -39,7 +38,7 @@ def assert_same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray])
 
 
 def converted(source: Path, target: Path, **options: str) -> Path:
-    convert(source, target, **{"form": "orbax", **options}, devices=jax.devices("cpu"))
+    convert(source, target, **options, devices=jax.devices("cpu"))
     return target
 
 
@@ -83,16 +82,10 @@ def test_any_orbax_reads_a_part(demo: Path) -> None:
     np.testing.assert_array_equal(layer["mlp"]["down"], loaded["layers.mlp.down"][3])
 
 
-def test_there_and_back_are_the_same_tensors(demo: Path, small: Path, tmp_path: Path) -> None:
-    for source in (DEMO, small):
-        back = converted(converted(source, tmp_path / source.name), tmp_path / f"{source.name}.hf", form="safetensors")
-        ours, theirs = load_file(back / "model.safetensors"), load_file(source / "model.safetensors")
-        if source == DEMO:
-            assert (back / "config.json").exists() and (back / "tokenizer.json").read_bytes() == (
-                source / "tokenizer.json"
-            ).read_bytes()
-        assert_same_bits(ours, {name: tensor for name, tensor in theirs.items() if name in ours})
-        assert theirs.keys() - ours.keys() <= {"lm_head.weight"}
+def test_what_lies_beside_the_weights_is_copied(demo: Path) -> None:
+    assert (demo / "config.json").exists()
+    assert (demo / "tokenizer.json").read_bytes() == (DEMO / "tokenizer.json").read_bytes()
+    assert not list(demo.glob("*.safetensors"))
 
 
 def test_another_dtype_is_stored_and_said(small: Path, tmp_path: Path) -> None:
@@ -221,35 +214,10 @@ def test_the_same_conversion_mends_what_is_damaged(demo: Path, tmp_path: Path) -
     assert verify(copy) == 50
 
 
-def test_safetensors_that_were_cut_short_are_written_again(demo: Path, tmp_path: Path) -> None:
-    back = converted(demo, tmp_path, form="safetensors") / "model.safetensors"
-    whole = back.read_bytes()
-    back.write_bytes(whole[: len(whole) // 2])
-    converted(demo, tmp_path, form="safetensors")
-    assert back.read_bytes() == whole
-
-
-def test_what_another_model_has_left_is_not_served(demo: Path, tmp_path: Path) -> None:
-    stale = [f"model-0000{index}-of-00002.safetensors" for index in (1, 2)]
-    for name in stale:
-        (tmp_path / name).write_bytes(b"old")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys("ab", stale[0])}))
-    (tmp_path / "model-card.safetensors").write_bytes(b"not ours")
-    converted(demo, tmp_path, form="safetensors")
-    assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors", "model-card.safetensors"}
-    assert_same_bits(parameters(tmp_path, 1), parameters(DEMO, 1))
-
-
-def test_safetensors_are_not_hidden_behind_a_checkpoint(demo: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(demo, tmp_path / "copy")
-    with pytest.raises(ConfigError, match="holds an Orbax checkpoint, which would be served instead"):
-        converted(DEMO, copy, form="safetensors")
-
-
 def test_an_output_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file.* the same command goes on from there"):
-        run_convert(str(DEMO), str(tmp_path / "file"), form="orbax", dtype="auto", is_verified=False)
+    with pytest.raises(ConfigError, match=r"file.* the same command continues from there"):
+        run_convert(str(DEMO), str(tmp_path / "file"))
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,12 +230,12 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
 
 def test_nothing_to_do_and_the_model_itself(demo: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to do"):
-        run_convert(str(demo), "", form="orbax", dtype="auto", is_verified=False)
+        run_convert(str(demo), "")
     with pytest.raises(ConfigError, match="is the model itself"):
-        run_convert(str(demo), str(demo), form="orbax", dtype="auto", is_verified=False)
+        run_convert(str(demo), str(demo))
     link = tmp_path / "link"
     link.symlink_to(demo)
     with pytest.raises(ConfigError, match="is the model itself"):
-        run_convert(str(demo), str(link), form="orbax", dtype="auto", is_verified=False)
+        run_convert(str(demo), str(link))
     with pytest.raises(ConfigError, match="no Orbax checkpoint"):
-        run_convert(str(DEMO), "", form="orbax", dtype="auto", is_verified=True)
+        run_convert(str(DEMO), "", is_verified=True)

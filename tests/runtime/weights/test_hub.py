@@ -1,0 +1,182 @@
+"""Models by id: from a hub on localhost and from a cache, in fresh processes, since huggingface_hub reads HF_* once."""
+
+import functools
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.weights.hub import is_hub_id
+from meshserve.runtime.weights.locate import model_directory
+
+DEMO = Path(__file__).parents[3] / "deploy" / "demo" / "model"
+ID = "Tiny/Qwen3-Demo"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+RESOLVE = """
+import sys
+from meshserve.runtime.api.errors import MeshserveError
+from meshserve.runtime.weights.locate import model_directory
+model, revision, has_weights = sys.argv[1:]
+try:
+    print(model_directory(model, revision=revision, has_weights=has_weights == "yes"))
+except MeshserveError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What `snapshot_download` asks a hub for: the commit of a revision, its files, and their bytes."""
+
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, *arguments: object, files: dict[str, bytes], asked: list[str]):
+        self.files, self.asked = files, asked
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        if "/Gated/" in path:
+            self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif ID not in path:
+            self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif path.startswith(f"/api/models/{ID}/tree/"):
+            self._answer(200, json.dumps([self._entry(name) for name in self.files]).encode())
+        elif path.startswith(f"/api/models/{ID}"):
+            revision = path.rpartition("/revision/")[2] if "/revision/" in path else "main"
+            if revision not in ("main", "v1", COMMIT):
+                self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            else:
+                siblings = [{"rfilename": name} for name in self.files]
+                self._answer(200, json.dumps({"id": ID, "sha": COMMIT, "siblings": siblings}).encode())
+        elif (name := path.partition(f"/resolve/{COMMIT}/")[2]) in self.files:
+            headers = {"ETag": f'"{self._entry(name)["oid"]}"', "X-Repo-Commit": COMMIT}
+            self._answer(200, self.files[name], headers)
+        else:
+            self._answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+
+    do_HEAD = do_GET
+
+    def _entry(self, name: str) -> dict[str, object]:
+        contents = self.files[name]
+        return {"type": "file", "path": name, "size": len(contents), "oid": hashlib.sha1(contents).hexdigest()}
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class Running:
+    """A hub on localhost with the demo model, and a cache of its own."""
+
+    def __init__(self, cache: Path):
+        self.files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
+        self.files |= {"README.md": b"# A card", "pytorch_model.bin": b"pickles", "onnx/config.json": b"{}"}
+        self.asked: list[str] = []
+        handler = functools.partial(Hub, files=self.files, asked=self.asked)
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+        self.cache = cache
+
+    def resolve(self, model: str = ID, revision: str = "", has_weights: bool = True, **environment: str) -> str:
+        """The directory, or what went wrong."""
+        own = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(self.cache), "NO_PROXY": "127.0.0.1"}
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        done = subprocess.run(
+            [sys.executable, "-c", RESOLVE, model, revision, "yes" if has_weights else "no"],
+            env=inherited | own | environment, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        return (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1]
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Running]:
+    running = Running(tmp_path / "cache")
+    thread = threading.Thread(target=running.server.serve_forever, daemon=True)
+    thread.start()
+    yield running
+    running.server.shutdown()
+    running.server.server_close()
+    thread.join()
+
+
+def names(directory: str) -> set[str]:
+    return {str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()}
+
+
+def test_a_model_is_downloaded_once_and_then_served_offline(hub: Running) -> None:
+    directory = hub.resolve()
+    wanted = {name for name in hub.files if name.endswith((".json", ".safetensors", ".jinja"))} - {"onnx/config.json"}
+    assert Path(directory).name == COMMIT and names(directory) == wanted
+    for name in ("config.json", "model.safetensors"):
+        assert (Path(directory) / name).read_bytes() == hub.files[name]
+    hub.asked.clear()
+    assert hub.resolve() == directory
+    assert not [path for path in hub.asked if "/resolve/" in path]
+    hub.asked.clear()
+    assert hub.resolve(HF_HUB_OFFLINE="1") == directory
+    assert not hub.asked
+    assert hub.resolve(HF_ENDPOINT="http://127.0.0.1:9") == directory  # the hub is down
+
+
+def test_a_revision_and_no_weights(hub: Running) -> None:
+    directory = hub.resolve(revision="v1", has_weights=False)
+    assert {"config.json", "tokenizer.json"} <= names(directory) and "model.safetensors" not in names(directory)
+    assert f"/api/models/{ID}/revision/v1" in hub.asked
+    assert "HF_HUB_OFFLINE is set, and the cache" in hub.resolve(revision="v1", HF_HUB_OFFLINE="1")
+
+
+def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(hub: Running) -> None:
+    raw = json.loads(hub.files["config.json"])
+    hub.files["config.json"] = json.dumps(raw | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}).encode()
+    message = hub.resolve()
+    assert message.startswith("UnsupportedModelError: ") and "llama" in message.lower()
+    assert not [path for path in hub.asked if path.endswith(".safetensors")]
+    hub.files["config.json"] = json.dumps(raw).encode() + b" "
+    del hub.files["model.safetensors"]
+    hub.cache = hub.cache.with_name("other")
+    assert "holds no safetensors files" in hub.resolve()
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "environment", "expected"),
+    [
+        ("Nobody/Nothing", "", {}, "no such local directory, and no such model on the Hugging Face hub"),
+        ("Gated/Model", "", {}, "its authors grant access on request. Ask for it at"),
+        (ID, "v7", {}, f"--model {ID} at revision v7: the model has no such branch, tag or commit"),
+        (ID, "", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and the cache"),
+        (ID, "", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached (ConnectError)"),
+        ("Tiny/a..b", "", {}, "this is neither a local directory nor a valid model id"),
+    ],
+)
+def test_errors_say_what_to_do(
+    hub: Running, model: str, revision: str, environment: dict[str, str], expected: str
+) -> None:
+    message = hub.resolve(model, revision, **environment)
+    assert message.startswith("ConfigError: ") and expected in message
+
+
+def test_what_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_hub_id("Qwen/Qwen3-8B")
+    for name in ("qwen3-8b", "./Qwen/Qwen3-8B", "/models/Qwen3-8B", "a/b/c", "../x", "gs://b/m", "a/", "~/m", ""):
+        assert not is_hub_id(name), name
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert Path(model_directory("Qwen/Qwen3-8B")) == tmp_path / "Qwen" / "Qwen3-8B"
+    with pytest.raises(ConfigError, match="--revision v1: only models of the Hugging Face hub have one"):
+        model_directory("Qwen/Qwen3-8B", revision="v1")
