@@ -155,27 +155,27 @@ def _min_p_threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
     return _sortable(_highest(logits) + _temperature(params) * jnp.log(params.min_p))
 
 
-def _top_k_threshold(logits: jax.Array, params: SamplingBatch, threshold: jax.Array, *, is_unrolled: bool) -> jax.Array:
-    """Of the tokens above a floor rows with top_k > 0 keep the k largest; fewer than k real tokens are all kept."""
+def _top_k_threshold(logits: jax.Array, params: SamplingBatch, least: jax.Array, *, is_unrolled: bool) -> jax.Array:
+    """Of the tokens from `least` on, rows with top_k > 0 keep the k largest; fewer than k real tokens are all kept."""
     keys = _sortable(logits)
-    is_counted = jnp.isfinite(logits) & (keys >= threshold[:, None])
+    is_counted = jnp.isfinite(logits) & (keys >= least[:, None])
     weights = is_counted.astype(jnp.float32)  # counts below 2^24 are exact
     threshold = _threshold(keys, weights, params.top_k.astype(jnp.float32), is_unrolled=is_unrolled)
-    return jnp.where(params.top_k > 0, jnp.maximum(threshold, threshold), threshold)
+    return jnp.where(params.top_k > 0, jnp.maximum(threshold, least), least)
 
 
 def _top_p_threshold(
-    logits: jax.Array, params: SamplingBatch, threshold: jax.Array | None = None, *, is_unrolled: bool
+    logits: jax.Array, params: SamplingBatch, least: jax.Array | None = None, *, is_unrolled: bool
 ) -> jax.Array:
-    """Of the tokens above a floor rows with top_p < 1 keep the smallest set of most likely ones that reaches p."""
-    threshold = _no_threshold(logits, params) if threshold is None else threshold
+    """Of the tokens from `least` on, rows with top_p < 1 keep the smallest set of most likely ones that reaches p."""
+    least = _no_threshold(logits, params) if least is None else least
     keys = _sortable(logits)
     weights = jnp.exp((logits - _highest(logits)[:, None]) / _temperature(params)[:, None])
-    weights = jnp.where(keys >= threshold[:, None], weights, 0.0)
+    weights = jnp.where(keys >= least[:, None], weights, 0.0)
     target = params.top_p * jax.lax.psum(weights.sum(axis=1), TENSOR_AXIS)
     target = jnp.maximum(target, jnp.finfo(jnp.float32).tiny)  # a p that underflows still keeps the most likely
     threshold = _threshold(keys, weights, target, is_unrolled=is_unrolled)
-    return jnp.where(params.top_p < 1.0, jnp.maximum(threshold, threshold), threshold)
+    return jnp.where(params.top_p < 1.0, jnp.maximum(threshold, least), least)
 
 
 def _highest(logits: jax.Array) -> jax.Array:
