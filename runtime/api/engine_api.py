@@ -24,7 +24,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why the engine's loop died; None while it is well. Set before the outputs that the death causes."""
+        """Why the engine failed; None while it is healthy. Set before the outputs that the death causes."""
 
     def check_room(self) -> None:
         """Tells cheaply whether the next request would be refused for want of room, before anything is known of it.

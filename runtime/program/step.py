@@ -324,9 +324,9 @@ class StepRunner:
                 raise
             size = shard_bytes(self._shapes.cache) / (1 << 30)
             raise MemoryError(
-                f"a cache of {self._shapes.cache.shape[1]} pages takes {size:.2f} GiB of each device in one piece, "
-                "which, with what controls keep beside it, was not to be had: lower --memory-fraction or --num-pages, "
-                "and leave XLA_PYTHON_CLIENT_PREALLOCATE unset, as memory taken bit by bit falls into pieces "
+                f"could not allocate {size:.2f} GiB on each device in one block, for a cache of "
+                f"{self._shapes.cache.shape[1]} pages: lower --memory-fraction or --num-pages, and leave "
+                "XLA_PYTHON_CLIENT_PREALLOCATE unset, because memory that is not preallocated becomes fragmented "
                 f"({error})."
             ) from None
         self._weights: tuple[jax.Array, ...] = weights_of(params)

@@ -311,7 +311,7 @@ class Scheduler:
         self._rest()
 
     def _rest(self) -> None:
-        """What passes before the next step is no time of a step."""
+        """Excludes the idle time before the next step from the estimates of step time."""
         self._pace.rest()
         if self.speculation is not None:
             self.speculation.rest()

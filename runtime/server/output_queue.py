@@ -116,7 +116,7 @@ class OutputQueue:
 
 
 def _num_tokens(output: Output) -> int:
-    """What it counts for."""
+    """Returns how many tokens an output counts for against the bound on what a reader has not read."""
     return len(output.token_ids) + len(output.prompt_logprobs) // _PROMPT_POSITIONS_PER_TOKEN
 
 

@@ -91,17 +91,17 @@ class Metrics:
             family(name, "histogram", text, histogram.lines(name))
         requests = sorted(self.num_requests.items())
         name = "meshserve_requests_total"
-        family(name, "counter", "Requests that have ended, by how.", (
+        family(name, "counter", "Requests that have ended, by method and outcome.", (
             f"{name}{labels(method=method, outcome=outcome)} {count}" for (method, outcome), count in requests
         ))  # fmt: skip
         name = "meshserve_refused_calls_total"
-        family(name, "counter", "Calls refused before they had a place in the queue, by status.", (
+        family(name, "counter", "Calls that were refused before they entered the queue, by gRPC status.", (
             f"{name}{labels(code=code)} {count}" for code, count in sorted(self.num_refused_calls.items())
         ))  # fmt: skip
         if info is not None:
             name = "meshserve_info"
             what = labels(model=info.name, version=info.server_version, device=info.device_kind, dtype=info.dtype)
-            family(name, "gauge", "What is served; always 1.", [f"{name}{what} 1"])
+            family(name, "gauge", "The model and the server; the value is always 1.", [f"{name}{what} 1"])
             if load is not None:
                 for name, kind, text, sample in _aliases(info, load):
                     family(name, kind, text, [sample])
@@ -110,55 +110,104 @@ class Metrics:
     def _histograms(self) -> Iterator[tuple[str, str, Histogram]]:
         yield (
             "meshserve_time_to_first_token_seconds",
-            "From the call to its first token.",
+            "Time from the arrival of a request to its first token, in seconds.",
             self.time_to_first_token_seconds,
         )
         yield (
             "meshserve_inter_token_seconds",
-            "Between tokens of a request, as sent.",
+            "Time between consecutive tokens of a request as they are sent, in seconds.",
             self.inter_token_seconds,
         )
-        yield "meshserve_request_seconds", "From the call to its last message.", self.request_seconds
-        yield "meshserve_queue_seconds", "From the queue to the first step.", self.queue_seconds
-        yield "meshserve_step_seconds", "From a dispatch until its tokens are there.", self.step_seconds
-        yield "meshserve_step_host_seconds", "Planning and building a batch.", self.host_seconds
-        yield "meshserve_batch_occupancy_ratio", "Requests of a step, of the most it may have.", self.batch_occupancy
-        yield "meshserve_event_loop_lag_seconds", "How late the event loop wakes up.", self.loop_lag_seconds
+        yield (
+            "meshserve_request_seconds",
+            "Time from the arrival of a request to its last message, in seconds.",
+            self.request_seconds,
+        )
+        yield (
+            "meshserve_queue_seconds",
+            "Time a request waits in the queue before its first step, in seconds.",
+            self.queue_seconds,
+        )
+        yield (
+            "meshserve_step_seconds",
+            "Time from the dispatch of a step until its tokens are available, in seconds.",
+            self.step_seconds,
+        )
+        yield (
+            "meshserve_step_host_seconds",
+            "Host time to plan a step and build its batch, in seconds.",
+            self.host_seconds,
+        )
+        yield (
+            "meshserve_batch_occupancy_ratio",
+            "Running requests as a share of max_running, per step.",
+            self.batch_occupancy,
+        )
+        yield (
+            "meshserve_event_loop_lag_seconds",
+            "Delay of the event loop beyond its timers, in seconds.",
+            self.loop_lag_seconds,
+        )
 
     def _values(self, load: Load | None, num_open: int, is_ready: bool) -> Iterator[tuple[str, str, str, float]]:
         """Name, type, help and value of what has no labels."""
-        yield "meshserve_ready", "gauge", "1 while requests are taken.", int(is_ready)
-        yield "meshserve_uptime_seconds", "gauge", "Since the server began.", time.monotonic() - self._started
-        yield "meshserve_open_requests", "gauge", "Requests whose streams are open.", num_open
-        yield "meshserve_prompt_tokens_total", "counter", "Tokens of accepted prompts.", self.num_prompt_tokens
-        yield "meshserve_output_tokens_total", "counter", "Tokens sent.", self.num_output_tokens
-        yield "meshserve_messages_total", "counter", "Messages that carried tokens or text.", self.num_messages
+        yield "meshserve_ready", "gauge", "Whether the server accepts requests: 1 or 0.", int(is_ready)
+        yield (
+            "meshserve_uptime_seconds",
+            "gauge",
+            "Time since the server started, in seconds.",
+            time.monotonic() - self._started,
+        )
+        yield "meshserve_open_requests", "gauge", "Requests with an open stream.", num_open
+        yield "meshserve_prompt_tokens_total", "counter", "Prompt tokens of accepted requests.", self.num_prompt_tokens
+        yield "meshserve_output_tokens_total", "counter", "Output tokens sent to callers.", self.num_output_tokens
+        yield "meshserve_messages_total", "counter", "Stream messages that carried tokens or text.", self.num_messages
         if load is not None:
-            yield "meshserve_running_requests", "gauge", "Requests that take part in steps.", load.num_running
-            yield "meshserve_waiting_requests", "gauge", "Requests in the queue.", load.num_waiting
-            yield "meshserve_kv_pages", "gauge", "Pages of the KV cache of each device.", load.num_pages
-            yield "meshserve_kv_free_pages", "gauge", "Pages that a new request could take.", load.num_free_pages
+            yield "meshserve_running_requests", "gauge", "Requests that are running.", load.num_running
+            yield "meshserve_waiting_requests", "gauge", "Requests that wait in the queue.", load.num_waiting
+            yield "meshserve_kv_pages", "gauge", "KV cache pages on each device.", load.num_pages
+            yield "meshserve_kv_free_pages", "gauge", "KV cache pages that are free or evictable.", load.num_free_pages
         if self._step_counts:
-            yield "meshserve_compiles_after_ready_total", "counter", "A fault, each of them.", self.num_late_compiles()
+            yield (
+                "meshserve_compiles_after_ready_total",
+                "counter",
+                "Programs compiled after the server was ready; each one is a bug that stalls all requests.",
+                self.num_late_compiles(),
+            )
             for field, (name, text) in _STEP_COUNTERS.items():
                 yield name, "counter", text, self._step_counts[field]
 
 
 # Fields of StepRecord that add up.
 _STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
-    "num_steps": ("meshserve_steps_total", "Steps of the engine; a dispatch may hold several."),
-    "num_prefill_tokens": ("meshserve_prefill_tokens_total", "Tokens of prompts computed by steps."),
-    "num_decode_tokens": ("meshserve_decode_tokens_total", "Tokens sampled by decode steps, behind drafts, too."),
-    "num_draft_tokens": ("meshserve_draft_tokens_total", "Tokens guessed by prompt lookup."),
-    "num_accepted_tokens": ("meshserve_accepted_draft_tokens_total", "Those of them that held."),
-    "num_padding_tokens": ("meshserve_padding_tokens_total", "Places of compiled shapes that were left empty."),
-    "num_admitted_tokens": ("meshserve_admitted_tokens_total", "Known tokens of requests that began to run."),
-    "num_cached_tokens": ("meshserve_cached_tokens_total", "Those of them that the cache already had."),
-    "num_preempted": ("meshserve_preemptions_total", "Times a running request gave way."),
-    "num_evicted_pages": ("meshserve_evicted_pages_total", "Kept pages that were given to others."),
-    "num_wasted_tokens": ("meshserve_wasted_tokens_total", "Tokens sampled for requests that had ended."),
-    "num_refused": ("meshserve_refused_requests_total", "Requests for which the queue had no room."),
-    "num_expired": ("meshserve_expired_requests_total", "Requests whose deadline passed."),
+    "num_steps": ("meshserve_steps_total", "Engine steps; with multi-step decode a dispatch holds several."),
+    "num_prefill_tokens": ("meshserve_prefill_tokens_total", "Prompt tokens computed by prefill."),
+    "num_decode_tokens": (
+        "meshserve_decode_tokens_total",
+        "Tokens sampled by decode steps, accepted draft tokens included.",
+    ),
+    "num_draft_tokens": ("meshserve_draft_tokens_total", "Draft tokens proposed by prompt lookup."),
+    "num_accepted_tokens": ("meshserve_accepted_draft_tokens_total", "Draft tokens that were accepted."),
+    "num_padding_tokens": (
+        "meshserve_padding_tokens_total",
+        "Padding tokens: places of compiled shapes that were left empty.",
+    ),
+    "num_admitted_tokens": (
+        "meshserve_admitted_tokens_total",
+        "Known tokens of requests when they were admitted to run.",
+    ),
+    "num_cached_tokens": (
+        "meshserve_cached_tokens_total",
+        "Tokens of admitted requests that were found in the prefix cache.",
+    ),
+    "num_preempted": ("meshserve_preemptions_total", "Preemptions of running requests."),
+    "num_evicted_pages": ("meshserve_evicted_pages_total", "Cached KV pages that were evicted to make room."),
+    "num_wasted_tokens": (
+        "meshserve_wasted_tokens_total",
+        "Tokens that were sampled for requests that had already ended.",
+    ),
+    "num_refused": ("meshserve_refused_requests_total", "Requests that were refused because the queue was full."),
+    "num_expired": ("meshserve_expired_requests_total", "Requests that ended because their deadline passed."),
 }
 
 
@@ -166,14 +215,14 @@ def _aliases(info: ModelInfo, load: Load) -> Iterator[tuple[str, str, str, str]]
     model = labels(model_name=info.name)
     usage = 1.0 - load.num_free_pages / load.num_pages if load.num_pages else 0.0
     for name, text, value in (
-        ("vllm:num_requests_running", "As meshserve_running_requests.", load.num_running),
-        ("vllm:num_requests_waiting", "As meshserve_waiting_requests.", load.num_waiting),
-        ("vllm:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", usage),
+        ("vllm:num_requests_running", "Requests that are running.", load.num_running),
+        ("vllm:num_requests_waiting", "Requests that wait in the queue.", load.num_waiting),
+        ("vllm:kv_cache_usage_perc", "KV cache usage, from 0 to 1.", usage),
     ):
         yield name, "gauge", text, f"{name}{model} {value}"
     name = "vllm:cache_config_info"
     cache = labels(model_name=info.name, block_size=str(info.page_size_tokens), num_gpu_blocks=str(load.num_pages))
-    yield name, "gauge", "Size of the KV cache; always 1.", f"{name}{cache} 1"
+    yield name, "gauge", "Configuration of the KV cache; the value is always 1.", f"{name}{cache} 1"
 
 
 def family_lines(name: str, kind: str, text: str, samples: Iterable[str]) -> Iterator[str]:

@@ -216,5 +216,7 @@ def test_a_cache_without_room_ends_the_start_and_says_what_to_do():
         buckets=(bucket,),
         mesh=case.mesh,
     )
-    with pytest.raises(MemoryError, match=r"a cache of \d+ pages takes .* GiB of each device.*lower --memory-fraction"):
+    with pytest.raises(
+        MemoryError, match=r"could not allocate .* GiB on each device.*a cache of \d+ pages: lower --memory-fraction"
+    ):
         runner.start(params)
