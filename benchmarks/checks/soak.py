@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decode_layers=options.decode_layers,
     )
     config = ServeConfig(model=options.model, **{**settings, **parse_settings(options.set)})
-    crowd = Crowd(model.vocab_size, config.max_context, options.seed, options.processed)
+    crowd = Crowd(model.vocab_size, config.max_context, options.seed, options.controlled)
     started = time.monotonic()
     with CompileWatch(is_strict=True) as watch:
         engine, _ = build_engine(config, model, make_params, None, crowd.deliver)

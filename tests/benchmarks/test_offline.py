@@ -75,7 +75,7 @@ def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture
     arguments = [
         f"--model={tiny}", "--random-weights", "--workload=fixed", "--requests=3", "--input-tokens=9",
         "--output-tokens=6", "--cpu-devices=8", "--set=num_pages=32", "--set=page_size=16", "--set=cache_dir=",
-        "--set=max_step_tokens=8", "--set=controls=false", f"--json={tiny / 'result.json'}",
+        "--set=max_step_tokens=8", "--set=logits_processors=false", f"--json={tiny / 'result.json'}",
     ]  # fmt: skip
     assert throughput.main(arguments) == 0
     result = json.loads((tiny / "result.json").read_text())
@@ -119,7 +119,7 @@ def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
         f"--model={tiny}", "--dtype=float32", "--runs=2", "--warmups=1", "--requests=3", "--input-tokens=5",
         "--output-tokens=4", "--engines", "hf-batched", "vllm", "ours", f"--python-ours={wrapper}",
         f"--python-vllm={tiny / 'without-vllm'}", "--set=cpu_devices=1", "--set=num_pages=16", "--set=cache_dir=",
-        "--set=max_step_tokens=8", "--set=controls=false", f"--json={tiny / 'rows.json'}",
+        "--set=max_step_tokens=8", "--set=logits_processors=false", f"--json={tiny / 'rows.json'}",
     ]  # fmt: skip
     status = compare.main(arguments)
     said = capsys.readouterr()
@@ -217,7 +217,7 @@ def test_speculation_compares_the_same_tokens(tiny: Path, capsys: pytest.Capture
         f"--model={tiny}", "--random-weights", "--requests", "1", "2", "--temperature", "0", "--runs=1",
         "--cpu-devices=8", "--input-tokens=9", "--output-tokens=60", "--draft-tokens=3",
         "--set=num_pages=32", "--set=page_size=16", "--set=max_running=4",
-        "--set=max_step_tokens=8", "--set=cache_dir=", "--set=controls=false", f"--json={tiny / 'cases.json'}",
+        "--set=max_step_tokens=8", "--set=cache_dir=", "--set=logits_processors=false", f"--json={tiny / 'cases.json'}",
     ]  # fmt: skip
     assert speculation.main(arguments) == 0
     cases = json.loads((tiny / "cases.json").read_text())

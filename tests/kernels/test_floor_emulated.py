@@ -34,7 +34,7 @@ def floors(library: ctypes.CDLL, logits: np.ndarray, **filters: float) -> np.nda
     arrays = parameters(num, **filters)
     found = np.zeros(num, np.uint32)
     inputs = (logits, arrays["temperature"], arrays["top_k"], arrays["top_p"], arrays["min_p"], found)
-    library.find_thresholds(num, vocab, *(ctypes.c_void_p(array.ctypes.data) for array in inputs))
+    library.find_floors(num, vocab, *(ctypes.c_void_p(array.ctypes.data) for array in inputs))
     return found
 
 

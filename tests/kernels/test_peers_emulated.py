@@ -19,7 +19,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels' source beside a ptx.cuh for the host."""
-    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "emulated", "mesh.cpp", "p2p.cuh", "two_shot.cuh")
+    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "emulated", "mesh.cpp", "peers.cuh", "two_shot.cuh")
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:

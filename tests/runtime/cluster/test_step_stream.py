@@ -201,7 +201,7 @@ def test_silence_and_steps_under_way_are_overdue_after_half_the_limit():
             assert "was not heard for 5.1 s" in str(end._look(5.1))
         answered(called())
         sequence = called()
-        now = leader._p2p[1].heard = follower.stats.heard = 5.1
+        now = leader._followers[1].heard = follower.stats.heard = 5.1
         assert "call 1 (run) is not done after 5 s on process 1" in str(leader._look(now))
         assert "call 1 is not done after 5 s" in str(follower._look(now))
         answered(sequence)
@@ -211,9 +211,9 @@ def test_silence_and_steps_under_way_are_overdue_after_half_the_limit():
 def test_beats_are_signs_of_life():
     with cluster() as ends:
         [follower] = ends.followers
-        before = ends.leader._p2p[1].heard, follower.stats.heard
+        before = ends.leader._followers[1].heard, follower.stats.heard
         assert ends.leader._look(0.0) is None and follower._look(0.0) is None
-        wait_for(lambda: ends.leader._p2p[1].heard > before[0] and follower.stats.heard > before[1])
+        wait_for(lambda: ends.leader._followers[1].heard > before[0] and follower.stats.heard > before[1])
 
 
 def test_the_watch_looks_again_and_again():

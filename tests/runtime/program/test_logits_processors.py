@@ -105,7 +105,7 @@ class Case:
         }  # fmt: skip
         values = {name: np.full(len(rows), value, np.float32).view(np.int32) for name, value in floats.items()}
         values |= {
-            "rows": rows, "flags": np.full(len(rows), flags), "sample_position": positions,
+            "slots": rows, "flags": np.full(len(rows), flags), "sample_position": positions,
             "top_k": np.full(len(rows), self.top_k), "seed_low": (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32),
             "seed_high": (seed >> np.uint64(32)).astype(np.uint32).view(np.int32),
         }  # fmt: skip
