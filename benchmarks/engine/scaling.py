@@ -285,7 +285,7 @@ def decode_batch(bucket: Bucket, context: int) -> np.ndarray:
     fields = {name: packed[place] for name, place in bucket.fields.items()}
     fields["token_ids"][:] = ON_DEVICE
     fields["positions"][:] = context - 1
-    for name in ("token_request", "rows", "last_index"):
+    for name in ("token_request", "slots", "last_index"):
         fields[name][:] = np.arange(bucket.num_requests)
     fields["top_p"][:] = np.float32(1.0).view(np.int32)
     fields["sample_position"][:] = context
