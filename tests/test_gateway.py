@@ -18,7 +18,7 @@ import pytest
 
 from meshserve.deploy import demo
 from meshserve.runtime.api.errors import InvalidRequestError
-from meshserve.runtime.api.request import SamplingParams
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.client.client import CallError, call_errors
 from meshserve.runtime.commands.local_cluster import reserved_port
 from meshserve.runtime.server.lifecycle import Listen

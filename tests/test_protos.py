@@ -16,7 +16,8 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.protos import steps_pb2
 from meshserve.runtime.api import proto_codec
 from meshserve.runtime.api.engine_api import ModelInfo
-from meshserve.runtime.api.request import FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Load, Output
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.client.messages import SamplingFields
 
 from .waiting import WAIT_SECONDS

@@ -20,7 +20,8 @@ from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.token_times import percentile
 from meshserve.benchmarks.lib.traffic import Lengths, Traffic
 from meshserve.runtime.api.config import ServeConfig, context_tokens, serving_dtype
-from meshserve.runtime.api.request import Request, SamplingMode, SamplingParams
+from meshserve.runtime.api.request import Request
+from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
 from meshserve.runtime.planning.roofline import Roofline
 from meshserve.runtime.program.batch import BatchBuilder, Bucket, server_buckets, server_limits
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder

@@ -35,7 +35,7 @@ from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.timing import time_steps
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.api.request import SamplingMode
+from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.planning.kernel_selection import choose_kernels
 from meshserve.runtime.program.batch import ON_DEVICE, Bucket

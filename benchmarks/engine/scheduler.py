@@ -16,7 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshserve.runtime.api.request import Request, SamplingParams
+from meshserve.runtime.api.request import Request
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.program.batch import BatchBuilder, declare_buckets
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.limits import SchedulerLimits

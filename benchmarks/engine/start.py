@@ -26,7 +26,8 @@ from typing import Any
 
 from meshserve.runtime.api.config import ServeConfig, context_tokens, server_only_options
 from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.api.request import FinishReason, Output, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Output
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.commands.cli import add_options, serve_config
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import StepRecord

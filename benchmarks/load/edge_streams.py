@@ -24,7 +24,8 @@ import uvloop
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.api.engine_api import ModelInfo
-from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOptions, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOptions
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.lifecycle import Listen, run_server
 from meshserve.runtime.server.output_queue import OutputQueues

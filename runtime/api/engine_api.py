@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from .errors import InvalidRequestError
-from .request import LOGPROB_FIELDS, PENALTY_FIELDS, FinishReason, Load, Output, RequestOptions, SamplingParams
+from .request import FinishReason, Load, Output, RequestOptions
+from .sampling_params import SamplingParams, Stage, params_at, params_table
 
 if TYPE_CHECKING:
     from ..text.grammar import Grammar
@@ -88,14 +89,14 @@ class ModelInfo:
           InvalidRequestError: a parameter names a token that does not exist, or asks for what this server does not do,
             or they leave no token.
         """
-        supported = {**dict.fromkeys(PENALTY_FIELDS, self.supports_penalties)}
-        supported |= dict.fromkeys(LOGPROB_FIELDS, self.supports_logprobs)
-        for name in params.set_fields(supported):
+        supported = dict.fromkeys(params_at(Stage.PENALTY, Stage.PROCESSOR), self.supports_penalties)
+        supported |= dict.fromkeys(params_at(Stage.LOGPROBS), self.supports_logprobs)
+        for name in params.changed_fields(supported):
             if not supported[name]:
                 message = "this server was started with --no-logits-processors; leave it out."
                 raise InvalidRequestError(f"sampling.{name}", message)
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_ids"):
-            for index, token_id in enumerate(getattr(params, name)):
+        for name, param in params_table().items():
+            for index, token_id in enumerate(getattr(params, name) if param.lists_tokens else ()):
                 if not 0 <= token_id < self.vocab_size:
                     message = f"token {index} is {token_id}; allowed is 0 to {self.vocab_size - 1}."
                     raise InvalidRequestError(f"sampling.{name}", message)

@@ -4,7 +4,7 @@ The dataclasses use the field names of the messages, so most of this copies by n
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,8 @@ from meshserve.protos import inference_pb2 as pb
 from .constraint import CONSTRAINT_KINDS, Constraint
 from .engine_api import ModelInfo
 from .errors import InvalidRequestError
-from .request import FinishReason, Load, Output, RequestOptions, SamplingParams, TokenLogprobs
+from .request import FinishReason, Load, Output, RequestOptions, TokenLogprobs
+from .sampling_params import SamplingParams
 
 _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
     {
@@ -29,20 +30,23 @@ AnswerMessage = pb.GenerateResponse | pb.ChatResponse  # the same fields
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """The sent fields, and the defaults for the rest.
+    """Returns the fields that were sent, with defaults for the rest.
 
     Raises:
       InvalidRequestError: a value is out of range.
     """
-    sent: dict[str, Any] = {field.name: value for field, value in message.ListFields()}  # a zero that was sent is here
-    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):
-        if name in sent:
-            sent[name] = tuple(sent[name])
-    if "logit_bias" in sent:
-        sent["logit_bias"] = dict(sent["logit_bias"])
+    sent: dict[str, Any] = {field.name: plain(value) for field, value in message.ListFields()}  # sent zeros included
     if "constraint" in sent:
         sent["constraint"] = constraint(sent["constraint"])
     return SamplingParams(**sent)
+
+
+def plain(value: Any) -> Any:
+    """A field's value with repeated fields as tuples and maps as dictionaries."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    is_repeated = isinstance(value, Sequence) and not isinstance(value, str)
+    return tuple(value) if is_repeated else value
 
 
 def constraint(message: pb.Constraint) -> Constraint:

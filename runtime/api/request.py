@@ -5,30 +5,20 @@ Pure Python: the edge, the scheduler and the engine all speak in these types.
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from .constraint import Constraint
 from .errors import InvalidRequestError
+from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ..scheduler.prompt_lookup import Drafter
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 256
-MAX_STOP_TOKENS = 64
-MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 100
 MAX_CACHE_SALT_CHARS = 256
 MAX_SAMPLES = 64
-MAX_LOGPROBS = 20  # alternatives of a token
-MAX_LISTED_TOKENS = 1_024  # of logit_bias, allowed_token_ids and bad_token_ids, each
-MAX_PENALTY = 2.0
-MAX_LOGIT_BIAS = 100.0
 
 
 class FinishReason(enum.Enum):
@@ -39,119 +29,6 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"  # the caller went away or asked for it
     DEADLINE = "deadline"  # the caller's deadline passed
     ERROR = "error"  # the engine failed; the output carries the reason
-
-
-# Fields of SamplingParams that need the control programs (`processors`), which a server may do without.
-PENALTY_FIELDS = (
-    "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_token_ids",
-    "min_tokens",
-)  # fmt: skip
-LOGPROB_FIELDS = ("logprobs", "prompt_logprobs")
-
-
-class SamplingMode(enum.IntEnum):
-    """How much of the sampler a request needs. A mode serves requests of every smaller one, too."""
-
-    GREEDY = 0
-    RANDOM = 1  # temperature
-    TOP_P = 2
-    FILTERED = 3  # min-p, top-k, top-p, in this order
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to choose the tokens of one request. Ranges are checked on construction.
-
-    In this order: bias and bans, penalties, temperature, min-p, top-k, top-p of what is left.
-
-    Raises:
-      InvalidRequestError: a value is out of range; the message names the field and the range.
-    """
-
-    max_tokens: int = 128
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 keeps the whole vocabulary
-    top_p: float = 1.0  # 1 keeps the whole vocabulary
-    min_p: float = 0.0  # at least so likely, as a share of the likeliest token's probability
-    frequency_penalty: float = 0.0  # taken from a token's logit for each time it stands in the output
-    presence_penalty: float = 0.0  # likewise, once
-    repetition_penalty: float = 1.0  # divides the logit of tokens in prompt or output; multiplies it where negative
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
-    allowed_token_ids: tuple[int, ...] = ()  # no others; empty allows all
-    bad_token_ids: tuple[int, ...] = ()  # never these
-    min_tokens: int = 0  # before these, resumed ones included, no end or stop token is sampled, nor a stop string seen
-    logprobs: int | None = None  # of each output token, and so many alternatives
-    prompt_logprobs: int | None = None  # of each prompt token but the first, likewise
-    seed: int | None = None  # None: the engine draws one
-    ignore_eos: bool = False  # run to max_tokens; stop strings still end the request
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False  # the stop string stays at the end of the text
-    stop_token_ids: tuple[int, ...] = ()  # end the request as end tokens do, whatever ignore_eos says
-    num_resumed_tokens: int = 0  # so many tokens at the end of the prompt are output that the caller has already
-    constraint: Constraint | None = None  # what the output is held to
-
-    def __post_init__(self) -> None:
-        def require(ok: bool, name: str, got: object, allowed: str) -> None:
-            if not ok:
-                raise InvalidRequestError(f"sampling.{name}", f"got {got!r}; allowed is {allowed}.")
-
-        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
-        finite = math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0
-        require(finite, "temperature", self.temperature, "0 (greedy) to 100")
-        require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1 (off)")
-        self._check_adjustments(require)
-        seed_ok = self.seed is None or 0 <= self.seed <= MAX_SEED
-        require(seed_ok, "seed", self.seed, f"0 to {MAX_SEED}")
-        require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"{MAX_STOP_STRINGS} or fewer")
-        for text in self.stop:
-            require(0 < len(text) <= MAX_STOP_STRING_CHARS, "stop", text, f"1 to {MAX_STOP_STRING_CHARS} characters")
-        num_stop_tokens = len(self.stop_token_ids)
-        require(num_stop_tokens <= MAX_STOP_TOKENS, "stop_token_ids", num_stop_tokens, f"{MAX_STOP_TOKENS} or fewer")
-
-    def _check_adjustments(self, require: Callable[[bool, str, object, str], None]) -> None:
-        require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            require(abs(value) <= MAX_PENALTY, name, value, f"-{MAX_PENALTY} to {MAX_PENALTY}; 0 is off")
-        repetition = self.repetition_penalty
-        require(0.01 <= repetition <= 100.0, "repetition_penalty", repetition, "0.01 to 100; 1 is off")
-        longest = self.max_tokens + self.num_resumed_tokens
-        require(0 <= self.min_tokens <= longest, "min_tokens", self.min_tokens, f"0 to max_tokens ({longest})")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"0 to {MAX_LOGPROBS}")
-        for name in ("logit_bias", "allowed_token_ids", "bad_token_ids"):
-            num_tokens = len(getattr(self, name))
-            require(num_tokens <= MAX_LISTED_TOKENS, name, f"{num_tokens} tokens", f"{MAX_LISTED_TOKENS} or fewer")
-        for token_id, bias in self.logit_bias.items():
-            ok = abs(bias) <= MAX_LOGIT_BIAS
-            require(ok, "logit_bias", f"{bias} for token {token_id}", f"-{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}")
-        is_open = not self.allowed_token_ids or bool(set(self.allowed_token_ids) - set(self.bad_token_ids))
-        require(is_open, "bad_token_ids", "all of allowed_token_ids", "to leave one of them")
-
-    def set_fields(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that do not have their default."""
-        default = SamplingParams()
-        return [name for name in names if getattr(self, name) != getattr(default, name)]
-
-    @property
-    def mode(self) -> SamplingMode:
-        if self.temperature == 0.0:
-            return SamplingMode.GREEDY
-        if self.top_k or self.min_p:
-            return SamplingMode.FILTERED
-        return SamplingMode.TOP_P if self.top_p < 1.0 else SamplingMode.RANDOM
-
-    @cached_property
-    def needs_processors(self) -> bool:
-        """Whether the tokens are sampled by a program of its own after the step (`processors`)."""
-        return self.has_adjustments or self.logprobs is not None or self.constraint is not None
-
-    @cached_property
-    def has_adjustments(self) -> bool:
-        """Whether logits are changed before they are sampled from, token by token."""
-        return bool(self.set_fields(PENALTY_FIELDS))
 
 
 class TokenLogprobs(NamedTuple):

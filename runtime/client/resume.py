@@ -20,7 +20,8 @@ import grpc
 from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
-from ..api.request import FinishReason, SamplingParams
+from ..api.request import FinishReason
+from ..api.sampling_params import SamplingParams
 from .messages import CallError, Chunk, Finish, Usage, call_error, chunk
 
 # Spread calls over all addresses of the target, and leave out those whose health is not SERVING.

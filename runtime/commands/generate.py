@@ -8,18 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from google.protobuf import json_format
+
+from meshserve.protos import inference_pb2 as pb
+
 from ..api import proto_codec
 from ..api.config import ServeConfig
-from ..api.constraint import Constraint
 from ..api.errors import EngineStoppedError, InvalidRequestError, MeshserveError
-from ..api.request import Output, RequestOptions, SamplingParams, TokenLogprobs
+from ..api.request import Output, RequestOptions, TokenLogprobs
+from ..api.sampling_params import SamplingParams, params_table
 from ..client import messages
 from ..startup.launch import Launched, launch
 from ..text.grammar import compiled
 
-_SAMPLING_FIELDS = tuple(
-    field.name for field in dataclasses.fields(SamplingParams) if field.name != "num_resumed_tokens"
-)
+_SAMPLING_FIELDS = tuple(name for name in params_table() if name != "num_resumed_tokens")
 _OPTION_FIELDS = ("n", "priority", "cache_salt")
 
 
@@ -84,7 +86,14 @@ def read_prompts(path: Path) -> list[Prompt]:
         if line.strip():
             try:
                 prompts.append(_prompt(json.loads(line)))
-            except (ValueError, TypeError, OverflowError, RecursionError, InvalidRequestError) as error:
+            except (
+                ValueError,
+                TypeError,
+                OverflowError,
+                RecursionError,
+                json_format.ParseError,
+                InvalidRequestError,
+            ) as error:
                 raise MeshserveError(f"--input {path}, line {number}: {error}") from None
     return prompts
 
@@ -105,51 +114,28 @@ def _prompt(raw: Any) -> Prompt:
     if token_ids is not None and not (isinstance(token_ids, list) and all(type(token) is int for token in token_ids)):
         raise ValueError("prompt_token_ids must be a list of integers.")
     prompt = text if text is not None else tuple(token_ids or ())
-    return Prompt(prompt, _sampling_params(raw), _options(raw))
+    request = _request(raw)
+    return Prompt(prompt, proto_codec.sampling_params(request.sampling), proto_codec.request_options(request, None))
 
 
-def _options(raw: Mapping[str, Any]) -> RequestOptions:
-    fields = {name: raw[name] for name in _OPTION_FIELDS if name in raw}
-    for name, value in fields.items():
-        if type(value) is not (str if name == "cache_salt" else int):
-            raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}.")
-    return RequestOptions(**fields)
+def _request(raw: Mapping[str, Any]) -> pb.GenerateRequest:
+    """Returns the public message with a line's sampling parameters and options, by protobuf's JSON mapping.
 
-
-def _sampling_params(raw: Mapping[str, Any]) -> SamplingParams:
-    types: dict[str, tuple[type, ...]] = {
-        "max_tokens": (int,), "temperature": (int, float), "top_k": (int,), "top_p": (int, float),
-        "seed": (int, type(None)), "ignore_eos": (bool,), "stop": (str, list), "include_stop": (bool,),
-        "stop_token_ids": (list,), "constraint": (dict,), "min_p": (int, float), "frequency_penalty": (int, float),
-        "presence_penalty": (int, float), "repetition_penalty": (int, float), "logit_bias": (dict,),
-        "allowed_token_ids": (list,), "bad_token_ids": (list,), "min_tokens": (int,), "logprobs": (int, type(None)),
-        "prompt_logprobs": (int, type(None)),
-    }  # fmt: skip
-    fields = {name: raw[name] for name in _SAMPLING_FIELDS if name in raw}
-    for name, value in fields.items():
-        if type(value) not in types[name]:
-            raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}.")
-    stop = fields.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not all(isinstance(text, str) for text in stop):
-        raise ValueError("stop must be a string or a list of strings.")
-    for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids"):
-        token_ids = fields.setdefault(name, [])
-        if not all(type(token_id) is int for token_id in token_ids):
-            raise ValueError(f"{name} must be a list of integers.")
-        fields[name] = tuple(token_ids)
-    if "logit_bias" in fields:  # the keys of a JSON object are strings
-        fields["logit_bias"] = {int(token_id): float(bias) for token_id, bias in fields["logit_bias"].items()}
-    if "constraint" in fields:
-        fields["constraint"] = _constraint(fields["constraint"])
-    return SamplingParams(**{**fields, "stop": tuple(stop)})
-
-
-def _constraint(raw: Any) -> Constraint:
-    try:
-        return proto_codec.constraint(messages.constraint_message(raw))
-    except TypeError as error:
-        raise ValueError(f"constraint: {error}") from None
+    Beyond that mapping, `stop` may be one string, and a JSON schema an object.
+    """
+    sampling = {name: raw[name] for name in _SAMPLING_FIELDS if name in raw}
+    if isinstance(sampling.get("stop"), str):
+        sampling["stop"] = [sampling["stop"]]
+    asked = sampling.pop("constraint", None)
+    options = {name: raw[name] for name in _OPTION_FIELDS if name in raw}
+    request = json_format.ParseDict(options, pb.GenerateRequest())
+    json_format.ParseDict(sampling, request.sampling)
+    if asked is not None:
+        try:
+            request.sampling.constraint.CopyFrom(messages.constraint_message(asked))
+        except TypeError as error:
+            raise ValueError(f"constraint: {error}") from None
+    return request
 
 
 class Batch:

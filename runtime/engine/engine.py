@@ -24,7 +24,8 @@ from meshserve.kernels.p2p import gpu as p2p_gpu
 
 from ..api.engine_api import Deliver
 from ..api.errors import EngineStoppedError
-from ..api.request import DEFAULT_OPTIONS, MAX_SEED, FinishReason, Load, Request, RequestOptions, SamplingParams
+from ..api.request import DEFAULT_OPTIONS, FinishReason, Load, Request, RequestOptions
+from ..api.sampling_params import MAX_SEED, SamplingParams
 from ..program.batch import BatchBuilder, Bucket
 from ..program.processor_batch import Logprobs, ProcessorBatch, Sampled
 from ..scheduler.page_allocator import PageAllocator

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import InvalidRequestError
-from ..api.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from ..api.request import FinishReason, Output, Request, TokenLogprobs
+from ..api.sampling_params import SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_plan import Progress
 from ..text.tokenizer import TextStream, Tokenizer

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..api.config import ServeConfig
-from ..api.request import Request, SamplingMode
+from ..api.request import Request
+from ..api.sampling_params import SamplingMode
 from ..scheduler.limits import MAX_FUSED_TOKENS, SchedulerLimits
 from ..scheduler.step_plan import StepPlan
-from .packing import PARAM_FIELDS, consecutive
+from .packing import PARAM_FIELDS, SAMPLER_PARAMS, consecutive, packed_params
 from .processor_batch import ProcessorBatch, ProcessorBatchBuilder
 
 ON_DEVICE = -1  # a token id the host need not know: the device takes it from its table of last tokens
@@ -322,7 +323,5 @@ def _slot(request: Request) -> int:
 
 def _params(request: Request) -> np.ndarray:
     """A request's sampling parameters as int32, in the order of PARAM_FIELDS."""
-    params = request.params
-    temperature, top_p, min_p = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
     seed = np.array([request.seed], np.uint64).view(np.int32)
-    return np.array([temperature, top_p, min(params.top_k, np.iinfo(np.int32).max), min_p, *seed], np.int32)
+    return np.array([*packed_params(request.params, SAMPLER_PARAMS), *seed], np.int32)

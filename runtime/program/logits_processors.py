@@ -28,7 +28,7 @@ from flax import nnx
 
 from meshserve.sharding.mesh import TENSOR_AXIS
 
-from ..api.request import MAX_LOGPROBS
+from ..api.sampling_params import MAX_LOGPROBS
 from .processor_batch import (
     ADJUSTS,
     COUNT,
@@ -83,15 +83,7 @@ def sample_processed(
     adjusted = _adjust(logits, history, state.bias.at[slots].get(mode="clip"), fields)
     allowed = jnp.where((flags & ADJUSTS != 0)[:, None], adjusted, logits)
     allowed = jnp.where(_local_bits(masks, logits.shape[1]), allowed, -jnp.inf)
-    params = SamplingBatch(
-        temperature=_float(fields["temperature"]),
-        top_p=_float(fields["top_p"]),
-        top_k=fields["top_k"],
-        min_p=_float(fields["min_p"]),
-        seed_low=jax.lax.bitcast_convert_type(fields["seed_low"], jnp.uint32),
-        seed_high=jax.lax.bitcast_convert_type(fields["seed_high"], jnp.uint32),
-        position=fields["sample_position"],
-    )
+    params = SamplingBatch.unpacked(fields)
     tokens = choose(allowed, params, fields["mode"][0])
     logprobs = jax.lax.cond(
         fields["has_logprobs"][0] != 0,

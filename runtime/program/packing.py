@@ -1,9 +1,28 @@
-"""Packed vectors: fields of known sizes, one behind the other. Serves step 5 of 10."""
+"""Vectors packed for the device: int32 fields of known sizes, one after another. Serves step 5 of 10."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-# Of a request, for the samplers; floats as their bits.
-PARAM_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed_low", "seed_high")
+import numpy as np
+
+from ..api.sampling_params import SamplingParams, Stage, params_at
+
+# The sampling parameters that the sampler of every step reads, and those that the logits processors read.
+SAMPLER_PARAMS = params_at(Stage.SAMPLER)
+PENALTIES = params_at(Stage.PENALTY)
+
+# What is packed of each request for the sampler: its parameters, and the two halves of its seed.
+PARAM_FIELDS = (*SAMPLER_PARAMS, "seed_low", "seed_high")
+
+_DEFAULTS = SamplingParams()
+_PACKED = (*SAMPLER_PARAMS, *PENALTIES)
+_MAX_INT32 = np.iinfo(np.int32).max
+
+# The type of each field on the device; the packed vector holds its bits as int32.
+DTYPES: Mapping[str, type[np.number]] = {
+    **{name: np.float32 if isinstance(getattr(_DEFAULTS, name), float) else np.int32 for name in _PACKED},
+    "seed_low": np.uint32,
+    "seed_high": np.uint32,
+}
 
 
 def consecutive(sizes: Iterable[tuple[str, int]]) -> dict[str, slice]:
@@ -13,3 +32,12 @@ def consecutive(sizes: Iterable[tuple[str, int]]) -> dict[str, slice]:
         fields[name] = slice(start, start + size)
         start += size
     return fields
+
+
+def packed_params(params: SamplingParams, names: Sequence[str]) -> list[int]:
+    """The values of the parameters `names` as int32: floats as the bits of float32, large integers clipped."""
+    values = (getattr(params, name) for name in names)
+    return [
+        int(np.float32(value).view(np.int32)) if DTYPES[name] is np.float32 else min(value, _MAX_INT32)
+        for name, value in zip(names, values, strict=True)
+    ]

@@ -13,9 +13,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..api.request import Request, SamplingMode
+from ..api.request import Request
+from ..api.sampling_params import SamplingMode
 from ..scheduler.step_plan import StepPlan
-from .packing import PARAM_FIELDS, consecutive
+from .packing import PARAM_FIELDS, PENALTIES, consecutive, packed_params
 
 # A token of a row's history: how often it stands in the output, and beside that:
 IN_PROMPT = 1 << 30  # it stands in the prompt
@@ -27,9 +28,7 @@ SAMPLES = 1  # the token counts; else it has no meaning
 ADJUSTS = 2  # its row of the state holds its history and bias
 MUST_GO_ON = 4  # no end token yet
 
-_ADJUSTMENT_FIELDS = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-_ROW_FIELDS = (*PARAM_FIELDS, *_ADJUSTMENT_FIELDS)
-_REQUEST_FIELDS = ("slots", "flags", "sample_position", *_ROW_FIELDS)
+_REQUEST_FIELDS = ("slots", "flags", "sample_position", *PARAM_FIELDS, *PENALTIES)
 _STEP_FIELDS = ("mode", "has_logprobs")
 _SIZE_RATIO = 8
 
@@ -113,7 +112,7 @@ class ProcessorBatchBuilder:
         self._eos_token_ids = eos_token_ids
         self._sizes, self._no_slot = processor_sizes(max_running), max_running
         self._needs_processors = np.zeros(max_running, bool)
-        self._adjustments = np.zeros((len(_ADJUSTMENT_FIELDS), max_running), np.float32)
+        self._penalties = np.zeros((len(PENALTIES), max_running), np.int32)
         self._flags = np.zeros(max_running, np.int32)
         self._first_end = np.zeros(max_running, np.int32)  # position from which on end tokens are allowed
         self._modes = np.zeros(max_running, np.int32)
@@ -128,7 +127,7 @@ class ProcessorBatchBuilder:
         self._flags[slot], self._first_end[slot], self._has_logprobs[slot] = 0, 0, False
         if not request.needs_processors:
             return None
-        self._adjustments[:, slot] = [getattr(params, name) for name in _ADJUSTMENT_FIELDS]
+        self._penalties[:, slot] = packed_params(params, PENALTIES)
         self._flags[slot] = ADJUSTS if params.has_adjustments else 0
         num_fresh_tokens = len(request.prompt_token_ids) - params.num_resumed_tokens
         self._first_end[slot] = min(num_fresh_tokens + params.min_tokens, np.iinfo(np.int32).max)
@@ -161,8 +160,8 @@ class ProcessorBatchBuilder:
         samples[len(plan.decodes) :] = [chunk.is_sampling for chunk in plan.prefills]
         must_go_on = step["sample_position"][: len(slots)] < self._first_end[slots]
         fields["flags"][: len(slots)] = self._flags[slots] | SAMPLES * samples | MUST_GO_ON * must_go_on
-        for name, values in zip(_ADJUSTMENT_FIELDS, self._adjustments, strict=True):
-            fields[name][: len(slots)] = values[slots].view(np.int32)
+        for name, values in zip(PENALTIES, self._penalties, strict=True):
+            fields[name][: len(slots)] = values[slots]
         fields["mode"][0] = self._modes[slots].max()
         fields["has_logprobs"][0] = self._has_logprobs[slots].any()
 

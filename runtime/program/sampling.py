@@ -13,9 +13,9 @@ switch, or is made for one mode. What needs a row's earlier tokens, masks or log
 `processors`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, all_gather
 from meshserve.sharding.mesh import TENSOR_AXIS
 
-from ..api.request import SamplingMode
+from ..api.sampling_params import SamplingMode
+from .packing import DTYPES, PARAM_FIELDS
 
 _DIGIT_BITS = 4
 _THREEFRY_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -42,6 +43,12 @@ class SamplingBatch(NamedTuple):
     seed_low: jax.Array  # uint32
     seed_high: jax.Array  # uint32
     position: jax.Array  # int32: of the token to be sampled
+
+    @classmethod
+    def unpacked(cls, fields: Mapping[str, jax.Array]) -> Self:
+        """From the packed fields of a step, int32 [B] each."""
+        params = {name: fields[name].view(DTYPES[name]) for name in PARAM_FIELDS}
+        return cls(**params, position=fields["sample_position"])
 
 
 # logits [B, V / shards], and their rows' parameters -> the least key [B] uint32 (see `_sortable`) of the kept tokens

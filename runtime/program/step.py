@@ -25,7 +25,7 @@ from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 
 from ..api.model_config import ModelConfig
-from ..api.request import SamplingMode
+from ..api.sampling_params import SamplingMode
 from ..model.qwen3 import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
 from .batch import ANY_MODE, ON_DEVICE, Bucket
 from .compile_cache import compile_all
@@ -123,15 +123,7 @@ def step(
     num_rows = LIBRARY_ROWS if _has_library_gemms(kernels, bucket) else 0
     wanted = None if bucket.is_decode else _padded(fields["last_index"], num_rows)
     last, hidden, cache = model(token_ids, state.cache, batch, kernels, wanted)
-    sampling = SamplingBatch(
-        temperature=jax.lax.bitcast_convert_type(fields["temperature"], jnp.float32),
-        top_p=jax.lax.bitcast_convert_type(fields["top_p"], jnp.float32),
-        top_k=fields["top_k"],
-        min_p=jax.lax.bitcast_convert_type(fields["min_p"], jnp.float32),
-        seed_low=jax.lax.bitcast_convert_type(fields["seed_low"], jnp.uint32),
-        seed_high=jax.lax.bitcast_convert_type(fields["seed_high"], jnp.uint32),
-        position=fields["sample_position"],
-    )
+    sampling = SamplingBatch.unpacked(fields)
     logits = model.logits(last)[: bucket.num_requests]
     sampled = sample(
         logits,

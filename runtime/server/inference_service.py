@@ -21,7 +21,8 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from ..api import proto_codec
 from ..api.engine_api import Engine, ModelInfo
 from ..api.errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
-from ..api.request import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, FinishReason, Output, RequestOptions, SamplingParams
+from ..api.request import FinishReason, Output, RequestOptions
+from ..api.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, SamplingParams
 from ..telemetry.request_log import Observer
 from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer

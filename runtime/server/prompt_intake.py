@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ..api.constraint import Constraint
 from ..api.engine_api import ModelInfo
 from ..api.errors import InvalidRequestError
-from ..api.request import SamplingParams
+from ..api.sampling_params import SamplingParams
 from ..text import chat_messages
 from ..text.grammar import Grammar, Grammars, compiled
 from ..text.tokenizer import Tokenizer

@@ -18,9 +18,11 @@ from typing import Any
 
 import grpc
 
+from ..api import proto_codec
 from ..api.constraint import CONSTRAINT_KINDS, Constraint
 from ..api.errors import ConfigError, EngineStoppedError, InvalidRequestError
-from ..api.request import MAX_SEED, Output, RequestOptions, SamplingParams, TokenLogprobs
+from ..api.request import Output, RequestOptions, TokenLogprobs
+from ..api.sampling_params import MAX_SEED, SamplingParams, params_table
 from .auth import LOCAL
 from .grpc_status import abort
 from .inference_service import Asked, Backend, Edge, checked_request_id
@@ -67,26 +69,17 @@ def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
     """
     if message.HasField("truncate_prompt_tokens"):
         raise InvalidRequestError("truncate_prompt_tokens", "this server has no such option; leave it out.")
-    return SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else max(1, max_output_tokens),
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_k=message.top_k,
-        top_p=message.top_p or 1.0,
-        min_p=message.min_p,
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
-        repetition_penalty=message.repetition_penalty or 1.0,
-        logit_bias=dict(message.logit_bias),
-        min_tokens=message.min_tokens,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        seed=message.seed % (MAX_SEED + 1) if message.HasField("seed") else None,
-        ignore_eos=message.ignore_eos,
-        stop=tuple(message.stop),
-        include_stop=message.include_stop_str_in_output,
-        stop_token_ids=tuple(message.stop_token_ids),
-        constraint=_constraint(message),
-    )
+    fields: dict[str, Any] = {"max_tokens": max(1, max_output_tokens), "constraint": _constraint(message)}
+    theirs = message.DESCRIPTOR.fields_by_name
+    for name, param in params_table().items():
+        field = theirs.get(param.gateway_name or name)
+        if field is not None:
+            value = getattr(message, field.name)
+            if message.HasField(field.name) if field.has_presence else value:
+                fields[name] = proto_codec.plain(value)
+    if "seed" in fields:
+        fields["seed"] %= MAX_SEED + 1  # a negative one is allowed there
+    return SamplingParams(**fields)
 
 
 def _constraint(message: Any) -> Constraint | None:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from meshserve.kernels.cuda import build
 from meshserve.kernels.sampling import gpu
-from meshserve.runtime.api.request import SamplingMode
+from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.program.sampling import SamplingBatch, sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 

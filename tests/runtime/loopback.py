@@ -16,7 +16,8 @@ from typing import Any
 from meshserve.deploy import demo
 from meshserve.runtime.api.engine_api import ModelInfo
 from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
-from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOptions, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOptions
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.server.method_permissions import new_access

@@ -11,7 +11,8 @@ from collections import deque
 import numpy as np
 from hypothesis import strategies as st
 
-from meshserve.runtime.api.request import FinishReason, Request, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Request
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.program.batch import ON_DEVICE, Batch, BatchBuilder, declare_buckets
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.limits import SchedulerLimits

@@ -20,7 +20,8 @@ import tokenizers
 from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import EngineStoppedError, InvalidRequestError, QueueFullError
-from meshserve.runtime.api.request import DEFAULT_OPTIONS, FinishReason, Load, Output, SamplingParams
+from meshserve.runtime.api.request import DEFAULT_OPTIONS, FinishReason, Load, Output
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.program.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
 from meshserve.runtime.program.processor_batch import Logprobs, ProcessorBatchBuilder, ProcessorShape, Sampled

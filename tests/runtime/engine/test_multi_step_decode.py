@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from meshserve.runtime.api.config import ServeConfig
-from meshserve.runtime.api.request import SamplingMode
-from meshserve.runtime.program.batch import ON_DEVICE, PARAM_FIELDS, Bucket
+from meshserve.runtime.api.sampling_params import SamplingMode
+from meshserve.runtime.program.batch import ON_DEVICE, Bucket
+from meshserve.runtime.program.packing import PARAM_FIELDS
 from meshserve.runtime.program.step import StepRunner
 from meshserve.runtime.startup.launch import launch
 

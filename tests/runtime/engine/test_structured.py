@@ -14,7 +14,8 @@ import pytest
 
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.constraint import Constraint
-from meshserve.runtime.api.request import FinishReason, Output, RequestOptions, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.startup.launch import Launched, launch
 from meshserve.runtime.text.grammar import compiled

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshserve.runtime.api.errors import InvalidRequestError
-from meshserve.runtime.api.request import FinishReason, Request, SamplingMode, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Request
+from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
 from meshserve.runtime.program.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket, declare_buckets
 from meshserve.runtime.program.processor_batch import SAMPLES, ProcessorBatchBuilder, ProcessorShape
 from meshserve.runtime.scheduler.limits import MAX_FUSED_TOKENS, SchedulerLimits

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 from jax.sharding import PartitionSpec
 
-from meshserve.runtime.api.request import SamplingMode
+from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.program import logits_processors
 from meshserve.runtime.program.logits_processors import ProcessorState
 from meshserve.runtime.program.processor_batch import (

@@ -11,7 +11,7 @@ import scipy.stats
 from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec
 
-from meshserve.runtime.api.request import SamplingMode, SamplingParams
+from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
 from meshserve.runtime.program import sampling
 from meshserve.runtime.program.sampling import SamplingBatch
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh

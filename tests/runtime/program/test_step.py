@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshserve.kernels.paged_attention import implementation
 from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.api.request import SamplingMode
+from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.model.qwen3 import Kernels, specs_of
 from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.output_buffers import output_buffer_shapes

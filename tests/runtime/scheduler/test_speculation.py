@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshserve.runtime.api.constraint import Constraint
-from meshserve.runtime.api.request import Request, SamplingParams
+from meshserve.runtime.api.request import Request
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.program.batch import ON_DEVICE
 from meshserve.runtime.scheduler.prompt_lookup import Drafter
 from meshserve.runtime.scheduler.step_plan import StepPlan

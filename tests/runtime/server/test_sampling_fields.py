@@ -9,16 +9,8 @@ import pytest
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.api import proto_codec
 from meshserve.runtime.api.errors import InvalidRequestError
-from meshserve.runtime.api.request import (
-    LOGPROB_FIELDS,
-    PENALTY_FIELDS,
-    FinishReason,
-    Output,
-    Request,
-    SamplingMode,
-    SamplingParams,
-    TokenLogprobs,
-)
+from meshserve.runtime.api.request import FinishReason, Output, Request, TokenLogprobs
+from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams, Stage, params_at
 from meshserve.runtime.client import messages, resume
 from meshserve.runtime.program.batch import BatchBuilder, declare_buckets
 from meshserve.runtime.program.processor_batch import (
@@ -93,7 +85,7 @@ def test_modes(fields: dict, mode: SamplingMode):
     assert params.mode is mode and not params.needs_processors
 
 
-@pytest.mark.parametrize("field", [*PENALTY_FIELDS, "logprobs"])
+@pytest.mark.parametrize("field", [*params_at(Stage.PENALTY, Stage.PROCESSOR), "logprobs"])
 def test_what_is_controlled(field: str):
     params = SamplingParams(**{field: EVERY_FIELD[field]})
     assert params.needs_processors and params.has_adjustments == (field != "logprobs")
@@ -132,7 +124,7 @@ def test_a_token_beside_those_that_end_is_enough():
     info.check(SamplingParams(allowed_token_ids=(END,)))
 
 
-@pytest.mark.parametrize("field", [*PENALTY_FIELDS, *LOGPROB_FIELDS])
+@pytest.mark.parametrize("field", [*params_at(Stage.PENALTY, Stage.PROCESSOR), *params_at(Stage.LOGPROBS)])
 def test_a_server_without_controls_refuses_their_fields(field: str):
     params = SamplingParams(**{field: EVERY_FIELD[field]})
     with pytest.raises(InvalidRequestError, match="--no-logits-processors") as caught:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from meshserve.runtime.api.config import ServeConfig
-from meshserve.runtime.api.request import FinishReason, Output, RequestOptions, SamplingParams, TokenLogprobs
+from meshserve.runtime.api.request import FinishReason, Output, RequestOptions, TokenLogprobs
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.program.batch import BatchBuilder, declare_buckets

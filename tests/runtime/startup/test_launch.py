@@ -5,7 +5,8 @@ import threading
 from pathlib import Path
 
 from meshserve.runtime.api.config import ServeConfig
-from meshserve.runtime.api.request import FinishReason, Output, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Output
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.startup.launch import launch
 from tests import checkpoints
 from tests.waiting import WAIT_SECONDS

@@ -14,7 +14,8 @@ from flax import nnx
 
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError, EngineStoppedError
-from meshserve.runtime.api.request import FinishReason, Output, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Output
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.startup.launch import Launched, launch
 from meshserve.runtime.startup.live_reshard import move_params

@@ -13,7 +13,8 @@ import pytest
 from meshserve.deploy import demo
 from meshserve.runtime.api.constraint import MAX_CONSTRAINT_CHARS, Constraint
 from meshserve.runtime.api.errors import InvalidRequestError
-from meshserve.runtime.api.request import FinishReason, Request, SamplingParams
+from meshserve.runtime.api.request import FinishReason, Request
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.grammar_masks import ConstrainedSamples
 from meshserve.runtime.text.grammar import Grammars, Matcher, compiled
 from meshserve.runtime.text.tokenizer import Tokenizer
