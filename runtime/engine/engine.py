@@ -171,14 +171,7 @@ class Engine:
         options: RequestOptions = DEFAULT_OPTIONS,
         grammar: "Grammar | None" = None,
     ) -> None:
-        """Accepts a request, whose outputs are passed to `deliver`.
-
-        Args:
-          request_id: Unique among the open requests.
-          prompt_token_ids: The prompt.
-          params: Sampling parameters.
-          options: Priority, deadline, cache salt and number of samples.
-          grammar: The compiled `params.constraint`; None if there is no constraint.
+        """Accepts a request, whose outputs are passed to `deliver`. `grammar` is the compiled `params.constraint`.
 
         Raises:
           InvalidRequestError: The request can never be served, or its id is in use.
@@ -351,11 +344,9 @@ class Engine:
         self._flush()
 
     def _dispatch(self) -> tuple[_Flight, ProcessorBatch | None] | None:
-        """Plans and dispatches a step.
+        """Plans and dispatches a step; None if there is nothing to do.
 
-        Returns:
-          The step, and the logits processors that remain to be dispatched with `_control`, if any. None if there is
-          nothing to do.
+        Also returns the logits processors that remain to be dispatched with `_control`, if any.
         """
         with self._changed:
             started = self._clock()

@@ -45,10 +45,7 @@ def token_masks(requests: Sequence[Request]) -> np.ndarray | None:
 
 
 class ConstrainedSamples:
-    """The constrained samples of one engine.
-
-    `renew_masks` may be called only on the engine's thread, the other methods only with the engine's lock held.
-    """
+    """The constrained samples of one engine. `renew_masks` runs on its thread, the rest with its lock held."""
 
     def __init__(self) -> None:
         self._matchers: dict[Request, Matcher] = {}
@@ -66,15 +63,7 @@ class ConstrainedSamples:
         self._matchers.pop(request, None)
 
     def advance(self, request: Request, token_id: int | None) -> End | None:
-        """Advances a sample by its new token.
-
-        Args:
-          request: The sample.
-          token_id: The token, or None for an end token.
-
-        Returns:
-          How the sample ends, or None if it continues.
-        """
+        """Advances a sample by its new token, None for an end token. Returns how it ends, None if it continues."""
         matcher = self._matchers[request]
         if token_id is None:  # stop tokens are valid anywhere, end tokens only where the mask allowed them
             may_end = matcher.may_end or request.params.stop_token_ids

@@ -61,13 +61,7 @@ class OpenSamples:
         return text
 
     def add(self, samples: list[Request], matchers: Sequence["Matcher"], text: TextStream | None) -> None:
-        """Adds all samples of a request.
-
-        Args:
-          samples: The samples.
-          matchers: One per sample, or empty if the request has no constraint.
-          text: The result of `text_after`.
-        """
+        """Adds all samples of a request, with one matcher each or none, and the result of `text_after`."""
         self._samples[samples[0].request_id] = samples
         for sample, matcher in zip(samples, matchers, strict=False):
             self.constrained.open(sample, matcher)

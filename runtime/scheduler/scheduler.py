@@ -123,11 +123,8 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Plans the next step and books it: its tokens count as computed, and pages and slots are assigned.
 
-        Takes O(running) time, independent of the queue's length. Requests that it ends because of their deadline are
-        returned by `take_expired`.
-
-        Returns:
-          The plan, or None if nothing can run: there is no request, or all wait for tokens in flight.
+        Returns None if nothing can run: there is no request, or all wait for tokens in flight. Takes O(running) time,
+        independent of the queue's length. Requests ended because of their deadline are left for `take_expired`.
         """
         self._let_leave()
         while (late := self._deadlines.first) is not None and late.deadline_seconds <= now:
@@ -210,8 +207,7 @@ class Scheduler:
     def _widen(self, draft: Draft) -> tuple[int, list[int]]:
         """Plans several decode steps in this dispatch if no request waits and enough pages are free.
 
-        Returns:
-          The number of steps, and the number of steps of each decode; (1, []) for an ordinary step.
+        Returns the number of steps, and that of each decode; (1, []) for an ordinary step.
         """
         num_steps = self.limits.max_decode_steps
         is_alone = not self._waiting and len(draft.decodes) == len(self._running)
@@ -292,10 +288,7 @@ class Scheduler:
             self._plan_prefill(request, draft)
 
     def _is_coming(self, request: Request, num_cached_pages: int, draft: Draft) -> bool:
-        """Returns whether another request computes this request's next page in the same step.
-
-        The next step can then share that page instead of computing it twice.
-        """
+        """Returns whether another request computes this one's next page in this step, so that the next can share it."""
         if request.num_prompt_logprobs_left:
             return False
         num_shareable_pages = (request.num_known_tokens - 1) // self.limits.page_size
@@ -303,11 +296,7 @@ class Scheduler:
         return not draft.page_keys.isdisjoint(next_page_keys)
 
     def _make_room(self, request: Request, cached: list[int], draft: Draft) -> bool:
-        """Makes room for a request, preempting running requests with a later rank if needed.
-
-        Returns:
-          False if there cannot be enough room; then no request has been preempted.
-        """
+        """Makes room for a request, preempting later ones if needed. False, without preemption, if it cannot fit."""
         if self._running.has_room(request, cached):
             return True
         if not self._running.could_have_room(request, cached):
@@ -376,9 +365,7 @@ class Scheduler:
         list i has the i-th new token of each request, or None for a request that has fewer.
 
         Args:
-          plan: The plan of the dispatch.
           sampled: `num_samples` tokens for each step of the plan.
-          now: The current time.
         """
         return sampled if self.speculation is None else self.speculation.accept(plan, sampled, now)
 
@@ -386,10 +373,8 @@ class Scheduler:
         """Books the tokens of a finished step. Call it once for each list that `accept` returns, in order.
 
         Args:
-          plan: The plan of the dispatch.
           sampled: One token per request, in the order of `plan.chunks`. Tokens of requests that do not sample in this
             step are ignored.
-          now: The current time.
           step: The index of the list among those that `accept` returned.
 
         Returns:

@@ -62,10 +62,7 @@ class _Payoff:
 
 
 class Speculation:
-    """Adds draft tokens to plans and verifies them.
-
-    The public counters count from the start.
-    """
+    """Adds draft tokens to plans and verifies them. The public counters count from the start."""
 
     def __init__(self, limits: SchedulerLimits, pages: PageAllocator, running: Running):
         self.num_drafts = 0  # draft tokens proposed
@@ -78,10 +75,7 @@ class Speculation:
         self._was_drafted = False  # whether that step had drafts, or a request sat it out
 
     def drafter(self, request: Request) -> Drafter | None:
-        """Returns a drafter for a new request, or None if the request gets no draft tokens.
-
-        Requests with a constraint or adjusted logits get none, because each of their tokens changes what may follow.
-        """
+        """Returns a drafter for a new request; None where each token changes what may follow, or drafting is off."""
         params = request.params
         if params.has_adjustments or params.constraint is not None or not self._limits.draft_tokens:
             return None

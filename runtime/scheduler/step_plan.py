@@ -30,9 +30,7 @@ class Admission(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The work of one dispatch.
-
-    Read `pages` and `slot` of its requests before the next call of the scheduler, which may change them.
+    """The work of one dispatch. Read `pages` and `slot` of its requests before the scheduler's next call changes them.
 
     The input of a decode is the token that an earlier step sampled in the same slot; the host need not know it. With
     `num_steps` above 1 there are only decodes, and each runs that many steps, or fewer if its output ends earlier. A
