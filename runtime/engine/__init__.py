@@ -1,1 +1,1 @@
-"""The engine loop: plan, dispatch, collect and stream, one step ahead of the device."""
+"""Runs the engine loop: plan, dispatch, collect and stream, one step ahead of the device."""

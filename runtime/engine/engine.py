@@ -1,10 +1,10 @@
-"""The loop: plan, dispatch, collect, stream; one step ahead of the device.
+"""Runs the engine loop: plan, dispatch, collect and stream, one step ahead of the device.
 
-Step 8 of 10. In: requests, from any thread. Out: `Output`s, one delivery a step, from the engine's own thread.
+Step 8 of 10. In: requests, from any thread. Out: `Output`s, one delivery per step, from the engine's own thread.
 
-While the device runs step k the host plans and dispatches step k+1, and only then waits for the tokens of step k. So
-the device always has its next step queued, at the price that an end the host could not foresee (an end token, a stop
-string) is seen one step late: that step's token for the request is dropped.
+While the device runs step k, the host plans and dispatches step k+1, and only then waits for the tokens of step k. The
+device therefore always has its next step queued. The cost is that an end which the host cannot foresee (an end token, a
+stop string) is seen one step late; that step's token for the request is dropped.
 """
 
 import logging
@@ -39,43 +39,43 @@ from .output_streams import OpenSamples
 from .step_record import Record, StepRecord, StepRecorder
 
 if TYPE_CHECKING:
-    from ..text.grammar import Grammar  # llguidance may be missing where there are no constraints
+    from ..text.grammar import Grammar  # llguidance, which it imports, is needed only for constraints
 
 _log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Dispatches steps; the device runs what it is given in order (`step.StepRunner`)."""
+    """Dispatches steps, which the device runs in order. Implemented by `step.StepRunner`."""
 
     def set_page_row(self, page_slot: np.ndarray) -> None:
-        """Sets a row of the page table for the steps to come; see `batch.Batch`."""
+        """Sets one slot's row of the page table for the following steps; see `batch.Batch`."""
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
-        """Returns the step's tokens, which may still be on their way: [B], or [bucket.num_steps, B]."""
+        """Dispatches a step and returns its tokens, possibly not computed yet: [B] or [bucket.num_steps, B]."""
 
     def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
-        """Tells `sample` about a request that just got its row; see `processor_batch.SlotAdjustments`."""
+        """Sets the state that `sample` uses for a newly assigned slot; see `processor_batch.SlotAdjustments`."""
 
     def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
-        """Samples the last `run` anew, under controls; may come as late as just before the next `run`."""
+        """Samples the last `run` again with logits processors. May be called at any time before the next `run`."""
 
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
-        """Of the tokens after those of the last `run`."""
+        """Returns the log-probabilities of `targets`, the tokens that follow those of the last `run`."""
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A dispatched step whose tokens the host has not seen."""
+    """A dispatched step whose tokens have not been collected."""
 
     plan: StepPlan
     sampled: jax.Array | np.ndarray
-    dispatched: float  # seconds
+    dispatched: float  # time of the dispatch, in seconds
     record: StepRecord | None
     logprobs: StepLogprobs | None = None
 
 
 def _reason_of(error: BaseException) -> str:
-    """Why the loop died: what was raised and, of GPUs that add up by themselves, which one did not answer."""
+    """Describes why the loop failed: the exception and, for the P2P all-reduce, the GPU that did not answer."""
     complaint = p2p_gpu.complaint()
     raised = f"{type(error).__name__}: {error}"
     return raised if complaint is None else f"{complaint}; {raised}"
@@ -83,7 +83,7 @@ def _reason_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """A change of the mesh that was asked for."""
+    """A requested change of the mesh."""
 
     make_runner: Callable[[], tuple[Runner, int]]
     done: Future[None] = field(default_factory=Future)
@@ -93,14 +93,15 @@ class Engine:
     """Serves requests on one mesh.
 
     Args:
-      scheduler, pages: the queues and the pages they share.
-      batches: makes host arrays of plans.
-      runner: runs them.
-      tokenizer: turns tokens into text; None leaves every text empty and honours no stop strings.
-      deliver: gets the outputs of each step, once a step, on the engine's thread. Each accepted request's last output,
-        and only that one, has a finish reason; with several samples, each one's. It must not block, and must not raise.
-      record: gets a `StepRecord` for each dispatch, likewise.
-      clock: seconds that never go back.
+      scheduler: Plans the steps.
+      pages: The page allocator that the scheduler uses.
+      batches: Converts plans to host arrays.
+      runner: Runs the batches on the device.
+      tokenizer: Converts tokens to text. If None, all texts are empty and stop strings are ignored.
+      deliver: Receives the outputs of each step, once per step, on the engine's thread. Only the last output of each
+        sample has a finish reason. It must not block and must not raise.
+      record: Receives a `StepRecord` for each dispatch, under the same conditions.
+      clock: Returns monotonic time in seconds.
     """
 
     def __init__(
@@ -126,17 +127,18 @@ class Engine:
         self._flight: _Flight | None = None
         self._change: _Change | None = None
         self._is_stopping = False
-        self.failure: str | None = None  # why the loop died
-        # Guards everything above but the flight, which is the thread's own. Held for fractions of a millisecond.
+        self.failure: str | None = None  # why the loop failed; None while the engine is healthy
+        # Guards everything above except `_flight`, which only the engine's thread uses. Held for under a millisecond.
         self._changed = threading.Condition()
-        self._delivering = threading.RLock()  # taken before the one above: what is taken first is delivered first
+        self._delivering = threading.RLock()  # acquired before `_changed`, to deliver outputs in order
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        """Starts the engine's thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends every open request as cancelled and waits for the loop to end. Idempotent."""
+        """Ends every open request as cancelled and waits until the loop has ended. Idempotent."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -144,8 +146,10 @@ class Engine:
             self._thread.join()
 
     def fail(self, reason: str) -> None:
-        """Ends every open request with `reason` and the loop with the present step. From any thread, and at once: the
-        loop may hang in a step that never ends."""
+        """Ends every open request with `reason` at once, and the loop after the current step.
+
+        May be called from any thread. It does not wait for the loop, which may hang in a step that never ends.
+        """
         with self._changed:
             self.failure = self.failure or reason
             self._is_stopping = True
@@ -154,9 +158,9 @@ class Engine:
         self._flush()
 
     def check_room(self) -> None:
-        """As `contract.Engine.check_room`."""
+        """Implements `engine_api.Engine.check_room`."""
         if self._scheduler.num_waiting < self._scheduler.limits.max_waiting:
-            return  # without the lock, which a step may hold: one number, and `submit` looks again
+            return  # reads one number without the lock, which a step may hold; `submit` checks again
         with self._changed:
             self._scheduler.check_room(self._clock())
 
@@ -168,14 +172,14 @@ class Engine:
         options: RequestOptions = DEFAULT_OPTIONS,
         grammar: "Grammar | None" = None,
     ) -> None:
-        """Accepts a request; its outputs come through `deliver`. `grammar` is `params.constraint`, compiled.
+        """Accepts a request, whose outputs are passed to `deliver`. `grammar` is the compiled `params.constraint`.
 
         Raises:
-          InvalidRequestError: it can never be served, or its id is in use.
-          QueueFullError: too many wait.
-          EngineStoppedError: the engine is stopping or has failed.
+          InvalidRequestError: The request can never be served, or its id is in use.
+          QueueFullError: The queue is full.
+          EngineStoppedError: The engine is stopping or has failed.
         """
-        assert (grammar is None) == (params.constraint is None), "a constraint comes with its grammar"
+        assert (grammar is None) == (params.constraint is None), "pass a grammar with a constraint, and only then"
         samples = self._samples(request_id, tuple(prompt_token_ids), params, options)
         resumed = prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :]
         matchers = grammar.matchers(len(samples), resumed) if grammar is not None else []
@@ -214,20 +218,21 @@ class Engine:
         drafter = samples[0].drafter = self._scheduler.drafter(samples[0])
         for sample in samples[1:]:
             sample.drafter = drafter.fork() if drafter is not None else None
-        if limits.has_prefix_cache:  # here, because a long prompt takes a millisecond and the lock is not held
+        if limits.has_prefix_cache:  # here, without the lock, because a long prompt takes a millisecond
             extend_page_keys(samples[0], limits.page_size, (len(prompt_token_ids) - 1) // limits.page_size)
             for sample in samples[1:]:
                 sample.page_keys = list(samples[0].page_keys)
         return samples
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request, all samples; its pages are free at once. One that is unknown or has ended is left alone."""
+        """Ends all samples of a request and frees their pages at once. Unknown and ended requests are ignored."""
         with self._changed:
             for sample in self._open.of(request_id):
                 if self._open.end(sample, reason, self._clock()):
                     self._changed.notify()
 
     def load(self) -> Load:
+        """Returns the current load."""
         with self._changed:
             return Load(
                 num_running=self._scheduler.num_running,
@@ -237,28 +242,28 @@ class Engine:
             )
 
     def flush_prefix_cache(self) -> int:
-        """Forgets the pages kept for prompts to come; returns how many."""
+        """Drops all evictable pages from the prefix cache and returns their number."""
         with self._changed:
             return self._pages.flush()
 
     def rebuild(self, make_runner: Callable[[], tuple[Runner, int]]) -> None:
-        """Puts another runner in the place of the present one between two steps, and waits until it is there.
+        """Replaces the runner between two steps, and waits until it is replaced.
 
-        The steps in flight are collected first. Running requests lose their pages and compute their tokens anew
-        afterwards; their streams pause. Requests are accepted all the while.
+        The steps in flight are collected first. Running requests lose their pages and recompute their tokens
+        afterwards; their streams pause. New requests are accepted throughout.
 
         Args:
-          make_runner: makes the runner, with an empty cache, and tells the number of its pages. Runs on the engine's
-            thread. If it raises, the engine has failed: what the old runner held may be gone.
+          make_runner: Creates the runner with an empty cache, and returns it and its number of pages. Runs on the
+            engine's thread. If it raises, the engine fails, because the old runner's state may be lost.
 
         Raises:
-          EngineStoppedError: the engine is not running, or is rebuilding already.
-          Whatever `make_runner` raises.
+          EngineStoppedError: The engine is not running, or is already being rebuilt.
+          Exception: Whatever `make_runner` raises.
         """
         change = _Change(make_runner)
         with self._changed:
             if self._is_stopping or self.failure is not None or not self._thread.is_alive() or self._change is not None:
-                raise EngineStoppedError("the engine is not running, or its mesh is being changed already.")
+                raise EngineStoppedError("the engine is not running, or its mesh is already being changed.")
             self._change = change
             self._changed.notify()
         change.done.result()
@@ -279,7 +284,7 @@ class Engine:
         change.done.set_result(None)
 
     def _end_too_large(self) -> None:
-        """Ends the requests that the cache could not hold even if it held nothing else."""
+        """Ends the requests that do not fit in the whole cache."""
         num_pages = self._pages.num_pages
         for request in tuple(self._scheduler.requests):
             if self._scheduler.limits.num_needed_pages(request) > num_pages:
@@ -293,8 +298,8 @@ class Engine:
                     self._rebuild(self._change)
                 else:
                     self._step()
-        except BaseException as error:  # whatever it was, a library's panic too, every open request must hear of it
-            _log.exception("the engine loop died")
+        except BaseException as error:  # any failure, also a panic in a library, must end every open request
+            _log.exception("the engine loop failed")
             with self._changed:
                 self.failure = self.failure or _reason_of(error)
                 self._open.end_all(FinishReason.ERROR, self._clock(), self.failure)
@@ -306,12 +311,12 @@ class Engine:
         self._flush()
 
     def _refuse_change(self, error: BaseException) -> None:
-        """Whoever waits for a change of the mesh hears that it will not come."""
+        """Fails a pending change of the mesh with `error`."""
         if self._change is not None:
             self._change.done.set_exception(error)
 
     def _wait_for_work(self) -> bool:
-        """Sleeps while there is nothing to do; False when it is time to stop."""
+        """Waits until there is work. Returns False when the engine is to stop."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -325,10 +330,10 @@ class Engine:
             return not self._is_stopping
 
     def _step(self) -> None:
-        """Dispatches the next step, then collects the one before.
+        """Dispatches the next step, then collects the previous one.
 
-        What constrained requests may sample follows from the tokens collected; so their steps are dispatched in two
-        parts, and masks are made while the device is in the first.
+        The token masks of constrained requests depend on the collected tokens. Steps with such requests are therefore
+        dispatched in two parts, and the masks are computed while the device runs the first.
         """
         flight, processors = self._dispatch() or (None, None)
         if self._flight is not None:
@@ -340,12 +345,15 @@ class Engine:
         self._flush()
 
     def _dispatch(self) -> tuple[_Flight, ProcessorBatch | None] | None:
-        """Plans and dispatches a step, but for the controls returned, which come later. None: nothing to do."""
+        """Plans and dispatches a step; None if there is nothing to do.
+
+        Also returns the logits processors that remain to be dispatched with `_control`, if any.
+        """
         with self._changed:
             started = self._clock()
             plan = self._scheduler.plan(started)
             for request in self._scheduler.take_expired():
-                self._open.expired(request, "its deadline passed, or could not be met any more")
+                self._open.expired(request, "its deadline passed or could no longer be met")
             if plan is None:
                 return None
             batch = self._batches.build(plan)
@@ -359,7 +367,7 @@ class Engine:
         return self._control(flight, batch.processors), None
 
     def _control(self, flight: _Flight, processors: ProcessorBatch) -> _Flight:
-        """What the step just dispatched has to do beside it, and its tokens, which may be others now."""
+        """Dispatches the logits processors and log-probabilities of a step; returns it with the tokens sampled last."""
         for slot in processors.slots:
             self.runner.set_slot_adjustments(*slot)
         tokens, sampled, prompt = flight.sampled, None, None
@@ -371,7 +379,7 @@ class Engine:
         return replace(flight, sampled=tokens, logprobs=logprobs)
 
     def _collect(self, flight: _Flight) -> None:
-        """Waits for the tokens of a dispatch and books them."""
+        """Waits for the tokens of a dispatch, books them and adds them to the outputs."""
         plan = flight.plan
         sampled = np.asarray(flight.sampled).reshape(plan.num_steps, -1)[:, : plan.num_samples].tolist()
         if flight.logprobs is not None:
@@ -386,7 +394,7 @@ class Engine:
                 self._recorder.collected(flight.record, now - flight.dispatched)
 
     def _renew_masks(self) -> None:
-        """What constrained requests may sample next. Without the lock, for it may take long."""
+        """Computes the next token masks of constrained requests. Without the lock, because it may take long."""
         ended = self._open.constrained.renew_masks()
         if ended:
             with self._changed:

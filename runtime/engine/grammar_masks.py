@@ -1,7 +1,7 @@
-"""The samples that are held to a grammar, and how far each has come. Serves step 8 of 10.
+"""Tracks samples with a grammar constraint and computes their token masks. Serves step 8 of 10.
 
-In: the engine's samples, and their tokens as they become known. Out: `Request.token_mask`, what each may sample next,
-ready before its next step is sampled; and who has reached the end of its grammar.
+In: the engine's samples, and their tokens as they become known. Out: `Request.token_mask`, the tokens that each sample
+may take next, ready before its next step is sampled; and the samples whose grammar is complete.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 _CONFLICT = "no token was left that the constraint and the other sampling parameters both allow"
 
-# How a sample ends here, and a message where that is an ERROR.
+# How a constrained sample ends, and the message if that is an ERROR.
 End = tuple[FinishReason, str]
 _COMPLETE: End = (FinishReason.STOP, "")
 
 
 def _too_complex(matcher: "Matcher") -> str:
-    """The message for a grammar that llguidance gave up."""
+    """Returns the error message for a grammar that exceeded llguidance's limits."""
     return f"the constraint became too complex: {matcher.failure}"
 
 
 def _has_begun_anew(request: Request, matcher: "Matcher") -> bool:
+    """Restarts a failed matcher with a newly compiled grammar and the tokens so far; returns whether that works."""
     prompt, params = request.prompt_token_ids, request.params
     assert params.constraint is not None
     resumed = prompt[len(prompt) - params.num_resumed_tokens :]
@@ -34,7 +35,7 @@ def _has_begun_anew(request: Request, matcher: "Matcher") -> bool:
 
 
 def token_masks(requests: Sequence[Request]) -> np.ndarray | None:
-    """What each of a step's requests may sample, as far as the host knows: [n, W] uint32. None if all may take all."""
+    """Returns the token masks of a step's requests, [n, W] uint32, or None if none of them is masked."""
     masks = [request.token_mask for request in requests]
     known = next((mask for mask in masks if mask is not None), None)
     if known is None:
@@ -44,32 +45,32 @@ def token_masks(requests: Sequence[Request]) -> np.ndarray | None:
 
 
 class ConstrainedSamples:
-    """Of one engine. `renew_masks` belongs to the engine's thread, the rest to whoever holds its lock."""
+    """The constrained samples of one engine. `renew_masks` runs on its thread, the rest with its lock held."""
 
     def __init__(self) -> None:
         self._matchers: dict[Request, Matcher] = {}
-        self._stale: list[tuple[Request, Matcher]] = []  # their masks are of a token that is not the next any more
+        self._stale: list[tuple[Request, Matcher]] = []  # samples that have advanced since their mask was computed
 
     def open(self, request: Request, matcher: "Matcher") -> None:
-        """A new sample."""
+        """Starts tracking a new sample."""
         self._matchers[request] = matcher
         self._set_mask(request, matcher)
         if not (matcher.mask & ~matcher.grammar.grammars.eos_mask).any():
-            self._stale.append((request, matcher))  # complete, with resumed tokens: ends before it samples any
+            self._stale.append((request, matcher))  # already complete with its resumed tokens: ends without sampling
 
     def close(self, request: Request) -> None:
-        """The sample has ended. Does nothing for one that is not held to anything."""
+        """Stops tracking a sample that has ended. Does nothing for one without a constraint."""
         self._matchers.pop(request, None)
 
     def advance(self, request: Request, token_id: int | None) -> End | None:
-        """Takes a sample's new token, or its end token as None. Returns how the sample ends if it ends with this."""
+        """Advances a sample by its new token, None for an end token. Returns how it ends, None if it continues."""
         matcher = self._matchers[request]
-        if token_id is None:  # a stop token may come anywhere, an end token where the mask allowed it
+        if token_id is None:  # stop tokens are valid anywhere, end tokens only where the mask allowed them
             may_end = matcher.may_end or request.params.stop_token_ids
             return None if may_end else (FinishReason.ERROR, _CONFLICT)
         params = request.params
         if token_id in params.bad_token_ids or (params.allowed_token_ids and token_id not in params.allowed_token_ids):
-            return FinishReason.ERROR, _CONFLICT  # the device takes token 0 where none is left
+            return FinishReason.ERROR, _CONFLICT  # the device samples token 0 if no token is left
         was_allowed = matcher.allows(token_id)
         if not matcher.advance([token_id]):
             if not was_allowed:
@@ -82,9 +83,9 @@ class ConstrainedSamples:
         return None
 
     def renew_masks(self) -> list[tuple[Request, End]]:
-        """Masks for all that have advanced since the last call and still go on. Returns those that end instead.
+        """Computes the masks of all samples that have advanced since the last call. Returns those that end instead.
 
-        Without the engine's lock: a sample that ends meanwhile gets a mask that nobody reads.
+        Called without the engine's lock: the mask of a sample that ends meanwhile is never read.
         """
         stale = [(request, matcher) for request, matcher in self._stale if not request.is_finished]
         self._stale.clear()
@@ -104,7 +105,7 @@ class ConstrainedSamples:
 
     @staticmethod
     def _set_mask(request: Request, matcher: "Matcher") -> None:
-        """With `ignore_eos` the output goes on for as long as its grammar lets it."""
+        """Sets the sample's mask. With `ignore_eos`, end tokens are excluded while the grammar allows other tokens."""
         request.token_mask = matcher.mask
         if request.params.ignore_eos and (going_on := matcher.mask & ~matcher.grammar.grammars.eos_mask).any():
             request.token_mask = going_on

@@ -1,4 +1,4 @@
-"""Log-probabilities of a step, from the device's arrays to each request's own. Serves step 8 of 10. numpy only."""
+"""Distributes the log-probabilities of a step from device arrays to requests. Serves step 8 of 10. numpy only."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from ..scheduler.step_plan import StepPlan
 
 
 class StepLogprobs:
-    """Of one step. `wait` before the first look at them.
+    """The log-probabilities of one step. Call `wait` before reading them.
 
     Args:
-      plan: of the step.
-      sampled: of the tokens that the step samples, see `StepPlan.num_samples`; None if nobody asked.
-      prompt: of the tokens after each of the step's, likewise.
-      targets: [T] which of those were wanted; the others are -1.
+      plan: The plan of the step.
+      sampled: Those of the sampled tokens, one for each of `StepPlan.num_samples`; None if not requested.
+      prompt: Those of the tokens that follow each token of the step; None if not requested.
+      targets: [T] token ids that `prompt` refers to; -1 where none is requested.
     """
 
     def __init__(
@@ -28,17 +28,20 @@ class StepLogprobs:
         is_wanted = sampled is not None and any(request.params.logprobs is not None for request in plan.requests)
         self._sampled, self._prompt, self._targets = sampled if is_wanted else None, prompt, targets
         self._places = _places(plan) if is_wanted else {}
-        # Of the prompt tokens that the step brought, by request, in order.
+        # Log-probabilities of the prompt tokens that the step computed: requests in batch order, tokens in order.
         self.of_prompts: tuple[tuple[Request, tuple[TokenLogprobs, ...]], ...] = ()
 
     def wait(self) -> None:
-        """Brings them to the host. With the engine's lock held, everybody would wait for the device, too."""
+        """Copies the arrays to the host. Call it without the engine's lock, because it waits for the device."""
         self._sampled = _on_host(self._sampled)
         self.of_prompts = tuple(self._of_prompts(_on_host(self._prompt)))
 
     def of_output(self, request: Request, token_id: int) -> TokenLogprobs | None:
-        """Of the next token that the step sampled for the request: first of that behind its own, then of those behind
-        its drafts. None unless it asked."""
+        """Returns the log-probabilities of the next token that the step sampled for a request, None if not requested.
+
+        The first call for a request refers to the token sampled after its input token, further calls to the tokens
+        sampled after its draft tokens.
+        """
         if request.params.logprobs is None or self._sampled is None:
             return None
         return _at(self._sampled, next(self._places[request]), token_id, request.params.logprobs)
@@ -56,7 +59,7 @@ class StepLogprobs:
 
 
 def _places(plan: StepPlan) -> dict[Request, Iterator[int]]:
-    """Where the samples of each request of the plan stand, in order."""
+    """Returns the indices of each request's samples in the step's output, in order."""
     places: dict[Request, Iterator[int]] = {}
     behind = plan.num_requests
     drafts = itertools.chain(plan.drafts, itertools.repeat(()))  # prefills have none

@@ -1,7 +1,7 @@
-"""The unfinished samples and what callers get of them. Serves step 8 of 10.
+"""Tracks the unfinished samples and builds their outputs. Serves step 8 of 10.
 
-In: the progress of a step. Out: `Output`s in the order in which they came about; a sample's last one, and only that,
-has a finish reason. The engine's lock guards it all.
+In: the progress of a step. Out: `Output`s in order of creation; only the last output of each sample has a finish
+reason. All access requires the engine's lock, except where noted.
 """
 
 import sys
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class OpenSamples:
-    """Texts, constraints and outputs of the samples that are being served.
+    """The texts, constraints and outputs of the samples that are being served.
 
     Args:
-      scheduler: told of the ends that it cannot see itself: a stop string, the end of a constraint.
-      tokenizer: None leaves every text empty and honours no stop strings.
+      scheduler: Notified of the ends that it cannot detect itself: a stop string, the end of a constraint.
+      tokenizer: If None, all texts are empty and stop strings are ignored.
     """
 
     def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None):
@@ -38,20 +38,21 @@ class OpenSamples:
         self._outputs: list[Output] = []
 
     def of(self, request_id: str) -> tuple[Request, ...]:
-        """A request's unfinished samples."""
+        """Returns the unfinished samples of a request."""
         return tuple(self._samples.get(request_id, ()))
 
     def check_new(self, request_id: str) -> None:
-        """
+        """Checks that a request id is not in use.
+
         Raises:
-          InvalidRequestError: the id is in use.
+          InvalidRequestError: The id is in use.
         """
         if request_id in self._samples:
             message = f"{request_id!r} is still being served. Use another, or wait until it has ended."
             raise InvalidRequestError("request_id", message)
 
     def text_after(self, params: SamplingParams, resumed: Sequence[int]) -> TextStream | None:
-        """The text of a sample whose caller has the tokens `resumed` already. Looks at no sample: needs no lock."""
+        """Returns the text stream of a sample that resumes after the tokens `resumed`. Needs no lock."""
         if self._tokenizer is None:
             return None
         text = TextStream(
@@ -61,7 +62,7 @@ class OpenSamples:
         return text
 
     def add(self, samples: list[Request], matchers: Sequence["Matcher"], text: TextStream | None) -> None:
-        """All samples of a request. Each has a matcher, or none has; `text` is of `text_after`."""
+        """Adds all samples of a request, with one matcher each or none, and the result of `text_after`."""
         self._samples[samples[0].request_id] = samples
         for sample, matcher in zip(samples, matchers, strict=False):
             self.constrained.open(sample, matcher)
@@ -73,18 +74,18 @@ class OpenSamples:
         return bool(self._outputs)
 
     def take_outputs(self) -> list[Output]:
-        """What came about since the last call."""
+        """Returns and clears the outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def stream_prompts(self, logprobs: StepLogprobs | None) -> None:
-        """Log-probabilities of prompt tokens go out as they come."""
+        """Adds outputs for the prompt log-probabilities of a step."""
         for request, found in logprobs.of_prompts if logprobs is not None else ():
             if not request.is_finished:
                 self._put(request, prompt_logprobs=found)
 
     def stream(self, progress: Progress, now: float, logprobs: StepLogprobs | None) -> None:
-        """Turns a request's new token into an output; a stop string in its text, or its constraint, ends it."""
+        """Converts a sample's new token to an output. Ends the sample at a stop string or the end of its constraint."""
         request, token_id = progress
         token_ids = () if token_id is None else (token_id,)
         logprob = logprobs.of_output(request, token_id) if logprobs is not None and token_id is not None else None
@@ -98,7 +99,7 @@ class OpenSamples:
             text, has_stopped = stream.push(token_ids)
             reason = FinishReason.STOP if has_stopped else reason
         if reason is not None and not self._scheduler.finish(request, reason, now):
-            request.finish_reason = reason  # it reached its length, or its end token, with this very token
+            request.finish_reason = reason  # the scheduler has already ended it with this token, by length or end token
         if is_wrong:
             request.output_token_ids.pop()
         if request.is_finished:
@@ -107,23 +108,23 @@ class OpenSamples:
             self._put(request, token_ids=token_ids, text=text, logprobs=found)
 
     def end(self, request: Request, reason: FinishReason, now: float, message: str = "") -> bool:
-        """Ends a sample before its time; False if it has ended."""
+        """Ends a sample early. Returns False if it has already ended."""
         has_ended = self._scheduler.finish(request, reason, now)
         if has_ended:
             self._close(request, message=message)
         return has_ended
 
     def expired(self, request: Request, message: str) -> None:
-        """The scheduler has ended it."""
+        """Adds the last output of a sample that the scheduler has ended because of its deadline."""
         self._close(request, message=message)
 
     def end_all(self, reason: FinishReason, now: float, message: str) -> None:
-        """Every request. Nothing of theirs is shared any more: that may be what failed."""
+        """Ends every request. Publishes none of their pages, because publishing may be what failed."""
         for request in tuple(self._scheduler.requests):
             request.publish_at_tokens = sys.maxsize
             self.end(request, reason, now, message)
         for request in [sample for samples in self._samples.values() for sample in samples]:
-            request.finish_reason = reason  # the scheduler has ended it in the step that failed
+            request.finish_reason = reason  # already ended by the scheduler, in the step that failed
             self._close(request, message=message)
 
     def _close(
@@ -135,7 +136,7 @@ class OpenSamples:
         message: str = "",
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """A finished sample's last output: all text that was held back comes with it."""
+        """Adds the last output of a finished sample, including all text that was held back."""
         stream = self._texts.pop(request, None)
         self.constrained.close(request)
         samples = self._samples[request.request_id]

@@ -1,7 +1,7 @@
-"""What a step was: one typed record, which metrics, benchmarks and tests all read.
+"""Records each step in one typed record, which metrics, benchmarks and tests read.
 
-In: plans as they are dispatched, and the scheduler's counts. Out: a `StepRecord` for each dispatch, once its tokens are
-booked, on the engine's thread.
+In: plans as they are dispatched, and the scheduler's counters. Out: a `StepRecord` for each dispatch, after its tokens
+are booked, on the engine's thread.
 """
 
 import dataclasses
@@ -16,56 +16,56 @@ from ..scheduler.step_plan import StepPlan
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One dispatch. Pages are counted for one device: every device holds the same number."""
+    """The record of one dispatch. Pages are counted per device; every device holds the same number."""
 
-    # When it was planned:
-    num_running: int  # requests with a row
+    # At the time of planning:
+    num_running: int  # requests that hold a slot
     max_running: int
     num_waiting: int
     num_pages: int
-    num_free_pages: int  # kept ones included
-    num_evictable_pages: int  # free, but still found by their contents
-    # Its work:
-    num_decodes: int  # requests
-    num_prefills: int  # chunks
+    num_free_pages: int  # evictable pages included
+    num_evictable_pages: int  # free, but still in the prefix cache
+    # Work:
+    num_decodes: int  # requests that decode
+    num_prefills: int  # prefill chunks
     num_prefill_tokens: int
-    num_decode_tokens: int  # of all its steps together, drafts included
-    num_draft_tokens: int = 0  # guesses of what would be sampled
-    num_padding_tokens: int  # places of the compiled shape that were left empty
+    num_decode_tokens: int  # total over all its steps, draft tokens included
+    num_draft_tokens: int = 0
+    num_padding_tokens: int  # unused token positions of the bucket, over all steps
     num_steps: int  # decode steps in this dispatch
-    # Who came and went:
-    queue_seconds: tuple[float, ...]  # of each request that began, how long it waited
-    num_admitted_tokens: int  # known tokens of those that got a row, and how many of them were found in the cache:
-    num_cached_tokens: int
+    # Admissions and preemptions:
+    queue_seconds: tuple[float, ...]  # queue time of each request that ran for the first time
+    num_admitted_tokens: int  # known tokens of the requests admitted to a slot
+    num_cached_tokens: int  # those of num_admitted_tokens that were in the prefix cache
     num_preempted: int
-    # Since the record before:
+    # Since the previous record:
     num_evicted_pages: int = 0
-    num_wasted_tokens: int = 0  # sampled for requests that had ended
-    num_accepted_tokens: int = 0  # drafts that held
-    num_refused: int = 0  # requests, for want of room in the queue
-    num_expired: int = 0  # requests, for their deadline
-    # Time, by the engine's clock:
+    num_wasted_tokens: int = 0  # tokens sampled for requests that had ended
+    num_accepted_tokens: int = 0  # accepted draft tokens
+    num_refused: int = 0  # requests refused because the queue was full
+    num_expired: int = 0  # requests ended because of their deadline
+    # Durations, by the engine's clock:
     host_seconds: float  # planning and batch building
-    step_seconds: float = 0.0  # from dispatch until its tokens were there, the wait behind the step before included
+    step_seconds: float = 0.0  # from dispatch until the tokens were booked; includes waiting for the previous step
 
     @property
     def occupancy(self) -> float:
-        """Share of the rows that are in use."""
+        """The fraction of slots in use."""
         return self.num_running / self.max_running
 
     @property
     def padding(self) -> float:
-        """Share of the compiled shape that was left empty."""
+        """The fraction of the bucket's token positions that is padding."""
         num_tokens = self.num_prefill_tokens + self.num_decode_tokens
         return self.num_padding_tokens / (num_tokens + self.num_padding_tokens)
 
 
-# Takes each record, on the engine's thread. It returns at once and never raises.
+# Receives each record on the engine's thread. Must not block and must not raise.
 Record = Callable[[StepRecord], None]
 
 
 class StepRecorder:
-    """Makes the records of one engine. Call it where the scheduler may be read."""
+    """Creates the records of one engine. Call its methods only where reading the scheduler is safe."""
 
     def __init__(self, scheduler: Scheduler, pages: PageAllocator, record: Record):
         self._scheduler = scheduler
@@ -74,7 +74,7 @@ class StepRecorder:
         self._counts = self._read_counts()
 
     def planned(self, plan: StepPlan, bucket: Bucket, host_seconds: float) -> StepRecord:
-        """The record of a step as it is dispatched, still without its end."""
+        """Returns the record of a step at dispatch, without the fields that `collected` fills in."""
         scheduler, pages = self._scheduler, self._pages
         num_prefill_tokens = plan.num_prefill_tokens
         num_decode_tokens = sum(plan.decode_lengths) if plan.decode_lengths else len(plan.decodes)
@@ -101,7 +101,7 @@ class StepRecorder:
         )
 
     def collected(self, record: StepRecord, step_seconds: float) -> None:
-        """Completes the record of a step whose tokens are booked, and hands it on."""
+        """Completes the record of a step whose tokens are booked, and passes it to `record`."""
         before, self._counts = self._counts, self._read_counts()
         evicted, wasted, accepted, refused, expired = (
             now - then for now, then in zip(self._counts, before, strict=True)

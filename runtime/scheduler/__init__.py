@@ -1,1 +1,1 @@
-"""Pure decisions about queues, pages and limits; no jax, no clock, no I/O."""
+"""Schedules requests: queues, pages and limits. Uses no jax, no clock and no I/O."""

@@ -1,4 +1,4 @@
-"""What a step, a request and the queue may hold: the bounds that the scheduler (step 4 of 10) keeps."""
+"""Limits on a step, a request and the queue, enforced by the scheduler (step 4 of 10)."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -6,40 +6,40 @@ from dataclasses import dataclass
 from ..api.errors import InvalidRequestError
 from ..api.request import Request
 
-# Of a step that the fused decode kernels serve. With more, cuBLAS's products and the attention of steps with prompts
-# take less time (docs/log).
+# The largest decode step, in tokens, that runs on the fused decode kernels. Above it, cuBLAS's matmuls and the
+# attention kernel of mixed steps take less time (docs/log).
 MAX_FUSED_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """The knobs of the scheduler; docs/scheduling.md says what each of them buys."""
+    """The scheduler's options; docs/scheduling.md explains the trade-off of each."""
 
-    page_size: int  # tokens a page
-    max_running: int  # requests that hold a row
-    max_step_tokens: int  # decodes and prefill chunks of one step together; at least max_running
-    max_waiting: int  # requests in the queue; more are refused
-    max_context: int  # tokens of prompt and output of one request
-    max_prefill_tokens: int = 0  # in a step that also decodes; 0: all that max_step_tokens leaves
-    max_decode_steps: int = 1  # in one dispatch, when nothing waits; at most page_size
-    priority_seconds: float = 30.0  # one step of priority goes before this much longer a wait
+    page_size: int  # tokens per page
+    max_running: int  # requests that hold a slot at the same time
+    max_step_tokens: int  # token budget of a step, decodes and prefill together; at least max_running
+    max_waiting: int  # length of the queue; further requests are refused
+    max_context: int  # prompt and output tokens of one request
+    max_prefill_tokens: int = 0  # prefill tokens in a step that also decodes; 0: the rest of max_step_tokens
+    max_decode_steps: int = 1  # decode steps per dispatch while no request waits; at most page_size
+    priority_seconds: float = 30.0  # waiting time that one level of priority is worth
     has_prefix_cache: bool = True
-    draft_tokens: int = 0  # of a request in one step, at most; below page_size
-    # Tokens that larger steps are padded to, ascending. Below the first of them padding takes no time; without any,
-    # nowhere.
+    draft_tokens: int = 0  # maximum draft tokens of a request in one step; less than page_size
+    # Bucket sizes in tokens, ascending, for which padding costs time. Padding up to the first of them is free. Empty:
+    # prefill chunks are never cut to avoid padding.
     step_sizes: tuple[int, ...] = ()
-    draft_min_match: int = 3  # tokens that must stand in a text twice for a guess at what follows
+    draft_min_match: int = 3  # tokens that must recur in a text before draft tokens are proposed
 
     def __post_init__(self) -> None:
         assert min(self.page_size, self.max_waiting) >= 1 and self.max_context >= 2, self
-        assert self.max_step_tokens >= self.max_running >= 1, self  # or decodes would wait for each other
+        assert self.max_step_tokens >= self.max_running >= 1, self  # otherwise decodes would wait for each other
         assert 1 <= self.max_decode_steps and self.max_prefill_tokens >= 0 <= self.priority_seconds, self
-        # A request then begins at most one page a window, which the bucket has room for.
+        # A request then begins at most one page per dispatch; the bucket has room for that.
         assert self.max_decode_steps <= max(self.page_size, 1), self
         assert 0 <= self.draft_tokens < self.page_size and self.draft_min_match >= 1, self
 
     def sizes_around(self, num_tokens: int) -> tuple[int, int]:
-        """The largest step size below so many tokens, or 0, and the smallest that holds them."""
+        """Returns the largest step size below `num_tokens` (or 0) and the smallest one that holds `num_tokens`."""
         index = bisect_left(self.step_sizes, num_tokens)
         below = self.step_sizes[index - 1] if index else 0
         return below, self.step_sizes[index] if index < len(self.step_sizes) else self.max_step_tokens
@@ -48,35 +48,35 @@ class SchedulerLimits:
         return -(-num_tokens // self.page_size)
 
     def num_needed_pages(self, request: Request) -> int:
-        """The most pages that an accepted request comes to hold."""
-        return self.num_pages_for(request.max_total_tokens - 1)  # keys and values of the last token are never needed
+        """Returns the maximum number of pages that an accepted request can need."""
+        return self.num_pages_for(request.max_total_tokens - 1)  # the last token's keys and values are never needed
 
     def max_total_tokens(self, request: Request, num_pages: int) -> int:
-        """The most tokens, prompt and output together, the request may come to have.
+        """Returns the maximum number of prompt and output tokens that the request may have.
 
         Raises:
-          InvalidRequestError: the context, or a cache of `num_pages`, is too small for it.
+          InvalidRequestError: The request does not fit in the context or in a cache of `num_pages` pages.
         """
         max_context = self.max_context
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens == 0:
-            raise InvalidRequestError("prompt", "has no tokens; at least 1 is needed. Send a text that is not empty.")
+            raise InvalidRequestError("prompt", "has no tokens; at least 1 is required. Send a non-empty prompt.")
         if num_prompt_tokens >= max_context:
             raise InvalidRequestError(
                 "prompt",
-                f"has {num_prompt_tokens} tokens; this server accepts {max_context - 1} (max_context less one token of "
-                "output). Shorten it or restart with a larger --max-context.",
+                f"has {num_prompt_tokens} tokens; this server accepts {max_context - 1} (max_context minus one output "
+                "token). Shorten it or restart with a larger --max-context.",
             )
         max_total_tokens = min(num_prompt_tokens + request.params.max_tokens, max_context)
-        num_needed = self.num_pages_for(max_total_tokens - 1)  # keys and values of the last token are never needed
+        num_needed = self.num_pages_for(max_total_tokens - 1)  # the last token's keys and values are never needed
         if num_needed > num_pages:
             num_spare_tokens = num_pages * self.page_size + 1 - num_prompt_tokens
             fits = num_spare_tokens > 0
             remedy = f"Ask for {num_spare_tokens} or fewer" if fits else "Shorten the prompt"
             raise InvalidRequestError(
                 "sampling.max_tokens" if fits else "prompt",
-                f"{num_prompt_tokens} prompt tokens and up to {max_total_tokens - num_prompt_tokens} of output need "
-                f"{num_needed} pages of {self.page_size} tokens; the whole cache has {num_pages}. {remedy}, or "
+                f"{num_prompt_tokens} prompt tokens and up to {max_total_tokens - num_prompt_tokens} output tokens "
+                f"need {num_needed} pages of {self.page_size} tokens; the whole cache has {num_pages}. {remedy}, or "
                 "restart with a larger cache (--num-pages, --memory-fraction).",
             )
         return max_total_tokens

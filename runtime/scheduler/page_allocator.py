@@ -1,15 +1,15 @@
-"""Which pages of the KV cache are free, shared, or worth keeping. Serves step 4 of 10, the scheduler.
+"""Allocates, shares and caches the pages of the KV cache. Serves step 4 of 10, the scheduler.
 
-In: how many pages a request needs, and under which keys its full pages may be found again (`prefix.py`). Out: their
-numbers. Every device holds the same pages (each its own KV heads), so one allocator speaks for the whole mesh.
+In: the number of pages that a request needs, and the keys of its full pages (`page_keys.py`). Out: page numbers. Every
+device holds the same pages (each with its own KV heads), so one allocator serves the whole mesh.
 
 A page is in one of three states:
 
-    unused   nothing worth keeping in it                                    -> allocated first
-    held     by one request, or by several if it was published
-    kept     published, held by nobody: found by the next `match`           -> allocated last, longest unheld first
+    unused      contains nothing reusable                                   -> allocated first
+    held        by one request, or by several if it has been published
+    evictable   published, held by no request, can be found by `match`      -> allocated last, least recently held first
 
-A page is published when it is full; from then on nobody writes to it. Sharing copies nothing.
+A page is published when it is full; after that it is never written. Sharing a page copies nothing.
 """
 
 from collections import OrderedDict
@@ -17,31 +17,31 @@ from collections.abc import Iterable, Sequence
 
 
 class PageAllocator:
-    """Hands out pages 0..num_pages-1 and takes them back, O(1) a page.
+    """Allocates and frees pages 0..num_pages-1 in O(1) per page.
 
-    Callers look at `num_free_pages` before they allocate: who must give way when pages are short is the scheduler's
-    decision. Misuse therefore raises ValueError, and nothing here ever waits or returns less than was asked for.
+    Callers check `num_free_pages` before they allocate, because the scheduler decides which request to preempt when
+    pages are short. Misuse therefore raises ValueError; no method blocks or returns fewer pages than requested.
     """
 
     def __init__(self, num_pages: int):
         if num_pages < 1:
-            raise ValueError(f"num_pages is {num_pages}; a cache has 1 page or more.")
-        self.num_evictions = 0  # pages kept that had to make room, since the start
+            raise ValueError(f"num_pages is {num_pages}; a cache needs 1 page or more.")
+        self.num_evictions = 0  # evicted pages since the start
         self.reset(num_pages)
 
     def reset(self, num_pages: int) -> None:
-        """Begins anew with that many pages, all unused: what was kept is forgotten, and nobody may hold any."""
+        """Starts over with `num_pages` unused pages. Drops all cached pages; no request may hold a page."""
         self.num_pages = num_pages
-        # A stack, lowest page on top: pages freed last are used first, so a lightly loaded cache touches few of them.
+        # A stack with the lowest page on top. Pages freed last are reused first, so a lightly loaded cache uses few.
         self._unused = list(range(num_pages - 1, -1, -1))
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # longest unheld first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently held first
         self._num_holders = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be allocated now: unused and kept ones."""
+        """The number of pages that can be allocated now: unused and evictable ones."""
         return len(self._unused) + len(self._evictable)
 
     @property
@@ -49,13 +49,13 @@ class PageAllocator:
         return len(self._evictable)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Takes that many free pages; the caller holds them until it frees them.
+        """Allocates `num_pages` pages, which the caller holds until it frees them.
 
         Raises:
-          ValueError: fewer are free, or the count is negative. Nothing was taken.
+          ValueError: Fewer pages are free, or the count is negative. Nothing was allocated.
         """
         if not 0 <= num_pages <= self.num_free_pages:
-            raise ValueError(f"{num_pages} pages asked for; {self.num_free_pages} of {self.num_pages} are free.")
+            raise ValueError(f"{num_pages} pages requested; {self.num_free_pages} of {self.num_pages} are free.")
         num_evictions = max(num_pages - len(self._unused), 0)
         self.num_evictions += num_evictions
         pages = [self._unused.pop() for _ in range(num_pages - num_evictions)]
@@ -70,18 +70,19 @@ class PageAllocator:
         return page
 
     def flush(self) -> int:
-        """Forgets what the kept pages hold; returns how many there were. Held pages stay known."""
+        """Drops all evictable pages from the prefix cache and returns their number. Held pages stay published."""
         num_pages = len(self._evictable)
         for _ in range(num_pages):
             self._unused.append(self._evict())
         return num_pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Takes pages back. Published ones are kept, the last of `pages` first to be evicted: without the pages before
-        it, it could not be found.
+        """Releases one hold on each of `pages`. Published pages become evictable once no request holds them.
+
+        The last of `pages` is evicted first, because a page cannot be found without the pages before it.
 
         Raises:
-          ValueError: a page is free already (or named too often), or is not of this cache.
+          ValueError: A page is already free, is listed too often, or does not belong to this cache.
         """
         for page in reversed(pages):
             if not 0 <= page < self.num_pages:
@@ -97,14 +98,14 @@ class PageAllocator:
                 self._unused.append(page)
 
     def publish(self, page: int, key: bytes) -> None:
-        """Lets a full, held page be found under `key`. If another page has the key already, that one stays known."""
-        assert self._num_holders[page], f"page {page} is published, but nobody holds it"
+        """Makes a full, held page available to `match` under `key`. If another page has that key, that page stays."""
+        assert self._num_holders[page], f"page {page} is published, but not held"
         assert page not in self._key_of, f"page {page} is published twice"
         if self._page_of.setdefault(key, page) == page:
             self._key_of[page] = key
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of the longest known beginning of `keys`. They may be gone after the next `allocate`."""
+        """Returns the pages of the longest cached prefix of `keys`. The next `allocate` may evict them."""
         pages = []
         for key in keys:
             page = self._page_of.get(key)
@@ -114,23 +115,25 @@ class PageAllocator:
         return pages
 
     def num_evictable_of(self, pages: Iterable[int]) -> int:
-        """How many of these are held by nobody: holding them takes them from `num_free_pages`."""
+        """Returns how many of `pages` are held by no request; holding them reduces `num_free_pages` by that number."""
         return sum(not self._num_holders[page] for page in pages)
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for each of these pages, which `match` has found."""
+        """Adds one holder to each of these pages, which `match` has returned."""
         for page in pages:
-            assert page in self._key_of, f"page {page} is shared, but was not published"
+            assert page in self._key_of, f"page {page} is shared, but not published"
             if not self._num_holders[page]:
                 del self._evictable[page]
             self._num_holders[page] += 1
 
     def audit(self, holders: Iterable[Sequence[int]]) -> None:
-        """Proves that every page is unused, kept, or held by exactly those who say so. `holders` are the page lists of
-        all who hold any. O(pages).
+        """Checks that every page is unused, evictable, or held by exactly the given holders. O(pages).
+
+        Args:
+          holders: The page lists of all requests that hold pages.
 
         Raises:
-          AssertionError: names the first page for which this does not hold.
+          AssertionError: The check failed; the message names the first such page.
         """
         num_holders = [0] * self.num_pages
         for index, pages in enumerate(holders):
@@ -143,10 +146,10 @@ class PageAllocator:
             counted = self._num_holders[page]
             raise AssertionError(f"page {page} is held by {num_holders[page]} requests, but counted {counted} times")
         free = {*self._unused, *self._evictable}
-        assert len(free) == self.num_free_pages, "a page is twice among the free"
+        assert len(free) == self.num_free_pages, "a page is on the free lists twice"
         for page, number in enumerate(num_holders):
-            assert (page in free) != (number > 0), f"page {page} has {number} holders and is among the free, or neither"
-            assert number <= 1 or page in self._key_of, f"page {page} has {number} holders, but was not published"
-        assert all(page in self._key_of for page in self._evictable), "a page is kept that nobody could find"
-        assert not any(page in self._key_of for page in self._unused), "an unused page can be found"
+            assert (page in free) != (number > 0), f"page {page} has {number} holders; it must be either held or free"
+            assert number <= 1 or page in self._key_of, f"page {page} has {number} holders, but is not published"
+        assert all(page in self._key_of for page in self._evictable), "an evictable page is not published"
+        assert not any(page in self._key_of for page in self._unused), "an unused page is published"
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "the index is not one to one"

@@ -1,6 +1,6 @@
-"""A queue of requests in an order of their own, from which any of them may leave. Serves step 4 of 10.
+"""A priority queue of requests that supports removal from any position. Serves step 4 of 10.
 
-In: requests, each with a key. Out: the one with the smallest key, first come first out among equals.
+In: requests, each with a key. Out: the request with the smallest key; equal keys leave in order of arrival.
 """
 
 import heapq
@@ -12,18 +12,19 @@ from ..api.request import Request
 
 Key = TypeVar("Key")
 
-_MIN_STALE_ENTRIES = 64  # fewer are not worth a clean-up
+_MIN_STALE_ENTRIES = 64  # fewer stale entries are not cleaned up
 
 
 class RankedQueue(Generic[Key]):
-    """A heap whose entries go stale when their request leaves early; `first` skips them.
+    """A heap with lazy deletion: removing a request leaves a stale entry, which `first` skips.
 
-    Every operation costs O(log n), `first` and `len` O(1) amortised. Stale entries never outnumber the others for long.
+    `push` and `discard` take amortized O(log n), `first` and `len` amortized O(1). Stale entries are removed when they
+    outnumber the live ones.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Key, int, Request]] = []
-        self._entry_of: dict[Request, int] = {}  # the number of its entry; any other entry is stale
+        self._entry_of: dict[Request, int] = {}  # the number of each request's live entry
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -33,18 +34,23 @@ class RankedQueue(Generic[Key]):
         return request in self._entry_of
 
     def __iter__(self) -> Iterator[Request]:
-        """In no order."""
+        """Iterates over the requests in no particular order."""
         return iter(self._entry_of)
 
     @property
     def first(self) -> Request | None:
+        """The request with the smallest key, or None if the queue is empty."""
         heap = self._heap
         while heap and not self._is_live(heap[0]):
             heapq.heappop(heap)
         return heap[0][2] if heap else None
 
     def push(self, key: Key, request: Request) -> None:
-        """Raises ValueError if the request is in the queue already."""
+        """Adds a request.
+
+        Raises:
+          ValueError: The request is already in the queue.
+        """
         if request in self._entry_of:
             raise ValueError(f"request {request.request_id} is in this queue already.")
         number = next(self._numbers)
@@ -52,7 +58,7 @@ class RankedQueue(Generic[Key]):
         heapq.heappush(self._heap, (key, number, request))
 
     def discard(self, request: Request) -> None:
-        """Takes a request out, wherever it stands; one that is not there is no error."""
+        """Removes a request from the queue. Does nothing if it is not in the queue."""
         if self._entry_of.pop(request, None) is None:
             return
         if len(self._heap) > 2 * len(self._entry_of) + _MIN_STALE_ENTRIES:

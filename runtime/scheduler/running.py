@@ -1,6 +1,7 @@
-"""The requests that hold a row and pages. Serves step 4 of 10: the scheduler says who, this says which.
+"""Assigns slots and pages to running requests. Serves step 4 of 10: the scheduler decides which requests run.
 
-In: requests that are placed, grow, and give back. Out: their `slot` and `pages`, and pages published for others.
+In: requests that are placed, grow, shrink or are released. Out: their `slot` and `pages`, and pages published for
+sharing.
 """
 
 import heapq
@@ -18,7 +19,7 @@ _rank_of = attrgetter("rank")
 
 
 class Running:
-    """Running requests in order of rank, the first first."""
+    """The running requests, in ascending order of rank."""
 
     def __init__(self, limits: SchedulerLimits, pages: PageAllocator):
         self._limits = limits
@@ -30,7 +31,7 @@ class Running:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """As they are now: the caller may place and release while it looks."""
+        """Iterates over a snapshot, so the caller may place and release requests meanwhile."""
         return iter(tuple(self._requests))
 
     @property
@@ -42,12 +43,15 @@ class Running:
         return bool(self._free_slots)
 
     def num_ahead_of(self, request: Request) -> int:
-        """How many running requests go before this one."""
+        """Returns the number of running requests that precede this one in rank."""
         return bisect_left(self._requests, request.rank, key=_rank_of)
 
     def cached_pages(self, request: Request) -> list[int]:
-        """Pages from which a waiting request can start: all full ones but that of its last known token, which must be
-        computed to sample what follows. None if log-probabilities of the prompt are wanted: it must be computed."""
+        """Returns the cached pages that a waiting request can start from.
+
+        The page of its last known token is excluded, because that token must be computed to sample the next one. The
+        result is empty if prompt log-probabilities are requested, because they require computing the whole prompt.
+        """
         if not self._limits.has_prefix_cache or request.num_prompt_logprobs_left:
             return []
         num_pages = (request.num_known_tokens - 1) // self._limits.page_size
@@ -55,27 +59,27 @@ class Running:
         return self._pages.match(request.page_keys[:num_pages])
 
     def has_room(self, request: Request, cached: Collection[int]) -> bool:
-        """Whether a row is free, and pages for all the request's known tokens.
+        """Returns whether a slot and pages for all known tokens of the request are free.
 
-        One page is spared for every running request, or its next tokens would soon take the newcomer's.
+        One page per running request is kept in reserve; otherwise their next tokens would soon preempt the new request.
         """
         num_taken = self._num_new_pages(request, cached) + self._pages.num_evictable_of(cached)
         return bool(self._free_slots) and num_taken + len(self._requests) <= self._pages.num_free_pages
 
     def could_have_room(self, request: Request, cached: Collection[int]) -> bool:
-        """Whether there would be room if all running requests behind this one gave way."""
+        """Returns whether there would be room if all running requests with a later rank were preempted."""
         ahead = self._requests[: self.num_ahead_of(request)]
         if len(ahead) == len(self._requests):
             return False
         num_needed = self._num_new_pages(request, cached) + len(ahead)
         num_behind = sum(len(other.pages) for other in self._requests[len(ahead) :])
         if num_needed > self._pages.num_free_pages + num_behind:
-            return False  # even if nobody shared any of them; the sets below take milliseconds
+            return False  # even without sharing; avoids the sets below, which take milliseconds
         untouchable = set(cached).union(*(other.pages for other in ahead))
         return num_needed + len(untouchable) <= self._pages.num_pages
 
     def place(self, request: Request, cached: Sequence[int]) -> None:
-        """Gives a waiting request, which has room, its row and its pages; `cached` are the first of them."""
+        """Assigns a slot and pages to a waiting request for which `has_room` holds; its first pages are `cached`."""
         num_new_pages = self._num_new_pages(request, cached)
         self._pages.hold(cached)
         request.pages = [*cached]
@@ -91,19 +95,19 @@ class Running:
         insort(self._requests, request, key=_rank_of)
 
     def assign(self, request: Request, pages: Sequence[int]) -> None:
-        """More pages for a running request."""
+        """Adds pages to a running request."""
         request.pages += pages
         request.num_page_positions = len(request.pages) * self._limits.page_size
 
     def shrink(self, request: Request) -> None:
-        """Takes the pages behind those that a running request needs now; it had them for drafts that do not hold."""
+        """Frees the last pages of a running request, which rejected draft tokens had needed."""
         num_pages = self._limits.num_pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
         self._pages.free(request.pages[num_pages:])
         del request.pages[num_pages:]
         self.assign(request, [])
 
     def release(self, request: Request) -> None:
-        """Takes a running request's pages and row. What is full stays in the cache until the room is needed."""
+        """Frees the pages and the slot of a running request. Its full pages stay in the prefix cache until evicted."""
         self.publish(request)
         del self._requests[self.num_ahead_of(request)]
         self._pages.free(request.pages)
@@ -115,7 +119,7 @@ class Running:
         request.slot = None
 
     def publish(self, request: Request) -> None:
-        """Lets others share the pages whose tokens are all known, and computed or about to be by a planned step."""
+        """Publishes the full pages whose tokens are known and whose computation is done or planned."""
         num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
         if num_tokens < request.publish_at_tokens:
             return
@@ -128,11 +132,11 @@ class Running:
         request.publish_at_tokens = (num_pages + 1) * page_size
 
     def audit(self) -> None:
-        """Proves the invariants of rows and pages; AssertionError names the fault. O(requests + pages)."""
+        """Checks the invariants of slots and pages. Raises AssertionError with the violation. O(requests + pages)."""
         ranks = [request.rank for request in self._requests]
         assert ranks == sorted(set(ranks)), "running requests are not in order of rank"
         slots = sorted([request.slot for request in self._requests if request.slot is not None] + self._free_slots)
-        assert slots == list(range(self._limits.max_running)), f"rows in use and free together are {slots}"
+        assert slots == list(range(self._limits.max_running)), f"slots in use and free together are {slots}"
         for request in self._requests:
             name = f"request {request.request_id}"
             num_pages = self._limits.num_pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
@@ -140,7 +144,7 @@ class Running:
             assert request.num_page_positions == num_pages * self._limits.page_size, f"{name} miscounts its pages"
             num_left = request.num_tokens - request.num_computed_tokens
             num_prefill_left = request.num_prefill_tokens - request.num_computed_tokens
-            assert num_left == max(num_prefill_left, 1), f"{name} lacks {num_left} tokens, {num_prefill_left} prefill"
+            assert num_left == max(num_prefill_left, 1), f"{name}: {num_left} tokens left, {num_prefill_left} prefill"
             num_safe_tokens = min(request.num_computed_tokens, request.num_known_tokens)
             is_safe = request.num_published_pages * self._limits.page_size <= num_safe_tokens
             assert is_safe, f"{name} shares {request.num_published_pages} pages, but has {num_safe_tokens} safe tokens"

@@ -1,18 +1,20 @@
-"""Step 4 of 10: who computes what in the next step. In: queues, pages, limits. Out: StepPlan.
+"""Step 4 of 10: decides what the next step computes for which requests. In: queues, pages, limits. Out: StepPlan.
 
-Pure decision: no jax, no clock, no I/O; the same calls give the same plans. The engine plans one step ahead:
+The scheduler is deterministic: it uses no jax, no clock and no I/O, and the same calls give the same plans. The engine
+plans one step ahead:
 
     plan k+1  (step k still runs)  ->  dispatch k+1  ->  collect the tokens of step k  ->  account(k)
 
-so a plan counts the tokens in flight (`Request.num_pending_tokens`) without knowing their ids. Pages and rows that a
-request loses are handed on at once, although a step in flight may still write to them: the device runs steps in order,
-so the new owner's writes come later. For the same reason a page may be shared as soon as the step that fills it is
-planned and the host knows its tokens.
+so a plan counts the tokens in flight (`Request.num_pending_tokens`) without knowing their ids. Freed pages and slots
+are reused immediately, although a step in flight may still write to them: the device runs steps in order, so the new
+owner's writes come later. For the same reason a page can be shared as soon as the step that fills it is planned and the
+host knows its tokens.
 
-One order rules everything, the rank: moment of arrival, less `priority_seconds` for each step of priority. It never
-changes while a request lives. Admission takes the first in rank; whoever lacks pages or a row takes them from the last
-in rank, if that one stands behind it. Hence the first of all never gives way, and its need was checked against the
-whole cache: every plan makes progress. docs/scheduling.md has the proof and the knobs.
+All decisions follow one order, the rank: the arrival time minus `priority_seconds` per level of priority. The rank of a
+request never changes. Admission takes the request with the lowest rank. A request that lacks pages or a slot preempts
+the running request with the highest rank, provided that rank is higher than its own. So the first request in rank is
+never preempted, and since its needs were checked against the whole cache, every plan makes progress.
+docs/scheduling.md has the proof and explains the options.
 """
 
 import itertools
@@ -32,24 +34,25 @@ from .step_plan import Admission, Chunk, Draft, Progress, StepPlan
 
 
 class Scheduler:
-    """Decides; owns the scheduling fields of every Request from `add` until its last step in flight is accounted.
+    """Plans steps and tracks the requests.
 
-    The counts are since the start. A wasted token was sampled for a request that had ended by the time the host saw it.
+    Owns the scheduling fields of every Request from `add` until its last step in flight is accounted for. The public
+    counters count from the start. A wasted token is one sampled for a request that had ended when the host received it.
     """
 
     def __init__(self, limits: SchedulerLimits, pages: PageAllocator, eos_token_ids: frozenset[int]):
         self.limits = limits
         self.num_preemptions = 0
         self.num_wasted_tokens = 0
-        self.num_refused = 0  # samples that found the queue full
-        self.num_expired = 0  # requests whose deadline passed, or could not be met any more
+        self.num_refused = 0  # samples refused because the queue was full
+        self.num_expired = 0  # requests whose deadline passed or could no longer be met
         self._pages = pages
         self._eos_token_ids = eos_token_ids
-        self._requests: dict[Request, None] = {}  # the unfinished ones, in order of arrival
+        self._requests: dict[Request, None] = {}  # unfinished requests, in order of arrival
         self._running = Running(limits, pages)
         self.speculation = Speculation(limits, pages, self._running) if limits.draft_tokens else None
         self._waiting: RankedQueue[tuple[float, int]] = RankedQueue()
-        self._leaving: set[Request] = set()  # have all their output in flight, and gave back pages and row
+        self._leaving: set[Request] = set()  # whole output in flight; pages and slot already freed
         self._about_to_leave: list[Request] = []
         self._deadlines: RankedQueue[float] = RankedQueue()
         self._expired: list[Request] = []
@@ -58,7 +61,7 @@ class Scheduler:
 
     @property
     def requests(self) -> Collection[Request]:
-        """The unfinished ones, in order of arrival."""
+        """The unfinished requests, in order of arrival."""
         return self._requests.keys()
 
     @property
@@ -67,7 +70,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue. Preempted ones count, so this may exceed max_waiting by up to max_running."""
+        """The length of the queue. Includes preempted requests, so it may exceed max_waiting by up to max_running."""
         return len(self._waiting)
 
     @property
@@ -76,11 +79,11 @@ class Scheduler:
         return bool(self._requests)
 
     def add(self, *requests: Request) -> None:
-        """Puts new requests into the queue, all of them or none. Samples of one prompt come in one call.
+        """Adds new requests to the queue, all or none. The samples of one prompt are passed in one call.
 
         Raises:
-          InvalidRequestError: one could never run under these limits, or they are more than the queue holds.
-          QueueFullError: there is no room for them in the queue now.
+          InvalidRequestError: A request can never run under these limits, or there are more than the queue can hold.
+          QueueFullError: The queue has no room for them now.
         """
         for request in requests:
             assert not (request.num_computed_tokens or request.output_token_ids or request.is_finished), request
@@ -102,12 +105,15 @@ class Scheduler:
                 self._deadlines.push(request.deadline_seconds, request)
 
     def drafter(self, request: Request) -> Drafter | None:
-        """What a new request is to guess its tokens with, if it is; made before `add`, as that takes a while."""
+        """Returns the drafter of a new request, or None. Created before `add`, because it takes time."""
         return self.speculation.drafter(request) if self.speculation is not None else None
 
     def check_room(self, now: float, num_requests: int = 1) -> None:
-        """Raises:
-        QueueFullError: the queue has no room for so many more. They count as refused."""
+        """Checks that the queue has room for `num_requests` more requests, and counts them as refused if not.
+
+        Raises:
+          QueueFullError: The queue has no room for them.
+        """
         max_waiting, num_waiting = self.limits.max_waiting, len(self._waiting)
         if num_waiting + num_requests > max_waiting:
             self.num_refused += num_requests
@@ -115,10 +121,10 @@ class Scheduler:
             raise QueueFullError(message, self._pace.retry_seconds(now, num_waiting))
 
     def plan(self, now: float) -> StepPlan | None:
-        """Decides the next step and books it: tokens count as computed, pages and rows are assigned.
+        """Plans the next step and books it: its tokens count as computed, and pages and slots are assigned.
 
-        Returns None when nothing can run: no request, or all wait for tokens in flight to be accounted. Costs
-        O(running), whatever the queue holds. Requests that it ends for their deadline are left for `take_expired`.
+        Returns None if nothing can run: there is no request, or all wait for tokens in flight. Takes O(running) time,
+        independent of the queue's length. Requests ended because of their deadline are left for `take_expired`.
         """
         self._let_leave()
         while (late := self._deadlines.first) is not None and late.deadline_seconds <= now:
@@ -158,20 +164,20 @@ class Scheduler:
         )
 
     def take_expired(self) -> list[Request]:
-        """Requests that `plan` has ended for their deadline since the last call."""
+        """Returns the requests that `plan` has ended because of their deadline since the last call."""
         expired, self._expired = self._expired, []
         return expired
 
     def _plan_decodes(self, draft: Draft) -> list[Request]:
-        """One token for everyone who can decode. Returns the requests that are still in their prefill, by rank.
+        """Plans one token for each request that can decode. Returns the requests still in prefill, in order of rank.
 
-        The last in rank does not give way to itself: if it lacks a page it keeps what it has and sits out this step.
+        If the last request in rank lacks a page, it is not preempted: it keeps its pages and sits out this step.
         """
         decodes, starts, about_to_leave = draft.decodes, draft.starts, self._about_to_leave
         prefilling = []
         for request in self._running:
             if request.slot is None:
-                break  # it gave way to one before it, and so did all that follow
+                break  # preempted for an earlier one, as were all that follow
             start = request.num_computed_tokens
             if start < request.num_prefill_tokens:
                 prefilling.append(request)
@@ -190,7 +196,7 @@ class Scheduler:
         return [request for request in prefilling if request.slot is not None]
 
     def _grow(self, request: Request, draft: Draft) -> bool:
-        """One more page for a running request, if need be from others behind it; False if it is itself the last."""
+        """Assigns one more page to a running request, preempting later ones if needed. False if it is the last."""
         while not self._pages.num_free_pages:
             if self._running.last is request:
                 return False
@@ -199,7 +205,10 @@ class Scheduler:
         return True
 
     def _widen(self, draft: Draft) -> tuple[int, list[int]]:
-        """Several decode steps in this dispatch, if nothing waits and pages allow it. (steps, steps of each decode)"""
+        """Plans several decode steps in this dispatch if no request waits and enough pages are free.
+
+        Returns the number of steps, and that of each decode; (1, []) for an ordinary step.
+        """
         num_steps = self.limits.max_decode_steps
         is_alone = not self._waiting and len(draft.decodes) == len(self._running)
         if num_steps == 1 or not is_alone or any(request.needs_processors for request in draft.decodes):
@@ -226,7 +235,7 @@ class Scheduler:
         return self.limits.max_decode_steps, lengths
 
     def _plan_prefill(self, request: Request, draft: Draft) -> None:
-        """As much of a request's known tokens as the budget allows. Its pages were assigned on admission."""
+        """Plans as many known tokens of a request as the token budget allows. Its pages were assigned on admission."""
         if not draft.num_tokens_left:
             return
         start = request.num_computed_tokens
@@ -241,7 +250,7 @@ class Scheduler:
             self._about_to_leave.append(request)
 
     def _fit(self, draft: Draft) -> None:
-        """Leaves the end of the last chunk to the next step where this one would be padded by more than that."""
+        """Cuts the last prefill chunk to the next smaller bucket if that defers fewer tokens than padding would add."""
         below, above = self.limits.sizes_around(draft.num_tokens)
         surplus = draft.num_tokens - below
         if below and surplus < above - draft.num_tokens and draft.long_prefills:
@@ -253,17 +262,20 @@ class Scheduler:
                 request.num_pending_tokens -= is_sampling
 
     def _admit(self, draft: Draft, ahead_of: Request | None) -> None:
-        """Starts waiting requests in order of rank, those that go before `ahead_of`, while the budget lasts and room
-        can be made for them. Nobody overtakes: if the first must wait, all do."""
+        """Admits waiting requests in order of rank while the token budget lasts and room can be made for them.
+
+        No request overtakes another: if the first must wait, all wait. If `ahead_of` is given, only requests that
+        precede it in rank are admitted.
+        """
         while (request := self._waiting.first) is not None:
             if not draft.num_tokens_left and len(draft.decodes) < self.limits.max_step_tokens:
-                return  # were all of the budget decodes, one of them might give way
+                return  # a budget used up by decodes alone can be freed by a preemption
             if ahead_of is not None and ahead_of.rank < request.rank:
                 return
             if draft.preempted and draft.preempted[-1].rank <= request.rank:
-                return  # what was taken from a request must not go to one behind it, nor straight back
+                return  # freed pages must not go to a later request, nor back to the same one
             if request.num_pending_tokens:
-                return  # it gave way with a step in flight: what it must recompute is not known yet
+                return  # preempted with a step in flight: its known tokens are not final yet
             if not self._running.has_free_slot and self._running.last.rank < request.rank:
                 return
             cached = self._running.cached_pages(request)
@@ -276,8 +288,7 @@ class Scheduler:
             self._plan_prefill(request, draft)
 
     def _is_coming(self, request: Request, num_cached_pages: int, draft: Draft) -> bool:
-        """Whether another request computes the page it would begin with in this very step: the next step can share it,
-        instead of computing it twice."""
+        """Returns whether another request computes this one's next page in this step, so that the next can share it."""
         if request.num_prompt_logprobs_left:
             return False
         num_shareable_pages = (request.num_known_tokens - 1) // self.limits.page_size
@@ -285,8 +296,7 @@ class Scheduler:
         return not draft.page_keys.isdisjoint(next_page_keys)
 
     def _make_room(self, request: Request, cached: list[int], draft: Draft) -> bool:
-        """A row and pages, if need be from running requests behind this one. False if that is not enough; then nobody
-        has lost anything."""
+        """Makes room for a request, preempting later ones if needed. False, without preemption, if it cannot fit."""
         if self._running.has_room(request, cached):
             return True
         if not self._running.could_have_room(request, cached):
@@ -305,7 +315,7 @@ class Scheduler:
         draft.admitted.append(Admission(request, len(cached), queue_seconds))
 
     def preempt_all(self) -> None:
-        """Takes pages and rows from all running requests. Call it when no step is in flight."""
+        """Preempts all running requests. Call it only while no step is in flight."""
         while len(self._running):
             self._preempt(self._running.last)
         self._rest()
@@ -323,23 +333,23 @@ class Scheduler:
         draft.preempted.append(request)
 
     def _preempt(self, request: Request) -> None:
-        """Takes pages and row from a running request; it will compute its known tokens anew, or find them cached."""
+        """Moves a running request back to the queue. It recomputes its known tokens later, or finds them cached."""
         self._running.release(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.push(request.rank, request)
 
     def _let_leave(self) -> None:
-        """Requests whose whole output is in flight need neither pages nor row any more."""
+        """Releases the pages and slots of requests whose whole output is in flight."""
         for request in self._about_to_leave:
             is_done = request.num_computed_tokens + 1 == request.max_total_tokens
-            if is_done and request.slot is not None:  # else it has ended, or given way, in the meantime
+            if is_done and request.slot is not None:  # otherwise it has ended or was preempted meanwhile
                 self._running.release(request)
                 self._leaving.add(request)
         self._about_to_leave.clear()
 
     def _is_too_late(self, request: Request, num_cached_pages: int, now: float) -> bool:
-        """Whether not even its first token can be there before its deadline."""
+        """Returns whether a request can no longer produce its first token before its deadline."""
         num_tokens = request.num_known_tokens - num_cached_pages * self.limits.page_size
         num_steps = -(-num_tokens // self.limits.max_step_tokens)
         return request.deadline_seconds <= now + num_steps * self._pace.step_seconds
@@ -349,25 +359,30 @@ class Scheduler:
         self._expired.append(request)
 
     def accept(self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float) -> Sequence[Sequence[int | None]]:
-        """What to `account` for, of what a dispatch sampled: lists of one token a request, in their order. With drafts
-        the step was one; then each list has the next token of each request, None where it has no more.
+        """Verifies the draft tokens of a dispatch and returns the token lists to pass to `account`, one after another.
+
+        Each list has one token per request, in batch order. Without drafts there is one list per step. With drafts,
+        list i has the i-th new token of each request, or None for a request that has fewer.
 
         Args:
-          sampled: for each step of the plan `num_samples` tokens.
+          sampled: `num_samples` tokens for each step of the plan.
         """
         return sampled if self.speculation is None else self.speculation.accept(plan, sampled, now)
 
     def account(self, plan: StepPlan, sampled: Sequence[int | None], now: float, step: int = 0) -> list[Progress]:
-        """Books the tokens of a finished step. Call it once for everything that `accept` returns, in order.
+        """Books the tokens of a finished step. Call it once for each list that `accept` returns, in order.
 
         Args:
-          sampled: one token a request, in the order of `plan.chunks`; those of requests that do not sample in this
+          sampled: One token per request, in the order of `plan.chunks`. Tokens of requests that do not sample in this
             step are ignored.
-        Returns: one entry for each request that is still wanted and got a token or its end, in the same order.
-          Requests that ended in the meantime are left out; their tokens are wasted.
+          step: The index of the list among those that `accept` returned.
+
+        Returns:
+          One entry for each unfinished request that got a token or its end, in the same order. Requests that ended
+          in the meantime are left out; their tokens are wasted.
         """
         assert len(sampled) == plan.num_requests, f"{len(sampled)} tokens for {plan.num_requests} requests"
-        if step == plan.num_steps - 1:  # with drafts the first of several
+        if step == plan.num_steps - 1:  # with drafts, this is the first of several lists
             self._pace.step_ended(now, plan.num_steps)
         progress: list[Progress] = []
         decodes: Iterable[tuple[Request, int | None]] = zip(plan.decodes, sampled, strict=False)
@@ -404,7 +419,7 @@ class Scheduler:
             progress.append((request, token_id))
 
     def finish(self, request: Request, reason: FinishReason, now: float) -> bool:
-        """Ends a request wherever it stands; pages and row are free at once. Returns False if it had ended before."""
+        """Ends a request in any state and frees its pages and slot at once. Returns False if it had already ended."""
         if request.finish_reason is not None:
             return False
         if request.slot is not None:
@@ -419,10 +434,10 @@ class Scheduler:
         return True
 
     def audit(self) -> None:
-        """Proves the invariants of queues, rows and pages; AssertionError names the fault. O(requests + pages)."""
+        """Checks the invariants of queues, slots and pages. Raises AssertionError if one fails. O(requests + pages)."""
         places = {"running": set(self._running), "waiting": set(self._waiting), "leaving": self._leaving}
-        assert sum(map(len, places.values())) == len(self._requests), "a request stands in two places, or in none"
-        assert set().union(*places.values()) == set(self._requests), "someone is held who has ended"
+        assert sum(map(len, places.values())) == len(self._requests), "a request is in two states, or in none"
+        assert set().union(*places.values()) == set(self._requests), "a finished request is still held"
         for request in self._requests:
             name = f"request {request.request_id}"
             assert not request.is_finished, f"{name} is finished but still held"
@@ -432,8 +447,8 @@ class Scheduler:
             assert num_known <= num_tokens <= limit, f"{name} has {num_known}, {num_tokens} tokens of at most {limit}"
             is_bare = request.slot is None and not request.pages and request.num_computed_tokens == 0
             is_placed = request.slot is not None and request.pages
-            assert is_placed if request in places["running"] else is_bare, f"{name} stands in the wrong place"
+            assert is_placed if request in places["running"] else is_bare, f"{name} has the wrong state"
             assert request not in self._leaving or num_tokens == limit, f"{name} left too early"
         dated = {request for request in self._requests if request.deadline_seconds < math.inf}
-        assert set(self._deadlines) == dated, "deadlines are kept of others than the unfinished requests"
+        assert set(self._deadlines) == dated, "the deadlines are not those of the unfinished requests"
         self._running.audit()

@@ -1,13 +1,14 @@
-"""Prompt lookup: decodes that guess their next tokens from their own text. Serves step 4 of 10, the scheduler.
+"""Speculative decoding with prompt lookup. Serves step 4 of 10, the scheduler.
 
-A decode may carry drafts: the tokens that followed when its last few tokens stood in its text before (Saxena, "Prompt
-Lookup Decoding", 2023). The step computes them like a chunk of a prompt and samples after each. A draft holds if it is
-the very token sampled before it; the first sample that no draft foresaw is the last one that counts. As a sample
-depends on its logits, its seed and its position alone, the tokens are those that come without drafts, greedy or drawn.
+A decode may carry draft tokens: those that followed an earlier occurrence of its last few tokens in its own text
+(Saxena, "Prompt Lookup Decoding", 2023). The step computes them like a prompt chunk and samples at each position. A
+draft token is accepted if it equals the token sampled at the position before it; the first sampled token that differs
+is the last one that counts. A sample depends only on its logits, its seed and its position, so the output is the same
+as without draft tokens, for greedy and for random sampling.
 
-How many hold is known on the host one step later: the request sits out the step between. So drafts have to earn more
-than they cost, and stop where they do not: a request whose drafts fail must match ever longer (`Drafter`), and the
-whole goes by measured tokens a second (`_Payoff`).
+The host learns the number of accepted tokens one step later, so the request sits out the step in between. Draft tokens
+must therefore gain more than they cost. A request whose drafts are rejected needs ever longer matches (`Drafter`), and
+drafting as a whole is switched by measured throughput (`_Payoff`).
 """
 
 from collections import defaultdict
@@ -21,15 +22,15 @@ from .prompt_lookup import Drafter
 from .running import Running
 from .step_plan import Draft, StepPlan
 
-_TRIAL_STEPS = 16  # with drafts, then as many without, before the better is chosen
-_PROBE_EVERY = 512  # steps; then the other is tried again, for:
-_PROBE_STEPS = 8
-_FADE = 0.95  # what was measured a step ago counts so much less
+_TRIAL_STEPS = 16  # steps with drafts, then as many without, before the faster is chosen
+_PROBE_EVERY = 512  # steps after which the slower alternative is measured again
+_PROBE_STEPS = 8  # length of that measurement
+_FADE = 0.95  # decay of the measurements per step
 
 
 @dataclass
 class _Rate:
-    """Tokens and seconds of the steps lately."""
+    """Exponentially decayed totals of tokens and seconds over recent steps."""
 
     num_steps: int = 0
     num_tokens: float = 0.0
@@ -43,9 +44,9 @@ class _Rate:
 
 @dataclass
 class _Payoff:
-    """Whether steps of about so many decodes make more tokens a second with drafts or without."""
+    """Compares the throughput with and without draft tokens, for steps with a similar number of decodes."""
 
-    # Also of steps that somebody sat out because of drafts, and of those right behind: the device had to wait for them.
+    # Includes steps that a request sat out because of drafts, and the step after each, whose time they also affect.
     drafted: _Rate = field(default_factory=_Rate)
     plain: _Rate = field(default_factory=_Rate)
 
@@ -61,38 +62,35 @@ class _Payoff:
 
 
 class Speculation:
-    """Puts drafts into plans, and judges them.
-
-    The counts are since the start.
-    """
+    """Adds draft tokens to plans and verifies them. The public counters count from the start."""
 
     def __init__(self, limits: SchedulerLimits, pages: PageAllocator, running: Running):
-        self.num_drafts = 0  # tokens
-        self.num_accepted = 0
+        self.num_drafts = 0  # draft tokens proposed
+        self.num_accepted = 0  # draft tokens accepted
         self._limits = limits
         self._pages = pages
         self._running = running
-        self._payoffs: defaultdict[int, _Payoff] = defaultdict(_Payoff)  # by the power of two of the decodes
-        self._last: float | None = None  # when a step ended, if there has been work ever since
-        self._was_drafted = False  # that step, or somebody sat it out
+        self._payoffs: defaultdict[int, _Payoff] = defaultdict(_Payoff)  # by the bit length of the number of decodes
+        self._last: float | None = None  # end of the last step; None after idle time
+        self._was_drafted = False  # whether that step had drafts, or a request sat it out
 
     def drafter(self, request: Request) -> Drafter | None:
-        """For a request that decodes with drafts. None: each of its tokens changes what may follow."""
+        """Returns a drafter for a new request; None where each token changes what may follow, or drafting is off."""
         params = request.params
         if params.has_adjustments or params.constraint is not None or not self._limits.draft_tokens:
             return None
         return Drafter(request.tokens(0, request.num_known_tokens), self._limits.draft_min_match)
 
     def rest(self) -> None:
-        """There is no work."""
+        """Records that there is no work, so that idle time is not measured."""
         self._last = None
 
     def extend(self, draft: Draft) -> list[list[int]]:
-        """Drafts for the decodes of a step that is planned otherwise, and books them; none at all: []."""
+        """Proposes and books draft tokens for each decode of an otherwise complete plan; [] if there are none."""
         payoff = self._payoffs[_power(len(draft.decodes) + draft.num_sitting_out)]
         if not payoff.wants_drafts:
             return []
-        # Each draft takes the place of a token, and of a request, in the compiled shape; none makes that a larger one.
+        # Each draft token takes a token and a request index of the bucket. Drafts never cause a larger bucket.
         _, num_places = self._limits.sizes_around(draft.num_tokens)
         num_requests = len(draft.decodes) + len(draft.single_prefills) + len(draft.long_prefills)
         room = min(draft.num_tokens_left, num_places - draft.num_tokens, self._limits.max_running - num_requests)
@@ -103,14 +101,14 @@ class Speculation:
         return drafts if any(drafts) else []
 
     def _guess(self, request: Request, start: int, room: int) -> list[int]:
-        """Drafts behind the token at position `start`, and the page that they may need."""
+        """Returns draft tokens to follow the token at position `start`, and assigns the page that they may need."""
         if request.drafter is None:
             return []
         num_tokens = min(self._limits.draft_tokens, room, request.max_total_tokens - 2 - start)
         drafts = request.drafter.guess(start + 1 - request.num_known_tokens, num_tokens)
         num_lacking = start + 1 + len(drafts) - request.num_page_positions
         if num_lacking > 0:
-            if self._pages.num_free_pages > len(self._running):  # one page is spared for every running request
+            if self._pages.num_free_pages > len(self._running):  # reserves one page per running request
                 self._running.assign(request, self._pages.allocate(1))
             else:
                 del drafts[-num_lacking:]
@@ -121,7 +119,7 @@ class Speculation:
         return drafts
 
     def accept(self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float) -> Sequence[Sequence[int | None]]:
-        """As `Scheduler.accept`."""
+        """Implements `Scheduler.accept`."""
         rounds = self._accept(plan, sampled[0]) if plan.drafts else sampled
         if not plan.prefills:
             num_tokens = sum(plan.decode_lengths) if plan.num_steps > 1 else sum(_num_tokens(each) for each in rounds)
@@ -145,11 +143,11 @@ class Speculation:
         return rounds
 
     def _settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Takes back what was booked for drafts that do not hold."""
+        """Reverses the bookkeeping of rejected draft tokens."""
         num_rejected = num_drafts - num_accepted
         request.num_drafts = 0
         request.num_pending_tokens -= num_rejected
-        if request.slot is not None:  # else it has ended, or given way, in the meantime
+        if request.slot is not None:  # otherwise it has ended or was preempted meanwhile
             request.num_computed_tokens -= num_rejected
             self._running.shrink(request)
         assert request.drafter is not None, request.request_id

@@ -1,4 +1,4 @@
-"""What step 4 of 10 hands to step 5: the nouns of a step's work."""
+"""Data types of a planned step, which step 4 of 10 (scheduler) passes to step 5 (batch)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from ..api.request import Request
 
-# What a step brought for one request: a token, or None where it sampled an end token, which is not part of the output.
-# The request is finished if its `finish_reason` says so.
+# The result of a step for one request: the sampled token, or None for an end token, which is not part of the output.
+# The request's `finish_reason` tells whether it is finished.
 Progress = tuple[Request, int | None]
 
 
 class Chunk(NamedTuple):
-    """Positions start..start+num_tokens-1 of a request, computed by one step."""
+    """A range of positions of one request, start..start+num_tokens-1, that one step computes."""
 
     request: Request
     start: int
@@ -21,44 +21,44 @@ class Chunk(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A request that got a row. Its first `num_cached_pages` pages hold what earlier steps computed."""
+    """A request that was admitted to a slot. Its first `num_cached_pages` pages come from the prefix cache."""
 
     request: Request
     num_cached_pages: int
-    queue_seconds: float | None  # how long it waited; None if it had run before
+    queue_seconds: float | None  # time in the queue; None if the request had run before
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One dispatch. Read `pages` and `slot` of its requests before the scheduler's next call: it may change them.
+    """The work of one dispatch. Read `pages` and `slot` of its requests before the scheduler's next call changes them.
 
-    A decode feeds the token that an earlier step sampled in the same row; the host need not know it. With `num_steps`
-    above 1 there are only decodes, and each runs that many steps, or fewer if its output ends before. A decode with
-    drafts feeds these behind its token, and samples after each.
+    The input of a decode is the token that an earlier step sampled in the same slot; the host need not know it. With
+    `num_steps` above 1 there are only decodes, and each runs that many steps, or fewer if its output ends earlier. A
+    decode with draft tokens computes them after its input token and samples after each.
     """
 
     decodes: Sequence[Request]
-    starts: Sequence[int]  # of each decode: the position it computes (first)
-    prefills: Sequence[Chunk]  # known tokens; chunks of one token first
+    starts: Sequence[int]  # the first position that each decode computes
+    prefills: Sequence[Chunk]  # chunks of known tokens; those of one token come first
     num_steps: int = 1
-    drafts: Sequence[Sequence[int]] = ()  # of each decode, if any has some: tokens that may follow the one it feeds
-    # Of each decode, where num_steps is above 1: its steps; where there are drafts: its positions.
+    drafts: Sequence[Sequence[int]] = ()  # draft tokens of each decode; empty if no decode has any
+    # For each decode, its number of steps if num_steps > 1, or its number of positions if there are drafts; else empty.
     decode_lengths: Sequence[int] = ()
-    num_sitting_out: int = 0  # requests whose position depends on drafts in flight
+    num_sitting_out: int = 0  # requests not decoded because their position depends on drafts in flight
     planned_seconds: float = 0.0
     admitted: Sequence[Admission] = ()
-    preempted: Sequence[Request] = ()  # lost pages and row for others that go before them, the last in rank first
+    preempted: Sequence[Request] = ()  # in descending order of rank
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """All work, in the order of the device's batch."""
+        """All work as chunks, in the order of the device's batch."""
         lengths = self.decode_lengths or [1] * len(self.decodes)
         decodes = zip(self.decodes, self.starts, lengths, strict=True)
         return (*(Chunk(request, start, length, True) for request, start, length in decodes), *self.prefills)
 
     @property
     def requests(self) -> list[Request]:
-        """In the order of the device's batch."""
+        """The requests, in the order of the device's batch."""
         return [*self.decodes, *(chunk.request for chunk in self.prefills)]
 
     @property
@@ -67,17 +67,17 @@ class StepPlan:
 
     @property
     def num_batch_tokens(self) -> int:
-        """Of one step, as the device's batch counts them."""
+        """The number of tokens of one step in the device's batch."""
         return len(self.decodes) + self.num_drafts + self.num_prefill_tokens
 
     @property
     def num_drafts(self) -> int:
-        """Tokens."""
+        """The number of draft tokens."""
         return sum([len(drafts) for drafts in self.drafts])
 
     @property
     def num_samples(self) -> int:
-        """Tokens that a step samples: one for each request, in their order, then one behind each draft."""
+        """The number of tokens that a step samples: one per request in batch order, then one per draft token."""
         return self.num_requests + self.num_drafts
 
     @property
@@ -87,7 +87,7 @@ class StepPlan:
 
 @dataclass(kw_only=True)
 class Draft:
-    """A plan in the making."""
+    """A step plan under construction."""
 
     now: float
     num_tokens_left: int
@@ -98,7 +98,7 @@ class Draft:
     long_prefills: list[Chunk] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    page_keys: set[bytes] = field(default_factory=set)  # of prompt pages that this very step computes
+    page_keys: set[bytes] = field(default_factory=set)  # keys of the prompt pages that this step computes
 
     @property
     def num_tokens(self) -> int:
@@ -109,10 +109,10 @@ class Draft:
         (self.single_prefills if chunk.num_tokens == 1 else self.long_prefills).append(chunk)
 
     def undo_decode(self, request: Request) -> None:
-        """Takes a request's decode, if it has one here, back out of the plan."""
-        if request in self.decodes:  # compares identities
+        """Removes the decode of a request from the plan, if there is one."""
+        if request in self.decodes:  # compares by identity
             index = self.decodes.index(request)
             request.num_computed_tokens = self.starts[index]
             request.num_pending_tokens -= 1
             del self.decodes[index], self.starts[index]
-            self.num_tokens_left = max(self.num_tokens_left, 1)  # for the one that takes its place
+            self.num_tokens_left = max(self.num_tokens_left, 1)  # for the request that replaces it

@@ -32,7 +32,7 @@ def test_allocating_nothing_takes_nothing():
 def test_a_shortage_raises_and_takes_nothing():
     pages = PageAllocator(3)
     held = pages.allocate(2)
-    with pytest.raises(ValueError, match="2 pages asked for; 1 of 3 are free"):
+    with pytest.raises(ValueError, match="2 pages requested; 1 of 3 are free"):
         pages.allocate(2)
     assert pages.num_free_pages == 1
     pages.audit([held])
@@ -45,7 +45,7 @@ def test_a_cache_has_a_page(num_pages: int):
 
 
 def test_a_negative_count_raises():
-    with pytest.raises(ValueError, match="-1 pages asked for"):
+    with pytest.raises(ValueError, match="-1 pages requested"):
         PageAllocator(2).allocate(-1)
 
 

@@ -32,8 +32,8 @@ def add_all(scheduler: Scheduler, *requests: Request) -> None:
     [
         (0, 4, "^prompt: has no tokens"),
         (32, 4, r"^prompt: has 32 tokens; this server accepts 31 \(max_context.*Shorten it or restart"),
-        (20, 9, "^sampling.max_tokens: 20 prompt tokens and up to 9 of output need 7 pages.*has 6. Ask for 5 or fewer"),
-        (25, 9, "^prompt: 25 prompt tokens and up to 7 of output need 8 pages.*has 6. Shorten the prompt"),
+        (20, 9, "^sampling.max_tokens: 20 prompt tokens and up to 9 output tokens need 7 pages.*has 6. Ask for 5"),
+        (25, 9, "^prompt: 25 prompt tokens and up to 7 output tokens need 8 pages.*has 6. Shorten the prompt"),
     ],
 )
 def test_what_can_never_run_is_refused_with_the_numbers(num_prompt_tokens: int, max_tokens: int, fault: str):
@@ -376,9 +376,9 @@ def end_behind_the_back(request: Request) -> None:
     ("spoil", "fault"),
     [
         (lose_a_page, "request r1 holds 1 pages, needs 2"),
-        (share_a_row, "rows in use and free together"),
-        (forget_what_is_computed, "request r1 lacks 7 tokens, 6 prefill"),
-        (come_unplaced, "request r1 stands in the wrong place"),
+        (share_a_row, "slots in use and free together"),
+        (forget_what_is_computed, "request r1: 7 tokens left, 6 prefill"),
+        (come_unplaced, "request r1 has the wrong state"),
         (end_behind_the_back, "request r1 is finished but still held"),
     ],
 )
