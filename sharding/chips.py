@@ -1,4 +1,4 @@
-"""What planner, compiler and mesh must know of each kind of device, and machines by name, to plan for without them."""
+"""Describes each supported chip to the planner, compiler and mesh, and names target machines for offline planning."""
 
 import dataclasses
 import math
@@ -19,19 +19,19 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A kind of accelerator, as one jax device. Speeds are those of the data sheet; 0 where there is none."""
+    """A kind of accelerator, described per jax device. Speeds are data-sheet values, or 0 if there is none."""
 
     kind: str  # jax's device_kind
-    platform: str = "tpu"  # jax's
+    platform: str = "tpu"  # jax's name
     devices_per_chip: int = 1
-    hbm_bytes: int  # on a TPU what the compiler grants a program; on a GPU all there is
-    jax_fraction: float = 1.0  # of it, what jax takes for itself unless told otherwise
+    hbm_bytes: int  # on a TPU, what the compiler lets a program use; on a GPU, the total
+    jax_fraction: float = 1.0  # of hbm_bytes that jax allocates by default
     hbm_bytes_per_second: float
     flops_per_second: float = 0.0  # bfloat16, dense
     link_bytes_per_second: float = 0.0  # in each direction, all links of the device together
-    is_unrolled: bool  # layers; see docs/decisions
+    is_unrolled: bool  # whether layers are unrolled; see docs/decisions
     compiler_options: Mapping[str, str]
-    sum_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the same, for meshes of several devices
+    sum_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # added on meshes of several devices
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ CHIPS = {
         flops_per_second=1153e12,
         link_bytes_per_second=300e9,
         is_unrolled=False,
-        # Else stacked weights are copied into tiles of 16 rows, all of them in every step.
+        # Without this, XLA copies all stacked weights into tiles of 16 rows in every step.
         compiler_options={"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"},
     ),
     "h100": Chip(
@@ -109,13 +109,13 @@ CHIPS = {
     ),
 }
 
-# XLA does not see that a step updates the cache in place: with a cache of a third of the memory or more it believes
-# that memory is short, and computes projections and gathered pages twice to save some (docs/log).
+# Rematerialization is off because XLA does not see that a step updates the cache in place. With a cache of a third of
+# the memory or more, it assumes that memory is short, and computes projections and gathered pages twice (docs/log).
 #
-# Of XLA's Triton products, those whose operands come by the copy engine (TMA) end in CUDA_ERROR_ILLEGAL_INSTRUCTION at
-# their first copy, when a trial happens to prefer one (jax 0.11.2, Hopper; docs/log). The file names others to try.
-# Trials of fusions may allow TMA, too, and have no such list: none is tried, and each keeps the emitter that XLA's cost
-# model names.
+# XLA's Triton matmuls that load their operands through the copy engine (TMA) fail with CUDA_ERROR_ILLEGAL_INSTRUCTION
+# at their first copy, if autotuning selects one (jax 0.11.2, Hopper; docs/log). The override file lists configurations
+# without TMA. Fusion autotuning may select TMA as well but accepts no such list, so it is off, and each fusion uses the
+# emitter that XLA's cost model selects.
 _GPU_OPTIONS: dict[str, str | bool] = {
     "xla_disable_hlo_passes": "rematerialization",
     "xla_gpu_gemm_autotuner_override_file": str(Path(__file__).with_name("gpu_gemms.txtpb")),
@@ -126,28 +126,32 @@ _SLICE = re.compile(r"(?P<chip>[a-z0-9]+):(?P<shape>\d+(x\d+){0,2})")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """A machine by name: a slice of TPUs, "v6e:2x4", or GPUs or virtual CPU devices of a host, "h100:8" or "cpu:4"."""
+    """A named machine: a TPU slice ("v6e:2x4"), or the GPUs or virtual CPU devices of a host ("h100:8", "cpu:4")."""
 
     name: str
     chip: Chip
     num_devices: int
 
     def mesh(self, tensor_parallelism: int = 0) -> Mesh:
-        """A mesh over the target's devices, which need not exist; 0 takes them all.
+        """Returns a mesh over the target's devices, which need not be present on this host.
+
+        Args:
+          tensor_parallelism: number of devices to use; 0 uses all of them.
 
         Raises:
           NoCompilerError: the compiler for these devices is not installed.
-          ValueError: the slice is no shape of this chip, or has fewer devices; or the target is of CPUs.
+          ValueError: the slice shape does not exist for this chip, the slice has too few devices, or the target is a
+            CPU target.
         """
         topology = _topology(self)
         return make_mesh(tensor_parallelism or self.num_devices, topology.devices)
 
 
 def target(name: str) -> Target:
-    """The target of that name: a chip of `CHIPS` and the slice's shape, or the number of devices.
+    """Parses a target name: a chip of `CHIPS`, a colon, and the slice shape or the number of devices.
 
     Raises:
-      ValueError: the name is not of this form, or the chip unknown.
+      ValueError: the name does not have this form, or the chip is unknown.
     """
     match = _SLICE.fullmatch(name)
     chip = CHIPS.get(match["chip"]) if match is not None else None
@@ -161,15 +165,17 @@ def target(name: str) -> Target:
 
 
 def chip_of(device: jax.Device) -> Chip | None:
-    """The chip of an accelerator; None for a CPU and for what is not listed here."""
+    """Returns the `Chip` of an accelerator, or None for a CPU or an accelerator not in `CHIPS`."""
     return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind != "cpu"), None)
 
 
 def compiler_options(mesh: Mesh, *, has_library_gemms: bool = False) -> dict[str, str | bool]:
-    """XLA's options for programs over this mesh.
+    """Returns XLA's compiler options for programs over this mesh.
 
-    With `has_library_gemms` cuBLAS multiplies on a GPU, without a trial of XLA's own kernels: it then reads a
-    layer's weights where they lie, while after a trial XLA copies them out for it first.
+    Args:
+      mesh: the mesh that the programs run on.
+      has_library_gemms: on a GPU, always use cuBLAS for matrix multiplications instead of autotuning XLA's own kernels
+        against it. cuBLAS then reads a layer's weights in place; after autotuning, XLA first copies them for cuBLAS.
     """
     device = mesh.devices.flat[0]
     if device.platform == "gpu":
@@ -183,7 +189,7 @@ def compiler_options(mesh: Mesh, *, has_library_gemms: bool = False) -> dict[str
 def _topology(target: Target) -> topologies.TopologyDescription:
     chip = target.chip
     if chip.platform == "cpu":
-        raise ValueError(f"programs for {target.name} can be compiled on this host: take virtual devices.")
+        raise ValueError(f"{target.name} needs no target compiler: use virtual CPU devices of this host.")
     if chip.platform == "gpu":
         return gpu_topology(
             kind=chip.kind,
@@ -194,7 +200,7 @@ def _topology(target: Target) -> topologies.TopologyDescription:
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=target.name)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"{target.name} is no slice that libtpu knows: {error}") from None
+        raise ValueError(f"{target.name} is not a slice that libtpu knows: {error}") from None
     except (RuntimeError, NotImplementedError) as error:
         raise NoCompilerError(
             f"programs for {target.name} need the TPU compiler: {error}. Install meshserve with the extra [tpu]."

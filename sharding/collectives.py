@@ -1,4 +1,4 @@
-"""What shards tell each other within a step: the one place that chooses how."""
+"""Collective operations between the shards within a step. This module alone selects their implementation."""
 
 from collections.abc import Callable
 
@@ -7,34 +7,35 @@ import jax.numpy as jnp
 
 from .mesh import TENSOR_AXIS
 
-# The sum over the tensor axis by stores into each other's memory, for arrays of bfloat16 in multiples of 64 bytes: 16
-# for each of four devices.
+# Sums a bfloat16 array over the tensor axis by stores into the other devices' memory. The array must be a multiple of
+# 64 bytes: 16 for each of four devices.
 P2PAllReduce = Callable[[jax.Array], jax.Array]
 
-# Gathers a small array [...] of each shard into [shards, ...], equal on all of them.
+# Gathers a small array [...] of each shard into [shards, ...], identical on all shards.
 Exchange = Callable[[jax.Array], jax.Array]
 
-# Up to so many bytes peers add up faster than XLA's all-reduce, by the number of devices: as far as it was measured on
-# H200s (docs/log). On four, nothing has been timed above what goes in one shot.
+# The largest array that the P2P all-reduce sums faster than XLA's all-reduce, by number of devices, as measured on
+# H200s (docs/log). On four devices, sizes above the one-shot limit were not measured.
 _P2P_MAX_BYTES = {2: 64 << 20, 4: 2 << 20}
 
 
 def p2p_max_bytes(num_devices: int) -> int:
-    """Of an array, the most that peers add up rather than XLA."""
+    """Returns the largest array, in bytes, for which the P2P all-reduce is used instead of XLA's; 0 if never."""
     return _P2P_MAX_BYTES.get(num_devices, 0)
 
 
 def all_gather(x: jax.Array) -> jax.Array:
-    """The arrays of all shards, stacked: [shards, ...]. Call inside `shard_map`."""
+    """Stacks the arrays of all shards into [shards, ...]. Call inside `shard_map`."""
     return jax.lax.all_gather(x, TENSOR_AXIS)
 
 
 def all_reduce(x: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
-    """The sum of x over the shards. Call inside `shard_map`.
+    """Sums x over the shards. Call inside `shard_map`.
 
     Args:
-      x: this shard's share.
-      p2p_all_reduce: of the mesh's devices, where they have it; it serves the sizes at which it is the faster.
+      x: this shard's summand.
+      p2p_all_reduce: the P2P all-reduce of the mesh's devices, or None if they have none. It is used for the dtypes and
+        sizes that it supports and for which it is faster.
     """
     num_devices = jax.lax.axis_size(TENSOR_AXIS)
     is_fit = x.dtype == jnp.bfloat16 and x.nbytes % 64 == 0 and x.nbytes <= p2p_max_bytes(num_devices)

@@ -1,4 +1,4 @@
-"""Bytes of device memory: what a KV page costs, and how many fit."""
+"""Computes how much device memory is free, how many KV pages fit, and whether the weights fit."""
 
 import math
 from pathlib import Path
@@ -7,13 +7,14 @@ import jax
 from jax.sharding import Mesh
 
 _MANY_BYTES = 1 << 62
-CPU_CACHE_BYTES = 1 << 30  # virtual CPU devices share the host's memory: a modest cache for all of them together
+CPU_CACHE_BYTES = 1 << 30  # for all virtual CPU devices together, which share the host's memory
 
 
 def free_bytes(mesh: Mesh, fraction: float, reserved_bytes: int = 0) -> int:
-    """What is left of `fraction` of the fullest device's memory, given what is allocated now and what is to be kept.
+    """Returns the bytes that remain on the fullest device, out of `fraction` of its memory.
 
-    Without bound where a device does not tell, as behind a proxy.
+    Memory in use now and `reserved_bytes` are subtracted. The result is a very large number if no device reports its
+    memory, as behind a proxy.
     """
     if mesh.devices.flat[0].platform == "cpu":
         return CPU_CACHE_BYTES // mesh.size
@@ -31,13 +32,13 @@ def num_pages_that_fit(mesh: Mesh, fraction: float, page_bytes: int, reserved_by
     """Returns how many pages of `page_bytes` fit into a device's free memory, less `reserved_bytes`.
 
     Raises:
-      MemoryError: not even one, or the devices do not tell.
+      MemoryError: not even one page fits, or the devices do not report their memory.
     """
     available = free_bytes(mesh, fraction, reserved_bytes)
     if available == _MANY_BYTES:
         raise MemoryError(
-            "the devices do not tell how much memory they have. Say how many pages the KV cache takes: --num-pages; "
-            "`meshserve plan` knows how many fit on a slice."
+            "the devices do not report how much memory they have. Set the number of KV cache pages with --num-pages; "
+            "`meshserve plan` computes how many fit on a slice."
         )
     if available < page_bytes:
         raise MemoryError(
@@ -48,18 +49,18 @@ def num_pages_that_fit(mesh: Mesh, fraction: float, page_bytes: int, reserved_by
 
 
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    """Whether a device, or the compiler for one, has too little room."""
+    """Returns whether a device, or the compiler for one, ran out of memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def shard_bytes(arrays: object) -> int:
-    """Bytes that a tree of arrays takes on one device."""
+    """Returns the bytes that a tree of arrays takes on one device."""
     leaves = jax.tree.leaves(arrays)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def added_bytes(program: jax.stages.Compiled) -> int:
-    """What a compiled program needs on each device beside its arguments."""
+    """Returns the bytes that a compiled program needs on each device in addition to its arguments."""
     analysis = program.memory_analysis()
     if analysis is None:
         return 0
@@ -69,22 +70,25 @@ def added_bytes(program: jax.stages.Compiled) -> int:
 def check_weights_fit(
     mesh: Mesh, fraction: float, weight_bytes: int, *, page_bytes: int = 0, held_bytes: int = 0
 ) -> None:
-    """Refuses weights for which the devices are too small, before any is read.
+    """Checks, before any weight is read, that the weights fit on the devices.
 
     Args:
-      weight_bytes, page_bytes: what the weights and one page of the cache take on each device.
-      held_bytes: what will be free on each device by then.
+      mesh: the mesh that will hold the weights.
+      fraction: of each device's memory that may be used.
+      weight_bytes: bytes of the weights on each device.
+      page_bytes: bytes of one page of the KV cache on each device.
+      held_bytes: bytes on each device that are in use now but will be freed before the weights are loaded.
 
     Raises:
-      MemoryError: names what is short and by how much.
+      MemoryError: the weights do not fit; the message says by how much.
     """
     if mesh.devices.flat[0].platform == "cpu":
         needed, available = weight_bytes + page_bytes, host_free_bytes() // mesh.size + held_bytes
-        limit = "its part of the machine's free memory"
+        limit = "its share of the machine's free memory"
         remedy = "Use a machine with more memory, or a smaller dtype"
     else:
         needed, available = weight_bytes + page_bytes, free_bytes(mesh, fraction, 0) + held_bytes
-        limit = f"what memory_fraction {fraction} leaves there"
+        limit = f"the memory that memory_fraction {fraction} leaves there"
         remedy = "Raise tp, raise memory_fraction, or use a smaller dtype"
     if needed > available:
         page = " and one page of the KV cache" if page_bytes else ""
@@ -96,9 +100,9 @@ def check_weights_fit(
 
 
 def host_free_bytes() -> int:
-    """What this process can still allocate: the machine's free memory, or less in a container with a limit.
+    """Returns the bytes this process can still allocate: the machine's free memory, or less under a container limit.
 
-    Where the system does not tell (it is not Linux) this is without bound.
+    The result is a very large number on systems that do not report it (other than Linux).
     """
     free = [_MANY_BYTES]
     meminfo = _read("/proc/meminfo")
@@ -106,7 +110,7 @@ def host_free_bytes() -> int:
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
     if limit.isdigit() and used.isdigit():
         cached = [line.split()[1] for line in _read("/sys/fs/cgroup/memory.stat").splitlines() if line[:5] == "file "]
-        free.append(int(limit) - int(used) + sum(map(int, cached)))  # the kernel gives file pages back
+        free.append(int(limit) - int(used) + sum(map(int, cached)))  # the kernel reclaims file pages
     return min(free)
 
 

@@ -1,9 +1,9 @@
-"""Hopper GPUs that are not there, described to XLA's CUDA compiler, which then compiles for them on any host."""
+"""Describes Hopper GPUs to XLA's CUDA compiler, so that any host can compile for them without a GPU."""
 
 import jax
 from jax.experimental import topologies
 
-# XLA's GpuTargetConfigProto of an SXM5 card. What an H100 and an H200 do not share is filled in.
+# XLA's GpuTargetConfigProto of an SXM5 card. The fields in which H100 and H200 differ are filled in.
 _DESCRIPTION = """
 gpu_device_info {{
   name: "{kind}" device_vendor: "NVIDIA Corporation" device_address_bits: 64
@@ -23,16 +23,16 @@ platform_name: "CUDA" device_description_str: "{kind}" dnn_version_info {{ major
 
 
 class NoCompilerError(RuntimeError):
-    """The compiler for these devices is not installed; the message says what brings it."""
+    """The compiler for these devices is not installed; the message says how to install it."""
 
 
 def gpu_topology(
     *, kind: str, hbm_bytes: int, hbm_bytes_per_second: int, num_devices: int
 ) -> topologies.TopologyDescription:
-    """So many GPUs of one host.
+    """Returns the topology of `num_devices` GPUs on one host.
 
     Raises:
-      NoCompilerError: jax has no CUDA build here.
+      NoCompilerError: jax's CUDA build is not installed.
     """
     description = _DESCRIPTION.format(kind=kind, hbm_bytes=hbm_bytes, hbm_bytes_per_second=hbm_bytes_per_second)
     shape = f"1x1x{num_devices}"
@@ -41,5 +41,5 @@ def gpu_topology(
     except (RuntimeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         raise NoCompilerError(
             f"programs for {kind} need XLA's CUDA compiler: {error}. Install meshserve with the extra [cuda], or, "
-            "where nvcc and ptxas are on PATH, jax[cuda13-local]; neither needs a GPU."
+            "if nvcc and ptxas are on PATH, jax[cuda13-local]; neither needs a GPU."
         ) from None

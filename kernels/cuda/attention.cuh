@@ -1,19 +1,19 @@
-// Paged decode attention: one new token a request, its query heads over the request's pages.
+// Paged decode attention: one new token per request attends to the request's pages.
 //
-// A cluster of blocks owns one (request, kv head), or a part of a long one's context, see context_parts.cuh; the G
-// query heads of the kv head are handled together, so that a page is read once. The context is cut into tiles of 16
-// tokens, dealt round-robin to the warps of all its clusters. Each warp streams its tiles through its own ring of
-// stages with the bulk tensor copy engine and keeps its own running softmax; no block-wide barrier stands in the loop.
-// Warps are merged through shared memory, blocks through the cluster's, parts through the GPU's by the block that ends
-// last.
+// A cluster of blocks processes one (request, kv head), or a part of a long context (see context_parts.cuh). The G
+// query heads of the kv head are processed together, so that each page is read once. The context is split into tiles
+// of 16 tokens, assigned round-robin to the warps of all clusters of the request. Each warp streams its tiles through
+// its own ring of stages with the bulk tensor copy engine and keeps its own online softmax, without block-wide barriers
+// in the loop. The results of warps are merged through shared memory, those of blocks through the cluster's shared
+// memory, and those of parts through global memory by the block that ends last.
 //
-// With tokens as the rows of the matrix instruction and queries as its 8 columns:
+// Tokens are the rows of the matrix instruction and queries its 8 columns:
 //   scores [16 tokens, 8 queries] = K Q^T;  out [H, 8 queries] += V^T P^T
-// so a lane holds the same two queries in both, and one transposition of the 16 x 8 scores joins them.
+// A lane therefore holds the same two queries in both, and one transposition of the 16 x 8 scores connects them.
 //
 // Pages of earlier tokens were written by earlier steps, so they are fetched before the wait for the previous kernel.
-// Only the current token's row comes from that kernel: it is read after the wait and put over the fetched one.
-// What a page holds beyond the request's length is masked (keys) or overwritten with zeros (values): NaN does no harm.
+// Only the current token's row comes from that kernel: it is read after the wait and replaces the fetched row.
+// Page contents beyond the request's length are masked (keys) or overwritten with zeros (values), so NaN is harmless.
 #pragma once
 #include "context_parts.cuh"
 #include "ptx.cuh"
@@ -24,7 +24,7 @@ constexpr int kTileTokens = 16;
 constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMaxGroup = 8;
-constexpr int kMaxWarpRingBytes = 24 * 1024;  // 4 warps x 24 KB: two blocks an SM, 192 KB in flight
+constexpr int kMaxWarpRingBytes = 24 * 1024;  // 4 warps x 24 KB: two blocks per SM, 192 KB in flight
 
 struct AttentionArgs {
   const bf16* q;          // [B, K, G, H]
@@ -33,28 +33,28 @@ struct AttentionArgs {
   ContextCuts cuts;
   bf16* out;  // [B, K, G, H]
   Unmerged unmerged;
-  long long first_row;  // the layer's first row of the whole cache seen as [L P K 2 S, H]
+  long long first_row;  // the layer's first row in the whole cache, viewed as [L P K 2 S, H]
   int max_pages, page_size, kv_heads, group, log2_splits;
-  int stages;        // of a warp's ring
+  int stages;        // in a warp's ring
   float scale_log2;  // softmax scale * log2(e)
 };
 
-// What a warp knows of its share: out is relative to exp2(largest), not yet divided by sum.
+// A warp's partial result. `out` is relative to exp2(largest) and not yet divided by `sum`.
 template <int H>
 struct Partial {
-  static constexpr int kStride = H + 4;  // floats; 4 more keep the banks apart
+  static constexpr int kStride = H + 4;  // floats; the extra 4 avoid bank conflicts
   float out[kMaxGroup * kStride];
   float largest[kMaxGroup], sum[kMaxGroup];
 };
 
-// What the blocks of a cluster send to the one that finishes a query: a row a block and query.
+// Results that the blocks of a cluster send to the block that finishes a query: one row per block and query.
 template <int H>
 struct Received {
   static constexpr int kRows = 16;  // at most splits + group - 1
   float out[kRows * H];
   float4 largest_and_sum[kRows];
-  uint64_t barrier;  // counts their bytes
-  bool is_last;      // this block, of those of a request's parts
+  uint64_t barrier;  // counts the received bytes
+  bool is_last;      // whether this block is the last of the request's parts
 };
 
 // Address of the 16-byte chunk of a token's row in a tile [H / 64 halves, 16 tokens, 128 bytes], swizzled.
@@ -66,13 +66,13 @@ template <int H>
 struct WarpState {
   uint32_t q[H / 16][2];     // queries as the B operand: query lane / 4, elements 16 k + 2 (lane % 4) ..
   float out[H / 16][4];      // elements 16 h + lane / 4 (+ 8) of queries 2 (lane % 4), + 1
-  float largest[2], sum[2];  // of the two queries; `sum` over this lane's tokens alone
+  float largest[2], sum[2];  // of the two queries; `sum` covers only this lane's tokens
 };
 
 template <int H>
 __device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile, uint32_t v_tile, int first_token,
                                             int num_tokens, float scale_log2, int lane) {
-  float even[4] = {}, odd[4] = {};  // two chains of products hide each other's latency
+  float even[4] = {}, odd[4] = {};  // two chains of multiplications hide each other's latency
 #pragma unroll
   for (int k = 0; k < H / 16; ++k) {
     uint32_t a[4];
@@ -114,8 +114,8 @@ __device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile
   }
 }
 
-// The last tile: the current token's row as the previous kernel wrote it (lanes 0..15 the key, 16..31 the value, 16
-// bytes each), and zeros for the values of tokens that the request doesn't have.
+// Patches the last tile with the current token's row that the previous kernel wrote (lanes 0..15 the key, 16..31 the
+// value, 16 bytes each), and with zeros for values beyond the request's last token.
 template <int H>
 __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int last_token, uint4 current, int lane) {
   if (lane % 16 < H / 8) store_shared(chunk_address(lane < 16 ? k_tile : v_tile, last_token, lane % 16), current);
@@ -126,7 +126,7 @@ __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int
   __syncwarp();
 }
 
-// The warps' results into one of the block, sent to the block that finishes the query: 4 elements a thread.
+// Merges the warps' results and sends them to the block that finishes the query: 4 elements per thread.
 template <int H>
 __device__ __forceinline__ void merge_warps(const uint8_t* memory, int warp_bytes, const Received<H>* received,
                                             int group, int log2_splits) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void for_my_queries(int group, int log2_splits, Merge
   }
 }
 
-// The result of the cluster's blocks.
+// Merges the results of the cluster's blocks.
 template <int H>
 __device__ __forceinline__ Merged merge_blocks(const Received<H>* received, int query, int element, int group,
                                                int log2_splits) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ Merged merge_blocks(const Received<H>* received, int 
   return merged;
 }
 
-// Grid (blocks of a cluster, K, clusters of a KV head).
+// Grid: (blocks per cluster, K, clusters per KV head).
 template <int H>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     attention_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ AttentionArgs args) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     for (int s = 0; s < args.stages; ++s) barrier_init(full + 8 * s, 1);
     barrier_init_fence();
   }
-  // The rows of this block's queries, one of each block.
+  // This block receives one row per block for each query that it finishes.
   const uint32_t all_received = shared_address(&received->barrier);
   if (threadIdx.x == 0) {
     const int splits = 1 << args.log2_splits, rank = blockIdx.x;
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   }
   __syncwarp();
 
-  // Lane i holds the page of the warp's tile 32 j + i.
+  // Lane i holds the page number of the warp's tile 32 j + i.
   const int* my_pages = args.page_table + static_cast<size_t>(request) * args.max_pages;
   auto look_up_pages = [&](int first) {
     int tile = first + lane;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   };
   int looked_up = 0, page_of_lane = look_up_pages(0);
   const uint64_t policy = evict_first_policy();
-  auto fetch = [&](int i, int s) {  // tile i of this warp to stage s, by all lanes
+  auto fetch = [&](int i, int s) {  // fetches tile i of this warp to stage s; called by all lanes
     if (i - looked_up >= 32) {
       looked_up = i;
       page_of_lane = look_up_pages(i);
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   };
 #pragma unroll 1
   for (int i = 0; i < min(args.stages, my_tiles); ++i) fetch(i, i);
-  // The place of the current token's key and value: 16 bytes a lane of the warp that has the last tile.
+  // Address of the current token's key and value: 16 bytes per lane of the warp that has the last tile.
   const uint4* current_row = nullptr;
   if (my_tiles > 0 && worker + (my_tiles - 1) * num_workers == num_tiles - 1 && lane % 16 < H / 8) {
     int page = my_pages[(num_tokens - 1) / args.page_size], offset = (num_tokens - 1) % args.page_size;

@@ -1,8 +1,8 @@
-"""Compiles the CUDA kernels once, and registers them as XLA calls.
+"""Compiles the CUDA kernels once and registers them as XLA FFI calls.
 
-The sources ship beside this file. `load` compiles them with nvcc into a cache folder, under a name made of the sources,
-the flags, the compiler and the headers, so a change of any builds anew and nothing else does. About 15 seconds.
-Nothing happens at import.
+The sources ship beside this file. `load` compiles them with nvcc into a cache folder, which takes about 15 seconds. The
+library's name is a hash of the sources, the flags, and the versions of nvcc and jax, so only a change of one of these
+triggers a rebuild. Nothing happens at import.
 """
 
 import ctypes
@@ -36,11 +36,11 @@ _MAX_ERROR_BYTES = 1000
 
 
 class KernelBuildError(RuntimeError):
-    """The CUDA kernels cannot be built here; the message says why."""
+    """The CUDA kernels cannot be built or loaded on this host; the message says why."""
 
 
 def find_nvcc() -> Path | None:
-    """nvcc of PATH, else of the packages that jax's CUDA extra installs, else None."""
+    """Returns nvcc from PATH, else from the packages that jax's CUDA extra installs, else None."""
     on_path = shutil.which("nvcc")
     if on_path:
         return Path(on_path)
@@ -52,9 +52,10 @@ def find_nvcc() -> Path | None:
 
 @functools.cache
 def unavailable_reason(device: jax.Device | None = None) -> str | None:
-    """Why the kernels cannot serve a device, or None where they can: they need a Hopper GPU and nvcc.
+    """Returns why the kernels cannot run on a device, or None if they can. They need a Hopper GPU and nvcc.
 
-    The device may be one that programs are only compiled for; None is this process's first.
+    Args:
+      device: the device, which may be a compile-only one; None means this process's first device.
     """
     device = device or jax.devices()[0]
     if device.platform != "gpu":
@@ -75,14 +76,14 @@ def _run(command: list[str]) -> str:
 
 
 def build(cache_dir: Path | None = None) -> Path:
-    """The compiled library's path; compiles it where it is not in `cache_dir` (~/.cache/meshserve) yet.
+    """Compiles the library unless `cache_dir` (default: ~/.cache/meshserve) already holds it, and returns its path.
 
     Raises:
-      KernelBuildError: there is no nvcc, or it fails; carries its message.
+      KernelBuildError: nvcc was not found or failed; the message includes its output.
     """
     nvcc = find_nvcc()
     if nvcc is None:
-        raise KernelBuildError("nvcc is neither on PATH nor among the installed packages (jax[cuda13] brings it)")
+        raise KernelBuildError("nvcc is not on PATH nor in a Python package: install jax[cuda13] or the CUDA toolkit")
     headers = Path(jax.ffi.include_dir())
     digest = hashlib.sha256()
     for text in (*FLAGS, _run([str(nvcc), "--version"]), jax.__version__, jax.lib.__version__):
@@ -96,18 +97,18 @@ def build(cache_dir: Path | None = None) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             unfinished = Path(scratch) / library.name
             _run([str(nvcc), *FLAGS, "-isystem", str(headers), str(SOURCES / "ffi.cu"), "-o", str(unfinished)])
-            os.replace(unfinished, library)  # atomic: another process sees all of it or nothing
+            os.replace(unfinished, library)  # atomic: other processes see the whole file or none
     return library
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Builds if needed, registers the XLA calls of TARGETS, and loads their kernels onto this process's GPUs.
+    """Builds the library if needed, registers the XLA calls in TARGETS, and loads the kernels onto this process's GPUs.
 
-    The second time it does nothing. Needs no GPU: programs that call the kernels can be compiled without one.
+    Further calls do nothing. No GPU is needed: programs that call the kernels can be compiled without one.
 
     Raises:
-      KernelBuildError: jax has no CUDA build here, the kernels' build fails, or a GPU cannot load them.
+      KernelBuildError: jax's CUDA build is not installed, the kernels fail to build, or a GPU cannot load them.
     """
     if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
         raise KernelBuildError("the CUDA kernels need jax's CUDA build: install jax[cuda13]")

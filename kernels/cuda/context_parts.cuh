@@ -1,54 +1,55 @@
-// Into how many parts decode attention cuts each request's context, and how these are merged. The lengths change with
-// every step and the grid does not, so every warp finds out from the lengths which part of which request its cluster of
-// blocks has.
+// Splits each request's context into parts for decode attention, and merges their results. The lengths change with
+// every step but the grid does not, so every warp computes from the lengths which part of which request its cluster of
+// blocks processes.
 //
-// The step's tokens are shared out evenly: one share a request, or more where requests are so few that the GPU has more
-// clusters. Who has one and a half shares or more is cut into as many parts; among equals nobody is. Parts come first,
-// then whole requests, then those of less than half a share, so that what ends last is short. The remaining clusters
-// have nothing to do.
+// The step's tokens are divided into equal shares: one share per request, or more if there are so few requests that the
+// GPU has clusters to spare. A request with at least 1.5 shares is split into as many parts as it has shares (rounded).
+// With one share per request, requests of equal length are not split. Parts come first, then whole requests, then
+// requests of at most half a share, so that the work that ends last is short. The remaining clusters are idle.
 #pragma once
 #include "ptx.cuh"
 
 namespace meshserve {
 
-constexpr int kLeastShareTokens = 512;  // of a block
+constexpr int kLeastShareTokens = 512;  // minimum per block
 
 struct ContextCuts {
-  const int* positions;  // [B] of the current tokens; -1: no request
+  const int* positions;  // [B]: of the current tokens; -1: no request
   int batch;
-  int num_clusters;  // of a KV head; as many as requests: nobody is cut
-  int fewest_shares;
-  int least_share;  // tokens
+  int num_clusters;   // per KV head; if equal to `batch`, no request is split
+  int fewest_shares;  // minimum number of shares
+  int least_share;    // minimum tokens per share
 };
 
-// What a cluster has.
+// The part that a cluster processes.
 struct ContextPart {
   int request;  // -1: nothing
   int index, num_parts;
 };
 
-// What parts hand to the one that merges them, and how many have.
+// The unmerged results of parts, and how many parts have stored theirs.
 struct Unmerged {
   float* rows;       // [clusters, K, G, H + 4]
-  int* num_arrived;  // [B, K, blocks of a cluster]; 0 at the start
+  int* num_arrived;  // [B, K, blocks per cluster]; 0 at the start
 };
 
-// Parts of `num_tokens` where a share is as long as `share`.
+// Returns the number of parts of `num_tokens` tokens if a share has `share` tokens.
 __host__ __device__ __forceinline__ int num_parts_of(int num_tokens, int share) {
   return max(1, (num_tokens + share / 2) / share);
 }
 
-// Of a KV head, for the worst mix of lengths: half a share at most is added where a request's parts are rounded.
+// Returns the maximum number of clusters per KV head for any mix of lengths. Rounding the number of a request's parts
+// adds at most half a share.
 __host__ __device__ __forceinline__ int most_clusters(int batch, int fewest_shares) {
   return batch + max(batch, fewest_shares) - 1;
 }
-// And where no request is longer than `max_context`.
+// The same if no request is longer than `max_context`.
 __host__ __device__ __forceinline__ int most_clusters(int batch, int fewest_shares, int least_share, int max_context) {
   return min(batch * num_parts_of(max_context, least_share), most_clusters(batch, fewest_shares));
 }
 
-// By a whole warp. The instructions come from memory at every launch: the fewer there are before the first fetch where
-// nobody is cut, the better.
+// Returns the part that a cluster processes; called by a whole warp. Instructions are loaded from memory at every
+// launch, so the path without split requests must execute few instructions before the first fetch.
 __device__ __forceinline__ ContextPart find_part(int cluster, int lane, const ContextCuts& cuts) {
   if (cuts.num_clusters == cuts.batch) return {cluster, 0, 1};
   constexpr uint32_t kAll = 0xffffffffu;
@@ -62,7 +63,7 @@ __device__ __forceinline__ ContextPart find_part(int cluster, int lane, const Co
   }
   const int num_shares = max(__reduce_add_sync(kAll, num_requests), cuts.fewest_shares);
   const int share = max((__reduce_add_sync(kAll, num_tokens) + num_shares - 1) / num_shares, cuts.least_share);
-  const int least_cut = 2 * share - share / 2;  // tokens; as num_parts_of rounds
+  const int least_cut = 2 * share - share / 2;  // tokens; follows the rounding of num_parts_of
   auto tokens_of = [&](int request) { return request < cuts.batch ? cuts.positions[request] + 1 : -1; };
 
   int first_cluster = 0;
@@ -71,7 +72,7 @@ __device__ __forceinline__ ContextPart find_part(int cluster, int lane, const Co
     const int tokens = tokens_of(first + lane);
     int parts = tokens >= least_cut ? num_parts_of(tokens, share) : 0, end = parts;
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {  // where its parts end, counted from first_cluster
+    for (int distance = 1; distance < 32; distance *= 2) {  // `end`: end of the request's parts after first_cluster
       const int before = __shfl_up_sync(kAll, end, distance);
       if (lane >= distance) end += before;
     }
@@ -99,10 +100,10 @@ __device__ __forceinline__ ContextPart find_part(int cluster, int lane, const Co
   return {-1, 0, 0};
 }
 
-// 2^(a - b) where both may be -inf (nothing seen yet).
+// Returns 2^(a - b); both may be -inf (no position seen yet).
 __device__ __forceinline__ float rescale(float a, float b) { return a == -INFINITY ? 0.0f : exp2f(a - b); }
 
-// Of a query, 4 elements: relative to exp2(largest), not yet divided by the sum.
+// Four elements of a query's result, relative to exp2(largest) and not yet divided by the sum.
 struct Merged {
   float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
   float largest = -INFINITY, sum = 0.0f;
@@ -112,7 +113,7 @@ struct Merged {
   }
 };
 
-// A request without tokens gives zeros.
+// Divides the result by its sum and stores it. A request without tokens gets zeros.
 __device__ __forceinline__ void store_divided(bf16* to, const Merged& merged) {
   const float divisor = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;
   const float4& out = merged.out;
@@ -120,11 +121,11 @@ __device__ __forceinline__ void store_divided(bf16* to, const Merged& merged) {
       make_uint2(pack_bf16(out.x * divisor, out.y * divisor), pack_bf16(out.z * divisor, out.w * divisor));
 }
 
-// The result of a query's parts, in their order: the same bits whoever merges. `row_of` gives where a part has left its
-// row: H elements, the largest score and the sum.
+// Merges the results of a query's parts in order, so that the bits do not depend on which block merges. `row_of`
+// returns the address of a part's row: H elements, the largest score and the sum.
 template <int H, class RowOf>
 __device__ __forceinline__ Merged merge_rows(int num_parts, int element, RowOf row_of) {
-  constexpr int kTogether = 8;  // loads on their way at once
+  constexpr int kTogether = 8;  // loads in flight at a time
   Merged merged;
 #pragma unroll 1
   for (int first = 0; first < num_parts; first += kTogether) {
@@ -150,9 +151,9 @@ __device__ __forceinline__ Merged merge_rows(int num_parts, int element, RowOf r
   return merged;
 }
 
-// Leaves a part's queries in memory, as far as this block has them: `for_mine` calls a function for every 4 elements
-// of these, `merged_of` gives them, `row_of` where they go. The block that is the last of the parts to do so merges
-// them into `out` [G, H].
+// Stores a part's results for the queries of this block. `for_mine` calls a function for every 4 elements of these
+// queries, `merged_of` returns their values, and `row_of` the address to store them at. The block that is the last of
+// the parts to do so merges all parts into `out` [G, H].
 template <int H, class Arrive, class ForMine, class MergedOf, class RowOf>
 __device__ __forceinline__ void merge_parts(const ContextPart& part, Arrive arrive, bool* is_last, bf16* out,
                                             ForMine for_mine, MergedOf merged_of, RowOf row_of) {

@@ -1,9 +1,9 @@
-// XLA's calls. decode_layers runs a range of layers behind one call, on one GPU or on each GPU of a mesh whose peers
-// are open; the others are its parts, for meshes where XLA must add up after the o and the down projection.
-// prepare_heads and prefill_attention are for steps that are not fused; sampling_floor finds what the filters of
-// sampling keep; peer_sum adds up over the GPUs of a mesh, peer_exchange tells them something small. Every call only
-// launches kernels on XLA's stream, the same ones for the same shapes, so it can be captured in a command buffer.
-// Weights come stacked over layers, with the layer as an attribute: a slice of them would be a copy.
+// The XLA FFI calls. decode_layers runs a range of layers in one call, on one GPU or on each GPU of a mesh with an open
+// P2P group. decode_qkv, paged_attention, project_residual and decode_gate_up are its parts, for meshes where XLA sums
+// after the o and down projections. prepare_heads and prefill_attention are for steps without fused layers.
+// sampling_floor finds the sampling threshold. peer_sum is the P2P all-reduce, peer_exchange the P2P all-gather. Every
+// call only launches kernels on XLA's stream, always the same ones for the same shapes, so it can be captured in a
+// command buffer. Weights are stacked over layers, with the layer as an attribute, because a slice would be a copy.
 #include "floor.cuh"
 #include "heads.cuh"
 #include "launch.cuh"
@@ -30,7 +30,7 @@ T* data(Out& buffer) {
 }
 int size(const In& buffer, int dimension) { return static_cast<int>(buffer.dimensions()[dimension]); }
 
-// Of a call: what went wrong, or nothing.
+// Converts an error text, a step or a status to the result of a call.
 ffi::Error result(const std::string& error) {
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
 }
@@ -60,7 +60,7 @@ ffi::Error too_small(size_t needed) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, "the scratch buffer needs " + std::to_string(needed) + " bytes");
 }
 
-// The peers of the device that the call runs on.
+// Gets the peers of the device that the call runs on.
 ffi::Error find_peers(Ints ordinals, Channel channel, size_t num_bytes, Peers* peers) {
   std::string error = PeerMeshes::all().peers(ordinals.begin(), static_cast<int>(ordinals.size()), channel, peers);
   if (error.empty() && num_bytes > kSlotBytes) {
@@ -141,7 +141,7 @@ ffi::Error paged_attention(cudaStream_t stream, In q, In cache, In page_table, I
   return result(step);
 }
 
-// out = [residual +] input weights^T; the residual is left out where has_residual is 0 (then `residual` is not read).
+// out = [residual +] input weights^T. If has_residual is 0, `residual` is not read or added.
 ffi::Error project_residual(cudaStream_t stream, In input, In weights, In residual, Out out, int32_t layer,
                             int32_t has_residual, int32_t is_down, Ints tuning) {
   Shapes shapes;
@@ -435,14 +435,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_peer_exchange, peer_exchange,
                               ffi::Ffi::Bind().Ctx<Stream>().Arg<In>().Ret<In>().Attr<Ints>("ordinals"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-// Loads the kernels onto CUDA devices. Writes what went wrong to `error`; returns whether all went well.
+// Loads the kernels onto CUDA devices. Writes a failure to `error`; returns whether loading succeeded.
 extern "C" int meshserve_load_kernels(const int* ordinals, int num, char* error, int size) {
   std::string text = load_kernels(ordinals, num);
   snprintf(error, size, "%s", text.c_str());
   return text.empty();
 }
 
-// Opens the peers of a mesh: its CUDA devices by rank. Writes what went wrong to `error`; returns whether nothing did.
+// Opens the P2P group of a mesh, given its CUDA device ordinals by rank. Writes a failure to `error`; returns whether
+// opening succeeded.
 extern "C" int meshserve_open_peers(const int* ordinals, int num, double patience_seconds, char* error, int size) {
   std::string text = num < 2 || num > kMaxPeers ? std::to_string(num) + " devices; 2 to 8 can be peers"
                                                 : PeerMeshes::all().open(ordinals, num, patience_seconds);
@@ -450,12 +451,12 @@ extern "C" int meshserve_open_peers(const int* ordinals, int num, double patienc
   return text.empty();
 }
 
-// 1 + the rank that `rank` waited for in vain, or 0.
+// Returns 1 + the rank for which `rank` timed out waiting, or 0.
 extern "C" int meshserve_stalled_peer(const int* ordinals, int num, int rank) {
   return PeerMeshes::all().stalled(ordinals, num, rank);
 }
 
-// Bytes of scratch that calls with these shapes need.
+// Returns the bytes of scratch memory that calls with these shapes need.
 extern "C" size_t meshserve_scratch_bytes(int batch, int embed, int kv_heads, int group, int head_dim, int mlp) {
   Shapes shapes;
   shapes.batch = batch;

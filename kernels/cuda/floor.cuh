@@ -1,11 +1,12 @@
-// What top-k, top-p and min-p leave of a row of logits: the least key that is kept (../sampling says what a key is).
+// Finds the threshold of min-p, top-k and top-p for each row of logits: the smallest key that is kept (../sampling
+// defines keys).
 //
-// A block of threads has a row. It finds the row's largest and least logit; then, for each filter that is on, it sums
-// the tokens' weights in 256 bins of equal width between these, picks the bin in which the filter's sum is reached,
-// copies the few keys in it to shared memory, and narrows the range of keys there by 8 bits at a time until one is
-// left. Weights are whole numbers, so their sums are exact and in any order the same: 1 for top-k, probability * 2^42
-// for top-p. For top-p all weights are summed first, without bins: tokens so unlikely that all of them together could
-// be dropped need none, and these are most.
+// A thread block processes one row. It finds the row's largest and smallest logit. Then, for each active filter, it
+// sums the tokens' weights in 256 bins of equal width between these, picks the bin in which the filter's sum is
+// reached, copies the few keys of that bin to shared memory, and narrows the range of keys by 8 bits at a time until
+// one is left. Weights are integers, so their sums are exact and independent of the order: 1 for top-k, 2^42 times
+// the probability for top-p. For top-p, all weights are first summed without bins. Most tokens are so unlikely that all
+// of them together could be dropped, and these are then left out of the bins.
 #pragma once
 #include <cuda_runtime.h>
 #include <float.h>
@@ -18,13 +19,13 @@ namespace sampling {
 constexpr int kThreads = 1024;
 constexpr int kBins = 256;
 constexpr int kBinBits = 8;
-constexpr int kWords = 3;                   // of a bin's sum, for want of fast 64-bit additions in shared memory
-constexpr int kWordBits = 14;               // that a weight adds to each; leaves 18 for the number of tokens
-constexpr float kScale = 4398046511104.0f;  // 2^42, of a weight
+constexpr int kWords = 3;                   // words of a bin's sum; 64-bit atomics in shared memory are slow
+constexpr int kWordBits = 14;               // bits of a weight in each word; the other 18 are for the number of tokens
+constexpr float kScale = 4398046511104.0f;  // 2^42, the scale of weights
 constexpr float kFaintest = 30.0f;          // exp(-30) * kScale rounds to 0
-constexpr int kListed = 40 * 1024;          // keys that shared memory has room for
+constexpr int kListed = 40 * 1024;          // keys that fit into shared memory
 
-// Of all rows, [B] each but for the logits [B, vocab].
+// Operands of all rows: logits [B, vocab], the others [B].
 struct Rows {
   const float *logits, *temperature, *top_p, *min_p;
   const int* top_k;
@@ -35,10 +36,10 @@ struct Rows {
 struct Shared {
   uint32_t words[kWords][kBins];
   unsigned long long sum;    // of all bins
-  unsigned long long above;  // of the bins before the one that was picked
+  unsigned long long above;  // of the bins before the picked one
   int bin;
   int num_listed;
-  uint32_t least, most;  // keys
+  uint32_t least, most;  // range of keys
 };
 
 __device__ inline uint32_t key_of(float x) {
@@ -47,15 +48,15 @@ __device__ inline uint32_t key_of(float x) {
 }
 __device__ inline float logit_of(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
-// What a search counts, and which tokens at all.
+// The weights of a search, and the tokens that count.
 template <bool kIsTopP>
 struct Search {
   float highest;
-  float per_logit;  // octaves of weight for each unit of a logit
-  float per_unit;   // bins for each unit of a logit
-  uint32_t floor;   // keys below it do not count
+  float per_logit;  // powers of two of weight per unit of logit
+  float per_unit;   // bins per unit of logit
+  uint32_t floor;   // smaller keys do not count
 
-  // `lowest`: tokens below it do not count either.
+  // Tokens with logits below `lowest` do not count either.
   __device__ Search(float highest, float lowest, float temperature, uint32_t floor)
       : highest(highest), per_logit(static_cast<float>(M_LOG2E) / temperature), floor(max(floor, key_of(lowest))) {
     const float range = fminf(highest - logit_of(this->floor), FLT_MAX);
@@ -66,7 +67,7 @@ struct Search {
     if (!kIsTopP) return isfinite(logit);
     return __float2ull_rn(exp2f((logit - highest) * per_logit) * kScale);
   }
-  // From 0, the highest logits', on. Conversions saturate, and take what is no number for 0.
+  // Bin 0 has the highest logits. Conversions saturate and turn NaN into 0.
   __device__ int bin(float logit) const { return min(max(__float2int_rz((highest - logit) * per_unit), 0), kBins - 1); }
 };
 
@@ -96,14 +97,14 @@ __device__ inline void clear_bins(Shared& shared) {
 __device__ inline void add_to_bin(Shared& shared, int bin, unsigned long long weight) {
 #pragma unroll
   for (int word = 0; word < kWords; ++word) {
-    // The last word takes what is left: a weight of 1 has one bit more.
+    // The last word takes the remaining bits: a probability of 1 needs one bit more.
     const uint32_t part = word + 1 < kWords ? (weight >> (word * kWordBits)) & ((1 << kWordBits) - 1)
                                             : static_cast<uint32_t>(weight >> (word * kWordBits));
     if (part) atomicAdd(&shared.words[word][bin], part);
   }
 }
 
-// The sum so far, and what is in a bin.
+// Returns `sum` plus the sum of a bin.
 __device__ inline unsigned long long with_bin(unsigned long long sum, const Shared& shared, int bin) {
   for (int word = 0; word < kWords; ++word) {
     sum += static_cast<unsigned long long>(shared.words[word][bin]) << (word * kWordBits);
@@ -111,7 +112,7 @@ __device__ inline unsigned long long with_bin(unsigned long long sum, const Shar
   return sum;
 }
 
-// Every thread gets the sum of all bins.
+// Returns the sum of all bins to every thread. `of_lane` receives the sum up to the last bin of this lane.
 __device__ inline unsigned long long sum_bins(Shared& shared, unsigned long long* of_lane) {
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -129,7 +130,7 @@ __device__ inline unsigned long long sum_bins(Shared& shared, unsigned long long
   return shared.sum;
 }
 
-// Picks the first bin with which the sum, and what is above all bins, reaches the target, which is at most all of it.
+// Picks the first bin at which the sum of the bins so far reaches the target, which is at most the sum of all bins.
 __device__ inline void pick_bin(Shared& shared, unsigned long long of_lane, unsigned long long target) {
   if (threadIdx.x < 32) {
     constexpr int kBinsOfLane = kBins / 32;
@@ -151,7 +152,7 @@ __device__ inline void pick_bin(Shared& shared, unsigned long long of_lane, unsi
   __syncthreads();
 }
 
-// Of all tokens that count.
+// Returns the sum of the weights of all tokens that count.
 __device__ inline unsigned long long sum_weights(const float* logits, int vocab, const Search<true>& search,
                                                  Shared& shared) {
   unsigned long long sum = 0;
@@ -168,7 +169,8 @@ __device__ inline unsigned long long sum_weights(const float* logits, int vocab,
   return sum;
 }
 
-// The largest key such that the weights of this key and all above reach the target; 0 if all together do not.
+// Returns the largest key for which the weights of this key and all larger keys reach the target, or 0 if even the sum
+// of all weights does not.
 template <bool kIsTopP>
 __device__ uint32_t find_key(const float* logits, int vocab, const Search<kIsTopP>& search, unsigned long long target,
                              Shared& shared, uint32_t* list) {
@@ -214,7 +216,7 @@ __device__ uint32_t find_key(const float* logits, int vocab, const Search<kIsTop
     };
     if (num_listed <= kListed) {
       for (int i = threadIdx.x; i < num_listed; i += kThreads) add(list[i]);
-    } else {  // so many alike: once more from the row
+    } else {  // too many equal logits for the list: read the row again
       for_each_logit(logits, vocab, [&](float logit) { add(key_of(logit)); });
     }
     sum_bins(shared, &of_lane);
@@ -228,7 +230,7 @@ __device__ uint32_t find_key(const float* logits, int vocab, const Search<kIsTop
   return most;
 }
 
-// grid: a row of logits each.
+// Grid: one block per row of logits.
 __global__ void __launch_bounds__(kThreads) floor_kernel(Rows args) {
   extern __shared__ uint32_t list[];
   __shared__ Shared shared;
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(kThreads) floor_kernel(Rows args) {
       const unsigned long long sum =
           sum_weights(logits, args.vocab, Search<true>(highest, faintest, temperature, floor), shared);
       const double target = ceil(static_cast<double>(top_p) * static_cast<double>(sum));
-      // Tokens of less weight than this have together less than half of what may be dropped.
+      // All tokens below this probability together have less than half of the probability that may be dropped.
       const float droppable = 0.5f * (1.0f - top_p) * (static_cast<float>(sum) / kScale) / args.vocab;
       const float unlikely = fmaxf(faintest, highest + temperature * logf(fminf(droppable, 1.0f)));
       const Search<true> by_weight(highest, unlikely, temperature, floor);

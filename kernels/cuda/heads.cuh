@@ -1,9 +1,9 @@
-// What lies between the projection to query, key and value and attention, in one pass: RMSNorm of every query and key
-// head, rotary position, keys and values to their pages. Steps of few decodes: see projection.cuh.
+// Does everything between the QKV projection and attention in one pass: RMSNorm of every query and key head, rotary
+// position embedding, and writing keys and values to their pages. For steps of few decodes, see projection.cuh.
 //
-// A group of lanes takes one kv head of a token: all its query heads, its key and its value. A lane holds four elements
-// of a head, two neighbours and the two half a head away that rotary pairs them with. Rounds where the model's own
-// steps do: after the norm, after its gain, and after the rotation.
+// A group of lanes processes one kv head of a token: all its query heads, its key and its value. A lane holds four
+// elements of a head: two neighbors, and the two half a head away that the rotary embedding pairs them with. Values are
+// rounded at the same points as in the model's own steps: after the norm, after its gain, and after the rotation.
 #pragma once
 #include "ptx.cuh"
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ float4 times(float4 x, float4 y) {
 __device__ __forceinline__ uint2 pack(float4 x) { return make_uint2(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w)); }
 __device__ __forceinline__ float4 rounded(float4 x) { return unpack_bf16(pack(x)); }
 
-// A lane's elements of a head: two of its first half, then the two of its second half that rotary pairs them with.
+// Loads a lane's elements of a head: two of its first half, then the two of its second half that are paired with them.
 template <int H>
 __device__ __forceinline__ uint2 load_quad(const bf16* head, int lane) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(head);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_quad(bf16* head, int lane, uint2 v) {
   words[H / 4 + lane] = v.y;
 }
 
-// `c` and `s` hold the cosines and sines of both pairs, twice.
+// `c` and `s` hold the cosines and sines of the two pairs, repeated twice.
 template <int H>
 __device__ __forceinline__ uint2 norm_and_rotate(uint2 v, float4 gain, float4 c, float4 s, float epsilon) {
   float4 x = unpack_bf16(v);
@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   constexpr int kLanes = H / 4;
   const int lane = threadIdx.x % kLanes, num_items = args.num_tokens * args.kv_heads;
   const int item = (blockIdx.x * kThreads + threadIdx.x) / kLanes;
-  const bool is_item = item < num_items;  // the others take part in the sums over lanes
+  const bool is_item = item < num_items;  // other lanes only take part in the sums over lanes
   const int token = is_item ? item / args.kv_heads : 0, kv_head = is_item ? item % args.kv_heads : 0;
   const bf16* row = args.rows + (static_cast<size_t>(token) * args.kv_heads + kv_head) * (args.group + 2) * H;
 
-  uint2 heads[kMaxGroup + 2];  // all in flight together
+  uint2 heads[kMaxGroup + 2];  // all loads are in flight at once
 #pragma unroll
   for (int i = 0; i < kMaxGroup + 2; ++i) {
     heads[i] = i < args.group + 2 ? load_quad<H>(row + i * H, lane) : make_uint2(0, 0);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   const float4 c = make_float4(cosine[0], cosine[1], cosine[0], cosine[1]);
   const float4 s = make_float4(sine[0], sine[1], sine[0], sine[1]);
   const int position = args.positions[token];
-  bf16* place = nullptr;  // of the key; the value's lies a page's keys further on
+  bf16* place = nullptr;  // of the key; the value lies page_size rows after it
   if (is_item && position >= 0) {
     const size_t page =
         args.page_table[static_cast<size_t>(args.requests[token]) * args.max_pages + position / args.page_size];

@@ -1,4 +1,4 @@
-// The host's side: tensor maps, the shape of each launch, and the kernels of a decode step in order.
+// The host side of a decode step: tensor maps, launch shapes, and the order of its kernels.
 #pragma once
 #include <math.h>
 
@@ -12,9 +12,10 @@
 
 namespace meshserve {
 
-constexpr int kMultiprocessors = 132;  // of an H100 or H200; it only shapes the launches
+constexpr int kMultiprocessors = 132;  // of an H100 or H200; only affects launch shapes
 
-// Of a step's contexts, so that attention's clusters of `splits` blocks fill the GPU: two blocks run on an SM.
+// Returns the minimum number of shares of a step's contexts for which attention's clusters of `splits` blocks fill the
+// GPU, with two blocks per SM.
 inline int fewest_shares(int kv_heads, int splits) {
   return std::max(1, 2 * kMultiprocessors / std::max(1, kv_heads * splits));
 }
@@ -25,7 +26,7 @@ struct Shapes {
   int max_context() const { return max_pages * page_size; }
   int q_columns() const { return kv_heads * group * head_dim; }
   int qkv_rows() const { return kv_heads * (group + 2) * head_dim; }
-  int arrivals() const { return kv_heads * kMaxSplits; }  // counters of a request
+  int arrivals() const { return kv_heads * kMaxSplits; }  // counters per request
 };
 
 struct Weights {  // stacked over layers
@@ -37,7 +38,7 @@ struct Cache {
   const int *page_table, *positions;
 };
 
-// What the kernels of one call hand to each other; cut from one buffer.
+// Intermediate results of the kernels of one call, all in one buffer.
 struct Scratch {
   bf16 *scaled, *q, *attended, *activated;
   float *sums, *cos_sin;
@@ -68,7 +69,7 @@ struct Scratch {
   }
 };
 
-// Overrides of the launch shapes, for measuring; 0 chooses.
+// Overrides of the launch shapes, for benchmarks; 0 selects the default.
 struct Tuning {
   int qkv_splits = 0, o_splits = 0, gate_up_splits = 0, down_splits = 0, attention_splits = 0;
   int blocks_per_stage = 0, ring_kilobytes = 0;
@@ -85,11 +86,11 @@ class Step {
   float epsilon = 0.0f, scale = 0.0f, rotary_scale = 1.0f;
   const float* inverse_frequencies = nullptr;
 
-  // Empty, or what went wrong first.
+  // Returns an empty string or the first error.
   const std::string& error() const { return error_; }
 
-  // All of `num_layers`, from `first` on. On a mesh every GPU's peers add up, in two rounds a layer: every call begins
-  // with round 0.
+  // Runs `num_layers` layers from `first` on. On a mesh, the P2P all-reduce takes two rounds per layer, so every call
+  // begins with round 0.
   void layers(const bf16* x, bf16* out, int first, int num_layers, const Peers* peers) {
     const Scratch& s = scratch;
     auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes_.embed; };
@@ -117,7 +118,7 @@ class Step {
     }
   }
 
-  // x * gain and the sums of squares of x; the rotary angles too where the scratch has room for them.
+  // Computes x * gain, the sums of squares of x, and, if `with_angles`, the rotary angles.
   void prepare(const bf16* x, const bf16* gain, bool with_angles) {
     PrepareArgs args = {};
     args.x = x;
@@ -176,7 +177,7 @@ class Step {
     CUtensorMap pages;
     if (!map_pages(&pages)) return;
     dim3 grid(splits, shapes_.kv_heads, args.cuts.num_clusters);
-    // A ring no longer than the longest request needs leaves room for the next kernels' weights.
+    // Limiting the ring to what the longest request needs leaves room for the next kernels' weights.
     const int stage_bytes = 4 * kTileTokens * h, warp_tokens = kTileTokens * kAttentionWarps * splits;
     const int most_tiles = (shapes_.max_context() + warp_tokens - 1) / warp_tokens;
     args.stages = std::min(kMaxWarpRingBytes / stage_bytes, most_tiles);
@@ -190,7 +191,7 @@ class Step {
     }
   }
 
-  // out = residual (may be null) + attended o^T; where `next_gain` is given, what the next norm needs too.
+  // out = residual (may be null) + attended o^T. If `next_gain` is given, also computes the inputs of the next norm.
   void output(int layer, const bf16* attended, const bf16* residual, bf16* out, const bf16* next_gain) {
     ProjectionArgs args = residual_args(layer, residual, out, next_gain);
     project<Epilogue::kResidual>("o", args, weights.o, shapes_.embed, shapes_.q_columns(), attended,
@@ -214,7 +215,7 @@ class Step {
                                  shapes_.embed / kTileRows, tuning_.down_splits);
   }
 
-  // On a mesh: this GPU's share of attended o^T or activated down^T goes to every GPU, then `gather` adds up.
+  // On a mesh: sends this GPU's summand of attended o^T or activated down^T to every GPU; `gather` adds them.
   void share_output(int layer, const bf16* attended, const Peers& peers, int round) {
     project<Epilogue::kShare>("o", share_args(layer, peers, round), weights.o, shapes_.embed, shapes_.q_columns(),
                               attended, shapes_.embed / kTileRows, tuning_.o_splits);
@@ -225,7 +226,7 @@ class Step {
                               activated, shapes_.embed / kTileRows, tuning_.down_splits);
   }
 
-  // out = residual + the shares of all GPUs; where `next_gain` is given, what the next norm needs too.
+  // out = residual + the summands of all GPUs. If `next_gain` is given, also computes the inputs of the next norm.
   void gather(const Peers& peers, int round, const bf16* residual, bf16* out, const bf16* next_gain) {
     GatherArgs args = {};
     args.peers = peers;
@@ -286,7 +287,7 @@ class Step {
     return args;
   }
 
-  // Merging a cluster costs as much as 4 tiles of a warp: where there are more, enough blocks for every SM.
+  // Merging a cluster takes as long as 4 tiles of a warp. Longer contexts are split until every SM has a block.
   int attention_splits() const {
     const int pairs = shapes_.batch * shapes_.kv_heads, context = shapes_.max_context();
     const int round_tokens = kAttentionWarps * kTileTokens;
@@ -321,10 +322,10 @@ class Step {
 
   static int log2_of(int power) { return power <= 1 ? 0 : 1 + log2_of(power / 2); }
 
-  // Ranges of k, as measured on H200s for the shapes of Qwen3 and their shards. Two blocks fit on an SM; some three
-  // quarters of the places leave room for the next kernel's weights: as many ranges as fill these, of 8 blocks of k or
-  // more, longer where they are uneven. Too few blocks for the GPU are worse than ranges of 4. `tokens`: the kernel's
-  // N.
+  // Chooses the number of ranges of k, tuned on H200s for the shapes of Qwen3 and their shards. Two blocks fit on an
+  // SM. Filling about three quarters of these places leaves room for the next kernel's weights, so the number of ranges
+  // is chosen to fill that many, with at least 8 blocks of k per range, or more if the ranges are uneven. Too few
+  // blocks for the GPU are worse than ranges of 4. `tokens` is the kernel's N.
   static int choose_splits(int tiles, int k_blocks, int tokens) {
     constexpr int kFewestBlocks = 120, kMostBlocks = 224, kMostUnevenBlocks = 208, kPlaces = 2 * kMultiprocessors;
     const bool is_narrow = tokens <= 16;
@@ -340,20 +341,20 @@ class Step {
     }
     auto blocks = [&] { return tiles * splits; };
     auto halved_range = [&] { return 2 * splits > kMaxSplits ? 0 : k_blocks / (2 * splits); };
-    // From 32 tokens on uneven ranges cost less than one block alone on each SM.
+    // From 32 tokens on, uneven ranges are faster than a single block on each SM.
     const bool is_one_each = blocks() > kFewestBlocks && blocks() <= kMultiprocessors;
     if (!is_narrow && is_one_each && splits < kMaxSplits && k_blocks / (splits + 1) >= 3) ++splits;
-    // More than run at once, where the ranges stay long, or are not short and fill the SMs more evenly.
+    // Exceed the blocks that run at once if ranges stay long, or if they are not short and fill the SMs more evenly.
     if (blocks() > kMultiprocessors && blocks() < kPlaces) {
       const bool is_evener = evenness(2 * blocks()) > evenness(blocks()) + 0.1;
       if (halved_range() >= 40 || (halved_range() >= short_range && is_evener)) splits *= 2;
     }
-    // In several waves the last one ends sooner where blocks are short.
+    // With several waves, the last one ends sooner if blocks are short.
     if (tokens == 32 && blocks() >= kPlaces && halved_range() >= 16) splits *= 2;
     return splits;
   }
 
-  // The SMs' mean share of the blocks over the largest.
+  // Returns the mean number of blocks per SM divided by the maximum.
   static double evenness(int blocks) {
     return static_cast<double>(blocks) / kMultiprocessors / ((blocks + kMultiprocessors - 1) / kMultiprocessors);
   }
@@ -368,8 +369,8 @@ class Step {
       if (error_.empty()) error_ = std::string(name) + ": at most one range for each 64 columns, and at most 8";
       return;
     }
-    // The ring leaves room for two blocks on an SM: of this kernel, or of the next one that already prefetches. A range
-    // that fits is one stage, which is one wait; else two blocks of k a stage, where that divides every range.
+    // The ring leaves room for two blocks on an SM: of this kernel, or of the next one, which already prefetches. A
+    // range that fits is a single stage with one wait. Otherwise a stage has two blocks of k if all ranges are even.
     const int split_blocks = (args.k_blocks + splits - 1) / splits, resident_bytes = split_blocks * N * kBlockK * 2;
     const bool is_resident = kIsNarrow<N> && resident_bytes <= kMaxResidentBytes;
     const int block_bytes = 2 * kHalfTileBytes + (is_resident ? 0 : N * kBlockK * 2);
@@ -401,7 +402,7 @@ class Step {
            splits, weights_map, input_map, args);
   }
 
-  // A row-major [rows, columns] matrix as [columns / 64, rows, 64], fetched in boxes of [blocks, tile_rows, 64].
+  // Maps a row-major [rows, columns] matrix as [columns / 64, rows, 64], fetched in boxes of [blocks, tile_rows, 64].
   bool map_matrix(CUtensorMap* map, const bf16* matrix, size_t rows, int columns, int tile_rows, int blocks) {
     cuuint64_t sizes[3] = {kBlockK, rows, static_cast<cuuint64_t>(columns / kBlockK)};
     cuuint64_t strides[2] = {static_cast<cuuint64_t>(columns) * 2, kBlockK * 2};
@@ -409,7 +410,7 @@ class Step {
     return encode(map, matrix, sizes, strides, box);
   }
 
-  // The whole cache as rows of one token each, cut into halves of 128 bytes: tiles [H / 64, 16 tokens, 64].
+  // Maps the whole cache as rows of one token each, split into halves of 128 bytes: tiles [H / 64, 16 tokens, 64].
   bool map_pages(CUtensorMap* map) {
     const int h = shapes_.head_dim;
     cuuint64_t sizes[3] = {64, shapes_.layers * (layer_elements() / h), static_cast<cuuint64_t>(h / 64)};
@@ -433,16 +434,16 @@ class Step {
     return result == CUDA_SUCCESS;
   }
 
-  // The first kernel waits for all that the stream ran before; each later one may start when its predecessor has.
+  // The first kernel waits for all earlier work of the stream; each later one may start when its predecessor has.
   template <class... Parameters, class... Arguments>
   void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, int cluster,
               const Arguments&... arguments) {
     if (!error_.empty()) return;
     const void* function = reinterpret_cast<const void*>(kernel);
-    // All that a block may have, whatever this launch takes: o and down share a kernel, and a captured launch of one
-    // must not find the limit that the other has set.
+    // Always sets the maximum, whatever this launch needs: o and down share a kernel, and a captured launch of one must
+    // not see a limit set for the other.
     check(name, cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes));
-    // The same split of L1 and shared memory for every kernel: an SM must be empty to change it.
+    // All kernels use the same split of L1 and shared memory, because an SM must be idle to change it.
     check(name, cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      cudaSharedmemCarveoutMaxShared));
     cudaLaunchAttribute attributes[2] = {};
@@ -469,7 +470,7 @@ class Step {
     }
   }
 
-  static constexpr int kMaxSharedBytes = 227 * 1024;  // of a block; none of the kernels has static shared memory
+  static constexpr int kMaxSharedBytes = 227 * 1024;  // per block; none of the kernels has static shared memory
 
   Shapes shapes_;
   Tuning tuning_;

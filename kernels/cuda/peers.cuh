@@ -1,12 +1,12 @@
-// What the GPUs of a mesh tell each other without leaving their kernels, by plain stores over NVLink. No multicast.
+// P2P all-reduce and all-gather between the GPUs of a mesh within kernels, by plain stores over NVLink. No multicast.
 //
-// Every GPU has an inbox: for each of two rounds, a slot for each rank. To add up, a GPU writes its share into its slot
-// of every inbox, and every GPU adds the slots of its own inbox in the order of the ranks: one trip over the wire, and
-// the same bits everywhere. Nothing else is sent: a word that has not come holds kEmpty, which no rounding to bfloat16
-// gives, and who has read a word empties it again.
+// Every GPU has an inbox with one slot per rank for each of two rounds. To sum, a GPU writes its summand to its slot in
+// every inbox, and every GPU adds the slots of its own inbox in rank order. This takes one transfer over NVLink, and
+// all GPUs get the same bits. No flags are sent: a word that has not arrived holds kEmpty, which rounding to bfloat16
+// never produces, and the reader of a word resets it to kEmpty.
 //
-// Rounds alternate. A GPU begins round n + 1 when it has all shares of round n; whoever sent one of those had ended
-// round n - 1 before, so the slots of round n + 1, which are those of round n - 1, are empty everywhere.
+// Rounds alternate between the two sets of slots. A GPU begins round n + 1 when it has all summands of round n. Their
+// senders had completed round n - 1 before, so its slots, which round n + 1 uses again, are empty everywhere.
 #pragma once
 #include "ptx.cuh"
 
@@ -17,27 +17,27 @@ constexpr size_t kSlotBytes = 2 << 20;
 constexpr uint32_t kEmpty = 0xFFFFFFFFu;  // two bfloat16 NaNs; the NaN that rounding gives is 0x7FFF
 constexpr uint32_t kInsteadOfEmpty = 0x7FFF7FFFu;
 
-// The layers, sums and exchanges in one shot, and sums in two (two_shot.cuh) count their rounds apart: each has an
-// inbox of its own.
+// The decode layers, one-shot operations and two-shot sums (two_shot.cuh) count rounds separately and have separate
+// inboxes.
 enum class Channel : int { kLayers, kSingle, kTwoShot };
 constexpr int kChannels = 3;
 
-// In a GPU's memory, of a channel whose rounds are one kernel each: rounds so far, and this one's blocks that have
-// ended.
+// Counters in a GPU's memory of a channel with one kernel per round: completed rounds, and the blocks of the current
+// round that have ended.
 struct RoundCounter {
   uint32_t round, blocks;
 };
 
-// One channel as one GPU sees it.
+// One channel from the point of view of one GPU.
 struct Peers {
-  // Of this rank, then of the next ones: [2 rounds, num slots, kSlotBytes]; in two shots otherwise.
+  // This rank's inbox, then those of the next ranks: [2 rounds, num slots, kSlotBytes]; two-shot inboxes differ.
   uint8_t* inboxes[kMaxPeers];
   int num, rank;
   RoundCounter* counter;
-  int* stalled;  // in the host's memory, of each rank: 1 + the rank that it waited for in vain
+  int* stalled;  // in host memory, per rank: 1 + the rank for which it timed out waiting, or 0
   unsigned long long patience_nanoseconds;
 
-  // Rank `from`'s slot in the inbox of the GPU `distance` ranks on.
+  // Returns the slot of rank `from` in the inbox of the GPU `distance` ranks further.
   __device__ __forceinline__ uint8_t* slot(int distance, int round, int from) const {
     return inboxes[distance] + (round * num + from) * kSlotBytes;
   }
@@ -57,7 +57,7 @@ __device__ __forceinline__ void make_empty(uint4* at) {
   store_for_peers(at, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
 }
 
-// Waits for the words of a uint2 or uint4 of this GPU's inbox. Stops the program when the peer stays away.
+// Waits for the words of a uint2 or uint4 in this GPU's inbox. Traps if they do not arrive in time.
 template <class Words>
 static __device__ __noinline__ Words wait_for_peer(const Peers& peers, const Words* at, int from) {
   const unsigned long long start = nanoseconds();
@@ -72,7 +72,7 @@ static __device__ __noinline__ Words wait_for_peer(const Peers& peers, const Wor
   return v;
 }
 
-// Words of this GPU's inbox that were `v` when last looked at, as they come; empties their place.
+// Waits for words in this GPU's inbox, whose last loaded value was `v`, and resets their place to empty.
 template <class Words>
 __device__ __forceinline__ Words take(const Peers& peers, Words* at, Words v, int from) {
   if (is_empty(v)) v = wait_for_peer(peers, at, from);
@@ -80,7 +80,7 @@ __device__ __forceinline__ Words take(const Peers& peers, Words* at, Words v, in
   return v;
 }
 
-// Writes 8 bytes at `offset` of this GPU's slot in every inbox, its own last. Each begins with another neighbour.
+// Writes 8 bytes at `offset` of this GPU's slot in every inbox, in its own last. Each GPU begins with a different one.
 __device__ __forceinline__ void send(const Peers& peers, int round, size_t offset, uint2 v) {
 #pragma unroll
   for (int i = 1; i < kMaxPeers; ++i) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void send(const Peers& peers, int round, size_t offse
   store_for_peers(peers.slot(0, round, peers.rank) + offset, v);
 }
 
-// Reads 8 bytes at `offset` of every slot of this GPU's inbox as they come, and empties them.
+// Reads 8 bytes at `offset` of every slot in this GPU's inbox as they arrive, and resets them to empty.
 __device__ __forceinline__ void receive(const Peers& peers, int round, size_t offset, uint2 (&v)[kMaxPeers]) {
   auto place = [&](int from) { return reinterpret_cast<uint2*>(peers.slot(0, round, from) + offset); };
 #pragma unroll
@@ -102,7 +102,7 @@ __device__ __forceinline__ void receive(const Peers& peers, int round, size_t of
   }
 }
 
-// The sum of four bfloat16 of every slot, in float32, in the order of the ranks.
+// Returns the sum of four bfloat16 of every slot, in float32 and in rank order.
 __device__ __forceinline__ float4 add_up(const Peers& peers, const uint2 (&v)[kMaxPeers]) {
   float4 sum = unpack_bf16(v[0]);
 #pragma unroll
@@ -116,17 +116,17 @@ __device__ __forceinline__ float4 add_up(const Peers& peers, const uint2 (&v)[kM
 }
 
 constexpr int kPeerThreads = 128;
-constexpr int kMaxPeerBlocks = 264;  // all of them run at once, so that none waits for one that cannot start
+constexpr int kMaxPeerBlocks = 264;  // all of them can run at once, so that none waits for one that cannot start
 
-// ---- one sum or one exchange, as a call of its own ---------------------------------------------------------------
+// ---- a single all-reduce or all-gather as a call ------------------------------------------------------------------
 struct SingleArgs {
   Peers peers;
   const uint2* in;  // [num_pairs]
-  uint2* out;       // the sum [num_pairs], or what every rank sent [num, num_pairs]
-  int num_pairs;    // of 32-bit words
+  uint2* out;       // the sum [num_pairs], or the words of every rank [num, num_pairs]
+  int num_pairs;    // pairs of 32-bit words
 };
 
-// The round of a call is read by every block; the block that ends last begins the next one.
+// Ends a call. Every block reads the round at its start, so the block that ends last increments it.
 __device__ __forceinline__ void end_call(const Peers& peers) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -161,17 +161,18 @@ __global__ void __launch_bounds__(kPeerThreads) single_kernel(const __grid_const
 }
 
 // ---- between the kernels of a layer ------------------------------------------------------------------------------
-// The projection before this kernel has sent this GPU's share. out = residual + the sum of all shares, and what the
-// next norm needs, as finish_residual leaves it. A warp takes 128 columns of a token.
+// The projection before this kernel sends this GPU's summand. The kernel computes out = residual + the sum of all
+// summands, and the inputs of the next norm, as finish_residual does. A warp processes 128 columns of a token.
 //
-// It does not wait for that projection to end, but for its words. Where this GPU's own share is there, the projection
-// had waited for all kernels before it: what they wrote can be read (past the L1, which may hold what was there before)
-// and what they read can be overwritten. It waits in the end, so that whoever waits for it knows that all before ended.
+// It waits for the projection's words rather than for the projection to end. Once this GPU's own summand has arrived,
+// the projection has waited for all kernels before it: what they wrote can be read (past the L1, which may hold older
+// data), and what they read can be overwritten. The kernel waits for the projection at its end, so that a kernel that
+// waits for it knows that all earlier kernels have ended.
 //
-// Words that it finds are of its own round: two gathers in a row may run at once, the second gather of a layer and what
-// follows it may not, as the projection to query, key and value lets no kernel start before that gather has ended.
-// Else, where kernels are small and a peer is late, the gather of the next layer would start, too, and take what this
-// one has yet to empty.
+// The words it finds always belong to its own round. The two gathers of a layer may run at once, but the second gather
+// of a layer and later kernels may not, because the QKV projection lets no kernel start before that gather has ended.
+// Otherwise, with small kernels and a late peer, the next layer's gather would start as well and take words that this
+// gather has not yet reset.
 constexpr bool kWaitsForWords = true;
 
 struct GatherArgs {
@@ -179,7 +180,7 @@ struct GatherArgs {
   int round;
   const bf16* residual;  // may be `out`
   bf16* out;
-  const bf16* next_gain;  // null: neither scaled_out nor sums_out is written
+  const bf16* next_gain;  // null: scaled_out and sums_out are not written
   bf16* scaled_out;
   float* sums_out;
   int batch, columns;

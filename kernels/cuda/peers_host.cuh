@@ -1,5 +1,5 @@
-// The host's side of peers.cuh: opens the inboxes of a mesh once, before anything is compiled or run, and tells each
-// GPU's calls where they are. One process drives all GPUs of a mesh.
+// The host side of peers.cuh: allocates the inboxes of a mesh once, before anything is compiled or run, and passes
+// their addresses to each GPU's calls. One process drives all GPUs of a mesh.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -27,7 +27,7 @@ class PeerMesh {
     return num == size() && std::equal(ordinals_.begin(), ordinals_.end(), ordinals);
   }
 
-  // Empty, or what went wrong. Leaves the calling thread on the device it was on.
+  // Returns an empty string or an error. The calling thread's current device does not change.
   std::string open() {
     int before = 0;
     check(cudaGetDevice(&before), "cudaGetDevice");
@@ -39,7 +39,7 @@ class PeerMesh {
     return error_;
   }
 
-  // As the device of the calling thread sees the channel; false if it is none of the mesh's.
+  // Gets the channel for the calling thread's device. Returns false if the device is not in the mesh.
   bool peers(Channel channel, Peers* out) const {
     int ordinal = -1;
     if (cudaGetDevice(&ordinal) != cudaSuccess) return false;
@@ -61,7 +61,7 @@ class PeerMesh {
   int size() const { return static_cast<int>(ordinals_.size()); }
 
  private:
-  // The inboxes of the channels lie one after another, that of two shots last.
+  // The inboxes of the channels are consecutive; that of two-shot sums is last.
   size_t inboxes_before(Channel channel) const { return static_cast<int>(channel) * 2 * size() * kSlotBytes; }
   size_t inbox_bytes() const { return inboxes_before(Channel::kTwoShot) + two_shot_inbox_bytes(size()); }
 
@@ -77,7 +77,7 @@ class PeerMesh {
       }
       cudaError_t status = cudaDeviceEnablePeerAccess(other, 0);
       if (status == cudaErrorPeerAccessAlreadyEnabled) {
-        cudaGetLastError();  // or the next launch would report it
+        cudaGetLastError();  // clears the error, which the next launch would report otherwise
       } else {
         check(status, "cudaDeviceEnablePeerAccess");
       }
@@ -96,18 +96,18 @@ class PeerMesh {
     if (status != cudaSuccess && error_.empty()) error_ = std::string(what) + ": " + cudaGetErrorString(status);
   }
 
-  std::vector<int> ordinals_;     // of the CUDA devices, by rank
-  std::vector<uint8_t*> memory_;  // by rank: the inbox of every channel, then a counter for each
+  std::vector<int> ordinals_;     // CUDA device ordinals, by rank
+  std::vector<uint8_t*> memory_;  // by rank: the inbox of every channel, then the counter of every channel
   int* stalled_ = nullptr;
   unsigned long long patience_nanoseconds_;
   std::string error_;
 };
 
-// Every mesh that was opened; they stay until the process ends, as programs hold their addresses.
+// All meshes that were opened. They stay open until the process ends, because programs hold their addresses.
 class PeerMeshes {
  public:
   static PeerMeshes& all() {
-    static PeerMeshes* meshes = new PeerMeshes;  // never destroyed: CUDA may be gone by then
+    static PeerMeshes* meshes = new PeerMeshes;  // never destroyed, because CUDA may shut down first
     return *meshes;
   }
 
@@ -120,7 +120,7 @@ class PeerMeshes {
     return error;
   }
 
-  // Empty, or why there are none.
+  // Gets the peers of a channel. Returns an empty string or an error.
   std::string peers(const int* ordinals, int num, Channel channel, Peers* out) {
     std::lock_guard<std::mutex> lock(mutex_);
     const PeerMesh* mesh = find(ordinals, num);
@@ -128,7 +128,7 @@ class PeerMeshes {
     return mesh->peers(channel, out) ? "" : "the call runs on a device that is not in its mesh";
   }
 
-  // 1 + the rank that `rank` waited for in vain, or 0.
+  // Returns 1 + the rank for which `rank` timed out waiting, or 0.
   int stalled(const int* ordinals, int num, int rank) {
     std::lock_guard<std::mutex> lock(mutex_);
     const PeerMesh* mesh = find(ordinals, num);

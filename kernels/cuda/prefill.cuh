@@ -1,19 +1,21 @@
-// Attention of a step's tokens over the pages of their requests, prefill chunks and decodes mixed, with wgmma.
+// Paged attention of a step's tokens with wgmma, for any mix of prefill chunks and decodes.
 //
-// The step is cut into tiles: consecutive tokens of one request, with all query heads of a kv head as many rows of one
-// matrix, 128 at most. A tile attends to the keys 0 .. its last position in blocks of 128, the last block first. Where
-// that would keep others waiting, the keys are cut into parts, see prefill_parts.cuh. A block of threads stays on its
-// multiprocessor and takes one (part of a tile, kv head) after the other from a counter, the longest first:
-//   warpgroup 0      one warp fetches queries, keys and values by the bulk tensor copy engine, always ahead; the others
-//                    put zeros where a token is padding
+// The step is split into tiles of consecutive tokens of one request. The rows of a tile's matrix are all query heads of
+// a kv head for each token, at most 128. A tile attends to the keys from 0 to its last position in blocks of 128, the
+// last block first. If that would take too long, the keys are split into parts (see prefill_parts.cuh). Each
+// multiprocessor runs one persistent thread block, which takes (part of a tile, kv head) items from a counter, longest
+// first:
+//   warpgroup 0      one warp prefetches queries, keys and values with the bulk tensor copy engine; the others write
+//                    zeros for padding tokens
 //   warpgroups 1, 2  64 rows each: scores = Q K^T, softmax in registers, out += P V
-// While one of these two computes its softmax, the other's products run: they take turns. Within one, the products of
-// block i + 1's scores and of block i's values are in flight together (FlashAttention-3, arXiv 2407.08608).
+// The two compute warpgroups take turns: while one computes its softmax, the matmuls of the other run. Within a
+// warpgroup, the matmuls of block i + 1's scores and block i's values are in flight together (FlashAttention-3, arXiv
+// 2407.08608).
 //
-// What a page holds beyond a request's keys is masked (keys) or overwritten with zeros (values): NaN does no harm.
-// Rows of a tile that are no query of it are computed and not stored. Where a tile has one token they hold zeros or
-// what an earlier tile left, and their weights are zeros everywhere: multiplying others' queries instead took the clock
-// of a GPU that decodes at its power limit.
+// Page contents beyond a request's keys are masked (keys) or overwritten with zeros (values), so NaN is harmless.
+// Rows of a tile that are not queries are computed but not stored. If a tile has one token, these rows hold zeros or
+// the data of an earlier tile, and all their weights are zero. Multiplying other requests' queries instead lowered the
+// clock of a GPU that decodes at its power limit.
 #pragma once
 #include <type_traits>
 
@@ -24,25 +26,25 @@ namespace meshserve {
 namespace prefill {
 
 constexpr int kThreads = 384, kComputeWarps = 8;
-constexpr int kStages = 2;                                    // of keys and of values; more gain nothing
+constexpr int kStages = 2;                                    // of keys and of values; more do not help
 constexpr int kHalfBytes = 128 * 128;                         // 128 rows of 64 bf16
-constexpr int kFetchRegisters = 40, kComputeRegisters = 232;  // of a thread
-constexpr float kNoQuery = 1e30f;                             // a row's largest score, beside which others vanish
+constexpr int kFetchRegisters = 40, kComputeRegisters = 232;  // registers per thread
+constexpr float kNoQuery = 1e30f;                             // maximum of rows that are not queries: weights become 0
 
 template <int H>
 struct Memory {
   static constexpr int kOperandBytes = H / 64 * kHalfBytes;
-  uint8_t q[kOperandBytes];  // each operand: halves of 64 columns, 128 rows of 128 bytes, swizzled
+  uint8_t q[kOperandBytes];  // each operand: halves of 64 columns, each 128 rows of 128 bytes, swizzled
   uint8_t k[kStages][kOperandBytes];
   uint8_t v[kStages][kOperandBytes];
   uint64_t q_full, q_empty;
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   Item item;
-  bool is_last[2];  // of a tile's parts, for each warpgroup's rows
+  bool is_last[2];  // whether this part is the tile's last, for each warpgroup's rows
   float2 row_scales[kTileRows];
 };
 
-// A place in a ring of stages.
+// A position in a ring of stages.
 struct Place {
   int stage = 0;
   uint32_t parity = 0;
@@ -68,18 +70,18 @@ __device__ __forceinline__ void copy_page_part(uint32_t to, const CUtensorMap* m
       : "memory");
 }
 
-// A warpgroup passes `number` when the other has arrived at it.
+// A warpgroup passes barrier `number` when the other warpgroup has arrived at it.
 __device__ __forceinline__ void wait_turn(int number) { asm volatile("bar.sync %0, 256;" ::"r"(number) : "memory"); }
 __device__ __forceinline__ void give_turn(int number) { asm volatile("bar.arrive %0, 256;" ::"r"(number) : "memory"); }
 
-// ---- the warp that fetches ---------------------------------------------------------------------------------------
+// ---- the fetch warp ----------------------------------------------------------------------------------------------
 template <int H>
 __device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* queries, const CUtensorMap* lone_queries,
                                       const CUtensorMap* pages, const Args& args) {
   using M = Memory<H>;
   constexpr int kHalves = H / 64;
   const int lane = threadIdx.x;
-  // A lane copies one box of keys and of values: half `my_half` of the tokens from `my_offset` on in each block.
+  // A lane copies one box of keys and one of values: half `my_half` of the tokens from `my_offset` on in each block.
   const int my_half = lane % kHalves, my_offset = lane / kHalves * args.box_tokens;
   const int box_bytes = args.box_tokens * 128, num_items = args.num_parts * args.kv_heads;
   const uint32_t my_bytes = my_half * kHalfBytes + my_offset * 128;
@@ -127,7 +129,7 @@ __device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* quer
       const int num_boxes = (min(kBlockKeys, num_keys - first_key) + args.box_tokens - 1) / args.box_tokens;
       const uint32_t num_bytes = num_boxes * kHalves * box_bytes;
       first_key -= kBlockKeys;
-      page = look_up_page();  // of the next block, long before it is needed
+      page = look_up_page();  // of the next block, well before it is needed
 #pragma unroll
       for (int operand = 0; operand < 2; ++operand) {
         const uint32_t full = shared_address(operand == 0 ? memory.k_full : memory.v_full) + 8 * place.stage;
@@ -144,7 +146,7 @@ __device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* quer
   }
 }
 
-// ---- the three other warps of its warpgroup ----------------------------------------------------------------------
+// ---- the three other warps of the fetch warpgroup ----------------------------------------------------------------
 template <int H>
 __device__ __forceinline__ void clear_padding(const Args& args) {
   const int warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32, row_elements = args.kv_heads * args.group * H;
@@ -155,17 +157,18 @@ __device__ __forceinline__ void clear_padding(const Args& args) {
   }
 }
 
-// ---- the two warpgroups that compute -----------------------------------------------------------------------------
-// A lane's part of 64 rows: two rows, lane / 4 and 8 below it in its warp's 16; of 8 columns, 2 (lane % 4) and one on.
+// ---- the two compute warpgroups ----------------------------------------------------------------------------------
+// A lane's part of 64 rows: rows lane / 4 and lane / 4 + 8 of its warp's 16; of every 8 columns, 2 (lane % 4) and the
+// next.
 template <int H>
 struct Rows {
   float out[H / 2];
   float scores[kBlockKeys / 2];
-  uint32_t weights[kBlockKeys / 4];  // exp2(scores), as wgmma takes its left operand
-  float largest[2], sum[2];          // of unscaled scores; `sum` over this lane's columns alone
+  uint32_t weights[kBlockKeys / 4];  // exp2(scores), in the layout of wgmma's left operand
+  float largest[2], sum[2];          // of unscaled scores; `sum` covers only this lane's columns
 };
 
-// Columns beyond `limit`, the last one that a row sees, become -inf.
+// Sets columns beyond the limit of a row, the last column that it sees, to -inf.
 __device__ __forceinline__ void mask(float (&scores)[kBlockKeys / 2], int limit0, int limit1, int lane) {
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) {
@@ -174,8 +177,8 @@ __device__ __forceinline__ void mask(float (&scores)[kBlockKeys / 2], int limit0
   }
 }
 
-// Scores become exp2((score - largest) scale); `shrink` is what that does to earlier sums. Of a lane's rows the first
-// `num_active` alone: a warp whose other rows are no queries leaves them out.
+// Replaces scores by exp2((score - largest) scale); `shrink` is the factor for earlier sums. Only the first
+// `num_active` of a lane's rows are processed, because the other rows of the warp are not queries.
 template <int H>
 __device__ __forceinline__ void soften(Rows<H>& rows, float (&shrink)[2], float scale_log2, int num_active) {
 #pragma unroll
@@ -188,7 +191,7 @@ __device__ __forceinline__ void soften(Rows<H>& rows, float (&shrink)[2], float 
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    const float base = largest == -INFINITY ? 0.0f : largest * scale_log2;  // nothing seen yet: no inf - inf
+    const float base = largest == -INFINITY ? 0.0f : largest * scale_log2;  // no position seen yet: avoid inf - inf
     shrink[r] = exp2_approximate(rows.largest[r] * scale_log2 - base);
     rows.largest[r] = largest;
     float sum = 0.0f;
@@ -224,7 +227,7 @@ __device__ __forceinline__ void pack_weights(Rows<H>& rows, int num_active) {
   }
 }
 
-// scores[64, 128] = Q K^T, unfinished.
+// Starts scores[64, 128] = Q K^T.
 template <int H>
 __device__ __forceinline__ void begin_scores(Rows<H>& rows, uint32_t q, uint32_t k) {
   const uint64_t q_descriptor = tile_descriptor(q), k_descriptor = tile_descriptor(k);
@@ -236,7 +239,7 @@ __device__ __forceinline__ void begin_scores(Rows<H>& rows, uint32_t q, uint32_t
   wgmma_commit();
 }
 
-// out[64, H] += weights V, unfinished.
+// Starts out[64, H] += weights V.
 template <int H>
 __device__ __forceinline__ void begin_values(Rows<H>& rows, uint32_t v) {
   const uint64_t descriptor = values_descriptor(v, kHalfBytes);
@@ -247,7 +250,7 @@ __device__ __forceinline__ void begin_values(Rows<H>& rows, uint32_t v) {
   wgmma_commit();
 }
 
-// Zeros for the values from row `first` on. By each of the two warpgroups for itself.
+// Zeroes the values from row `first` on. Each of the two warpgroups does this for itself.
 template <int H>
 __device__ __forceinline__ void clear_values(uint32_t v, int first, int warpgroup) {
   for (int i = threadIdx.x % 128; i < (kBlockKeys - first) * (H / 8); i += 128) {
@@ -258,7 +261,7 @@ __device__ __forceinline__ void clear_values(uint32_t v, int first, int warpgrou
   sync_threads(kClearBarrier + warpgroup, 128);
 }
 
-// r[j] of lane i and r[i] of lane j change places, among four neighbouring lanes.
+// Transposes a 4 x 4 matrix over four neighboring lanes: swaps r[j] of lane i with r[i] of lane j.
 __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4], int lane) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {
@@ -272,7 +275,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4], int lane) {
   }
 }
 
-// Over the lanes that share a row.
+// Returns the sum over the lanes that share a row.
 __device__ __forceinline__ float sum_over_quad(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -304,7 +307,7 @@ __device__ __forceinline__ void store_rows(Rows<H>& rows, const Item& item, int 
   }
 }
 
-// As they are: weighted sums of values, not yet divided by the sum of the weights.
+// Stores the weighted sums of values, not yet divided by the sum of the weights.
 template <int H>
 __device__ __forceinline__ void store_unmerged(Rows<H>& rows, const Item& item, int first_row, const Args& args) {
   const int lane = threadIdx.x % 32;
@@ -322,7 +325,7 @@ __device__ __forceinline__ void store_unmerged(Rows<H>& rows, const Item& item, 
   }
 }
 
-// What a warpgroup that computes goes through: places in the rings of keys and values, and its share of a tile's rows.
+// The state of a compute warpgroup: its positions in the rings of keys and values, and its rows of a tile.
 template <int H>
 struct Worker {
   Memory<H>& memory;
@@ -365,7 +368,7 @@ struct Worker {
     }
   }
 
-  // kIsFew: the other warpgroup has no rows, and this one may have warps without.
+  // kIsFew: the other warpgroup has no rows, and some warps of this one may have none.
   template <bool kIsFew>
   __device__ __forceinline__ void attend(const Item& item) {
     const int num_rows = item.num_tokens * args.group;
@@ -453,7 +456,7 @@ template <int H>
 __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
   Worker<H> worker(memory, args);
   const int warpgroup = worker.warpgroup;
-  if (warpgroup == 1) give_turn(kTurnBarrier);  // the other one begins
+  if (warpgroup == 1) give_turn(kTurnBarrier);  // the other warpgroup begins
 #pragma unroll 1
   for (int round = 0;; ++round) {
     barrier_wait(shared_address(&memory.q_full), round & 1);
@@ -476,7 +479,7 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
   }
 }
 
-// One block of threads a multiprocessor.
+// One thread block per multiprocessor.
 template <int H>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap lone_queries,

@@ -1,4 +1,4 @@
-// The host's side of prefill.cuh: its tensor maps and its launch.
+// The host side of prefill.cuh: tensor maps and the launch.
 #pragma once
 #include <math.h>
 
@@ -18,13 +18,13 @@ struct Call {
   const int *page_table, *positions;
   bf16* out;
   float* unmerged;  // [slots, K, slot_rows, H + 4]
-  int* counters;    // 1 + slots * K * 2
+  int* counters;    // [1 + slots * K * 2]
   int num_tokens, num_parts, num_slots, slot_rows;
   int num_pages, max_pages, kv_heads, group, page_size, head_dim;
   float scale;
 };
 
-// Empty, or what went wrong.
+// Returns an empty string or an error.
 inline std::string status_of(const char* what, cudaError_t status) {
   return status == cudaSuccess ? "" : std::string(what) + " failed: " + cudaGetErrorString(status);
 }
@@ -41,7 +41,7 @@ inline std::string encode(CUtensorMap* map, const bf16* data, int rank, const cu
   return result == CUDA_SUCCESS ? "" : "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result);
 }
 
-// Parts are what plan_parts in ../paged_attention makes: of at most kTileRows / group tokens.
+// The parts come from plan_parts in ../paged_attention/tiles.py; each has at most kTileRows / group tokens.
 template <int H>
 std::string launch_with(const Call& call, cudaStream_t stream) {
   Args args = {};
@@ -63,14 +63,14 @@ std::string launch_with(const Call& call, cudaStream_t stream) {
   args.box_tokens = std::gcd(call.page_size, kBlockKeys);
   args.scale_log2 = call.scale * static_cast<float>(M_LOG2E);
 
-  // Queries as [T, K, G, H / 64, 64]: a box is the rows of a tile, token by token and head by head.
+  // Queries as [T, K, G, H / 64, 64]: a box holds the rows of a tile, token by token and head by head.
   const cuuint64_t h = H, heads = call.kv_heads, group = call.group;
   const cuuint64_t q_sizes[5] = {64, h / 64, group, heads, static_cast<cuuint64_t>(call.num_tokens)};
   const cuuint64_t q_strides[4] = {128, h * 2, group * h * 2, heads * group * h * 2};
   const cuuint32_t q_box[5] = {64, 1, static_cast<cuuint32_t>(call.group), 1,
                                static_cast<cuuint32_t>(args.tile_tokens)};
   const cuuint32_t lone_q_box[5] = {64, 1, static_cast<cuuint32_t>(call.group), 1, 1};
-  // Pages as rows of one token each, cut into halves of 128 bytes: [H / 64, rows, 64].
+  // Pages as rows of one token each, split into halves of 128 bytes: [H / 64, rows, 64].
   const cuuint64_t rows = static_cast<cuuint64_t>(call.num_pages) * heads * 2 * call.page_size;
   const cuuint64_t page_sizes[3] = {64, rows, h / 64};
   const cuuint64_t page_strides[2] = {h * 2, 128};

@@ -1,5 +1,5 @@
-// Parts of a tile's keys, for prefill.cuh: each leaves what it has computed of the tile's rows in memory, and the part
-// that ends last puts all of them together.
+// Parts of a tile's keys, for prefill.cuh. Each part stores its results for the tile's rows in memory, and the part
+// that ends last merges them.
 #pragma once
 #include "ptx.cuh"
 
@@ -7,16 +7,16 @@ namespace meshserve {
 namespace prefill {
 
 constexpr int kTileRows = 128, kBlockKeys = 128;
-constexpr int kTurnBarrier = 1, kClearBarrier = 3;  // the first of two each
+constexpr int kTurnBarrier = 1, kClearBarrier = 3;  // each is the first of two barriers
 
-// A tile, and which part of its keys.
+// A tile and a part of its keys.
 struct Part {
-  int first_token;  // of the step
+  int first_token;  // index in the step
   int num_tokens;   // 0: no tile
   int first_position;
   int request;
   int index, num_parts;
-  int first_slot;  // where the tile's parts leave their rows; there are at least two then
+  int first_slot;  // first slot for the rows of the tile's parts; used if there are at least two parts
   int unused;
   __device__ __forceinline__ int num_keys() const { return first_position + num_tokens; }
   __device__ __forceinline__ int first_key_of(int part) const {
@@ -31,26 +31,26 @@ __device__ __forceinline__ Part load_part(const int4* parts, int index) {
   return Part{tile.x, tile.y, tile.z, tile.w, part.x, part.y, part.z, part.w};
 }
 
-// What the warpgroups that compute know of a part.
+// The description of a part for the compute warpgroups.
 struct Item {
   int first_token, num_tokens;
-  int first_position;  // counted from the part's first key
-  int num_keys;        // of the part
+  int first_position;  // relative to the part's first key
+  int num_keys;        // in the part
   int kv_head;
   int index, num_parts, first_slot;
 };
 
 struct Args {
-  const int4* parts;  // Part: longest first, those without tokens last
+  const int4* parts;  // of type Part: longest first, those without tokens last
   const int *page_table, *positions;
   bf16* out;         // [T, K, G, H]
-  float* unmerged;   // [slots, K, slot_rows, H + 4]: rows of a part, then each row's largest score and sum
-  int* next_item;    // 0 at the start; items beyond the first of each block of threads are taken from it
-  int* num_arrived;  // [slots, K, 2]: parts of a tile's rows, 64 each, that have ended; 0 at the start
+  float* unmerged;   // [slots, K, slot_rows, H + 4]: each row's H elements, then its largest score and sum
+  int* next_item;    // 0 at the start; supplies all items but the first of each thread block
+  int* num_arrived;  // [slots, K, 2]: parts that have ended, per 64 rows of a tile; 0 at the start
   int num_tokens, num_parts, max_pages, page_size, kv_heads, group;
   int tile_tokens;   // kTileRows / group
-  int slot_rows;     // tile_tokens * group, or of all tokens if those are fewer
-  int box_tokens;    // of a page, fetched by one copy: divides page_size and kBlockKeys
+  int slot_rows;     // min(tile_tokens, num_tokens) * group
+  int box_tokens;    // tokens of a page that one copy fetches; divides page_size and kBlockKeys
   float scale_log2;  // softmax scale * log2(e)
 };
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
-// Of `out`, where a row's result goes.
+// Returns the index in `out` of a row's query.
 __device__ __forceinline__ size_t query_of(const Item& item, int row, const Args& args) {
   const int token = item.first_token + row / args.group;
   return (static_cast<size_t>(token) * args.kv_heads + item.kv_head) * args.group + row % args.group;
@@ -72,7 +72,7 @@ __device__ __forceinline__ float* unmerged_row(const Item& item, int index, int 
   return args.unmerged + (slot * args.slot_rows + row) * (H + 4);
 }
 
-// Whether this part of the tile's rows is the last to get here; then what the others have stored can be read.
+// Returns whether this part is the last one for these rows to arrive; if so, the results of all parts can be read.
 __device__ __forceinline__ bool arrive(bool* is_last, const Item& item, int warpgroup, const Args& args) {
   __threadfence();
   sync_threads(kClearBarrier + warpgroup, 128);
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool arrive(bool* is_last, const Item& item, int warp
   return *is_last;
 }
 
-// Of a row whose parts are being merged: its largest score of all parts, and one over its sum of weights.
+// Returns the largest score over all parts of a row, and 1 / its sum of weights.
 template <int H>
 __device__ __forceinline__ float2 scales_of(const Item& item, int row, size_t stride, const Args& args) {
   const float* stored = unmerged_row<H>(item, 0, row, args) + H;
@@ -100,7 +100,7 @@ __device__ __forceinline__ float2 scales_of(const Item& item, int row, size_t st
   return make_float2(largest, 1.0f / sum);
 }
 
-// The results of a warpgroup's rows, a thread with kChunks times 8 columns at a time and kAhead parts of them in
+// Merges a warpgroup's rows. A thread processes kChunks times 8 columns at a time, with the loads of kAhead parts in
 // flight.
 template <int H, int kChunks, int kAhead>
 __device__ __forceinline__ void merge_rows(const float2* row_scales, const Item& item, int first_row, int num_rows,
@@ -111,7 +111,7 @@ __device__ __forceinline__ void merge_rows(const float2* row_scales, const Item&
     const float* stored[kChunks];
     float out[kChunks][8] = {};
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {  // beyond the rows: the last one's again
+    for (int c = 0; c < kChunks; ++c) {  // beyond the last chunk, read the last one again
       stored[c] = unmerged_row<H>(item, 0, first_row + min(first + 128 * c, num_chunks - 1) / (H / 8), args);
     }
     const int column = first % (H / 8) * 8;
@@ -143,12 +143,12 @@ __device__ __forceinline__ void merge_rows(const float2* row_scales, const Item&
   }
 }
 
-// The result of a warpgroup's rows from what all parts have stored, in the order of the parts: the same whoever is
-// last.
+// Merges the stored results of all parts for a warpgroup's rows, in order, so that the bits do not depend on which part
+// ends last.
 template <int H>
 __device__ __forceinline__ void merge_parts(float2* row_scales, const Item& item, int warpgroup, const Args& args) {
   const int first_row = 64 * warpgroup, num_rows = min(64, item.num_tokens * args.group - first_row);
-  const size_t stride = static_cast<size_t>(args.kv_heads) * args.slot_rows * (H + 4);  // from part to part
+  const size_t stride = static_cast<size_t>(args.kv_heads) * args.slot_rows * (H + 4);  // from one part to the next
   const int my_row = first_row + threadIdx.x % 128;
   if (my_row < first_row + num_rows) row_scales[my_row] = scales_of<H>(item, my_row, stride, args);
   sync_threads(kClearBarrier + warpgroup, 128);

@@ -1,7 +1,8 @@
-// Loads every kernel onto the GPUs that will run it, before any program does.
+// Loads every kernel onto the GPUs that will run it, before any program runs.
 //
-// CUDA would load a kernel at its first launch: while XLA captures a command buffer, when XLA may have taken all memory
-// of the device, and with a wait for the device, which on a mesh may itself wait for a peer whose kernels come after.
+// Otherwise CUDA would load a kernel at its first launch. That may happen while XLA captures a command buffer, or when
+// XLA has taken all device memory. Loading also waits for the device, which on a mesh may itself be waiting for a peer
+// whose kernels are launched later.
 #pragma once
 #include <string>
 #include <type_traits>
@@ -46,7 +47,7 @@ inline std::vector<const void*> all_kernels() {
   return kernels;
 }
 
-// Empty, or what went wrong. Leaves the calling thread on the device it was on.
+// Returns an empty string or an error. The calling thread's current device does not change.
 inline std::string load_kernels(const int* ordinals, int num) {
   int before = 0;
   cudaError_t status = cudaGetDevice(&before);

@@ -1,5 +1,5 @@
-// What the first layer of a call needs and no kernel before it has left: x * gain, the sums of squares of x, the
-// cosines and sines of the rotary position, and zeros to count from. One block a token.
+// Prepares the inputs of a call's first layer that no earlier kernel has computed: x * gain, the sums of squares of x,
+// the cosines and sines of the rotary embedding, and zeroed counters. One block per token.
 #pragma once
 #include "ptx.cuh"
 
@@ -13,7 +13,7 @@ struct PrepareArgs {
   bf16* scaled;      // [B, columns]
   float* sums;       // [B, columns / 128]
   int columns;
-  const int* positions;  // null: no angles
+  const int* positions;  // null: skip the rotary angles
   const float* inverse_frequencies;
   float* cos_sin;  // [B, head_dim]
   float rotary_scale;

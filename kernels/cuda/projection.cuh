@@ -1,17 +1,18 @@
-// One projection of a decode step: out[b, row] = sum_k input[b, k] weights[row, k], and what follows it, fused.
+// One projection of a decode step, out[b, row] = sum_k input[b, k] weights[row, k], fused with the operations after it.
 //
-// The step reads every weight once, so the kernel is a weight stream. A block owns 128 rows of the weights (two groups
-// of 64, one a warpgroup) and one of `splits` ranges of k; the splits of a tile form a cluster and add their results
-// through distributed shared memory. One warp fetches [64, 64] tiles of weights and [N, 64] tiles of activations with
-// the bulk tensor copy engine into a ring of stages; two warpgroups multiply with wgmma, the batch as its N; one more
-// warp looks up what the epilogue needs of every token. The weights of the whole ring are fetched before the wait for
-// the previous kernel: that hides the launch.
+// A step reads every weight once, so the kernel is bound by streaming the weights. A block processes 128 rows of the
+// weights (two groups of 64, one per warpgroup) and one of `splits` ranges of k. The splits of a tile form a cluster
+// and add their results through distributed shared memory. One warp fetches [64, 64] tiles of weights and [N, 64] tiles
+// of activations with the bulk tensor copy engine into a ring of stages. Two warpgroups multiply with wgmma, with the
+// batch as its N. One more warp loads per-token data for the epilogue. The weights of the whole ring are fetched before
+// the wait for the previous kernel, which hides the launch latency.
 //
-// RMSNorm is split over kernels: who writes the residual stream also writes x * gain (bf16) and, a tile of 128 columns,
-// the sum of squares; who reads it scales its result by 1 / rms. So no block normalises, and activations come as bytes.
+// RMSNorm is split over kernels: the kernel that writes the residual stream also writes x * gain (bf16) and, per tile
+// of 128 columns, the sum of squares; the kernel that reads it scales its result by 1 / rms. No block has to normalize
+// its input, so the copy engine can load activations unchanged.
 //
-// A few tokens' activations are read by the multiplying warps themselves, all at once: behind the copies of weights
-// that the kernels after this one have already queued, the copy engine would bring them late.
+// For few tokens, the compute warps read the activations themselves, all at once: the copy engine would deliver them
+// late, behind the copies of weights that the next kernels have already queued.
 #pragma once
 #include <type_traits>
 
@@ -21,7 +22,7 @@
 namespace meshserve {
 
 constexpr int kTileRows = 128;
-constexpr int kBlockK = 64;  // bf16 columns of a block: 128 bytes, the swizzle's width
+constexpr int kBlockK = 64;  // bf16 columns per block: 128 bytes, the swizzle's width
 constexpr int kMaxStages = 8;
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
@@ -29,33 +30,33 @@ constexpr int kProducerWarp = kConsumerWarps, kHelperWarp = kConsumerWarps + 1;
 constexpr int kProjectionThreads = kConsumers + 64;
 constexpr int kHalfTileBytes = 64 * kBlockK * 2;
 constexpr int kMaxResidentBytes = 8 * 1024;
-constexpr int kSumStride = kTileRows + 4;  // floats of a row of the partial sums: 4 more keep the banks apart
-constexpr int kMaxSplits = 8;              // blocks of a cluster that any Hopper GPU takes
+constexpr int kSumStride = kTileRows + 4;  // floats per row of the partial sums; the extra 4 avoid bank conflicts
+constexpr int kMaxSplits = 8;              // maximum cluster size that every Hopper GPU supports
 
-// Few tokens: latency counts, and the sums of the splits go to a buffer of their own. Many: they go to where the ring
-// was, as shared memory is short.
+// With few tokens, latency dominates, and the sums of the splits have a separate buffer. With many tokens, they reuse
+// the memory of the ring because shared memory is scarce.
 template <int N>
 constexpr bool kIsNarrow = N <= 16;
-// After the ring: barriers, 1 / rms and cache row of each token; then the narrow kernels' buffer of sums.
+// Bytes after the ring: barriers, 1 / rms and cache offset of each token. The narrow kernels' buffer of sums follows.
 template <int N>
 constexpr int kOtherBytes = 16 * kMaxStages + 16 + N * 16;
 
-// Tokens that the splits of a tile finish, at most, each; they are dealt to them in turn.
+// Returns the maximum number of tokens that each split of a tile finishes; tokens are assigned round-robin.
 __host__ __device__ constexpr int split_tokens(int tokens, int splits) { return (tokens + splits - 1) / splits; }
 
 enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare };
 
 struct ProjectionArgs {
   int batch;
-  int splits;    // ranges of k: the blocks of a cluster
+  int splits;    // ranges of k, which is the number of blocks per cluster
   int k_blocks;  // columns of the weights / 64
   int stages, blocks_per_stage;
-  const bf16* resident_input;  // [batch, columns], where a split's activations stay in shared memory; else null
-  int ring_bytes;              // of the stages and the resident input, or of the partial sums in the same memory
+  const bf16* resident_input;  // [batch, columns] if a split's activations stay in shared memory; else null
+  int ring_bytes;              // of the stages and the resident input, or of the partial sums that reuse this memory
   int row_base;                // first row of this layer in the stacked weights
   int tile_step;               // rows from one tile to the next
-  int second_half;             // rows from the tile's first 64 rows to its second 64
-  // The input's RMSNorm: sums of squares [batch, norm_tiles]. No norm where null.
+  int second_half;             // offset in rows from the tile's first 64 rows to its second 64
+  // The input's RMSNorm: sums of squares [batch, norm_tiles]. Null: no norm.
   const float* sums_in;
   int norm_tiles;
   float inverse_dim, epsilon;
@@ -63,10 +64,10 @@ struct ProjectionArgs {
   const bf16* residual;  // may be null, may be `out`
   bf16* out;
   int out_columns;
-  const bf16* next_gain;  // null: neither scaled_out nor sums_out is written
+  const bf16* next_gain;  // null: scaled_out and sums_out are not written
   bf16* scaled_out;
   float* sums_out;  // [batch, out_columns / 128]
-  // kQkv: q [batch, K, G, H]; k and v go to their page.
+  // kQkv: q [batch, K, G, H]; k and v are written to their page.
   bf16* q_out;
   const bf16* q_gain;
   const bf16* k_gain;
@@ -75,10 +76,10 @@ struct ProjectionArgs {
   const int* page_table;
   const int* positions;
   int max_pages, page_size, kv_heads, group, head_dim;
-  bool holds_back;  // on a mesh: the next kernel starts when the gather before this one has ended, see peers.cuh
+  bool holds_back;  // on a mesh: the next kernel starts only after the gather before this one, see peers.cuh
 };
 
-// kShare: the result, rounded to bf16, goes to the inboxes of the mesh's GPUs.
+// kShare: the result, rounded to bf16, is sent to the inboxes of the mesh's GPUs.
 struct ShareArgs : ProjectionArgs {
   Peers peers;
   int round;
@@ -87,14 +88,14 @@ struct ShareArgs : ProjectionArgs {
 template <Epilogue E>
 using ArgsOf = std::conditional_t<E == Epilogue::kShare, ShareArgs, ProjectionArgs>;
 
-// What a lane holds of each token: 4 rows of the tile. For kQkv, the head and the elements that these are.
+// The 4 rows of the tile that a lane holds for each token. For kQkv, also the head and elements of these rows.
 struct LaneRows {
   int kv_head, slot, element;  // slot: 0..G-1 query heads, G key, G+1 value
   bool is_valid;
-  uint2 gain;  // kResidual: of the next norm. kQkv: of the head's norm
+  uint2 gain;  // kResidual: gain of the next norm. kQkv: gain of the head's norm
 };
 
-// What one token's epilogue reads of what earlier kernels wrote; fetched ahead, to hide its latency.
+// Operands of a token's epilogue that earlier kernels wrote; fetched ahead to hide latency.
 struct EpilogueOperands {
   uint2 residual;
   float4 cosine, sine;
@@ -119,7 +120,7 @@ __device__ __forceinline__ LaneRows lane_rows(const ProjectionArgs& args, int ti
   return rows;
 }
 
-// Where a token's keys go: elements from the start of the layer's cache, for kv head 0; -1 for a padding row.
+// Returns the offset of a token's key for kv head 0 in the layer's cache, in elements, or -1 for padding.
 __device__ __forceinline__ long long cache_offset(const ProjectionArgs& args, int token) {
   int position = token < args.batch ? args.positions[token] : -1;
   if (position < 0) return -1;
@@ -143,7 +144,7 @@ __device__ __forceinline__ EpilogueOperands load_operands(const ProjectionArgs& 
   return operands;
 }
 
-// 1 / rms of N tokens' inputs, by one warp: a few neighbouring lanes a token.
+// Computes 1 / rms of N tokens' inputs with one warp: a few neighboring lanes per token.
 template <int N>
 __device__ __forceinline__ void load_inverse_rms(const ProjectionArgs& args, int first_token, int lane,
                                                  float* inverse_rms) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void load_inverse_rms(const ProjectionArgs& args, int
   }
 }
 
-// Lane i of four holds row i of a 4 x 4 matrix and gets its column i. The four differ in bits 2 and 3 of the lane.
+// Transposes a 4 x 4 matrix over four lanes: lane i holds row i and gets column i. The lanes differ in bits 2 and 3.
 __device__ __forceinline__ float4 transpose_4x4(float4 v, int i) {
   float low = __shfl_xor_sync(0xffffffffu, i % 2 ? v.x : v.y, 4);
   float high = __shfl_xor_sync(0xffffffffu, i % 2 ? v.z : v.w, 4);
@@ -170,7 +171,8 @@ __device__ __forceinline__ float4 transpose_4x4(float4 v, int i) {
   return i / 2 ? make_float4(low, high, v.z, v.w) : make_float4(v.x, v.y, low, high);
 }
 
-// A narrow kernel's activations of its range of k, by all consumers: [blocks, N, 64], swizzled as the copy engine does.
+// Loads a narrow kernel's activations for its range of k, with all consumers: [blocks, N, 64], swizzled like tiles that
+// the copy engine loads.
 template <int N>
 __device__ __forceinline__ void load_resident_input(const ProjectionArgs& args, int first_token, int first_block,
                                                     int num_blocks, uint32_t to) {
@@ -203,7 +205,7 @@ __device__ __forceinline__ float4 shuffle_xor(float4 v, int lanes) {
                      __shfl_xor_sync(0xffffffffu, v.z, lanes), __shfl_xor_sync(0xffffffffu, v.w, lanes));
 }
 
-// out = residual + sum, rounded to bf16 as the residual stream is; the rest is made of the rounded value.
+// out = residual + sum, rounded to bf16 like the residual stream. The inputs of the next norm use the rounded value.
 __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int tile, int token, int lane, float4 sum,
                                                 const LaneRows& rows, const EpilogueOperands& operands) {
   float4 x = unpack_bf16(operands.residual);
@@ -223,7 +225,7 @@ __device__ __forceinline__ void finish_share(const ShareArgs& args, int tile, in
   send(args.peers, args.round, at * sizeof(bf16), make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)));
 }
 
-// The lower half of the tile's rows is gate, the upper the same rows of up: 16 lanes each.
+// The lower half of the tile's rows is gate, the upper half the same rows of up: 16 lanes each.
 __device__ __forceinline__ void finish_gate_up(const ProjectionArgs& args, int tile, int token, int lane, float4 sum) {
   float4 up = shuffle_xor(sum, 16);
   if (lane >= 16) return;
@@ -232,8 +234,8 @@ __device__ __forceinline__ void finish_gate_up(const ProjectionArgs& args, int t
   store_bf16x4(to, make_float4(silu(sum.x) * up.x, silu(sum.y) * up.y, silu(sum.z) * up.z, silu(sum.w) * up.w));
 }
 
-// RMSNorm and rotary position of a query or key head, then to q_out or to the token's page. A head is 16 or 32 lanes;
-// the element that rotary pairs with a lane's lies half a head away, in another lane.
+// Applies RMSNorm and rotary embedding to a query or key head, and writes it to q_out or the token's page. A head spans
+// 16 or 32 lanes; the elements paired by the rotary embedding are half a head apart, in different lanes.
 __device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token, float4 sum, const LaneRows& rows,
                                            const EpilogueOperands& operands, long long offset) {
   int lanes = args.head_dim / 4;
@@ -261,20 +263,20 @@ __device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token
   }
 }
 
-// Grid (splits, batch / N rounded up, tiles), clusters of (splits, 1, 1).
-// A stage: [blocks, 64, 64] of the tile's first rows and the same of its second, then [blocks, N, 64] of activations
-// unless these are resident.
+// Grid: (splits, batch / N rounded up, tiles), with clusters of (splits, 1, 1).
+// Stage: [blocks, 64, 64] weights of the tile's first rows, the same of its second rows, then [blocks, N, 64]
+// activations unless these are resident.
 template <int N, Epilogue E>
 __global__ void __launch_bounds__(kProjectionThreads, 2)
     projection_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
                       const __grid_constant__ ArgsOf<E> args) {
-  constexpr int kInputBytes = N * kBlockK * 2;            // of a block
-  constexpr int kChains = kIsNarrow<N> ? 2 : 1;           // of products: short ones hide each other's latency
-  constexpr int kTogether = N < 64 ? 1 : 2;               // tokens of a warp whose loads are in flight together
-  constexpr int kPartsTogether = kMaxSplits / kTogether;  // and of each, the sums of so many blocks
+  constexpr int kInputBytes = N * kBlockK * 2;            // per block of k
+  constexpr int kChains = kIsNarrow<N> ? 2 : 1;           // wgmma chains that hide each other's latency
+  constexpr int kTogether = N < 64 ? 1 : 2;               // tokens per warp whose loads are in flight together
+  constexpr int kPartsTogether = kMaxSplits / kTogether;  // blocks per token whose sums are in flight together
   extern __shared__ __align__(1024) uint8_t ring[];
 
-  // The shuffle tells the compiler that a warp does not diverge by its number, which wgmma needs.
+  // The shuffle tells the compiler that the warp index is uniform within a warp, which wgmma requires.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int splits = args.splits;
   const int split = blockIdx.x, first_token = blockIdx.y * N, tile = blockIdx.z;
@@ -291,7 +293,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   const int half_bytes = per_stage * kHalfTileBytes;
   const int stage_bytes = 2 * half_bytes + (is_resident ? 0 : per_stage * kInputBytes);
   const uint32_t resident = ring_address + args.stages * stage_bytes;
-  // Tiles begin at different k, so that they do not all ask for the same activations at once.
+  // Tiles begin at different k, so that they do not all load the same activations at once.
   const int first_stage = blockIdx.z % iterations;
   const bool is_cluster = splits > 1;
 
@@ -309,7 +311,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     if (!args.holds_back) let_next_kernel_start();
   }
   __syncthreads();
-  // The blocks of a cluster write into each other's shared memory at the end; all must have started by then.
+  // The blocks of a cluster write to each other's shared memory at the end, so all must have started by then.
   if (is_cluster) cluster_arrive();
 
   if (warp == kProducerWarp) {
@@ -355,7 +357,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     return;
   }
 
-  if (warp == kHelperWarp) {  // what the epilogue must know of every token, while the others multiply
+  if (warp == kHelperWarp) {  // loads per-token data for the epilogue while the other warps multiply
     if (E == Epilogue::kQkv) {
       for (int i = lane; i < N; i += 32) cache_offsets[i] = cache_offset(args, first_token + i);
     }
@@ -371,7 +373,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     return;
   }
 
-  // Tokens are dealt to the splits, then to a split's warps.
+  // Tokens are assigned round-robin to the splits, then to a split's warps.
   const int token_step = splits * kConsumerWarps;
   const int first_n = split + splits * warp;
   touch_parameters(args);
@@ -388,7 +390,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
 
   if (is_resident) {
     load_resident_input<N>(args, first_token, k_begin, k_end - k_begin, resident);
-    fence_shared_before_copies();  // wgmma reads as the copy engine does
+    fence_shared_before_copies();  // wgmma reads through the same proxy as the copy engine
     sync_threads(1, kConsumers);
   }
 
@@ -414,7 +416,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       }
     }
     wgmma_commit();
-    wgmma_wait<1>();  // the stage before this one has been multiplied: free it
+    wgmma_wait<1>();  // the previous stage has been multiplied: free it
     if (freed >= 0 && lane == 0) barrier_arrive(empty + 8 * freed);
     freed = s;
     if (++s == args.stages) s = 0, parity ^= 1;
@@ -426,11 +428,11 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   }
   if (is_cluster) cluster_wait();
 
-  // Add up the splits. Narrow: each block sends a token's sums to the block that finishes the token, which counts
-  // their bytes. Wide: each leaves its sums where the ring was, and the others read them there.
+  // Add the splits. Narrow kernels: each block sends a token's sums to the block that finishes the token, which counts
+  // the received bytes. Wide kernels: each block stores its sums in the ring's memory, and the others read them there.
   if constexpr (kIsNarrow<N>) {
-    const unsigned num = splits;     // unsigned divides in fewer instructions
-    const int index = lane / 4 % 4;  // of the lane among the four that exchange values
+    const unsigned num = splits;     // unsigned division takes fewer instructions
+    const int index = lane / 4 % 4;  // index of the lane among the four that exchange values
     const int row = 16 * warp + 8 * (index / 2) + 4 * (lane / 16);
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
@@ -446,7 +448,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       }
     }
   } else {
-    sync_threads(1, kConsumers);  // both warpgroups have done with the ring
+    sync_threads(1, kConsumers);  // both warpgroups have finished with the ring
     float* partial = reinterpret_cast<float*>(ring);
     const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
 #pragma unroll
@@ -458,7 +460,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   if (is_cluster && !kIsNarrow<N>) {
     cluster_sync_shared();
   } else {
-    sync_threads(2, kConsumers + 32);  // with the helper
+    sync_threads(2, kConsumers + 32);  // with the helper warp
   }
   if (kIsNarrow<N> && is_cluster) barrier_wait(sums_full, 0);
 
@@ -496,8 +498,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     return;
   }
 
-  // All parts of a token's sum are asked for at once; a block alone is a cluster of one. A block stays until the others
-  // have read its part, and no longer: none of them waits for what another one makes of the sum.
+  // All parts of a token's sum are loaded at once; a single block is a cluster of one. A block stays until the others
+  // have read its part, but does not wait until they have finished.
   bool is_waited_for = is_cluster;
 #pragma unroll 1
   while (n < N && first_token + n < args.batch) {

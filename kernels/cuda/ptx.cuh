@@ -1,4 +1,4 @@
-// The PTX that the kernels need and CUDA C++ has no words for: barriers in shared memory, bulk tensor copies,
+// Wrappers of the PTX instructions that CUDA C++ does not expose: barriers in shared memory, bulk tensor copies,
 // clusters, programmatic dependent launch, and the small matrix instructions.
 #pragma once
 #include <cuda.h>
@@ -15,14 +15,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // ---- programmatic dependent launch -------------------------------------------------------------------------------
-// Every kernel lets the next one start at once and waits itself before it touches what an earlier kernel wrote. What
-// no kernel of the call writes (weights, pages of earlier tokens) is fetched before the wait. A kernel that has
-// waited knows that its predecessor ended, and so, as every kernel waits, that all before it did; and it sees what they
-// wrote, its copies do so too, as between kernels that follow each other without this.
+// Every kernel lets the next one start at once, and waits before it accesses data that an earlier kernel wrote. Data
+// that no kernel of the call writes (weights, pages of earlier tokens) is fetched before the wait. After the wait, the
+// predecessor has ended, and because every kernel waits, so have all kernels before it. Their writes are then visible
+// to the kernel and its bulk copies, as with ordinary consecutive launches.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// A kernel's parameters are cold in the constant cache at every launch: read each line of them before the wait.
+// Reads every cache line of a kernel's parameters before the wait, because the constant cache is cold at each launch.
 template <class Parameters>
 __device__ __forceinline__ void touch_parameters(const Parameters& parameters) {
 #pragma unroll
@@ -35,7 +35,7 @@ __device__ __forceinline__ void touch_parameters(const Parameters& parameters) {
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the copy engine.
+// Makes initialized barriers visible to the copy engine.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -60,7 +60,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 }
 
 // ---- bulk tensor copies ------------------------------------------------------------------------------------------
-// Weights and pages are read once a step: marked to leave the L2 first, so that activations stay in it.
+// Weights and pages are read once per step and marked to be evicted from the L2 first, so that activations stay in it.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint64_t evict_last_policy() {
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// Every map here is [outer, row, 64 columns]; a copy is a box of it, its columns whole.
+// Copies a box. Every tensor map here is [outer, row, 64 columns], and a box has all 64 columns.
 __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, int row, int outer, uint32_t barrier,
                                           uint64_t policy) {
   asm volatile(
@@ -83,21 +83,21 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, i
       "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(outer), "l"(policy)
       : "memory");
 }
-// Orders shared memory written by ordinary stores before reads of the copy engine and of wgmma.
+// Orders ordinary stores to shared memory before reads by the copy engine and by wgmma.
 __device__ __forceinline__ void fence_shared_before_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- clusters ----------------------------------------------------------------------------------------------------
-// A release for the cluster waits until the GPU has all that was written to its memory, about a microsecond. So
-// arrivals say nothing of memory, and what a cluster passes on in shared memory has a fence of its own.
+// A release at cluster scope waits until all writes to global memory are visible on the GPU, about a microsecond.
+// Arrivals are therefore relaxed, and data that a cluster exchanges through shared memory uses a separate fence.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
-// All blocks have got here; each sees what the others wrote to shared memory before.
+// Waits for all blocks of the cluster. Each then sees what the others wrote to shared memory before.
 __device__ __forceinline__ void cluster_sync_shared() {
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
   asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
@@ -109,7 +109,7 @@ __device__ __forceinline__ void cluster_sync_shared() {
   cluster_wait();
 #endif
 }
-// Arrives when `value`, which a load brought, is there: whoever waits may leave, and its shared memory with it.
+// Arrives once the loaded `value` is available: the waiting block may then exit, and its shared memory is gone.
 __device__ __forceinline__ void cluster_arrive_having(float value) {
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -132,12 +132,12 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
   return v;
 }
 
-// A barrier among the first `threads` threads of the block (number 0 is __syncthreads').
+// Waits at a barrier for `threads` threads of the block (__syncthreads uses number 0).
 __device__ __forceinline__ void sync_threads(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// To a block of the cluster (of two or more), counting its bytes on that block's barrier.
+// Stores to another block of a cluster of two or more, and counts the bytes on that block's barrier.
 __device__ __forceinline__ void send_float4(uint32_t address, float4 v, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
 }
 
 // ---- other GPUs ---------------------------------------------------------------------------------------------------
-// Stores and loads that other GPUs see, in no order; each word of them is whole.
+// Stores and loads visible to other GPUs. They are unordered, but each word is written whole.
 __device__ __forceinline__ void store_for_peers(void* to, uint2 v) {
   asm volatile("st.relaxed.sys.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
 }
@@ -238,7 +238,7 @@ __device__ __forceinline__ float4 unpack_bf16(uint2 packed) {
 __device__ __forceinline__ float4 add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
-// The sum over the `lanes` (a power of two) neighbouring lanes that hold one row.
+// Returns the sum over the `lanes` (a power of two) neighboring lanes that hold one row.
 __device__ __forceinline__ float sum_over_lanes(float value, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
   return value;

@@ -1,4 +1,4 @@
-// The driver's encoder of tensor maps, which the runtime finds without linking against the driver.
+// Looks up the driver's tensor map encoder through the CUDA runtime, without linking against the driver.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>

@@ -1,22 +1,23 @@
-// A long sum over the GPUs of a mesh, in two shots: x is cut into a chunk a rank. Every GPU sends its share of a chunk
-// to the chunk's rank, which adds up and sends the sum to all. So x crosses the wire twice, less what a GPU keeps,
-// however many they are; in one shot (peers.cuh) it goes to each of them, in one trip.
+// Two-shot P2P all-reduce of long arrays: x is split into one chunk per rank. Every GPU sends its summand of a chunk to
+// the chunk's rank, which sums them and sends the result to all. x therefore crosses NVLink twice (less the part that a
+// GPU keeps) for any number of GPUs; in one shot (peers.cuh), x is sent once to each GPU.
 //
-// Words travel as there, with an inbox for each shot: one that has not come holds kEmpty, who has read it empties it,
-// and rounds, here calls, alternate. No place is used twice in a call: that a word has been emptied is certain only
-// when the kernel that did it has ended. Emptied and used again within a kernel, words were lost (docs/decisions/027).
+// Words are exchanged as in peers.cuh, with one inbox per shot: a word that has not arrived holds kEmpty, its reader
+// resets it, and rounds (here calls) alternate. No place is used twice within a call, because a word is certain to be
+// reset only when the kernel that reset it has ended. When places were reused within a kernel, words were lost
+// (docs/decisions/027).
 //
-// A thread takes 16 bytes of every chunk a turn. It sends its shares a turn before it adds them up and looks for the
-// sums a turn after, so that trips take no time.
+// A thread processes 16 bytes of every chunk per iteration. It sends summands one iteration before it adds them, and
+// reads the sums one iteration later, so that transfer latency is hidden.
 #pragma once
 #include "peers.cuh"
 
 namespace meshserve {
 
 constexpr int kTwoShotThreads = 256;
-constexpr size_t kTwoShotBytes = 32 << 20;  // of x in a call
+constexpr size_t kTwoShotBytes = 32 << 20;  // maximum bytes of x per call
 constexpr bool has_two_shots(int num) { return num == 2 || num == 4; }
-// In a GPU's memory: [2 rounds, 2 shots, the other ranks, chunk].
+// Returns the bytes of a GPU's inbox: [2 rounds, 2 shots, other ranks, chunk].
 constexpr size_t two_shot_inbox_bytes(int num) {
   return has_two_shots(num) ? 4 * (num - 1) * (kTwoShotBytes / num) : 0;
 }
@@ -25,7 +26,7 @@ struct TwoShotArgs {
   Peers peers;
   const uint4* in;  // [ranks, chunk]
   uint4* out;
-  int chunk;  // of 16 bytes
+  int chunk;  // in units of 16 bytes
 };
 
 template <int kNum>

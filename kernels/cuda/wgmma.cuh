@@ -5,13 +5,13 @@
 
 namespace meshserve {
 
-// A descriptor of a K-major tile: address, 1024 bytes from one group of 8 rows to the next, 128-byte swizzle.
-// The next 16 columns of the same rows lie 32 bytes on, which is +2 in the descriptor's units.
+// Returns the descriptor of a K-major tile: address, 1024 bytes from one group of 8 rows to the next, 128-byte swizzle.
+// The next 16 columns of the same rows are 32 bytes further, which is +2 in the descriptor's units.
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address) {
   return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) |
          (static_cast<uint64_t>(1) << 16) | ((address & 0x3FFFF) >> 4);
 }
-// The descriptor of the same kind of tile `bytes` further on. Its lower word alone changes: one instruction.
+// Returns the descriptor of a tile `bytes` further. Only the lower word changes, which takes one instruction.
 __device__ __forceinline__ uint64_t moved_on(uint64_t descriptor, uint32_t bytes) {
   const uint32_t low = static_cast<uint32_t>(descriptor) + bytes / 16;
   return (descriptor >> 32 << 32) | low;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// c = a b, or c += a b where `accumulate` is not 0.
+// c = a b, or c += a b if `accumulate` is not 0.
 template <int N>
 __device__ void wgmma(float (&c)[N / 2], uint64_t a, uint64_t b, int accumulate);
 

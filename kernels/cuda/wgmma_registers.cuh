@@ -1,5 +1,5 @@
-// wgmma for attention: the left operand in registers, the right one in shared memory with its summed dimension last in
-// memory order (a transposed operand, as values lie in a page), and what keeps the compiler away from registers in use.
+// wgmma for attention: the left operand is in registers; the right one is in shared memory, transposed, with rows along
+// the summed dimension as the values of a page are stored. `keep_in_place` protects registers in use from the compiler.
 #pragma once
 #include <stdint.h>
 
@@ -7,22 +7,22 @@
 
 namespace meshserve {
 
-// A descriptor of a tile of values: rows of 64 bf16 (128-byte swizzle), the second 64 columns `half_bytes` on. Rows are
-// summed over: 16 a step, which lie 2048 bytes on (+128 in the descriptor's units).
+// Returns the descriptor of a tile of values: rows of 64 bf16 (128-byte swizzle), with the second 64 columns
+// `half_bytes` further. The sum runs over rows, 16 per step, which are 2048 bytes (+128 in the descriptor's units).
 __device__ __forceinline__ uint64_t values_descriptor(uint32_t address, uint32_t half_bytes) {
   return (static_cast<uint64_t>(1) << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) |
          (static_cast<uint64_t>(half_bytes >> 4) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
-// The compiler takes the registers of a wgmma for written as soon as it is issued. Called after the wait, this keeps
-// what it computes from them behind the wait.
+// The compiler assumes that the registers of a wgmma are written as soon as it is issued. Called after the wait, this
+// keeps later computations on these registers behind the wait.
 template <int N>
 __device__ __forceinline__ void keep_in_place(float (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 
-// c[64, N] += a[64, 16] b[16, N], a in registers as the rows of an accumulator lie, packed to bf16.
+// c[64, N] += a[64, 16] b[16, N]; a is in registers in the layout of an accumulator's rows, packed to bf16.
 template <int N>
 __device__ void wgmma_registers(float (&c)[N / 2], const uint32_t* a, uint64_t b);
 

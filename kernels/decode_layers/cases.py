@@ -1,4 +1,4 @@
-"""Shapes and random inputs that drive the tests and the benchmarks of the decode layers."""
+"""Shapes and random inputs for the tests and benchmarks of the decode layers."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from . import DecodeBatch, LayerSettings, LayerWeights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One test: `lengths` are the requests' tokens, the current one included; 0 is a padding row."""
+    """One test case. `lengths` are the requests' token counts including the current token; 0 is a padding request."""
 
     name: str
     lengths: tuple[int, ...]
@@ -52,12 +52,14 @@ CASES = (
 )
 
 
-# On a mesh: the dimension of each array that is cut; what is not named is on every device.
+# The sharded dimension of each array on a mesh. Arrays not listed are replicated.
 CUT_DIMENSIONS = {"qkv": 1, "o": 2, "gate_up": 2, "down": 2, "cache": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
+    """Arguments of `DecodeKernels.decode_layers`."""
+
     x: jax.Array
     weights: LayerWeights
     cache: jax.Array
@@ -67,14 +69,17 @@ class Inputs:
 
 
 def page_table(case: Case, rng: np.random.Generator, num_pages: int) -> np.ndarray:
-    """Every request's pages, drawn without order; what a request does not own names a page of another's."""
+    """Returns each request's pages in random order. Unneeded entries hold valid page numbers as well."""
     shuffled = rng.permutation(num_pages)[: len(case.lengths) * case.pages_per_request]
     return shuffled.reshape(len(case.lengths), case.pages_per_request).astype(np.int32)
 
 
 def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
-    """Random inputs. The cache holds NaN wherever no request has a token, pages nobody owns included; so do the places
-    of the current tokens, which the step must write before it reads them."""
+    """Returns random inputs.
+
+    The cache holds NaN wherever no request has a token, including pages that no request owns and the slots of the
+    current tokens, which the step must write before it reads them.
+    """
     rng = np.random.default_rng(seed)
     num_layers, embed, mlp = case.num_layers, case.embed, case.mlp
     q_columns = case.kv_heads * case.group * case.head_dim
@@ -100,7 +105,7 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
     shape = (num_layers, num_pages, case.kv_heads, 2, case.page_size, case.head_dim)
     cache = np.full(shape, np.nan, np.float32)
     for row, length in enumerate(case.lengths):
-        for position in range(length - 1):  # the last is this step's
+        for position in range(length - 1):  # the last one is written by this step
             page = table[row, position // case.page_size]
             cache[:, page, :, :, position % case.page_size] = rng.standard_normal(
                 (num_layers, case.kv_heads, 2, case.head_dim), np.float32

@@ -1,7 +1,7 @@
-"""A decode step's layers on an NVIDIA Hopper GPU, in bfloat16: see ../cuda.
+"""Runs the layers of a decode step on an NVIDIA Hopper GPU, in bfloat16: see ../cuda.
 
-Five kernels a layer behind one XLA call, seven on a mesh. Each lets the next one start early, which fetches its weights
-while it waits, so that the memory is busy between kernels too (programmatic dependent launch).
+One XLA call launches five kernels per layer, or seven on a mesh. Each kernel lets the next one start early and fetch
+its weights while it waits (programmatic dependent launch), so that memory stays busy between kernels.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ unavailable_reason = build.unavailable_reason
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchShape:
-    """How the kernels cut their work; 0 lets them choose. For measuring."""
+    """How the kernels split their work, for benchmarks; 0 selects the default."""
 
-    qkv_splits: int = 0  # ranges of the summed dimension, 1 to 8
+    qkv_splits: int = 0  # ranges that the summed dimension is split into, 1 to 8
     o_splits: int = 0
     gate_up_splits: int = 0
     down_splits: int = 0
-    attention_splits: int = 0  # ranges of the context, a power of two up to 8
-    blocks_per_stage: int = 0  # 64 columns each
-    ring_kilobytes: int = 0  # of shared memory for weights in flight
+    attention_splits: int = 0  # ranges that the context is split into, a power of two up to 8
+    blocks_per_stage: int = 0  # blocks of 64 columns each
+    ring_kilobytes: int = 0  # shared memory for weights in flight
 
     def attribute(self) -> np.ndarray:
         return np.array(dataclasses.astuple(self), np.int32)
@@ -42,18 +42,18 @@ CHOSEN = LaunchShape()
 
 
 def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
-    """Why the kernels do not take these shapes or types, or None where they do."""
+    """Returns why the kernels do not support these shapes or dtypes, or None if they do."""
     embed, mlp, q_columns = weights.o.shape[1], weights.down.shape[2], weights.o.shape[2]
     _, _, kv_heads, _, page_size, head_dim = cache.shape
     group = weights.group_size(head_dim)
     checks = (
-        (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are built"),
-        (1 <= group <= 8, f"{group} query heads a kv head; 1 to 8 are supported"),
-        (page_size % 16 == 0, f"pages have {page_size} tokens; a multiple of 16 is needed"),
-        (embed % 128 == 0, f"the embedding has {embed} elements; a multiple of 128 is needed"),
-        (mlp % 64 == 0, f"the mlp has {mlp} elements a device; a multiple of 64 is needed"),
-        (q_columns % 64 == 0, f"the query heads have {q_columns} elements a device; a multiple of 64 is needed"),
-        (q_columns == kv_heads * group * head_dim, "the o projection does not fit the query heads"),
+        (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are supported"),
+        (1 <= group <= 8, f"there are {group} query heads per kv head; 1 to 8 are supported"),
+        (page_size % 16 == 0, f"page_size is {page_size}; a multiple of 16 is needed"),
+        (embed % 128 == 0, f"the embedding size is {embed}; a multiple of 128 is needed"),
+        (mlp % 64 == 0, f"the MLP size per device is {mlp}; a multiple of 64 is needed"),
+        (q_columns % 64 == 0, f"the query size per device is {q_columns}; a multiple of 64 is needed"),
+        (q_columns == kv_heads * group * head_dim, "the output projection does not match the query heads"),
     )
     for holds, reason in checks:
         if not holds:
@@ -65,7 +65,7 @@ def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
 
 
 def _scratch(batch: int, *, embed: int = 0, heads: Sequence[int] = (0, 0, 0), mlp: int = 0) -> jax.ShapeDtypeStruct:
-    """`heads`: KV heads, query heads of each, head_dim."""
+    """Returns the shape of the scratch memory. `heads` is (KV heads, query heads per KV head, head_dim)."""
     num_bytes = build.load().meshserve_scratch_bytes(batch, embed, *heads, mlp)
     return jax.ShapeDtypeStruct((num_bytes,), jnp.uint8)
 
@@ -93,9 +93,9 @@ def decode_layers(
     """See `DecodeKernels`."""
     layers = range(weights.qkv.shape[0]) if layers is None else layers
     if layers.step != 1 or len(layers) == 0:
-        raise ValueError(f"layers is {layers}; consecutive layers, at least one, are needed")
+        raise ValueError(f"layers is {layers}; a non-empty range of consecutive layers is needed")
     if settings.p2p is not None and x.nbytes > p2p.MAX_BYTES:
-        raise ValueError(f"x has {x.nbytes} bytes; peers add up at most {p2p.MAX_BYTES}")
+        raise ValueError(f"x has {x.nbytes} bytes; the P2P all-reduce within the layers takes at most {p2p.MAX_BYTES}")
     batch_size, embed = x.shape
     scratch = _scratch(batch_size, embed=embed, heads=_heads(weights, cache), mlp=weights.down.shape[2])
     x, cache, _ = jax.ffi.ffi_call(

@@ -1,4 +1,4 @@
-"""The meaning of a decode step's layers, in plain jax.numpy, for any backend and float type."""
+"""Reference implementation of a decode step's layers in plain jax.numpy, for any backend and float type."""
 
 from typing import TYPE_CHECKING
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, epsilon: float) -> jax.Array:
-    """Over the last axis, statistics in float32, in x's dtype."""
+    """Normalizes x over the last axis. Statistics are float32; the result has x's dtype."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (wide * scale * gain.astype(jnp.float32)).astype(x.dtype)
 
 
 def project(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """x [B, in] by matrix [out, in], summed in float32, in x's dtype."""
+    """Multiplies x [B, in] by matrix [out, in] transposed. Sums are float32; the result has x's dtype."""
     product = jnp.einsum("bi,oi->bo", x, matrix, precision="highest", preferred_element_type=jnp.float32)
     return product.astype(x.dtype)
 
 
 def rotate(x: jax.Array, positions: jax.Array, inverse_frequencies: jax.Array, rotary_scale: float) -> jax.Array:
-    """x [B, ..., H] turned by its position: element i is paired with i + H / 2."""
+    """Applies the rotary position embedding to x [B, ..., H], which pairs element i with i + H / 2."""
     angles = jnp.maximum(positions, 0).astype(jnp.float32)[:, None] * inverse_frequencies
     angles = angles.reshape(angles.shape[:1] + (1,) * (x.ndim - 2) + angles.shape[1:])
     cosine, sine = jnp.cos(angles) * rotary_scale, jnp.sin(angles) * rotary_scale
@@ -54,7 +54,7 @@ def qkv(
     k = rotate(k, batch.positions, inverse_frequencies, settings.rotary_scale)
     positions = jnp.maximum(batch.positions, 0)
     page = jnp.take_along_axis(batch.page_table, (positions // page_size)[:, None], axis=1)[:, 0]
-    page = jnp.where(batch.positions < 0, num_pages, page)  # out of range: dropped
+    page = jnp.where(batch.positions < 0, num_pages, page)  # out of range, so the write is dropped
     pair = jnp.stack([k, heads[:, :, -1]], axis=2).astype(cache.dtype)  # [B, K, 2, H]
     return q, cache.at[layer, page, :, :, positions % page_size].set(pair, mode="drop")
 
@@ -62,7 +62,7 @@ def qkv(
 def attention(
     q: jax.Array, cache: jax.Array, batch: "DecodeBatch", *, settings: "LayerSettings", layer: int
 ) -> jax.Array:
-    """See `DecodeKernels`. Gathers every page of the table."""
+    """See `DecodeKernels`. This implementation gathers every page of the table."""
     _, num_pages, kv_heads, _, page_size, head_dim = cache.shape
     num_requests, max_pages = batch.page_table.shape
     pages = cache[layer, jnp.clip(batch.page_table, 0, num_pages - 1)]  # [B, pages, K, 2, S, H]

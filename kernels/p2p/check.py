@@ -1,4 +1,4 @@
-"""Do peers add up? Devices that, says the driver, reach each other's memory may still lose what is written there."""
+"""Checks the sums of the P2P all-reduce, because stores may get lost although the driver reports peer access."""
 
 from functools import partial
 
@@ -9,13 +9,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import P2PGroup, P2POperations
 
-_NUM_SUMS = 100  # of each size
-_KILOBYTES = (4, 512, 4096)  # the last in two shots
-_LEVELS = 16  # values of a share, so that sums are whole numbers that bfloat16 holds
+_NUM_SUMS = 100  # for each size
+_KILOBYTES = (4, 512, 4096)  # array sizes; the last one takes two shots
+_LEVELS = 16  # number of distinct values of a summand, so that bfloat16 holds the sums exactly
 
 
 def num_wrong_elements(mesh: Mesh, p2p: P2PGroup, operations: P2POperations, max_bytes: int) -> int:
-    """Of some hundred sums of up to `max_bytes`, of other numbers each time, compared on every device."""
+    """Runs 100 different sums for each array size up to `max_bytes`, and returns how many elements were wrong.
+
+    Every device checks its own result; the count is the total over the devices.
+    """
     spec = PartitionSpec(p2p.axis)
     ranks = jax.device_put(np.arange(mesh.size, dtype=np.int32), NamedSharding(mesh, spec))
     program = jax.shard_map(
@@ -29,7 +32,7 @@ def num_wrong_elements(mesh: Mesh, p2p: P2PGroup, operations: P2POperations, max
 
 
 def _of_rank(rank: jax.Array, p2p: P2PGroup, operations: P2POperations, max_bytes: int) -> jax.Array:
-    """[1] int32: of this device."""
+    """Returns the number of wrong elements on this device, [1] int32."""
     num_wrong = jnp.int32(0)
     for kilobytes in (size for size in _KILOBYTES if 1024 * size <= max_bytes):
         places = jnp.arange(512 * kilobytes, dtype=jnp.int32)

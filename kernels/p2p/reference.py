@@ -1,4 +1,4 @@
-"""The meaning of the operations, by jax's own collectives, for any backend."""
+"""Reference implementation of the P2P operations with jax's own collectives, for any backend."""
 
 from typing import TYPE_CHECKING
 

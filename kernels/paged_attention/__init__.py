@@ -1,11 +1,11 @@
 """Attention of a ragged batch over a paged KV cache, on one device's block.
 
-A step's tokens stand in one row: request after request, each with one token (a decode) or more (a prefill chunk), any
-mixture in one call. First each token's key and value are written to the cache, then every token attends to the
-positions of its request up to its own.
+The tokens of a step are concatenated request by request. A request has one token (a decode) or several (a prefill
+chunk), and a step may mix both. First each token's key and value are written to the cache, then every token attends to
+the positions of its request up to its own.
 
-Dimensions: T tokens, B requests, K kv heads of this block, G query heads a kv head, H head dim, L layers, P pages,
-S page size (tokens a page).
+Dimensions: T tokens, B requests, K kv heads of this block, G query heads per kv head, H head dim, L layers, P pages,
+S page size (tokens per page).
 """
 
 from collections.abc import Callable
@@ -18,27 +18,39 @@ from . import gpu, reference, tpu, tpu_write
 
 
 class PagedBatch(NamedTuple):
-    """Which token belongs where. Padding: a token at position -1; a request without tokens."""
+    """Maps tokens to requests and requests to pages. Padding is a token at position -1 or a request without tokens."""
 
-    positions: jax.Array  # [T] int32: of the token in its request, from 0; -1 for padding
+    positions: jax.Array  # [T] int32: position of the token in its request, from 0; -1 for padding
     token_request: jax.Array  # [T] int32: index of the token's request in this batch
-    page_table: jax.Array  # [B, max_pages] int32: entries beyond what a request owns are never used
+    page_table: jax.Array  # [B, max_pages] int32: entries beyond the pages that a request owns are never used
 
 
 class PagedAttention(Protocol):
-    """An implementation. It must not let the contents of pages a request does not own into its result, NaN included."""
+    """The interface of an implementation.
+
+    The contents of pages that a request does not own, even NaN, must not affect its result.
+    """
 
     def __call__(
         self, q: jax.Array, cache: jax.Array, batch: PagedBatch, *, layer: int | jax.Array, scale: float
     ) -> jax.Array:
-        """Args: q [T, K, G, H]; cache [L, P, K, 2, S, H]; `scale` multiplies the scores. Returns [T, K, G, H] in q's
-        dtype: softmax(q k^T * scale) v over positions 0..positions[t], accumulated in float32; 0 for padding tokens.
+        """Computes softmax(q k^T * scale) v over positions 0..positions[t] for each token t.
+
+        Args:
+          q: [T, K, G, H].
+          cache: [L, P, K, 2, S, H], with this step's keys and values already written.
+          batch: the tokens and requests of the step.
+          layer: index of the layer.
+          scale: multiplies the scores.
+
+        Returns:
+          [T, K, G, H] in q's dtype, accumulated in float32; 0 for padding tokens.
         """
         ...
 
 
 class WriteKV(Protocol):
-    """Puts a step's keys and values into the cache; `write_kv` is the meaning."""
+    """The interface of an operation that writes a step's keys and values to the cache; `write_kv` is the reference."""
 
     def __call__(
         self, cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *, layer: int | jax.Array
@@ -48,37 +60,47 @@ class WriteKV(Protocol):
 def write_kv(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *, layer: int | jax.Array) -> jax.Array:
     """Writes each token's key and value (k, v [T, K, H]) to its place in the cache [L, P, K, 2, S, H].
 
-    Padding tokens write nothing. In place when the cache is donated.
+    Padding tokens write nothing. The cache is updated in place if it is donated.
     """
     num_pages, page_size = cache.shape[1], cache.shape[4]
     is_padding = batch.positions < 0
     positions = jnp.maximum(batch.positions, 0)
     page = batch.page_table[batch.token_request, positions // page_size]
-    page = jnp.where(is_padding, num_pages, page)  # out of range: dropped
+    page = jnp.where(is_padding, num_pages, page)  # out of range, so the write is dropped
     return cache.at[layer, page, :, :, positions % page_size].set(
         jnp.stack([k, v], axis=2).astype(cache.dtype), mode="drop"
     )
 
 
 class HeadSettings(NamedTuple):
-    """What the heads of every layer of a step are prepared with."""
+    """Parameters of the heads' RMSNorm and rotary embedding, shared by all layers of a step."""
 
-    q_norm: jax.Array  # [L, H]: gains of the query heads' RMSNorm
-    k_norm: jax.Array  # [L, H]
-    cos: jax.Array  # [T, H / 2] float32: of the rotary angles
-    sin: jax.Array
+    q_norm: jax.Array  # [L, H]: gain of the query heads' RMSNorm
+    k_norm: jax.Array  # [L, H]: gain of the key heads' RMSNorm
+    cos: jax.Array  # [T, H / 2] float32: cosines of the rotary angles
+    sin: jax.Array  # [T, H / 2] float32
     epsilon: float  # added to the mean square in each RMSNorm
 
 
 class PrepareHeads(Protocol):
-    """All that lies between the projection to query, key and value and attention, in one pass."""
+    """The interface of an operation that does everything between the QKV projection and attention in one pass."""
 
     def __call__(
         self, rows: jax.Array, cache: jax.Array, batch: PagedBatch, settings: HeadSettings, *, layer: int | jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Args: rows [T, K * (G + 2) * H], of each kv head its query heads, then its key, then its value; cache
-        [L, P, K, 2, S, H]. Returns q [T, K, G, H], normalised and turned to its position, and the cache with each
-        token's key, treated likewise, and value; padding tokens write nothing and their q means nothing."""
+        """Normalizes and rotates queries and keys, and writes keys and values to the cache.
+
+        Args:
+          rows: [T, K * (G + 2) * H]: for each kv head, its query heads, then its key, then its value.
+          cache: [L, P, K, 2, S, H].
+          batch: the tokens and requests of the step.
+          settings: parameters of the norms and the rotary embedding.
+          layer: index of the layer.
+
+        Returns:
+          q [T, K, G, H], normalized and rotated, and the cache with each token's key (normalized and rotated) and
+          value. Padding tokens write nothing, and their q is unspecified.
+        """
         ...
 
 
@@ -88,26 +110,29 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "tpu": tpu.paged_attention,
     "tpu_interpreted": tpu.interpreted,
 }
-# Where XLA's own scatter, `write_kv`, is not the best.
+# Implementations that are faster than XLA's own scatter, `write_kv`.
 WRITERS: dict[str, WriteKV] = {"tpu": tpu_write.write_kv, "tpu_interpreted": tpu_write.interpreted}
-# Where one pass over the heads beats what XLA makes of their parts.
+# Implementations for which a single pass over the heads is faster than XLA's separate operations.
 PREPARERS: dict[str, PrepareHeads] = {"cuda": gpu.prepare_heads}
 
 
 def implementation(name: str, device: jax.Device | None = None) -> PagedAttention:
-    """The named implementation for a device, this process's first if None: "reference" (any backend), "cuda" (Hopper,
-    bfloat16), "tpu", or "tpu_interpreted" (the TPU kernel in Pallas' interpreter, which checks its copies: any backend,
-    for tests, thousands of times slower).
+    """Returns the named implementation.
+
+    Args:
+      name: "reference" (any backend), "cuda" (Hopper, bfloat16), "tpu", or "tpu_interpreted" (the TPU kernel in Pallas'
+        interpreter, which checks its copies; runs on any backend, for tests, thousands of times slower).
+      device: the device that it must run on; None means this process's first device.
 
     Raises:
-      ValueError: there is no such implementation, or it cannot run there; says why.
+      ValueError: there is no such implementation, or it cannot run on the device; the message says why.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"attention is {name!r}; this build has {', '.join(IMPLEMENTATIONS)}.")
     reason = gpu.unavailable_reason(device) if name == "cuda" else None
     if reason:
-        raise ValueError(f"attention 'cuda' cannot run: {reason}. Take 'reference'.")
+        raise ValueError(f"attention 'cuda' cannot run: {reason}. Use 'reference'.")
     platform = jax.default_backend() if device is None else device.platform
     if name == "tpu" and platform != "tpu":
-        raise ValueError(f"attention 'tpu' cannot run: the backend is {platform}. Take 'reference'.")
+        raise ValueError(f"attention 'tpu' cannot run: the backend is {platform}. Use 'reference'.")
     return IMPLEMENTATIONS[name]

@@ -1,6 +1,6 @@
-"""Shapes and random inputs that drive the tests, benchmarks and tuning of paged attention, and what must come out.
+"""Shapes, random inputs and expected results for the tests, benchmarks and tuning of paged attention.
 
-numpy only, but for the batch: each implementation takes the arrays to its own device.
+All arrays but the batch are numpy arrays; each implementation moves them to its own device.
 """
 
 import dataclasses
@@ -14,10 +14,11 @@ from . import PagedBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step's shape.
+    """The shape of a step.
 
-    `requests` has a pair for each request: its tokens in this step, and all its tokens, those included. (1, 40) decodes
-    the 40th token, (16, 48) is the third chunk of a prefill, (0, 0) is a row without tokens.
+    `requests` has a pair for each request: its number of tokens in this step, and its total number of tokens including
+    these. (1, 40) decodes the 40th token, (16, 48) is the third chunk of a prefill, and (0, 0) is a request without
+    tokens.
     """
 
     name: str
@@ -27,7 +28,7 @@ class Case:
     head_dim: int = 16
     page_size: int = 16
     dtype: str = "float32"
-    num_layers: int = 2  # the step is computed in the last one
+    num_layers: int = 2  # the last layer is tested
     num_padding_tokens: int = 0
     num_padding_requests: int = 0
 
@@ -37,7 +38,7 @@ class Case:
 
     @property
     def pages_per_request(self) -> int:
-        """Of the longest; the width of the page table."""
+        """Returns the page count of the longest request, which is the width of the page table."""
         return max(1, *(-(-total // self.page_size) for _, total in self.requests), 0)
 
 
@@ -82,7 +83,7 @@ def _matrix_case(name: str, requests: tuple[tuple[int, int], ...], **shape: int)
     return Case(name=name, requests=requests, **{"head_dim": 128, "page_size": 64, **shape}, dtype="bfloat16")
 
 
-# For kernels that take tiles of about 128 query rows and blocks of about 128 keys: too large for an interpreter.
+# For kernels with tiles of about 128 query rows and blocks of about 128 keys. Too large for an interpreter.
 _BORDERS = (
     (1, 63),
     (1, 64),
@@ -123,7 +124,7 @@ MATRIX_CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Arguments of `write_kv` and of a `PagedAttention`, as the contract names them."""
+    """Arguments of `WriteKV` and `PagedAttention`."""
 
     q: np.ndarray  # [T, K, G, H]
     k: np.ndarray  # [T, K, H]
@@ -135,11 +136,11 @@ class Inputs:
 
 
 def make_inputs(case: Case, seed: int) -> Inputs:
-    """Random inputs.
+    """Returns random inputs.
 
-    The pages of all requests lie mixed up in the cache. It holds NaN wherever no request has a key or value: in the
-    pages nobody owns, in the places after a request's last token, and in those that this step writes. Entries of the
-    page table beyond what a request owns name a page that nobody owns.
+    The pages of all requests are shuffled in the cache. The cache holds NaN wherever no request has a key or value: in
+    pages that no request owns, after a request's last token, and where this step writes. Page table entries beyond the
+    pages that a request owns point to an unowned page.
     """
     rng = np.random.default_rng(seed)
     dtype = np.dtype(case.dtype)
@@ -172,7 +173,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
 
 
 def expected_cache(inputs: Inputs) -> np.ndarray:
-    """The cache after this step's keys and values are written."""
+    """Returns the cache after this step's keys and values are written."""
     cache = inputs.cache.copy()
     positions, token_request, page_table = (np.asarray(field) for field in inputs.batch)
     for token, (position, request) in enumerate(zip(positions, token_request, strict=True)):
@@ -184,7 +185,7 @@ def expected_cache(inputs: Inputs) -> np.ndarray:
 
 
 def expected_attention(inputs: Inputs) -> np.ndarray:
-    """The attention [T, K, G, H] in float64, token by token; 0 for padding."""
+    """Returns the attention [T, K, G, H], computed token by token in float64; 0 for padding."""
     pages = expected_cache(inputs)[inputs.layer]
     page_size = pages.shape[3]
     out = np.zeros(inputs.q.shape)

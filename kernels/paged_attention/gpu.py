@@ -1,7 +1,7 @@
-"""Paged attention on an NVIDIA Hopper GPU, in bfloat16: the kernels of ../cuda/prefill.cuh and ../cuda/heads.cuh.
+"""Paged attention on an NVIDIA Hopper GPU, in bfloat16, with the kernels of ../cuda/prefill.cuh and ../cuda/heads.cuh.
 
-Prefill chunks and decodes in one call. Beside the result there is a table of the work and 12 MB at most (176 tiles of
-128 rows, in float32) for what becomes of long contexts, whose keys are cut into parts.
+One call handles prefill chunks and decodes. Besides the result, it needs a table of the work and at most 12 MB (176
+tiles of 128 rows, in float32) for the partial results of long contexts, whose keys are split into parts.
 """
 
 from typing import TYPE_CHECKING
@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from . import HeadSettings, PagedBatch
 
 unavailable_reason = build.unavailable_reason
-_TILE_ROWS = 128  # of the kernel: tokens times query heads a kv head
+_TILE_ROWS = 128  # rows of a kernel tile: tokens times query heads per kv head
 
 
 def paged_attention(
     q: jax.Array, cache: jax.Array, batch: "PagedBatch", *, layer: int | jax.Array, scale: float
 ) -> jax.Array:
-    """See `PagedAttention`. Head dim 64 or 128, up to 8 query heads a kv head, pages of a multiple of 16 tokens.
+    """See `PagedAttention`.
+
+    Supports head dim 64 or 128, up to 8 query heads per kv head, and a page size that is a multiple of 16 tokens.
 
     Raises:
-      TypeError: the layer is no Python number: it is compiled in.
-      ValueError: a shape or type is none of these.
-      KernelBuildError: not a Hopper GPU, or the kernels cannot be compiled.
+      TypeError: `layer` is not a Python number; it is a compile-time constant.
+      ValueError: a shape or dtype is not supported.
+      KernelBuildError: the kernels cannot be compiled or loaded.
     """
     _check(q.shape[2], q.dtype, cache, layer)
     build.load()
@@ -38,7 +40,7 @@ def paged_attention(
     num_shares = count_shares(kv_heads=kv_heads, max_keys=batch.page_table.shape[1] * page_size)
     num_slots = most_slots(num_shares)
     unmerged = (num_slots, kv_heads, min(num_tokens, tile_tokens) * group, head_dim + 4)
-    num_counters = max(1 + num_slots * kv_heads * 2, 2 * num_tokens)  # for the latter see `operands`
+    num_counters = max(1 + num_slots * kv_heads * 2, 2 * num_tokens)  # see `operands` for the second size
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(unmerged, jnp.float32),
@@ -59,11 +61,7 @@ def paged_attention(
 def prepare_heads(
     rows: jax.Array, cache: jax.Array, batch: "PagedBatch", settings: "HeadSettings", *, layer: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """See `PrepareHeads`. The shapes of `paged_attention`.
-
-    Raises:
-      As `paged_attention`.
-    """
+    """See `PrepareHeads`. Supports the same shapes and raises the same errors as `paged_attention`."""
     num_tokens, kv_heads, head_dim = rows.shape[0], cache.shape[2], cache.shape[5]
     group = rows.shape[1] // (kv_heads * head_dim) - 2
     _check(group, rows.dtype, cache, layer)
@@ -89,16 +87,16 @@ def prepare_heads(
 
 
 def _check(group: int, dtype: jnp.dtype, cache: jax.Array, layer: int | jax.Array) -> None:
-    """The kernels do not look: they would compute nonsense."""
+    """Checks shapes and dtypes, which the kernels themselves do not check."""
     if isinstance(layer, jax.Array):
-        raise TypeError("layer is an array; the CUDA kernels need a Python number (unroll the layers)")
+        raise TypeError("layer is an array; the CUDA kernels need a Python number: unroll the layers")
     page_size, head_dim = cache.shape[4:]
     checks = (
-        (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are built"),
-        (1 <= group <= 8, f"{group} query heads a kv head; 1 to 8 are supported"),
-        (page_size % 16 == 0, f"pages have {page_size} tokens; a multiple of 16 is needed"),
+        (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are supported"),
+        (1 <= group <= 8, f"there are {group} query heads per kv head; 1 to 8 are supported"),
+        (page_size % 16 == 0, f"page_size is {page_size}; a multiple of 16 is needed"),
         (dtype == cache.dtype == jnp.bfloat16, f"heads are {dtype}, the cache {cache.dtype}; bfloat16 is needed"),
     )
     for holds, reason in checks:
         if not holds:
-            raise ValueError(f"attention 'cuda': {reason}. Take 'reference'.")
+            raise ValueError(f"attention 'cuda': {reason}. Use 'reference'.")

@@ -1,7 +1,7 @@
-"""The meaning of paged attention, in plain jax.numpy, for any backend.
+"""Reference implementation of paged attention in plain jax.numpy, for any backend.
 
-One page of every request is gathered at a time and folded into a running softmax (Milakov and Gimelshein, 2018), so no
-more pages are gathered than the longest request of the step owns, and the score matrix never exists as a whole.
+It gathers one page of every request at a time and folds it into an online softmax (Milakov and Gimelshein, 2018). The
+number of iterations is the page count of the step's longest request, and the full score matrix is never materialized.
 """
 
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ def paged_attention(
         scores = jnp.einsum("tkgh,tksh->tkgs", queries, block[:, :, 0], precision="highest")
         scores = jnp.where(is_seen[:, None, None, :], scores, -jnp.inf)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
-        safe_highest = jnp.where(jnp.isfinite(new_highest), new_highest, 0.0)  # nothing seen yet: avoid inf - inf
+        safe_highest = jnp.where(jnp.isfinite(new_highest), new_highest, 0.0)  # no position seen yet: avoid inf - inf
         weights = jnp.exp(scores - safe_highest[..., None])
         decay = jnp.exp(highest - safe_highest)
         total = total * decay + weights.sum(axis=-1)

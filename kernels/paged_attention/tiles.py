@@ -1,6 +1,6 @@
-"""How the GPU kernel's work is cut: tiles of consecutive tokens of one request, and the keys of long ones into parts.
+"""Splits the GPU kernel's work into tiles of consecutive tokens of a request, and the keys of long contexts into parts.
 
-Computed on the device by plain jax.numpy, once a step: XLA sees that every layer asks for the same.
+The plan is computed on the device with plain jax.numpy, once per step: XLA recognizes that all layers share it.
 """
 
 from functools import partial
@@ -12,29 +12,32 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from . import PagedBatch
 
-_BLOCK_KEYS = 128  # of the kernel, which walks through a part's keys in blocks
-_LEAST_BLOCKS = 4  # of a part: putting parts together costs a few blocks' time
-_MULTIPROCESSORS = 132  # of an H100 and an H200, to divide by; others are served as well, if less evenly
+_BLOCK_KEYS = 128  # the kernel processes a part's keys in blocks of this size
+_LEAST_BLOCKS = 4  # minimum blocks per part, because merging parts takes as long as a few blocks
+_MULTIPROCESSORS = 132  # of an H100 and an H200; with other counts, work is divided less evenly
 
 
 def count_shares(*, kv_heads: int, max_keys: int) -> int:
-    """Among how many multiprocessors a kv head's work is divided; 0 where no context is long enough to be cut."""
+    """Returns the number of multiprocessors that share a kv head's work, or 0 if no context is long enough to split."""
     return _MULTIPROCESSORS // kv_heads if max_keys >= 2 * _LEAST_BLOCKS * _BLOCK_KEYS else 0
 
 
 def most_slots(num_shares: int) -> int:
-    """How many parts the tiles that are cut have together, at most: two for a tile of one and a half shares."""
+    """Returns the maximum total number of parts of all split tiles. A tile of 1.5 shares gets two parts."""
     return num_shares * 4 // 3
 
 
 @partial(jax.jit, static_argnames=("tile_tokens", "num_shares"))
 def plan_parts(batch: "PagedBatch", *, tile_tokens: int, num_shares: int) -> jax.Array:
-    """[parts, 8] int32: a tile's first token, number of tokens, position of the first one, request; which part of its
-    keys, of how many, where the slots of its parts begin, 0.
+    """Returns the table of parts that the kernel works through.
 
-    A tile is cut if its keys are one and a half multiprocessors' share of the whole step's or more, into as many parts
-    as it has whole shares. Parts with more blocks of keys stand first, places that are not used (all 0) last. Padding
-    tokens are in no tile.
+    A share is one multiprocessor's part of the whole step's keys. A tile with at least 1.5 shares of keys is split into
+    as many parts as it has whole shares, but at least two. Parts with more blocks of keys come first; unused rows (all
+    0) come last. Padding tokens belong to no tile.
+
+    Returns:
+      [parts, 8] int32 with columns: the tile's first token, its number of tokens, the position of its first token, its
+      request, the index of this part, the tile's number of parts, the tile's first slot, and 0.
     """
     positions, token_request, page_table = batch
     num_tokens, num_requests = positions.shape[0], page_table.shape[0]
@@ -70,15 +73,17 @@ def plan_parts(batch: "PagedBatch", *, tile_tokens: int, num_shares: int) -> jax
 
 
 def _running_sum(x: jax.Array) -> jax.Array:
-    """Of [N] int32, each element included; one fusion, where a scan is several kernels."""
+    """Returns the inclusive prefix sum of [N] int32 as a single fusion; a scan would take several kernels."""
     order = jnp.arange(x.shape[0])
     return jnp.where(order <= order[:, None], x, 0).sum(axis=1, dtype=jnp.int32)
 
 
 def _members(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """One after the other the members of groups of `counts` [N]: each one's group and place in it, [size] int32.
+    """Enumerates the members of N groups, where group i has counts[i] members, one group after the other.
 
-    Behind the last member the place is -1, the group any.
+    Returns:
+      Each member's group and its index in the group, [size] int32. After the last member the index is -1 and the group
+      is arbitrary.
     """
     ends = _running_sum(counts)
     members = jnp.arange(size, dtype=jnp.int32)

@@ -1,17 +1,18 @@
-"""Paged attention on a TPU, as one Pallas kernel: decodes and prefill chunks of a step in a single call.
+"""Paged attention on a TPU: a single Pallas kernel for the decodes and prefill chunks of a step.
 
-The kernel has no grid. It walks the step's tokens itself, from positions and requests in scalar memory, in two parts:
+The kernel has no grid. It iterates over the step's tokens itself, using positions and requests in scalar memory, in two
+parts:
 
-1. Decodes: the leading tokens that stand alone in their request. The work is one list of items (token, block of up to
-   `Tiling.block_pages` pages); each turn of the loop takes `Tiling.items` of them, whichever requests they are of, so
-   that their chains of matrix product, maximum, exponential, matrix product overlap in the schedule. All maxima of a
-   turn are known before the first exponential: the running softmax then costs one multiply-add an item.
-2. Chunks: runs of consecutive tokens of one request, in tiles of `Tiling.tile_tokens`, flash attention in VMEM.
+1. Decodes: the leading tokens that are the only token of their request. The work is a list of items (token, block of up
+   to `Tiling.block_pages` pages). Each iteration processes `Tiling.items` of them, regardless of request, so that their
+   chains of matmul, maximum, exponential and matmul overlap in the schedule. All maxima of an iteration are computed
+   before the first exponential, so that the online softmax costs one multiply-add per item.
+2. Chunks: runs of consecutive tokens of one request, in tiles of `Tiling.tile_tokens`, with flash attention in VMEM.
 
-Pages are copied from HBM one by one, `Tiling.slots - 1` turns ahead, and no page beyond a request's last token is
-copied. Every copy has a static size (a run of n rows is cut into powers of two), so that the interpreter can run it.
+Pages are copied from HBM one by one, `Tiling.slots - 1` iterations ahead. No page beyond a request's last token is
+copied. Every copy has a static size (a run of n rows is split into powers of two), so that the interpreter can run it.
 
-The cache may hold 8-bit floats: they are widened to the type of q after the copy.
+The cache may hold 8-bit floats, which are converted to the dtype of q after the copy.
 """
 
 import math
@@ -28,11 +29,14 @@ from .tpu_body import Kernel, Ref, Scratch, Tiling
 if TYPE_CHECKING:
     from . import PagedBatch
 
-_VMEM_BYTES = 48 << 20  # scratch and what the compiler adds; the smallest chip (TPU7x) has 64 MiB
+_VMEM_BYTES = 48 << 20  # scratch and what the compiler adds; the chip with the least VMEM (TPU7x) has 64 MiB
 
 
 def default_tiling(*, num_tokens: int, kv_heads: int, group: int, page_size: int) -> Tiling:
-    """A turn of 8 chains of 512 positions: 2 MiB of bfloat16 pages, about what a v6e reads in 1.3 us."""
+    """Returns a tiling with 8 chains of 512 positions per iteration.
+
+    These are 2 MiB of bfloat16 pages, which a v6e reads in about 1.3 us.
+    """
     block_pages = max(1, 512 // page_size)
     items = max(1, 8 // kv_heads)
     tile_tokens = _power_below(max(8, 512 // group))
@@ -55,7 +59,7 @@ def paged_attention(
     tiling: Tiling | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `PagedAttention`. `interpret` takes what `pallas_call` takes.
+    """See `PagedAttention`. `interpret` is passed to `pallas_call`.
 
     Raises:
       ValueError: the page size or head dim does not fit the chip's tiles.
@@ -84,18 +88,22 @@ def paged_attention(
             interpret=interpret,
         )  # fmt: skip
         start_token = stop_token
-    assert out is not None  # there is a request
+    assert out is not None  # the batch has at least one request
     return jnp.where(is_token[:, None, None, None], out, 0)
 
 
 def check_shapes(*, head_dim: int, page_size: int, dtype: jnp.dtype) -> None:
-    """Raises ValueError if Mosaic cannot tile pages of this shape."""
-    rows = 32 // jnp.dtype(dtype).itemsize  # of a tile
+    """Checks that Mosaic can tile pages of this shape.
+
+    Raises:
+      ValueError: it cannot; the message says what is supported.
+    """
+    rows = 32 // jnp.dtype(dtype).itemsize  # rows of a hardware tile
     if head_dim not in (64, 128):
-        raise ValueError(f"head_dim is {head_dim}; the TPU kernel serves 64 and 128.")
+        raise ValueError(f"head_dim is {head_dim}; the TPU kernel supports 64 and 128.")
     if page_size % rows or page_size > 256:
         raise ValueError(
-            f"page_size is {page_size}; the TPU kernel serves multiples of {rows} up to 256 in {jnp.dtype(dtype)}."
+            f"page_size is {page_size}; the TPU kernel supports multiples of {rows} up to 256 in {jnp.dtype(dtype)}."
         )
 
 
@@ -111,7 +119,7 @@ def _call(
     interpret: Any,
     **static: Any,
 ) -> jax.Array:
-    """One call of the kernel: the tokens scalars[1]..scalars[2] of q; the others' rows stay as they are in `out`."""
+    """Calls the kernel for tokens scalars[1] to scalars[2] (exclusive) of q; all other rows of `out` stay unchanged."""
     _, kv_heads, group, head_dim = q.shape
     page = cache.shape[2:]  # [K, 2, S, H]
     tiling, max_decodes = static["tiling"], static["max_decodes"]
@@ -119,7 +127,7 @@ def _call(
     heads = (kv_heads, group, head_dim)
     scratch = dict(
         decode_q=pltpu.VMEM((max_decodes, *heads), q.dtype),
-        decode_out=pltpu.VMEM((max_decodes + 1, *heads), q.dtype),  # the last row takes what is of no token
+        decode_out=pltpu.VMEM((max_decodes + 1, *heads), q.dtype),  # the last row receives the results of unused items
         decode_pages=pltpu.VMEM((tiling.slots, tiling.items * tiling.block_pages, *page), cache.dtype),
         decode_max=pltpu.VMEM((kv_heads, group, 1), jnp.float32),
         decode_sum=pltpu.VMEM((kv_heads, group, 1), jnp.float32),
@@ -167,8 +175,8 @@ def _call(
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={} if out is None else {len(prefetched) + 2: 0},
-        # Checks would make a turn of the decode loop 2130 bundles instead of 1626 (v6e). The page numbers are our own
-        # allocator's, and the interpreter checks them in the tests.
+        # Bounds checks would lengthen an iteration of the decode loop from 1626 to 2130 bundles (v6e). The page numbers
+        # come from the page allocator, and the tests check them with the interpreter.
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES, disable_bounds_checks=True),
         cost_estimate=_cost(q, math.prod(page) * itemsize, table.shape[0] // 2),
         name="paged_attention",
@@ -177,7 +185,7 @@ def _call(
 
 
 def _cost(q: jax.Array, page_bytes: int, num_pages: int) -> pl.CostEstimate:
-    """What XLA's scheduler is told: requests half as long as the page table allows."""
+    """Returns the cost estimate for XLA's scheduler, which assumes requests half as long as the page table allows."""
     read = num_pages * page_bytes
     return pl.CostEstimate(flops=2 * read * q.shape[2], bytes_accessed=read + 2 * q.nbytes, transcendentals=read // 64)
 

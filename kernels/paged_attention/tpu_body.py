@@ -1,6 +1,6 @@
-"""The body of the TPU kernel for paged attention; `tpu.py` says what it does and calls it.
+"""The body of the TPU kernel for paged attention. `tpu.py` calls it and describes the algorithm.
 
-It walks the step's tokens by itself, from positions and requests in scalar memory, in two parts: decodes and chunks.
+It iterates over the step's tokens, using positions and requests in scalar memory, in two parts: decodes and chunks.
 """
 
 import dataclasses
@@ -14,27 +14,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-Ref = Any  # of Pallas: it has no public name for the type of a reference
+Ref = Any  # a Pallas reference, whose type has no public name
 
-_MASKED = -1e30  # a score no token has; finite, so that differences of it are no NaN
+_MASKED = -1e30  # score of masked positions; finite, so that differences of it are not NaN
 _MAX_UNROLLED_PAGES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How the kernel cuts its work. The page counts are of pages, whatever their size."""
+    """How the kernel splits its work. Page counts are independent of the page size."""
 
-    items: int  # blocks that one turn of the decode loop works on
-    block_pages: int  # pages of a block of decodes
-    slots: int  # turns of the decode loop whose pages VMEM holds: one computes, the others fill
-    tile_tokens: int  # tokens of a tile of chunks; a power of two
-    tile_pages: int  # pages of a block of chunks
-    table_bytes: int = 640 << 10  # of the page table in a call: scalar memory is 1 MiB, positions and requests included
+    items: int  # blocks that one iteration of the decode loop processes
+    block_pages: int  # pages per block of a decode
+    slots: int  # iterations of the decode loop whose pages are in VMEM: one computes while the others are filled
+    tile_tokens: int  # tokens per tile of a chunk; a power of two
+    tile_pages: int  # pages per block of a chunk
+    table_bytes: int = 640 << 10  # page table per call; scalar memory is 1 MiB, including positions and requests
 
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """References to the scratch memory of `_call`, which says their shapes."""
+    """References to the scratch memory that `tpu._call` allocates; their shapes are given there."""
 
     decode_q: Ref
     decode_out: Ref
@@ -57,9 +57,9 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The body of the kernel. Scalars are traced int32 unless they are Python numbers."""
+    """The operands and methods of the kernel. Scalars are traced int32 unless they are Python numbers."""
 
-    scalars: Ref  # [3]: layer, first token, end of the tokens; what follows is padding, or of another call
+    scalars: Ref  # [3]: layer, first token, end of the tokens; later tokens are padding or belong to another call
     positions: Ref  # [T]
     token_request: Ref  # [T]
     table: Ref  # [B * max_pages]
@@ -82,18 +82,19 @@ class Kernel:
         self._decodes(first, num_decodes)
         self._chunks(first + num_decodes, stop)
 
-    # What stands where.
+    # Positions of tokens and requests.
 
     def _request(self, token: jax.Array) -> jax.Array:
-        """Of a token; -1 for padding."""
+        """Returns the request of a token, or -1 for padding."""
         inside = (token >= self.scalars[1]) & (token < self.scalars[2])
         place = jnp.where(inside, token, 0)
         return jnp.where(inside & (self.positions[place] >= 0), self.token_request[place], -1)
 
     def _num_decodes(self, first: jax.Array, stop: jax.Array) -> jax.Array:
-        """Leading tokens that stand alone in their request, or are padding, found by bisection, which takes them to
-        stand first. Where they do not the result is still right: a token of a chunk may be computed as a decode, and
-        the reverse.
+        """Returns the number of leading tokens that are padding or the only token of their request.
+
+        The bisection assumes that these tokens come first. If they do not, the result is still correct: a token of a
+        chunk may be computed as a decode, and vice versa.
         """
         limit = jnp.minimum(self.max_decodes, stop - first)
 
@@ -104,19 +105,19 @@ class Kernel:
         return _bisect(self.max_decodes, lambda n: (n <= limit) & is_decode(first + n - 1))
 
     def _run_tokens(self, token: jax.Array) -> jax.Array:
-        """How many tokens of one request stand in a row from `token` on, at most a tile."""
+        """Returns the number of consecutive tokens of one request from `token` on, at most a tile."""
         request = self._request(token)
         return _bisect(self.tiling.tile_tokens, lambda n: (request >= 0) & (self._request(token + n - 1) == request))
 
     def _skip_padding(self, token: jax.Array) -> jax.Array:
-        """The first token from `token` on that is none, or the end."""
+        """Returns the first token from `token` on that is not padding, or the end."""
         stop = self.scalars[2]
         return jax.lax.while_loop(lambda t: (t < stop) & (self._request(t) < 0), lambda t: t + 1, token)
 
     # Copies of pages.
 
     def _copy_pages(self, token: jax.Array, start: jax.Array, count: jax.Array, buffer: Ref, sem: Ref) -> None:
-        """Starts copying `count` pages of the token's request, from its page `start` on, to the front of `buffer`."""
+        """Starts copying `count` pages of the token's request, from its page `start` on, to the start of `buffer`."""
         entry = self.token_request[token] * self.max_pages + start
 
         def copy(index: jax.Array, _: None) -> None:
@@ -134,7 +135,7 @@ class Kernel:
     def _each_page(self, count: jax.Array, buffer: Ref, act: Callable[[Any, None], None]) -> None:
         """Calls act(index, None) for the first `count` pages of `buffer`.
 
-        Few pages are written out: predicated copies then stand among the arithmetic, where a loop would stop it.
+        Loops over few pages are unrolled: predicated copies can be scheduled among the arithmetic, unlike a loop.
         """
         if buffer.shape[0] > _MAX_UNROLLED_PAGES:
             jax.lax.fori_loop(0, count, act, None)
@@ -143,11 +144,11 @@ class Kernel:
             pl.when(index < count)(partial(act, index, None))
 
     def _num_pages(self, num_positions: jax.Array, block: jax.Array, block_pages: int) -> jax.Array:
-        """Pages of a block that the first `num_positions` positions of a request reach into."""
+        """Returns the number of pages of a block that hold any of a request's first `num_positions` positions."""
         pages = pl.cdiv(num_positions, self.page_size) - block * block_pages
         return jnp.clip(pages, 0, block_pages)
 
-    # Part 1.
+    # Part 1: decodes.
 
     def _decodes(self, first: jax.Array, num_decodes: jax.Array) -> None:
         tiling, scratch = self.tiling, self.scratch
@@ -155,11 +156,11 @@ class Kernel:
         block_tokens = tiling.block_pages * self.page_size
 
         def num_positions(token: jax.Array) -> jax.Array:
-            """That a token attends to; 0 beyond the last decode."""
+            """Returns the number of positions that a token attends to, or 0 beyond the last decode."""
             return jnp.where(token < stop, self.positions[jnp.minimum(token, self.positions.shape[0] - 1)] + 1, 0)
 
         def items(token: jax.Array, block: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-            """The items of a turn that begins with this one, and the first of the next turn."""
+            """Returns the items of the iteration that begins with this item, and the next iteration's first item."""
             found = [(token, block)]
             for _ in range(tiling.items):
                 is_last = (block + 1) * block_tokens >= num_positions(token)
@@ -171,7 +172,7 @@ class Kernel:
             return self._num_pages(num_positions(token), block, tiling.block_pages)
 
         def fetch(token: jax.Array, block: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Starts a turn's copies; returns the next turn's first item."""
+            """Starts the copies of an iteration. Returns the first item of the next iteration."""
             found = items(token, block)
             for index, (token, block) in enumerate(found[:-1]):
                 place = pl.ds(index * tiling.block_pages, tiling.block_pages)
@@ -212,9 +213,16 @@ class Kernel:
     def _decode_head(
         self, head: int, slot: jax.Array, rows: list[jax.Array], valid: list[jax.Array], is_first: list[jax.Array]
     ) -> None:
-        """One KV head of one turn. Items of the same token follow each other, within a turn and over its end.
+        """Processes one KV head of one iteration.
 
-        rows: of decode_q and decode_out, an item each; valid: positions of its block; is_first: of its token.
+        The items of a token are consecutive, also from one iteration to the next.
+
+        Args:
+          head: index of the KV head.
+          slot: slot that holds the pages of this iteration.
+          rows: row of each item in decode_q and decode_out.
+          valid: number of positions of each item's block that its token attends to.
+          is_first: whether each item is the first of its token.
         """
         scratch, pages = self.scratch, self.tiling.block_pages
         highest, total, acc = scratch.decode_max[head], scratch.decode_sum[head], scratch.decode_acc[head]
@@ -236,25 +244,25 @@ class Kernel:
         sums = [jnp.sum(weight, axis=1, keepdims=True) for weight in weights]
         seen = [self._dot(weight.astype(self.q.dtype), value) for weight, value in zip(weights, values, strict=True)]
         for index, row in enumerate(rows):
-            # The first item of a token has decay 0; acc holds no NaN then but for what scratch memory held at first.
+            # A token's first item has decay 0; `where` is needed because uninitialized scratch memory may hold NaN.
             total = jnp.where(is_first[index], 0.0, total * decays[index]) + sums[index]
             acc = jnp.where(is_first[index], 0.0, acc * decays[index]) + seen[index]
             scratch.decode_out[row, head] = (acc / total).astype(scratch.decode_out.dtype)
         scratch.decode_max[head], scratch.decode_sum[head], scratch.decode_acc[head] = highest, total, acc
 
-    # Part 2.
+    # Part 2: chunks.
 
     def _chunks(self, first: jax.Array, stop: jax.Array) -> None:
         tiling, scratch = self.tiling, self.scratch
         block_tokens = tiling.tile_pages * self.page_size
 
         def num_positions(token: jax.Array, count: jax.Array) -> jax.Array:
-            """That the last token of a tile attends to; 0 for no tile."""
+            """Returns the number of positions that the last token of a tile attends to, or 0 if there is no tile."""
             last = jnp.clip(token + count - 1, 0, self.positions.shape[0] - 1)
             return jnp.where(count > 0, self.positions[last] + 1, 0)
 
         def fetch(token: jax.Array, count: jax.Array, block: jax.Array, slot: jax.Array, q_slot: jax.Array) -> None:
-            """Starts the copies of an item: its pages, and with a tile's first block its queries."""
+            """Starts copying an item's pages and, for a tile's first block, its queries."""
             pages = self._num_pages(num_positions(token, count), block, tiling.tile_pages)
             token = jnp.minimum(token, self.positions.shape[0] - 1)
             self._copy_pages(
@@ -302,10 +310,10 @@ class Kernel:
         self._copy_rows(scratch.tile_out, 0, self.out, 0, num_written, scratch.out_sem, is_wait=True)
 
     def _begin_tile(self, tile: Ref) -> None:
-        """Lays the queries [tile_tokens, K, G, H] out as rows of each head, token after token."""
+        """Rearranges the queries [tile_tokens, K, G, H] into rows per head, and resets the accumulators."""
         scratch = self.scratch
         for head in range(self.q.shape[1]):
-            rows = tile[:, head].astype(jnp.float32)  # 32 bits: rows of packed types cannot be regrouped
+            rows = tile[:, head].astype(jnp.float32)  # rows of packed types cannot be regrouped, hence 32 bits
             scratch.tile_rows[head] = rows.reshape(scratch.tile_rows.shape[1:]).astype(scratch.tile_rows.dtype)
         scratch.tile_max[...] = jnp.full(scratch.tile_max.shape, _MASKED, jnp.float32)
         scratch.tile_sum[...] = jnp.zeros(scratch.tile_sum.shape, jnp.float32)
@@ -314,8 +322,9 @@ class Kernel:
     def _tile_head(
         self, head: int, slot: jax.Array, start: jax.Array, num_positions: jax.Array, count: jax.Array
     ) -> None:
-        """One KV head of a tile and the block of positions from `start` on. The tile's last row, of `count` tokens,
-        sees `num_positions` positions.
+        """Processes one KV head of a tile for the block of positions from `start` on.
+
+        The last of the tile's `count` tokens attends to `num_positions` positions.
         """
         scratch = self.scratch
         key = self._flat(scratch.tile_pages[slot, :, head, 0])
@@ -345,13 +354,13 @@ class Kernel:
     def _copy_rows(
         self, source: Ref, start: Any, target: Ref, place: Any, count: jax.Array, sem: Ref, *, is_wait: bool = False
     ) -> None:
-        """Starts copying `count` rows, or waits for that, in pieces of powers of two: sizes are static then."""
+        """Starts copying `count` rows, or waits for the copies, in power-of-two pieces so that all sizes are static."""
         size = 1 << (min(source.shape[0], target.shape[0]).bit_length() - 1)
         while size:
 
             @pl.when(count & size != 0)
             def _(size: int = size) -> None:
-                done = count & ~(2 * size - 1)  # the larger pieces come first
+                done = count & ~(2 * size - 1)  # larger pieces come first
                 rows, places = pl.ds(start + done, size), pl.ds(place + done, size)
                 copy = pltpu.make_async_copy(source.at[rows], target.at[places], sem)
                 copy.wait() if is_wait else copy.start()
@@ -359,23 +368,23 @@ class Kernel:
             size //= 2
 
     def _flat(self, pages: jax.Array) -> jax.Array:
-        """Pages [N, S, H] -> their rows [N * S, H] in the type of q."""
+        """Reshapes pages [N, S, H] to rows [N * S, H] in the dtype of q."""
         return pages.reshape(-1, pages.shape[-1]).astype(self.q.dtype)
 
     def _dot(self, left: jax.Array, right: jax.Array, *, transpose: bool = False) -> jax.Array:
-        """left [M, N] times right [N, H], or transposed [H, N], in float32."""
+        """Multiplies left [M, N] by right [N, H], or by right [H, N] transposed, and returns float32."""
         contracted = (((1,), (1 if transpose else 0,)), ((), ()))
         precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
         return jax.lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _first_rows(rows: jax.Array, count: jax.Array) -> jax.Array:
-    """The first `count` rows; zeros below, whatever stands there: a weight of 0 does not make a NaN 0."""
+    """Zeroes all rows after the first `count`, because even with a weight of 0 a NaN there would spoil the sum."""
     return jnp.where(jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0) < count, rows, jnp.zeros_like(rows))
 
 
 def _bisect(limit: int, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest n up to `limit` for which holds(n), given that it holds for every smaller n > 0; 0 if for none."""
+    """Returns the largest n <= `limit` with holds(n), or 0 if there is none, provided holds(m) for all 0 < m < n."""
     found = jnp.int32(0)
     for power in reversed(range(limit.bit_length())):
         candidate = found + (1 << power)

@@ -1,8 +1,8 @@
 """Writes a step's keys and values into the cache on a TPU, in place, as one Pallas kernel.
 
-A copy between HBM and VMEM moves whole tiles: 16 rows of bfloat16. So the rows around a new one are read, the new one
-is put among them, and they are written back. Neighbouring tokens of a request share a tile and are joined: a chunk of
-512 tokens reads and writes 33 tiles at most, not 512.
+A copy between HBM and VMEM moves whole tiles of 16 bfloat16 rows. The kernel therefore reads the tile around a new
+row, inserts the row, and writes the tile back. Neighboring tokens of a request share a tile and are combined: a chunk
+of 512 tokens reads and writes at most 33 tiles, not 512.
 """
 
 from functools import partial
@@ -16,20 +16,20 @@ from jax.experimental.pallas import tpu as pltpu
 if TYPE_CHECKING:
     from . import PagedBatch
 
-Ref = Any  # of Pallas: it has no public name for the type of a reference
+Ref = Any  # a Pallas reference, whose type has no public name
 
-_BLOCK_BYTES = 1 << 20  # of the tiles that are in VMEM at a time, their padding left out
+_BLOCK_BYTES = 1 << 20  # size of the tiles in VMEM at a time, without padding
 
 
 def write_kv(
     cache: jax.Array, k: jax.Array, v: jax.Array, batch: "PagedBatch", *, layer: int | jax.Array, interpret: Any = False
 ) -> jax.Array:
-    """See `WriteKV`. `interpret` takes what `pallas_call` takes."""
+    """See `WriteKV`. `interpret` is passed to `pallas_call`."""
     page_size = cache.shape[4]
     tile_rows = min(32 // cache.dtype.itemsize, page_size)
     positions = jnp.maximum(batch.positions, 0)
     page = batch.page_table[batch.token_request, positions // page_size]
-    # A tile's number: equal for tokens that share one; -1 for padding.
+    # The index of each token's tile, equal for tokens that share one; -1 for padding.
     tile = page * (page_size // tile_rows) + positions % page_size // tile_rows
     tile = jnp.where(batch.positions < 0, -1, tile).astype(jnp.int32)
     fresh = jnp.stack([k, v], axis=2).astype(cache.dtype)  # [T, K, 2, H]
@@ -61,15 +61,15 @@ def write_kv(
     )(*scalars, fresh, cache)
 
 
-def _write(  # noqa: PLR0913  the references that Pallas passes
+def _write(  # noqa: PLR0913  references that Pallas passes
     layer: Ref,  # [1]
     tile: Ref,  # [T]
-    row: Ref,  # [T]: of the token in its tile
+    row: Ref,  # [T]: row of the token in its tile
     fresh: Ref,  # [block, K, 2, H]
-    _cache: Ref,  # once more: input and output are one
+    _cache: Ref,  # the input alias of the next argument
     cache: Ref,  # [L, P, K, 2, S, H] in HBM
     tiles: Ref,  # [block, K, 2, rows, H]
-    place: Ref,  # [block]: which of `tiles` is the token's
+    place: Ref,  # [block]: index of the token's tile in `tiles`
     sems: Ref,
     *,
     num_tokens: int,
@@ -84,7 +84,7 @@ def _write(  # noqa: PLR0913  the references that Pallas passes
         return cache.at[layer[0], page, :, :, pl.ds(pl.multiple_of(part * tile_rows, tile_rows), tile_rows)]
 
     def is_new(token: jax.Array) -> jax.Array:
-        """A token whose tile is not the tile of the token before it in this block."""
+        """Returns whether the token's tile differs from that of the token before it in this block."""
         before = tile[jnp.maximum(token - 1, 0)]
         return (tile[token] >= 0) & ((token == first) | (tile[token] != before))
 
@@ -123,7 +123,7 @@ def _write(  # noqa: PLR0913  the references that Pallas passes
     wait(sems.at[0])
     jax.lax.fori_loop(0, count, insert, None)
     jax.lax.fori_loop(0, count, write, None)
-    wait(sems.at[1])  # before the next block reads: it may begin in a tile of this one
+    wait(sems.at[1])  # before the next block reads, because it may begin in a tile of this block
 
 
 interpreted = partial(write_kv, interpret=pltpu.InterpretParams())

@@ -1,8 +1,9 @@
-"""What the filters of sampling leave of a row of logits, where one device has the whole vocabulary.
+"""Finds the threshold of the min-p, top-k and top-p filters when one device holds the whole vocabulary.
 
-A logit's key is its float32's bits as a uint32 that sorts as the logits do: all bits flipped where it is negative, else
-the sign set; -0.0 counts as 0.0. The filters are min-p, then top-k of what is left, then top-p of what is left, each
-keeping equals together, so that what a row keeps is told by one key, the least of them.
+A logit's key is the bits of its float32 as a uint32 that sorts like the logits: all bits are flipped if the logit is
+negative, else the sign bit is set; -0.0 counts as 0.0. The filters run in the order min-p, top-k, top-p, each on the
+tokens that remain, and each keeps or drops equal logits together. One key per request therefore describes the result:
+the smallest key that is kept.
 """
 
 from typing import Protocol
@@ -13,20 +14,27 @@ from . import gpu
 
 
 class FindThreshold(Protocol):
-    """An implementation."""
+    """The interface of an implementation."""
 
     def __call__(
         self, logits: jax.Array, *, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
     ) -> jax.Array:
-        """Args: logits [B, V] float32; of each row [B]: temperature and top_p float32 (1 is off), top_k int32 (0 is
-        off), min_p float32 (0 is off), see `runtime.request.SamplingParams`.
+        """Returns each request's threshold. `runtime.api.request.SamplingParams` describes the parameters.
 
-        Returns [B] uint32: tokens with this key and above are kept; 0, all, for rows of temperature 0.
+        Args:
+          logits: [B, V] float32.
+          temperature: [B] float32.
+          top_k: [B] int32; 0 is off.
+          top_p: [B] float32; 1 is off.
+          min_p: [B] float32; 0 is off.
+
+        Returns:
+          [B] uint32. Tokens with this key or a larger one are kept; 0 keeps all, as for requests of temperature 0.
         """
         ...
 
 
 def implementation(device: jax.Device, vocab_size: int) -> FindThreshold | None:
-    """The kernel for a device and a vocabulary, or None where there is none."""
+    """Returns the kernel for a device and vocabulary size, or None if there is none."""
     is_there = gpu.unavailable_reason(device) is None and vocab_size <= gpu.MAX_VOCAB
     return gpu.find_threshold if is_there else None

@@ -1,6 +1,7 @@
-"""The filters of sampling on an NVIDIA Hopper GPU: see ../cuda/floor.cuh.
+"""Finds the sampling thresholds on an NVIDIA Hopper GPU: see ../cuda/floor.cuh.
 
-A block of threads a row, three passes over it for top-p, five for all filters. Exact, and the same bits every time.
+One thread block handles each request, with three passes over its logits for top-p alone and five for all filters. The
+result is exact and bitwise reproducible.
 """
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from meshserve.kernels.cuda import build
 
 unavailable_reason = build.unavailable_reason
-MAX_VOCAB = (1 << 18) - 1  # sums over a row are whole numbers, which have room for so many
+MAX_VOCAB = (1 << 18) - 1  # limited by the width of the integer sums
 
 
 def find_threshold(
@@ -19,10 +20,10 @@ def find_threshold(
 
     Raises:
       ValueError: the vocabulary is larger than MAX_VOCAB.
-      KernelBuildError: not a Hopper GPU, or the kernels cannot be compiled.
+      KernelBuildError: the kernels cannot be compiled or loaded.
     """
     if logits.shape[1] > MAX_VOCAB:
-        raise ValueError(f"the vocabulary has {logits.shape[1]} tokens; the kernel takes {MAX_VOCAB}")
+        raise ValueError(f"the vocabulary has {logits.shape[1]} tokens; the kernel takes at most {MAX_VOCAB}")
     build.load()
     threshold = jax.ShapeDtypeStruct(logits.shape[:1], jnp.uint32)
     return jax.ffi.ffi_call("meshserve_sampling_floor", threshold)(logits, temperature, top_k, top_p, min_p)

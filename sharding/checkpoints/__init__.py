@@ -1,1 +1,1 @@
-"""Stored tensors read straight into shards, and shards written as checkpoints."""
+"""Reads stored tensors straight into device shards, and writes shards as checkpoints."""

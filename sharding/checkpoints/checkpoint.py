@@ -1,14 +1,14 @@
-"""Orbax checkpoints as a source of weights: their layout, their digests, and how they are read.
+"""Reads weights from Orbax checkpoints and verifies their digests.
 
-    DIR/checkpoint.json         what this is: dtype, source, and the SHA-256 of every part's digest file. Written last
-    DIR/weights/PART/           an Orbax checkpoint of its own (OCDBT, uncompressed): one layer, or a table
+    DIR/checkpoint.json         manifest: dtype, source, and the SHA-256 of every part's digest file. Written last
+    DIR/weights/PART/           a separate Orbax checkpoint (OCDBT, uncompressed): one layer, or an embedding table
     DIR/digests/PART.json       shape and dtype of the part's arrays, and the CRC-32 of each of their blocks
-    DIR/config.json, ...        the model's other files, as they were
+    DIR/config.json, ...        the model's other files, unchanged
 
-A tensor is called PART.KEY, for example `layers.0007.attention.qkv`. Parts make writing resumable: Orbax renames a part
-into place when it is whole. Blocks are the chunks that Orbax stores; a block is read whole, and its CRC-32 is compared
-before a byte of it is used. Any plain Orbax restore reads a part as well; here TensorStore reads the chunks directly,
-because a shard may need parts of arrays, repeated and padded.
+A tensor is named PART.KEY, for example `layers.0007.attention.qkv`. Parts make writing resumable: Orbax renames a part
+into place once it is complete. Blocks are the chunks that Orbax stores. Each block is read whole, and its CRC-32 is
+checked before any of its bytes are used. A plain Orbax restore can read a part as well. This module reads the chunks
+with TensorStore directly, because a shard may need parts of arrays, repeated and padded.
 """
 
 import hashlib
@@ -38,24 +38,24 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """checkpoint.json."""
+    """The contents of checkpoint.json."""
 
     format: str
     format_version: int
     meshserve_version: str
     dtype: str
     num_bytes: int  # of all arrays
-    source: Mapping[str, str]  # SHA-256 of each weight file it was made of, by name
+    source: Mapping[str, str]  # SHA-256 of each source weight file, by name
     parts: Mapping[str, str]  # SHA-256 of each part's digest file
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayDigest:
-    """A stored array: its blocks in row-major order of the grid, each with its CRC-32."""
+    """The digest of a stored array: its block grid and the CRC-32 of each block, in row-major order."""
 
     shape: tuple[int, ...]
     dtype: str
-    block: tuple[int, ...]  # shape of a block; those at the ends may be smaller
+    block: tuple[int, ...]  # shape of a block; the last block along each dimension may be smaller
     crc32: tuple[int, ...]
 
     def blocks(self) -> list[Region]:
@@ -68,7 +68,7 @@ class ArrayDigest:
 
 @dataclass(frozen=True, kw_only=True)
 class PartDigest:
-    """digests/PART.json. `source_id` tells parts of one conversion from those of another."""
+    """The contents of digests/PART.json. `source_id` identifies the conversion that wrote the part."""
 
     source_id: str
     arrays: Mapping[str, ArrayDigest]
@@ -78,7 +78,11 @@ class PartDigest:
 
     @classmethod
     def from_json(cls, text: str) -> "PartDigest":
-        """Raises ValueError, KeyError or TypeError: the text is no such object."""
+        """Parses the JSON text.
+
+        Raises:
+          ValueError, KeyError or TypeError: the text is not a valid part digest.
+        """
         raw = json.loads(text)
         arrays = {
             name: ArrayDigest(
@@ -91,7 +95,7 @@ class PartDigest:
         }
         for name, array in arrays.items():
             if array.dtype not in DTYPES or len(array.blocks()) != len(array.crc32):
-                raise ValueError(f"{name} is described in contradiction")
+                raise ValueError(f"{name} has an unknown dtype or the wrong number of checksums")
         return cls(source_id=raw["source_id"], arrays=arrays)
 
 
@@ -112,36 +116,36 @@ def crc32(values: np.ndarray) -> int:
 
 
 def read_manifest(directory: epath.Path) -> Manifest:
-    """What the checkpoint says of itself.
+    """Reads the manifest of a checkpoint.
 
     Raises:
-      CheckpointError: it is not whole, damaged, or of a format that this release does not read.
+      CheckpointError: the checkpoint is incomplete, damaged, or in a format that this release cannot read.
     """
     path = directory / MANIFEST_FILE
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
         if (raw["format"], raw["format_version"]) != (FORMAT, FORMAT_VERSION):
             raise CheckpointError(
-                f"{path} is of format {raw['format']!r}, version {raw['format_version']}; this release reads "
+                f"{path} has format {raw['format']!r}, version {raw['format_version']}; this release reads "
                 f"{FORMAT!r}, version {FORMAT_VERSION}. Convert the model again."
             )
         manifest = Manifest(**raw)
         if not isinstance(manifest.parts, dict):
-            raise TypeError(f"its parts are {manifest.parts!r}")
+            raise TypeError(f"parts is {manifest.parts!r}, not an object")
         return manifest
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} does not exist: the conversion did not end. Run it again; it goes on where it stopped."
+            f"{path} does not exist: the conversion did not end. Run it again; it resumes where it stopped."
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Convert the model again.") from None
 
 
 class OrbaxCheckpoint:
-    """A checkpoint that `checkpoint_writer` wrote, local or remote.
+    """A local or remote checkpoint written by `writer.py`, as a `Source` of tensors.
 
     Raises:
-      CheckpointError: as `read_manifest`; a part is missing, damaged, or comes from another checkpoint.
+      CheckpointError: see `read_manifest`; or a part is missing, damaged, or comes from another checkpoint.
     """
 
     def __init__(self, directory: epath.PathLike):
@@ -149,17 +153,17 @@ class OrbaxCheckpoint:
         self.manifest = read_manifest(self._directory)
         self._arrays: dict[str, tuple[str, str, ArrayDigest]] = {}  # part, key, digest
         self._crcs: dict[str, dict[Region, int]] = {}
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 16 * 2**20}})  # nodes of the B-tree
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 16 * 2**20}})  # for the nodes of the B-tree
         self._stores: dict[str, Any] = {}
         self._opening = threading.Lock()
         for part, digest in self.manifest.parts.items():
             self._add(part, digest)
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Compares the arrays with those a model needs.
+        """Checks that the checkpoint holds exactly the arrays that a model needs.
 
         Raises:
-          CheckpointError: names the missing, surplus and misshapen arrays.
+          CheckpointError: arrays are missing, unexpected, or of the wrong shape; the message names them.
         """
         check_tensors(self._directory, {name: array.shape for name, (_, _, array) in self._arrays.items()}, expected)
 
@@ -175,10 +179,13 @@ class OrbaxCheckpoint:
             assign(copy.target, values[relative(copy.region, block)])
 
     def verify(self, tensor: str) -> int:
-        """Reads all of a tensor and compares its digests. Returns its bytes.
+        """Reads a whole tensor and checks its digests.
+
+        Returns:
+          The tensor's size in bytes.
 
         Raises:
-          CheckpointError: it is damaged.
+          CheckpointError: the tensor is damaged.
         """
         return sum(self._read(tensor, block).nbytes for block in self.blocks(tensor))
 
@@ -192,13 +199,13 @@ class OrbaxCheckpoint:
             raise CheckpointError(f"{where}: cut short or damaged ({reason}). Convert the model again.") from None
         if crc32(values) != self._crcs[tensor][block]:
             raise CheckpointError(
-                f"{where}: the block at {block} is not what was written (its CRC-32 differs). The disk or the copy is "
-                "bad; convert or copy the model again."
+                f"{where}: the block at {block} differs from what was written (its CRC-32 differs). The disk or the "
+                "copy is bad; convert or copy the model again."
             )
         return values
 
     def _store(self, tensor: str) -> Any:
-        """The open array. Its shape and dtype are what the digest says."""
+        """Returns the opened array, whose shape and dtype match the digest."""
         with self._opening:
             store = self._stores.get(tensor)
         if store is None:
@@ -219,8 +226,8 @@ class OrbaxCheckpoint:
             raise CheckpointError(f"{path} is cut short or damaged ({error}). Convert the model again.") from None
         if sha256(text) != expected:
             raise CheckpointError(
-                f"{path} is not the file that {MANIFEST_FILE} names (its SHA-256 differs): it is damaged, or part "
-                f"{part} comes from another model. Copy or convert the model again."
+                f"{path} does not match {MANIFEST_FILE} (its SHA-256 differs): it is damaged, or part {part} comes "
+                "from another model. Copy or convert the model again."
             )
         for key, array in digest.arrays.items():
             name = f"{part}.{key}" if key != part else part
@@ -229,10 +236,10 @@ class OrbaxCheckpoint:
 
 
 def open_array(directory: epath.Path, key: str, context: ts.Context, digest: ArrayDigest | None = None) -> Any:
-    """An array of an Orbax checkpoint, for reading.
+    """Opens an array of an Orbax checkpoint for reading.
 
     Raises:
-      ValueError: TensorStore cannot open it, or its shape and dtype are not those of the digest.
+      ValueError: TensorStore cannot open it, or its shape or dtype differs from the digest.
     """
     text = os.fspath(directory)
     base = f"{text}/" if is_remote(text) else f"file://{text}/"
@@ -240,15 +247,16 @@ def open_array(directory: epath.Path, key: str, context: ts.Context, digest: Arr
     store = ts.open(spec, open=True, read=True, context=context).result()
     found = tuple(store.shape), store.dtype.numpy_dtype
     if digest is not None and found != (digest.shape, DTYPES[digest.dtype]):
-        raise ValueError(f"it is {store.dtype.name} {tuple(store.shape)}, not {digest.dtype} {digest.shape}")
+        raise ValueError(f"the array is {store.dtype.name} {tuple(store.shape)}, not {digest.dtype} {digest.shape}")
     return store
 
 
 def read_block(store: Any, block: Region) -> np.ndarray:
-    """A block of an open array.
+    """Reads a block of an open array.
 
     Raises:
-      ValueError, OSError: TensorStore cannot read it: a node's checksum, a chunk cut short, no such file.
+      ValueError, OSError: TensorStore cannot read it: a node's checksum is wrong, a chunk is cut short, or a file is
+        missing.
     """
     return store[tuple(slice(first, last) for first, last in block)].read().result()
 

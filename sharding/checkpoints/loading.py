@@ -1,12 +1,12 @@
-"""Weights from a `Source` straight into each device's shard.
+"""Loads weights from a `Source` straight into each device's shard.
 
-The source is read block by block by a few threads; each block is read once and scattered into every shard that wants a
-part of it. So the host never holds the model:
+A few threads read the source block by block. Each block is read once and scattered into every shard that needs a part
+of it, so the host never holds the whole model:
 
-* on accelerators it holds the layers in flight: at most `_MAX_FLIGHT_BYTES`, or one layer of one parameter;
-* on CPU devices, whose memory is the host's, the shards themselves are filled in place and nothing beside them.
+* for accelerators, the host holds only the data in flight: at most `_MAX_FLIGHT_BYTES`, or one layer of one parameter;
+* for CPU devices, which share the host's memory, the shards are filled in place without further buffers.
 
-The result does not depend on the threads: every element is written exactly once, from one place.
+The result does not depend on thread timing: every element is written exactly once, from one place.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from tqdm import tqdm
 
 from .parameters import Parameter, Region, Source, bounds, copies_into, part_of
 
-_NUM_THREADS = min(8, 2 * (os.cpu_count() or 1))  # twice the cores: half of them wait for the disk
+_NUM_THREADS = min(8, 2 * (os.cpu_count() or 1))  # twice the cores, because about half of the threads wait for the disk
 _MAX_FLIGHT_BYTES = 512 * 2**20
-_ALIGNMENT = 64  # bytes; jax takes host memory so aligned as a CPU device's buffer without a copy
+_ALIGNMENT = 64  # bytes; jax uses host memory with this alignment as a CPU device's buffer without a copy
 _PROGRESS_DELAY_SECONDS = 2.0
 
 
 def load_parameters(source: Source, parameters: Mapping[str, Parameter]) -> dict[str, jax.Array]:
-    """Loads each parameter onto its devices, with a progress bar when it takes long.
+    """Loads each parameter onto its devices, with a progress bar if loading takes long.
 
     Raises:
       CheckpointError: the source is damaged.
@@ -59,14 +59,14 @@ def load_parameters(source: Source, parameters: Mapping[str, Parameter]) -> dict
 
 
 def progress_bar(num_bytes: int, what: str) -> tqdm:
-    """Bytes and bytes a second, where someone watches and it takes long."""
+    """Returns a bar of bytes and bytes per second. It appears only on a terminal, after a delay of 2 seconds."""
     delay = _PROGRESS_DELAY_SECONDS
     return tqdm(total=num_bytes, unit="B", unit_scale=True, desc=what, delay=delay, leave=False, disable=None)
 
 
 @contextlib.contextmanager
 def _thread_pool() -> Iterator[ThreadPoolExecutor]:
-    """On an error what is queued is dropped, so that it is heard at once."""
+    """Yields a thread pool that drops queued work on an error, so that the error is reported at once."""
     pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weights")
     try:
         yield pool
@@ -79,7 +79,7 @@ def _is_on_host(parameter: Parameter) -> bool:
 
 
 class _HostAssembly:
-    """A parameter on CPU devices. Each shard is one piece of host memory that becomes the device's buffer as it is."""
+    """A parameter on CPU devices. Each shard is host memory that becomes the device's buffer without a copy."""
 
     def __init__(self, parameter: Parameter):
         self.parameter = parameter
@@ -88,7 +88,7 @@ class _HostAssembly:
         }
 
     def blocks(self, layer: int) -> dict[Region, np.ndarray]:
-        """The memory of a layer's shards, by their place in the layer."""
+        """Returns the memory of a layer's shards, keyed by their region in the layer."""
         if self.parameter.num_layers is None:
             return self._shards
         return {index[1:]: shard[layer] for index, shard in self._shards.items()}
@@ -101,8 +101,10 @@ class _HostAssembly:
 
 
 class _DeviceAssembly:
-    """A parameter on accelerators. Layers are uploaded one by one into the stack; clearing that first costs a few
-    milliseconds at the speed of device memory."""
+    """A parameter on accelerators. Its layers are uploaded one by one into a stacked array.
+
+    The stack is zeroed first, which takes a few milliseconds at the speed of device memory.
+    """
 
     def __init__(self, parameter: Parameter):
         self.parameter = parameter
@@ -138,7 +140,7 @@ def _put_layer(stack: jax.Array, array: jax.Array, layer: jax.Array) -> jax.Arra
 
 
 class _Slab:
-    """One layer of one parameter (or all of an unstacked one) on its way in. Begins to read when it is made."""
+    """One layer of one parameter (or a whole unstacked parameter) being read. Reading starts on construction."""
 
     def __init__(
         self, assembly: "_HostAssembly | _DeviceAssembly", layer: int, source: Source, pool: ThreadPoolExecutor
@@ -158,7 +160,7 @@ class _Slab:
                     self._reads.append(pool.submit(source.fill, tensor, block, parts))
 
     def land(self) -> int:
-        """Waits for the reads and hands the memory on. Returns the bytes of the parameter that are done."""
+        """Waits for the reads and moves the data to the devices. Returns the bytes of the parameter this completes."""
         for read in self._reads:
             read.result()
         self._assembly.land(self._layer, self._blocks)
@@ -166,13 +168,13 @@ class _Slab:
 
 
 def _addressable(sharding: NamedSharding, shape: tuple[int, ...]) -> list[Region]:
-    """The distinct blocks of an array on this process's devices, in the order of the mesh."""
+    """Returns the distinct blocks of an array on this process's devices, in mesh order."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return list(dict.fromkeys(bounds(index, shape) for index in indices if index is not None))
 
 
 def _aligned(index: Region, dtype: jnp.dtype) -> np.ndarray:
-    """Uninitialised memory for a block."""
+    """Allocates uninitialized, aligned memory for a block."""
     shape = [last - first for first, last in index]
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
@@ -181,7 +183,7 @@ def _aligned(index: Region, dtype: jnp.dtype) -> np.ndarray:
 
 
 def _place(shape: tuple[int, ...], sharding: NamedSharding, blocks: Mapping[Region, np.ndarray]) -> jax.Array:
-    """The blocks as one array over the devices."""
+    """Puts the blocks on their devices and returns them as one array."""
     indices = sharding.addressable_devices_indices_map(shape)
     shards = [
         jax.device_put(blocks[bounds(index, shape)], device) for device, index in indices.items() if index is not None

@@ -1,7 +1,7 @@
-"""What a parameter is made of, whatever the files and whatever the mesh.
+"""Describes how parameters are assembled from stored tensors, independent of file format and mesh.
 
-A parameter is described by `Piece`s: rectangles of stored tensors and where they go. A `Source` holds the tensors:
-safetensors files (`tensor_files.py`) or an Orbax checkpoint (`checkpoint.py`). `loading.py` brings the two together.
+A parameter is described by `Piece`s: rectangles of stored tensors and their places in the parameter. A `Source` holds
+the tensors: safetensors files (`tensor_files.py`) or an Orbax checkpoint (`checkpoint.py`). `loading.py` combines them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,18 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 from jax.sharding import NamedSharding
 
-Region = tuple[tuple[int, int], ...]  # first and last + 1 along each dimension
+Region = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
 
 
 class CheckpointError(ValueError):
-    """Weight files that are missing, unreadable, or do not hold the tensors the model asks for."""
+    """Weight files are missing, unreadable, or do not hold the tensors that the model needs."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """A rectangle of a stored tensor, and the place of its first element in a parameter.
 
-    Where the two have different numbers of dimensions, the surplus leading ones have extent 1.
+    If the tensor and the parameter differ in rank, the extra leading dimensions have extent 1.
     """
 
     tensor: str
@@ -35,10 +35,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What to load: global shape, dtype and sharding as jax sees them, and the pieces it is made of.
+    """A parameter to load: its global shape, dtype and sharding, and the pieces it is assembled from.
 
-    With `num_layers` the parameter's first dimension is the layer, and `pieces(layer)` describes one layer; without,
-    `pieces(0)` describes it all. What no piece covers is padding and becomes zero. Pieces never overlap.
+    With `num_layers`, the first dimension is the layer, and `pieces(layer)` describes one layer. Without it,
+    `pieces(0)` describes the whole parameter. Pieces never overlap. Elements that no piece covers are padding and
+    become zero.
     """
 
     shape: tuple[int, ...]
@@ -49,23 +50,23 @@ class Parameter:
 
 
 class Copy(NamedTuple):
-    """A region of a tensor, and the memory of the region's shape that it fills."""
+    """A region of a tensor, and the memory of the same shape that it is copied to."""
 
     region: Region
     target: np.ndarray
 
 
 class Source(Protocol):
-    """Stored tensors. Its methods are called from several threads at once."""
+    """A store of tensors. Its methods are called from several threads at once."""
 
     def blocks(self, tensor: str) -> Sequence[Region]:
-        """The regions that are read at a time; together they cover the tensor."""
+        """Returns the regions to read one at a time; together they cover the tensor."""
 
     def fill(self, tensor: str, block: Region, copies: Sequence[Copy]) -> None:
-        """Reads a block once and copies its parts, converted to their target's dtype.
+        """Reads a block once and copies parts of it, converted to the dtype of each target.
 
         Raises:
-          CheckpointError: it cannot be read, or is damaged.
+          CheckpointError: the block cannot be read or is damaged.
         """
 
 
@@ -75,10 +76,16 @@ def check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     ignored: frozenset[str] = frozenset(),
 ) -> None:
-    """Compares the shapes of stored tensors with those a model needs; `ignored` ones may be there without use.
+    """Checks that the stored tensors are those that a model needs, with the same shapes.
+
+    Args:
+      where: names the store in the error message.
+      found: shapes of the stored tensors.
+      expected: shapes of the tensors that the model needs.
+      ignored: tensors that may be stored but are not used.
 
     Raises:
-      CheckpointError: names the missing, surplus and misshapen tensors.
+      CheckpointError: tensors are missing, unexpected, or of the wrong shape; the message names them.
     """
     problems = [
         *listed("missing", sorted(expected.keys() - found.keys())),
@@ -97,7 +104,7 @@ def check_tensors(
 
 
 def listed(what: str, names: list[str], most: int = 5) -> list[str]:
-    """One line of an error message that names the first few; no line for none."""
+    """Returns one line of an error message that names the first few of `names`, or no line if there are none."""
     if not names:
         return []
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -105,7 +112,7 @@ def listed(what: str, names: list[str], most: int = 5) -> list[str]:
 
 
 def copies_into(pieces: Sequence[Piece], blocks: Mapping[Region, np.ndarray]) -> dict[str, list[Copy]]:
-    """What each tensor contributes to the blocks; clears a block that the pieces do not cover."""
+    """Returns the copies from each tensor into the blocks. Zeroes each block that the pieces do not fully cover."""
     copies: dict[str, list[Copy]] = {}
     for index, block in blocks.items():
         wanted = []
@@ -122,8 +129,11 @@ def copies_into(pieces: Sequence[Piece], blocks: Mapping[Region, np.ndarray]) ->
 
 
 def overlap(piece: Piece, index: Region) -> tuple[Region, Region] | None:
-    """The part of a piece that falls into the block at `index` of its parameter: where it stands in the tensor, and
-    where in the parameter. None if there is none."""
+    """Intersects a piece with the block at `index` of its parameter.
+
+    Returns:
+      The region of the intersection in the tensor and its region in the parameter, or None if it is empty.
+    """
     rank = len(index)
     extent = ((1,) * rank + piece.size)[-rank:]
     target = tuple(
@@ -144,7 +154,7 @@ def overlap(piece: Piece, index: Region) -> tuple[Region, Region] | None:
 
 
 def part_of(copy: Copy, block: Region) -> Copy | None:
-    """What a block of the tensor contributes to a copy."""
+    """Returns the part of a copy that one block of the tensor supplies, or None if there is none."""
     part = tuple(
         (max(first, start), min(last, stop)) for (first, last), (start, stop) in zip(copy.region, block, strict=True)
     )
@@ -154,18 +164,21 @@ def part_of(copy: Copy, block: Region) -> Copy | None:
 
 
 def bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
-    """A shard's place in its array, from the slices that jax speaks in."""
+    """Converts the slices that jax uses for a shard's index to a region of its array."""
     return tuple((axis.indices(length)[0], axis.indices(length)[1]) for axis, length in zip(index, shape, strict=True))
 
 
 def relative(region: Region, outer: Region) -> tuple[slice, ...]:
-    """A region's place within an outer one."""
+    """Returns the slices that select a region within an enclosing one."""
     return tuple(slice(first - start, last - start) for (first, last), (start, _) in zip(region, outer, strict=True))
 
 
 def assign(target: np.ndarray, values: np.ndarray) -> None:
-    """Copies and, where the dtypes differ, converts. Equal dtypes are copied as integers: numpy holds the
-    interpreter's lock while it copies bfloat16, which is no dtype of its own."""
+    """Copies `values` to `target` and converts them if the dtypes differ.
+
+    Equal dtypes are copied as integers: numpy holds the interpreter lock while it copies bfloat16, which is not one of
+    its native dtypes.
+    """
     if target.dtype == values.dtype:
         bits = np.dtype(f"u{target.dtype.itemsize}")
         target, values = target.view(bits), values.view(bits)

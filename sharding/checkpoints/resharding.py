@@ -1,7 +1,7 @@
-"""Arrays from one mesh to another, device to device: neither disk nor host memory is touched.
+"""Moves arrays from one mesh to another, device to device, without the disk or host memory.
 
-A new parameter is described by `Piece`s of the old one, as loading describes it by pieces of stored tensors. Each
-device of the new mesh gets the rectangles it needs from the devices that hold them, and puts them together itself.
+A new parameter is described by `Piece`s of the old one, just as loading describes it by pieces of stored tensors. Each
+device of the new mesh receives the rectangles it needs from the devices that hold them, and assembles them itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,13 @@ _Shards = Sequence[tuple[Region, jax.Array]]
 
 
 def reshard(old: jax.Array, pieces: Sequence[Piece], shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """A new array, made of the old one's pieces; what no piece covers is zero.
+    """Assembles a new array from pieces of an old one. Elements that no piece covers are zero.
 
     Args:
-      old: fully addressable. It is left as it is; a device that holds parts of both holds them side by side.
-      pieces: of the old array, with as many dimensions as the new one. Their tensor's name is not looked at.
+      old: a fully addressable array. It stays unchanged, so a device in both meshes holds parts of both arrays.
+      pieces: rectangles of the old array, of the same rank as the new one. Their tensor name is ignored.
+      shape: global shape of the new array.
+      sharding: sharding of the new array.
     """
     shards = list(_distinct_shards(old))
     blocks = []
@@ -32,7 +34,7 @@ def reshard(old: jax.Array, pieces: Sequence[Piece], shape: tuple[int, ...], sha
 
 
 def _block(shards: _Shards, pieces: Sequence[Piece], block: Region, dtype: jnp.dtype, device: jax.Device) -> jax.Array:
-    """One device's block of the new array, on that device."""
+    """Assembles one device's block of the new array on that device."""
     extent = _extent(block)
     result: jax.Array | None = None
     for piece in pieces:
@@ -54,7 +56,7 @@ def _block(shards: _Shards, pieces: Sequence[Piece], block: Region, dtype: jnp.d
 
 
 def _distinct_shards(array: jax.Array) -> Iterator[tuple[Region, jax.Array]]:
-    """Each block of the array once, wherever it is replicated."""
+    """Yields each distinct block of the array once, even if it is replicated."""
     seen = set()
     for shard in array.addressable_shards:
         region = bounds(shard.index, array.shape)
@@ -71,7 +73,7 @@ def _starts(region: Region, outer: Region) -> tuple[int, ...]:
     return tuple(first - start for (first, _), (start, _) in zip(region, outer, strict=True))
 
 
-# The places are arguments and not constants, so that a few programs serve all layers and devices.
+# The start indices are arguments rather than constants, so that a few programs serve all layers and devices.
 
 
 @partial(jax.jit, static_argnums=2)

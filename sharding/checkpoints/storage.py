@@ -1,4 +1,4 @@
-"""Files at an offset, local or in an object store (`gs://`, `s3://`), and paths that say which."""
+"""Reads files at an offset, from the local disk or an object store (`gs://`, `s3://`)."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from etils import epath
 from .parameters import CheckpointError
 
 REMOTE_SCHEMES = ("gs://", "s3://")
-_MAX_READ_BYTES = 1 << 30  # one call of the kernel reads less than 2 GiB
+_MAX_READ_BYTES = 1 << 30  # a single read system call is limited to just under 2 GiB
 
 
 def is_remote(path: epath.PathLike) -> bool:
@@ -17,10 +17,11 @@ def is_remote(path: epath.PathLike) -> bool:
 
 
 def as_path(path: epath.PathLike) -> epath.Path:
-    """A path, absolute if it is local.
+    """Returns the path, made absolute if it is local.
 
     Raises:
-      CheckpointError: it is remote and what reads its store is not installed, or it is of another scheme.
+      CheckpointError: the scheme is unknown, or the path is remote and its store cannot be reached or the package that
+        reads it is not installed.
     """
     text = os.fspath(path)
     if not is_remote(text):
@@ -34,16 +35,16 @@ def as_path(path: epath.PathLike) -> epath.Path:
         remote.exists()
     except ImportError as error:
         raise CheckpointError(
-            f"{text} is remote and what reads it is not installed ({error}). Install meshserve[remote], or copy the "
-            "directory to a local disk."
+            f"{text} is remote and the package that reads it is not installed ({error}). Install meshserve[remote], or "
+            "copy the directory to a local disk."
         ) from None
-    except Exception as error:  # each store has its own: no credentials, no such bucket, no network
+    except Exception as error:  # each store raises its own types: no credentials, no such bucket, no network
         raise CheckpointError(f"{text} cannot be reached: {type(error).__name__}: {error}.") from None
     return remote
 
 
 class File:
-    """An open file. Reads may come from several threads at once."""
+    """An open file that several threads may read at once."""
 
     def __init__(self, path: epath.Path):
         self._path = path
@@ -55,10 +56,10 @@ class File:
             os.close(self._descriptor)  # type: ignore[arg-type]
 
     def read_into(self, offset: int, target: np.ndarray) -> None:
-        """Fills `target`, contiguous bytes, from the file's bytes at `offset`.
+        """Fills `target`, an array of contiguous bytes, with the file's bytes from `offset`.
 
         Raises:
-          CheckpointError: the file ends before, or cannot be read.
+          CheckpointError: the file is too short or cannot be read.
         """
         try:
             num_bytes = self._read_remote(offset, target) if self._descriptor is None else self._read(offset, target)
@@ -77,7 +78,7 @@ class File:
         return done
 
     def _read_remote(self, offset: int, target: np.ndarray) -> int:
-        """A handle of its own for each read: they come from several threads, and a handle has one position."""
+        """Reads through a new handle, because a handle has a single position and several threads read at once."""
         with self._path.open("rb") as handle:
             handle.seek(offset)
             data = handle.read(target.size)
@@ -88,8 +89,12 @@ class File:
 def open_file(path: epath.Path, hint: str) -> File:
     """Opens a file.
 
+    Args:
+      path: the file.
+      hint: sentence added to the error message if the file does not exist.
+
     Raises:
-      CheckpointError: there is none, and `hint` says what belongs there; or it cannot be read.
+      CheckpointError: the file does not exist or cannot be read.
     """
     try:
         return File(path)

@@ -1,10 +1,10 @@
 """Reads the tensors of safetensors files, local or remote, into shards.
 
 A file is eight bytes with the length of a JSON header, the header (dtype, shape and byte range of each tensor), and the
-tensors' bytes (https://huggingface.co/docs/safetensors#format). Rows that are contiguous in the file and in a shard are
-read straight into the shard; columns go through a block of
-`_BLOCK_BYTES` that each thread keeps. The safetensors library copies every slice once more, holds the
-interpreter's lock meanwhile and maps the whole file: docs/decisions/033-libraries-for-weights.md has the figures.
+tensors' bytes (https://huggingface.co/docs/safetensors#format). Rows that are contiguous both in the file
+and in a shard are read straight into the shard. Columns go through a buffer of `_BLOCK_BYTES` that each thread reuses.
+The safetensors library makes one more copy of every slice, holds the interpreter lock meanwhile, and maps the whole
+file: docs/decisions/033-libraries-for-weights.md has the figures.
 """
 
 import json
@@ -30,13 +30,13 @@ DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
 }
 _BLOCK_BYTES = 8 * 2**20
-_MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
 
 @dataclass(frozen=True)
 class _Tensor:
     file: File
-    offset: int  # of its first byte in the file
+    offset: int  # of the first byte in the file
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -46,10 +46,10 @@ class _Tensor:
 
 
 class TensorFiles:
-    """The safetensors files of a model directory: one file, or those that an index names.
+    """The safetensors files of a model directory: a single file, or the files listed in an index.
 
     Raises:
-      CheckpointError: there are none, one is missing, or one is cut short or damaged.
+      CheckpointError: no files were found, or one is missing, cut short, or damaged.
     """
 
     def __init__(self, directory: epath.PathLike):
@@ -61,10 +61,11 @@ class TensorFiles:
             self._add(path)
 
     def check(self, expected: Mapping[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
-        """Compares the files with the tensors a model needs; `ignored` ones may be there without use.
+        """Checks that the files hold the tensors that a model needs; `ignored` tensors may be present but are not used.
 
         Raises:
-          CheckpointError: names the missing, surplus and misshapen tensors, and those of a dtype that is not served.
+          CheckpointError: tensors are missing, unexpected, of the wrong shape, or of an unsupported dtype; the message
+            names them.
         """
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         check_tensors(self._directory, shapes, expected, ignored)
@@ -74,7 +75,7 @@ class TensorFiles:
             raise CheckpointError(f"{self._directory} cannot be served:\n  " + "\n  ".join(lines))
 
     def blocks(self, tensor: str) -> Sequence[Region]:
-        """Returns blocks of whole rows of about `_BLOCK_BYTES`."""
+        """Returns blocks of whole rows, each of about `_BLOCK_BYTES`."""
         stored = self._tensors[tensor]
         num_rows = stored.shape[0]
         step = max(1, _BLOCK_BYTES // stored.row_bytes)
@@ -82,7 +83,7 @@ class TensorFiles:
         return [((row, min(row + step, num_rows)), *rest) for row in range(0, num_rows, step)]
 
     def fill(self, tensor: str, block: Region, copies: Sequence[Copy]) -> None:
-        """Reads what the copies need; whole rows of the target's dtype go straight to their place."""
+        """Reads what the copies need. Whole rows that need no conversion are read straight into their target."""
         stored = self._tensors[tensor]
         through_memory = []
         for copy in copies:
@@ -103,7 +104,7 @@ class TensorFiles:
         stored.file.read_into(stored.offset + rows[0] * stored.row_bytes, target.reshape(-1).view(np.uint8))
 
     def _scratch(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """Returns this thread's buffer, which it keeps because fresh memory costs more than the copy."""
+        """Returns this thread's buffer, which is reused because allocating memory costs more than the copy."""
         num_bytes = math.prod(shape) * dtype.itemsize
         memory = getattr(self._memory, "bytes", None)
         if memory is None or memory.size < num_bytes:
@@ -118,21 +119,21 @@ class TensorFiles:
             raise CheckpointError(f"{path} is cut short or damaged ({error}). Download it again.") from None
 
     def _parse(self, file: File) -> None:
-        """Reads the header; an error in it raises one of the types that `_add` catches."""
+        """Reads the header. An error in the header raises one of the exceptions that `_add` catches."""
         if file.size < 8:
             raise ValueError(f"it has {file.size} bytes")
         header_bytes = int.from_bytes(_bytes(file, 0, 8), "little")
         if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file.size - 8):
-            raise ValueError(f"its header would have {header_bytes} bytes, the whole file has {file.size}")
+            raise ValueError(f"its header length is {header_bytes} bytes, the file has {file.size}")
         header: dict[str, Any] = json.loads(_bytes(file, 8, header_bytes))
         header.pop("__metadata__", None)
         start, end = 8 + header_bytes, 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = map(operator.index, entry["data_offsets"])
             if first != end:
-                raise ValueError(f"{name} begins at byte {first}, where the tensor before it ends at {end}")
+                raise ValueError(f"{name} begins at byte {first}, but the tensor before it ends at {end}")
             if name in self._tensors:
-                raise ValueError(f"{name} is in another file, too")
+                raise ValueError(f"{name} is in another file as well")
             shape = tuple(map(operator.index, entry["shape"]))
             dtype = DTYPES.get(entry["dtype"])
             end = last
@@ -140,10 +141,10 @@ class TensorFiles:
                 self._wrong_dtype.append(f"{name} is {entry['dtype']}")
                 dtype = np.dtype(np.uint8)
             elif min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != last - first:
-                raise ValueError(f"{name} of shape {shape} lies at bytes {first} to {last}")
+                raise ValueError(f"{name} has shape {shape} but occupies bytes {first} to {last}")
             self._tensors[name] = _Tensor(file, start + first, shape, dtype)
         if start + end != file.size:
-            raise ValueError(f"its header describes {start + end} bytes, it has {file.size}")
+            raise ValueError(f"its header describes {start + end} bytes, the file has {file.size}")
 
 
 def _bytes(file: File, offset: int, num_bytes: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Writes the Orbax checkpoints that `checkpoint.py` reads, part by part, so that it can go on where it stopped."""
+"""Writes the Orbax checkpoints that `checkpoint.py` reads, part by part, so that an interrupted run can resume."""
 
 import json
 import os
@@ -34,13 +34,16 @@ from .checkpoint import (
 from .parameters import Region, bounds, relative
 from .storage import is_remote
 
-_CHUNK_BYTES = 16 * 2**20  # what a reader holds of a tensor at a time, and the least it reads
-_SPLITS = 16  # a shard of any TP degree up to this is whole chunks
+_CHUNK_BYTES = 16 * 2**20  # the unit in which tensors are read and held in memory
+_SPLITS = 16  # up to this TP size, every shard consists of whole chunks
 
 
 def storage_sharding(shape: tuple[int, ...], axis: int | None, devices: list[jax.Device]) -> NamedSharding:
-    """Lays an array over devices along the axis that serving will shard. Orbax never stores a chunk across two of
-    them, so a shard of the served model is whole chunks. As many devices as divide the axis, 16 at most."""
+    """Shards an array over devices along the axis that serving will shard.
+
+    Orbax never stores a chunk that spans two devices, so each shard of the served model consists of whole chunks. The
+    number of devices is the largest one up to 16 that divides the axis.
+    """
     num_parts = 1
     if axis is not None:
         num_parts = max(count for count in range(1, min(_SPLITS, len(devices)) + 1) if shape[axis] % count == 0)
@@ -49,10 +52,11 @@ def storage_sharding(shape: tuple[int, ...], axis: int | None, devices: list[jax
 
 
 class CheckpointWriter:
-    """Writes parts into a directory, and at the end the manifest that makes it a checkpoint.
+    """Writes parts into a directory and finally the manifest, which completes the checkpoint.
 
     Args:
-      source_id: what the weights are made of. Parts that an earlier run left behind are kept if theirs is the same.
+      directory: where the checkpoint is written.
+      source_id: identifies the source of the weights. Parts of an earlier run with the same ID are reused.
     """
 
     def __init__(self, directory: epath.Path, source_id: str):
@@ -62,10 +66,10 @@ class CheckpointWriter:
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
         (directory / "digests").mkdir(parents=True, exist_ok=True)
         if (directory / MANIFEST_FILE).exists():
-            (directory / MANIFEST_FILE).unlink()  # from here on it is not whole
+            (directory / MANIFEST_FILE).unlink()  # marks the checkpoint as incomplete until `finish`
 
     def has(self, part: str) -> bool:
-        """Whether an earlier run has written the part from the same source, and it is what was written: reads it."""
+        """Returns whether an earlier run wrote the part from the same source. Reads the part to verify its digests."""
         try:
             digest = PartDigest.from_json(digest_file(self._directory, part).read_text())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -77,8 +81,7 @@ class CheckpointWriter:
             return all(pool.map(is_whole, digest.arrays, digest.arrays.values()))
 
     def write(self, part: str, arrays: Mapping[str, jax.Array]) -> None:
-        """Writes a part: first Orbax's files, then the digests, which are taken from memory and not from what was
-        written."""
+        """Writes a part: first the Orbax files, then the digests, computed from memory rather than from the files."""
         tree: dict[str, Any] = {}
         for key, array in arrays.items():
             *parents, leaf = key.split(".")
@@ -96,7 +99,7 @@ class CheckpointWriter:
         _write_atomically(digest_file(self._directory, part), digest.to_json())
 
     def finish(self, parts: list[str], *, dtype: str, source: Mapping[str, str], version: str) -> int:
-        """Writes the manifest. Returns the bytes of all arrays."""
+        """Writes the manifest. Returns the total size of all arrays in bytes."""
         texts = {part: digest_file(self._directory, part).read_text() for part in parts}
         total = sum(num_bytes(PartDigest.from_json(text).arrays) for text in texts.values())
         manifest = Manifest(
@@ -134,7 +137,7 @@ def _shards(array: jax.Array) -> Iterator[tuple[Region, np.ndarray]]:
 
 
 def _block(shards: list[tuple[Region, np.ndarray]], block: Region) -> np.ndarray:
-    """A block of an array. It lies in one shard."""
+    """Returns a block of an array; the block must lie within one shard."""
     for region, values in shards:
         if all(start <= first and last <= stop for (first, last), (start, stop) in zip(block, region, strict=True)):
             return values[relative(block, region)]
@@ -142,7 +145,7 @@ def _block(shards: list[tuple[Region, np.ndarray]], block: Region) -> np.ndarray
 
 
 def _write_atomically(path: epath.Path, text: str) -> None:
-    """A reader sees the old text or the new, never a part of it. Object stores are so by themselves."""
+    """Writes a file so that readers see either the old or the new text. Object stores guarantee this themselves."""
     if is_remote(path):
         path.write_text(text)
         return

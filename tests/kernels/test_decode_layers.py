@@ -120,9 +120,9 @@ def test_unknown_implementation_is_named():
     [
         ({"head_dim": 32}, "head_dim is 32"),
         ({"group": 9}, "9 query heads"),
-        ({"page_size": 8}, "pages have 8 tokens"),
-        ({"embed": 192}, "the embedding has 192"),
-        ({"mlp": 96}, "the mlp has 96"),
+        ({"page_size": 8}, "page_size is 8"),
+        ({"embed": 192}, "the embedding size is 192"),
+        ({"mlp": 96}, "the MLP size per device is 96"),
     ],
 )
 def test_unsupported_shapes_are_named(change, reason):

@@ -137,14 +137,14 @@ def attend(*, group=4, head_dim=128, page_size=64, dtype="bfloat16", layer=0):
     ("shape", "message"),
     [
         ({"head_dim": 32}, "head_dim is 32; 64 and 128"),
-        ({"group": 9}, "9 query heads a kv head; 1 to 8"),
-        ({"page_size": 24}, "24 tokens; a multiple of 16"),
+        ({"group": 9}, "there are 9 query heads per kv head; 1 to 8"),
+        ({"page_size": 24}, "page_size is 24; a multiple of 16"),
         ({"dtype": "float32"}, "heads are float32, the cache float32; bfloat16"),
     ],
     ids=str,
 )
 def test_what_the_kernel_was_not_made_for_is_refused(shape, message):
-    with pytest.raises(ValueError, match=f"attention 'cuda': .*{message}.*Take 'reference'"):
+    with pytest.raises(ValueError, match=f"attention 'cuda': .*{message}.*Use 'reference'"):
         attend(**shape)
 
 

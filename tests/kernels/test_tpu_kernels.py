@@ -74,7 +74,7 @@ def test_any_order_any_padding_and_a_page_table_that_is_split():
 
 def test_shapes_that_mosaic_cannot_tile_are_named():
     tpu.check_shapes(head_dim=128, page_size=16, dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match="head_dim is 96; the TPU kernel serves 64 and 128"):
+    with pytest.raises(ValueError, match="head_dim is 96; the TPU kernel supports 64 and 128"):
         tpu.check_shapes(head_dim=96, page_size=16, dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="page_size is 24; .* multiples of 16 up to 256 in bfloat16"):
         tpu.check_shapes(head_dim=128, page_size=24, dtype=jnp.bfloat16)

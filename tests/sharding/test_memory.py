@@ -44,9 +44,9 @@ def test_the_message_says_what_is_short_and_by_how_much() -> None:
     with pytest.raises(MemoryError) as caught:
         memory.check_weights_fit(mesh, 0.9, 65 * GIB + GIB // 2, page_bytes=GIB // 4)
     assert str(caught.value) == (
-        "the weights and one page of the KV cache take 65.75 GiB on each of 2 gpu device(s); what memory_fraction 0.9 "
-        "leaves there is 64.00 GiB, 1.75 GiB too little. Raise tp, raise memory_fraction, or use a smaller dtype. "
-        "No weight was read."
+        "the weights and one page of the KV cache take 65.75 GiB on each of 2 gpu device(s); the memory that "
+        "memory_fraction 0.9 leaves there is 64.00 GiB, 1.75 GiB too little. Raise tp, raise memory_fraction, or use a "
+        "smaller dtype. No weight was read."
     )
 
 
