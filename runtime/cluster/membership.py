@@ -91,7 +91,7 @@ def _known_to_jax() -> Membership:
     )
     if coordinator is None or num_processes is None or process_id is None:
         raise ClusterError(
-            "coordinator is 'auto', but no cluster was found: neither LeaderWorkerSet nor Cloud TPU, GKE, JobSet, Slurm "
+            "coordinator is 'auto', but no cluster was found: not LeaderWorkerSet, Cloud TPU, GKE, JobSet, Slurm "
             "or OpenMPI. Pass --coordinator HOST:PORT --num-processes N --process-id I."
         )
     return Membership(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
