@@ -98,9 +98,9 @@ def _known_to_jax() -> Membership:
 
 
 def start_devices(membership: Membership) -> None:
-    """Makes the devices of all processes visible to each other. Must be called before any other use of JAX devices.
+    """Initializes JAX's distributed runtime, so that all processes see each other's devices.
 
-    Returns when every process has called it.
+    Must be called before any other use of JAX devices. Returns when every process has called it.
 
     Raises:
       ClusterError: A process did not do so within `JOIN_SECONDS`, or the coordinator port is in use.

@@ -86,8 +86,10 @@ class Watch:
         self._is_due.set()
 
     def look(self, look: Callable[[float], str | None]) -> None:
-        """Registers a check that is called with the current time at every beat. If it returns a reason, that is a
-        failure."""
+        """Registers a check that is called with the current time at every beat.
+
+        If the check returns a reason, that is a failure.
+        """
         self._looks.append(look)
 
     def listen(self, listener: Callable[[str], None]) -> None:

@@ -12,8 +12,7 @@ import sys
 
 
 class Guard:
-    """Starts the guard process, which kills this process after `seconds` without a call of `beat`. Starts at the first
-    call."""
+    """Starts, at the first `beat`, a guard process that kills this process after `seconds` without another."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds

@@ -1,8 +1,7 @@
-"""`meshserve chat`: an interactive conversation in the terminal, or one message per line from a pipe. Does not import
-JAX.
+"""`meshserve chat`: an interactive conversation in the terminal, or one message per line from a pipe.
 
 Ctrl-C stops the current answer and keeps the text received so far. Ctrl-D or /quit ends the chat; /reset clears the
-conversation.
+conversation. Does not import JAX.
 
 Answers are received in an asyncio event loop, which an interrupt reaches as a cancellation. In a blocking call, the
 KeyboardInterrupt could be raised inside gRPC while it holds a lock, and every later answer would block forever.

@@ -140,8 +140,10 @@ def _benchmark_module(name: str) -> str:
 
 
 class _BenchHelp(argparse.Action):
-    """Prints the help of `bench` with the first docstring line of each benchmark, read from source because imports are
-    slow."""
+    """Prints the help of `bench` with the first docstring line of each benchmark.
+
+    The docstrings are read from the source files, because the benchmarks are slow to import.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
         lines = ["benchmarks:"]

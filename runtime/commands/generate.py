@@ -155,10 +155,10 @@ def _constraint(raw: Any) -> Constraint:
 
 
 class Batch:
-    """Collects the outputs of a set of requests. The engine calls `deliver`; request ids are the indices of the
-    prompts.
+    """Collects the outputs of a set of requests.
 
-    `completions` holds the completions of each prompt, indexed by prompt and sample.
+    The engine calls `deliver`. Request ids are the indices of the prompts. `completions` holds the completions of each
+    prompt, indexed by prompt and sample.
     """
 
     def __init__(self, prompts: Sequence[Prompt]):

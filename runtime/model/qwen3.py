@@ -138,8 +138,11 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies attention to x [T, D]. Returns the all-reduced output [T, D] and the cache with the step's keys and
-        values."""
+        """Applies attention to x [T, D].
+
+        Returns:
+          The all-reduced output [T, D], and the cache with this step's keys and values.
+        """
         rows = project(x, self.qkv[...].reshape(-1, x.shape[1]))
         if not isinstance(
             layer, int
@@ -232,8 +235,10 @@ class Qwen3(nnx.Module):
         self.config = config
 
     def embed(self, token_ids: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
-        """Embeds ids [T] as [T, D]. Each shard looks up ids of its vocabulary part and contributes zeros for the
-        others."""
+        """Embeds ids [T] as [T, D].
+
+        Each shard looks up the ids of its part of the vocabulary and contributes zeros for the others.
+        """
         num_rows = self.embedding.shape[0]
         local = token_ids - jax.lax.axis_index(TENSOR_AXIS) * num_rows
         is_here = (local >= 0) & (local < num_rows)

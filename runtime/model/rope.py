@@ -45,8 +45,10 @@ def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (i, i + H/2) of x [T, ..., H] by the token's angles. Computed in float32, returned in x's
-    dtype."""
+    """Rotates the pairs (i, i + H/2) of x [T, ..., H] by the angles of each token.
+
+    Computed in float32; the result has x's dtype.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     shape = (x.shape[0], *([1] * (x.ndim - 2)), cos.shape[-1])
     cos, sin = cos.reshape(shape), sin.reshape(shape)

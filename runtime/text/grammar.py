@@ -195,8 +195,8 @@ class Grammars:
             matcher.mask = mask
 
     def forget(self, grammar: Grammar) -> None:
-        """Removes a grammar that has grown too large from the cache. The next request with its constraint compiles a
-        new one."""
+        """Removes a grammar whose lexer has grown too large from the cache, so that the next request compiles a new
+        one."""
         with self._lock:
             for constraint in [key for key, cached in self._cached.items() if cached is grammar]:
                 del self._cached[constraint]

@@ -81,8 +81,7 @@ class Tokenizer:
         self._loaded_renderer: Any = None
         self._renderer_lock = threading.Lock()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        # In tokens of the vocabulary each character stands for a byte, so this also bounds the characters of text per
-        # token.
+        # A character in the vocabulary stands for a byte, so this also bounds the characters of text per token.
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.eos_token_ids = self._read_eos_token_ids()
 
@@ -195,9 +194,7 @@ class Tokenizer:
         """Returns the chat renderer, created on first use because importing transformers takes a second."""
         with self._renderer_lock:
             if self._loaded_renderer is None:
-                _transformers_log.addFilter(
-                    _drop
-                )  # importing it logs a warning that torch is missing, which is intended
+                _transformers_log.addFilter(_drop)  # drops its warning that torch is missing
                 try:
                     from transformers import PreTrainedTokenizerFast
                 finally:

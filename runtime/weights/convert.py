@@ -44,8 +44,9 @@ _HASH_BLOCK_BYTES = 8 * 2**20
 
 
 def run_convert(model: str, target: str, *, revision: str = "", dtype: str = "auto", is_verified: bool = False) -> int:
-    """Runs the command and returns its exit status. Also raises the errors of `model_directory`, `convert` and
-    `verify`.
+    """Runs the command and returns its exit status.
+
+    Raises the errors of `model_directory`, `convert` and `verify`, too.
 
     Raises:
       ConfigError: Neither `target` nor `is_verified` is given, or the target cannot be written.
@@ -187,7 +188,7 @@ class _Job:
         if free < num_bytes:
             raise ConfigError(
                 f"--output {self._output}: {num_bytes / 1e9:.2f} GB are to be written but its disk has "
-                f"{free / 1e9:.2f} GB free, {(num_bytes - free) / 1e9:.2f} GB too few. Free some or choose another disk."
+                f"{free / 1e9:.2f} GB free, {(num_bytes - free) / 1e9:.2f} GB too few. Free some or use another disk."
             )
 
 

@@ -20,8 +20,10 @@ _SUBFOLDERS = "*/*"  # other formats of the same model, such as onnx/model.onnx
 
 
 def is_hub_id(model: str) -> bool:
-    """Returns whether a name has the form organization/name of a hub model id. A local directory can have this form
-    too."""
+    """Returns whether a name has the form of a hub model id, organization/name.
+
+    A local directory can have this form too.
+    """
     return _ID.fullmatch(model) is not None
 
 

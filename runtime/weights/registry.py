@@ -43,8 +43,7 @@ class Architecture:
 
     @property
     def layer_weights(self) -> "Callable[[nnx.State], LayerWeights] | None":
-        """Function from the state of all layers to operands of the fused decode kernels; None if they do not support
-        it."""
+        """Function from the state of all layers to operands of the fused decode kernels; None if unsupported."""
         return _resolved(self.fused_operands) if self.fused_operands else None
 
     def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
