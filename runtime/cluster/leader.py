@@ -135,7 +135,7 @@ class LeadingProcess:
             stats = self._leader.stats
             if stats.num_acknowledged:
                 _log.info(
-                    "%d calls: %.0f us each to send, acknowledged %.0f us after the local result; the "
+                    "%d calls; %.0f us each to send, acknowledged %.0f us after our own result; the "
                     "longest took %.2f s",
                     stats.num_calls,
                     stats.send_seconds / stats.num_calls * 1e6,
