@@ -1,1 +1,1 @@
-"""The Python client: synchronous and asyncio, with streams that survive restarts."""
+"""Python client: synchronous and asyncio APIs, with streams that survive server restarts."""

@@ -1,13 +1,13 @@
-"""A Python client of a meshserve server. Imports no jax.
+"""Synchronous and asyncio Python clients of a meshserve server. Does not import JAX.
 
     with Client("127.0.0.1:50051") as client:
         for chunk in client.generate("The sea", max_tokens=64, temperature=0.0):
             print(chunk.text, end="", flush=True)
 
-`AsyncClient` has the same methods for asyncio. Whatever goes wrong in a call raises `CallError`, which carries the
-status code and the server's hints; grpc's own error is its `__cause__`. Values that cannot be sent at all raise
-ValueError or TypeError before the call. Leaving the loop over `generate` early cancels the request, once nothing refers
-to the generator any more; its `close` does so at once.
+`AsyncClient` has the same methods for asyncio. A failed call raises `CallError`, which carries the status code and the
+server's hints; the original gRPC error is its `__cause__`. Arguments that cannot be sent raise ValueError or TypeError
+before the call starts. Leaving the loop over `generate` early cancels the request as soon as the generator is garbage
+collected; calling its `close` method cancels it immediately.
 """
 
 import asyncio
@@ -63,21 +63,24 @@ __all__ = [
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.max_receive_message_length", 16 * 2**20),
-    ("grpc.max_reconnect_backoff_ms", 2_000),  # its default of two minutes would let a server wait that has come
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default is 2 minutes, too slow to notice that a server is back
 )
 _HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name)
 _HEALTH_POLL_SECONDS = 0.1
 
 
 def credentials_from(tls_ca: Path | None, token_file: Path | None) -> tuple[grpc.ChannelCredentials | None, str | None]:
-    """`credentials` and `token` of a client, out of files.
+    """Reads the `credentials` and `token` arguments of a client from files.
 
     Args:
-      tls_ca: PEM, of the authority that signed the server's certificate; None: no TLS.
-      token_file: None: no token.
+      tls_ca: PEM file with the certificate of the authority that signed the server's certificate. None disables TLS.
+      token_file: File that contains only the token. None sends no token.
+
+    Returns:
+      The channel credentials and the token, each None if its file was not given.
 
     Raises:
-      ConfigError: a file cannot be read.
+      ConfigError: A file cannot be read.
     """
     try:
         credentials = grpc.ssl_channel_credentials(tls_ca.read_bytes()) if tls_ca is not None else None
@@ -85,21 +88,22 @@ def credentials_from(tls_ca: Path | None, token_file: Path | None) -> tuple[grpc
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{token_file} is no text file; it holds a token and nothing else.") from None
+        raise ConfigError(f"{token_file} is not a text file; it must contain the token and nothing else.") from None
 
 
 class Client:
-    """Calls from ordinary code. Safe to share between threads.
+    """Synchronous client. Can be shared between threads.
 
-    A KeyboardInterrupt while a stream is read can leave a lock of grpc held, and then every later call of this client
-    waits for ever. Who means to go on after one uses `AsyncClient`, which an interrupt reaches as a cancellation.
+    A KeyboardInterrupt during a stream can leave a gRPC lock held, after which every later call of this client blocks
+    forever. To continue after an interrupt, use `AsyncClient`, which receives it as a cancellation.
 
     Args:
-      target: "host:port", or any name gRPC resolves.
-      credentials: for TLS; without them the connection is not encrypted.
-      resumes: how often in a row an interrupted stream may begin again, on any server of the target, with the tokens
-        that have come (`resume`); calls are then spread over the target's healthy addresses. 0: an interruption raises.
-      token: shown with every call. Without TLS anybody on the way can read it.
+      target: "host:port", or any name that gRPC can resolve.
+      credentials: TLS credentials. Without them the connection is not encrypted.
+      token: Bearer token sent with every call. Without TLS, anyone on the network path can read it.
+      resumes: How many times in a row an interrupted stream is resumed after the tokens already received, on any server
+        of the target (see `resume`). Calls are then balanced over the target's healthy addresses. 0 raises on an
+        interruption.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection. Open calls are cancelled."""
+        """Closes the connection and cancels open calls."""
         self._channel.close()
 
     def generate(
@@ -140,7 +144,7 @@ class Client:
     ) -> Generator[Chunk, None, None]:
         """Streams the continuation of a prompt, given as text or as token ids.
 
-        The call starts with the first chunk asked for. `timeout_seconds` is for the whole of it; None waits for ever.
+        The call starts when the first chunk is requested. `timeout_seconds` limits the whole call; None sets no limit.
         """
         request = generate_request(prompt, request_id, fields)
         if self._resumes:
@@ -155,9 +159,14 @@ class Client:
         timeout_seconds: float | None = None,
         **fields: Unpack[ChatFields],
     ) -> Generator[Chunk, None, None]:
-        """Streams the answer to a conversation: `{"role": "user", "content": "..."}` and the like, oldest first. The
-        server applies the model's chat template. Calls of the assistant are written `{"role": "assistant", "content":
-        "", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}`. See `generate` for the rest."""
+        """Streams the answer to a conversation.
+
+        The server applies the model's chat template. See `generate` for the other arguments.
+
+        Args:
+          messages: Messages such as `{"role": "user", "content": "..."}`, oldest first. Tool calls of the assistant are
+            written as `{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}`.
+        """
         request = chat_request(messages, request_id, fields)
         if self._resumes:
             return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes)
@@ -171,10 +180,10 @@ class Client:
         timeout_seconds: float | None = None,
         **fields: Unpack[RequestFields],
     ) -> Completion:
-        """As `generate`, all at once.
+        """Like `generate`, but returns the whole output at once.
 
         Raises:
-          ValueError: several samples are asked for; `complete_samples` keeps them apart.
+          ValueError: `n` is not 1. Use `complete_samples` for several samples.
         """
         _check_single(fields)
         chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, **fields)
@@ -189,12 +198,12 @@ class Client:
         timeout_seconds: float | None = None,
         **fields: Unpack[SamplingFields],
     ) -> list[Completion]:
-        """As `complete`, `n` samples of one prompt, which is computed once."""
+        """Like `complete`, but returns `n` samples of one prompt. The prompt is computed once."""
         chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, n=n, **fields)
         return samples(list(chunks), n)
 
     def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
-        """What is served."""
+        """Returns a description of the served model."""
         with call_errors():
             request = pb.GetModelInfoRequest()
             return proto_codec.model_info(
@@ -202,29 +211,29 @@ class Client:
             )
 
     def server_info(self, *, timeout_seconds: float | None = None) -> pb.GetServerInfoResponse:
-        """How the server is; answered in every state."""
+        """Returns the state of the server, which answers in every state."""
         with call_errors():
             request = pb.GetServerInfoRequest()
             return self._stub.GetServerInfo(request, timeout=timeout_seconds, metadata=self._metadata)
 
     def load(self, *, timeout_seconds: float | None = None) -> Load:
-        """How busy the server is now."""
+        """Returns the current load of the server."""
         with call_errors():
             request = pb.GetLoadRequest()
             return proto_codec.load(self._stub.GetLoad(request, timeout=timeout_seconds, metadata=self._metadata))
 
     def abort(self, request_ids: Sequence[str], *, timeout_seconds: float | None = None) -> int:
-        """Ends requests of the same caller; returns how many were open."""
+        """Cancels open requests of the same caller and returns how many were open."""
         with call_errors():
             request = pb.AbortRequest(request_ids=request_ids)
             call = self._stub.Abort(request, timeout=timeout_seconds, metadata=self._metadata)
             return call.num_aborted
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
-        """Returns once the server takes requests.
+        """Waits until the server accepts requests.
 
         Raises:
-          CallError: DEADLINE_EXCEEDED if it does not in time.
+          CallError: DEADLINE_EXCEEDED if the server is not ready in time.
         """
         end = time.monotonic() + timeout_seconds
         while (left := end - time.monotonic()) > 0:
@@ -232,13 +241,13 @@ class Client:
                 if _is_serving(self._health.Check(_HEALTH_REQUEST, timeout=left)):
                     return
             except grpc.RpcError:
-                pass  # not there yet
+                pass  # the server is not reachable yet
             time.sleep(_HEALTH_POLL_SECONDS)
         raise _not_ready(timeout_seconds)
 
 
 class AsyncClient:
-    """Calls from asyncio. Make it, and use it, within one running loop. Arguments and results are those of `Client`."""
+    """Asyncio client. Create and use it within one running event loop. Arguments and results are those of `Client`."""
 
     def __init__(
         self,
@@ -265,7 +274,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection. Open calls are cancelled."""
+        """Closes the connection and cancels open calls."""
         await self._channel.close()
 
     def generate(
@@ -323,7 +332,7 @@ class AsyncClient:
         return samples([chunk async for chunk in chunks], n)
 
     async def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
-        """What is served."""
+        """See `Client.model_info`."""
         with call_errors():
             request = pb.GetModelInfoRequest()
             return proto_codec.model_info(
@@ -337,7 +346,7 @@ class AsyncClient:
             return await self._stub.GetServerInfo(request, timeout=timeout_seconds, metadata=self._metadata)
 
     async def load(self, *, timeout_seconds: float | None = None) -> Load:
-        """How busy the server is now."""
+        """See `Client.load`."""
         with call_errors():
             request = pb.GetLoadRequest()
             return proto_codec.load(await self._stub.GetLoad(request, timeout=timeout_seconds, metadata=self._metadata))
@@ -357,14 +366,14 @@ class AsyncClient:
                 if _is_serving(await self._health.Check(_HEALTH_REQUEST, timeout=left)):
                     return
             except grpc.RpcError:
-                pass  # not there yet
+                pass  # the server is not reachable yet
             await asyncio.sleep(_HEALTH_POLL_SECONDS)
         raise _not_ready(timeout_seconds)
 
 
 def _check_single(fields: RequestFields) -> None:
     if (n := fields.get("n", 1)) != 1:
-        raise ValueError(f"n is {n}; ask for several samples with complete_samples.")
+        raise ValueError(f"n is {n}; complete returns one sample. Use complete_samples for several.")
 
 
 def _channel_options(resumes: int) -> tuple[tuple[str, Any], ...]:
@@ -378,7 +387,7 @@ def _chunks(method: Any, request: Any, timeout_seconds: float | None, metadata: 
             for response in call:
                 yield chunk(response)
     finally:
-        call.cancel()  # does nothing to a call that has ended
+        call.cancel()  # no effect on a call that has ended
 
 
 async def _chunks_async(

@@ -1,4 +1,4 @@
-"""What the client sends and gets: requests from arguments, chunks from messages, `CallError` from grpc's errors."""
+"""Message conversion of the client: builds requests from arguments, and chunks and `CallError` from responses."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from ..api.request import FinishReason, TokenLogprobs
 
 
 class ConstraintField(TypedDict, total=False):
-    """One of these. A JSON schema as Python has it, or as text."""
+    """A constraint on the output: exactly one of these keys. A JSON schema is given as a dict or as JSON text."""
 
     json_schema: Mapping[str, Any] | str
     json_object: bool
@@ -27,7 +27,7 @@ class ConstraintField(TypedDict, total=False):
 
 
 class SamplingFields(TypedDict, total=False):
-    """Fields of SamplingParams in inference.proto. One that is left out takes the server's default."""
+    """Fields of SamplingParams in inference.proto. An omitted field takes the server's default."""
 
     max_tokens: int
     temperature: float
@@ -53,7 +53,7 @@ class SamplingFields(TypedDict, total=False):
 
 
 class RequestFields(SamplingFields, total=False):
-    """And the fields of a request beside them. With `n` above 1 the chunks of all samples come mixed, as made."""
+    """SamplingFields and the other fields of a request. With `n` above 1, chunks of all samples are interleaved."""
 
     priority: int
     cache_salt: str
@@ -61,7 +61,7 @@ class RequestFields(SamplingFields, total=False):
 
 
 class ChatFields(RequestFields, total=False):
-    """And those of a conversation. `tools` are JSON objects, as Python has them or as text."""
+    """RequestFields and the fields of a conversation. Each of `tools` is a dict or JSON text."""
 
     enable_thinking: bool
     tools: Sequence[Mapping[str, Any] | str]
@@ -74,7 +74,7 @@ _CHAT_OPTIONS = ("enable_thinking", "add_generation_prompt", "continue_last_mess
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens counted for one request."""
+    """Token counts of one sample."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -83,7 +83,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """How a request ended."""
+    """How a sample ended."""
 
     reason: FinishReason
     usage: Usage
@@ -91,32 +91,32 @@ class Finish:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What is new since the chunk before. The last chunk of each sample, and only it, has `finish`."""
+    """An increment of the output of one sample. Only the last chunk of each sample has `finish` set."""
 
     text: str
     token_ids: tuple[int, ...]
     finish: Finish | None
-    index: int = 0  # of the sample
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `token_ids`, where asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; they begin with the second one
+    index: int = 0  # index of the sample
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per entry of `token_ids`, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, starting with the second token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """The whole output of a request."""
+    """The whole output of one sample."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     usage: Usage
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `token_ids`, where asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt but its first token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per entry of `token_ids`, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens except the first
 
 
 class CallError(MeshserveError):
-    """A call failed.
+    """Raised when a call fails.
 
-    `field` is the request field at fault where the server named one, `retry_seconds` its hint when to try again.
+    `field` is the request field at fault, if the server named one; `retry_seconds` is the server's hint when to retry.
     """
 
     def __init__(
@@ -160,9 +160,11 @@ def _chat_message(message: Mapping[str, Any]) -> pb.ChatMessage:
 
 
 def constraint_message(field: ConstraintField) -> pb.Constraint:
-    """
+    """Builds the constraint message of a request.
+
     Raises:
-      ValueError, TypeError: it has not exactly one of the kinds, or says it with something else than its type.
+      ValueError: `field` does not have exactly one kind.
+      TypeError: The value has the wrong type for its kind.
     """
     if len(field) != 1:
         raise ValueError(f"constraint has the kinds {', '.join(field) or 'none'}; it takes exactly one.")
@@ -181,7 +183,7 @@ def _json_text(value: Mapping[str, Any] | str) -> str:
 
 
 def _request_fields(fields: RequestFields) -> dict[str, Any]:
-    """`sampling`, and what belongs beside it."""
+    """Splits the fields into the `sampling` message and the fields outside it."""
     sampling: dict[str, Any] = dict(fields)
     if isinstance(sampling.get("stop"), str):
         raise TypeError(f"stop is the string {sampling['stop']!r}; it takes a list of strings.")
@@ -218,7 +220,7 @@ def chunk(response: pb.GenerateResponse | pb.ChatResponse) -> Chunk:
 def completion(chunks: Sequence[Chunk]) -> Completion:
     finish = chunks[-1].finish if chunks else None
     if finish is None:
-        raise CallError(grpc.StatusCode.INTERNAL, "the stream ended without its last message")
+        raise CallError(grpc.StatusCode.INTERNAL, "the stream ended before its last message")
     return Completion(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
@@ -230,18 +232,18 @@ def completion(chunks: Sequence[Chunk]) -> Completion:
 
 
 def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata that shows a token."""
+    """Returns the call metadata that carries a token; empty without a token."""
     return (("authorization", f"Bearer {token}"),) if token is not None else ()
 
 
 def samples(chunks: Sequence[Chunk], n: int) -> list[Completion]:
-    """The chunks of a request with `n` samples, sorted out."""
+    """Groups the chunks of a request with `n` samples into one completion per sample."""
     return [completion([chunk for chunk in chunks if chunk.index == index]) for index in range(n)]
 
 
 @contextlib.contextmanager
 def call_errors() -> Iterator[None]:
-    """Turns grpc's errors into `CallError`, for those who use the stub themselves."""
+    """Turns gRPC errors into `CallError`. For callers that use the stub directly."""
     try:
         yield
     except grpc.RpcError as error:
@@ -249,7 +251,7 @@ def call_errors() -> Iterator[None]:
 
 
 def call_error(error: Any) -> CallError:
-    """From grpc's error, sync or async: both are calls that have ended, with code, details and trailing metadata."""
+    """Converts a gRPC error, synchronous or asyncio, to a `CallError` with the details that the server attached."""
     field, retry_seconds = None, None
     metadata = dict(error.trailing_metadata() or ())
     status = status_pb2.Status.FromString(metadata.get("grpc-status-details-bin", b""))

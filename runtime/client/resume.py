@@ -1,10 +1,11 @@
-"""Streams that survive their server: what the client does when one breaks off. Imports no jax.
+"""Resumption of interrupted streams by the client. Does not import JAX.
 
-The tokens of an output depend on the seed and on their position, on nothing else. So an interrupted request goes on
-anywhere, on any replica of the same model: its prompt and the tokens that have come are sent as a new prompt, with the
-same seed, and the next token is the one that would have come. `SamplingParams.num_resumed_tokens` tells the new server
-which part is output, so that text and stop strings go on too. Nothing is lost or repeated: a token that was on its way
-when the stream broke is simply drawn again.
+The sampled tokens of a request depend only on the prompt, the seed and the position. An interrupted request can
+therefore continue on any replica of the same model: the client sends the prompt and the tokens received so far as a new
+prompt with the same seed, and the next token is the one that the first server would have produced.
+`SamplingParams.num_resumed_tokens` tells the new server which part of the prompt is output, so that text and stop
+strings continue correctly. No token is lost or repeated: a token that was in transit when the stream broke is sampled
+again.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from ..api.request import FinishReason
 from ..api.sampling_params import SamplingParams
 from .messages import CallError, Chunk, Finish, Usage, call_error, chunk
 
-# Spread calls over all addresses of the target, and leave out those whose health is not SERVING.
+# Balances calls over all addresses of the target, leaving out those whose health is not SERVING.
 BALANCED_CHANNEL_OPTIONS = (
     (
         "grpc.service_config",
@@ -32,14 +33,14 @@ BALANCED_CHANNEL_OPTIONS = (
         '"healthCheckConfig": {"serviceName": "meshserve.v1.InferenceService"}}',
     ),
 )
-# CANCELLED is what a server that is going away says to calls it has not begun; nobody here cancelled them.
+# A server that shuts down answers CANCELLED to calls that it has not started, so CANCELLED is retried too.
 _RETRIED = frozenset((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED))
 _FIRST_DELAY_SECONDS = 0.05
 _MAX_DELAY_SECONDS = 2.0
 
 
 class _Attempts:
-    """How often, and how fast, to try again. A token that comes makes every attempt available again."""
+    """Retry budget and backoff. Every received token resets the number of attempts."""
 
     def __init__(self, max_resumes: int, timeout_seconds: float | None):
         self.num_used = 0
@@ -53,10 +54,10 @@ class _Attempts:
         self.num_used = 0
 
     def delay_seconds(self, error: grpc.RpcError) -> float:
-        """How long to wait before the next attempt; no longer than there is time left.
+        """Returns the delay before the next attempt, limited to the time left.
 
         Raises:
-          CallError: another attempt would not help, or there is none left.
+          CallError: The error cannot be retried, or no attempts are left.
         """
         failure = call_error(error)
         hopeless = failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.retry_seconds is None
@@ -69,12 +70,12 @@ class _Attempts:
 
 
 class _Run:
-    """One request over all its attempts."""
+    """State of one request across all its attempts."""
 
     def __init__(self, request: pb.GenerateRequest | pb.ChatRequest, prompt_token_ids: Sequence[int]):
         self._prompt = tuple(prompt_token_ids)
         if request.HasField("n") and request.n != 1:
-            raise ValueError(f"n is {request.n}; a stream that resumes has one sample. Send several requests.")
+            raise ValueError(f"n is {request.n}; a resumable stream has one sample. Send several requests instead.")
         self._options = {name: getattr(request, name) for name in ("priority", "cache_salt") if request.HasField(name)}
         self._request_id = request.request_id if request.HasField("request_id") else None
         self._sampling = pb.SamplingParams()
@@ -84,29 +85,29 @@ class _Run:
         if not self._sampling.HasField("max_tokens"):
             self._sampling.max_tokens = SamplingParams.max_tokens
         self._received: list[int] = []
-        self._num_prompt_logprobs = 0  # that have come, and how many of them this attempt sends again
-        self._num_repeated_logprobs = 0
+        self._num_prompt_logprobs = 0  # received so far
+        self._num_repeated_logprobs = 0  # of those, the number that this attempt still has to send again
         self._num_requests = 0
 
     def next_request(self) -> pb.GenerateRequest:
-        """What to send now."""
+        """Builds the request of the next attempt."""
         token_ids = pb.TokenIds(token_ids=[*self._prompt, *self._received])
         request = pb.GenerateRequest(token_ids=token_ids, **self._options)
         request.sampling.CopyFrom(self._sampling)
         request.sampling.max_tokens = self._sampling.max_tokens - len(self._received)
         if self._received:
-            request.sampling.ClearField("prompt_logprobs")  # they have all come
+            request.sampling.ClearField("prompt_logprobs")  # all of them were received before the first token
         self._num_repeated_logprobs = self._num_prompt_logprobs
         request.sampling.num_resumed_tokens = self._sampling.num_resumed_tokens + len(self._received)
         if self._request_id is not None:
-            # The old name may still be taken, by a server that has not noticed that its caller is gone.
+            # The previous id may still be in use on a server that has not noticed the disconnect.
             suffix = f"~{self._num_requests}" if self._num_requests else ""
             request.request_id = self._request_id[: 128 - len(suffix)] + suffix
         self._num_requests += 1
         return request
 
     def take(self, response: pb.GenerateResponse) -> Chunk:
-        """The chunk, counted from the beginning of the first attempt."""
+        """Converts a response to a chunk whose counts start at the first attempt."""
         new = chunk(response)
         self._received += new.token_ids
         prompt_logprobs = new.prompt_logprobs[self._num_repeated_logprobs :]
@@ -116,7 +117,7 @@ class _Run:
         return dataclasses.replace(new, prompt_logprobs=prompt_logprobs, finish=finish)
 
     def overdue_end(self) -> Chunk | None:
-        """The end, if every token has come and only the word that this is the end has not."""
+        """Returns the final chunk if all max_tokens tokens were received and only the end of the stream is missing."""
         if len(self._received) < self._sampling.max_tokens:
             return None
         return Chunk(text="", token_ids=(), finish=self._finish(FinishReason.LENGTH))
@@ -127,7 +128,7 @@ class _Run:
 
 
 def _tokenize_request(request: pb.GenerateRequest | pb.ChatRequest) -> pb.TokenizeRequest | None:
-    """How to learn the tokens of the prompt; None if the request says them."""
+    """Returns the request that tokenizes the prompt, or None if the prompt is given as token ids."""
     if isinstance(request, pb.ChatRequest):
         return pb.TokenizeRequest(conversation=proto_codec.conversation(request))
     return None if request.HasField("token_ids") else pb.TokenizeRequest(text=request.text)
@@ -140,13 +141,13 @@ def _sent_token_ids(request: Any) -> Sequence[int]:
 def stream(
     stub: Any, request: pb.GenerateRequest | pb.ChatRequest, timeout_seconds: float | None, metadata: Any, resumes: int
 ) -> Generator[Chunk, None, None]:
-    """Streams a request, beginning again wherever it breaks off.
+    """Streams a request and resumes it wherever it is interrupted.
 
     Args:
-      resumes: how often in a row, without a token in between, to try again.
+      resumes: How many attempts in a row may fail without a new token.
 
     Raises:
-      CallError: what the last attempt failed with.
+      CallError: The error of the last attempt.
     """
     attempts, run = _Attempts(resumes, timeout_seconds), None
     asked = _tokenize_request(request)
@@ -165,7 +166,7 @@ def stream(
                 yield new
                 if new.finish is not None:
                     return
-            raise CallError(grpc.StatusCode.INTERNAL, "the stream ended without its last message")
+            raise CallError(grpc.StatusCode.INTERNAL, "the stream ended before its last message")
         except grpc.RpcError as error:
             time.sleep(attempts.delay_seconds(error))
         finally:
@@ -179,7 +180,7 @@ def stream(
 async def stream_async(
     stub: Any, request: pb.GenerateRequest | pb.ChatRequest, timeout_seconds: float | None, metadata: Any, resumes: int
 ) -> AsyncGenerator[Chunk, None]:
-    """As `stream`."""
+    """Asyncio version of `stream`."""
     attempts, run = _Attempts(resumes, timeout_seconds), None
     asked = _tokenize_request(request)
     while True:
@@ -197,7 +198,7 @@ async def stream_async(
                 yield new
                 if new.finish is not None:
                     return
-            raise CallError(grpc.StatusCode.INTERNAL, "the stream ended without its last message")
+            raise CallError(grpc.StatusCode.INTERNAL, "the stream ended before its last message")
         except grpc.RpcError as error:
             await asyncio.sleep(attempts.delay_seconds(error))
         finally:

@@ -1,1 +1,1 @@
-"""Several processes in lockstep: membership, the step stream, replay and the watchdog."""
+"""Serving with several processes: membership, step stream, replay and watchdog."""

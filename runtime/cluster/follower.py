@@ -1,10 +1,10 @@
-"""The life of a process that follows:
+"""A follower process of a cluster:
 
-    bind, health NOT_SERVING -> join process 0, load, compile -> SERVING -> replay until process 0 ends it
+    bind, health NOT_SERVING -> join process 0, load, compile -> SERVING -> replay until process 0 stops
 
-It takes no requests; its port has health alone, its HTTP port probes and metrics of its own. SIGTERM asks process 0 to
-drain, which then ends everybody; a second one does not wait. Whatever fails ends this process with a status that is
-not 0 within `fail_seconds`.
+A follower accepts no requests. Its gRPC port serves only health, its HTTP port its own probes and metrics. SIGTERM asks
+process 0 to drain, which then stops all processes; a second SIGTERM exits without waiting. Any failure ends this
+process with a nonzero status within `fail_seconds`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..program.step import StepRunner
     from .preflight import Cluster
 
-# Loads and compiles what a follower runs, and tells how far it is.
+# Loads and compiles the follower's runner, reporting progress.
 LaunchFollower = Callable[[ServeConfig, "Cluster", Callable[[str], None]], "StepRunner"]
 
 _POLL_SECONDS = 0.05
@@ -40,28 +40,28 @@ _log = logging.getLogger(__name__)
 
 
 class FollowingProcess:
-    """One follower, from its start to its end. `run` is the thread that replays; the rest is the event loop's."""
+    """A follower from start to end. `run` runs in the replay thread, everything else on the event loop."""
 
     def __init__(self, config: ServeConfig, membership: Membership, watch: Watch, launch: LaunchFollower):
         self._config, self._membership, self._watch, self._launch = config, membership, watch, launch
         self._follower: Follower | None = None
         self._num_signals = 0
-        self.progress = "the process has begun"
+        self.progress = "the process has started"
         self.is_ready = False
         self._num_late_compiles: Callable[[], int] = lambda: 0
         self._started = time.monotonic()
 
     def run(self) -> None:
-        """Joins, prepares, replays. Returns when that is over, one way or another."""
+        """Joins the cluster, prepares the runner and replays. Returns when the replay has ended or failed."""
         try:
             self._follower = follow(self._config, self._membership, self._watch)
             self._replay(self._follower)
-        except Exception as error:  # whatever it was, process 0 must hear of it
+        except Exception as error:  # process 0 must be told of any error
             self._watch.fail(f"process {self._membership.process_id} could not start: {error}")
 
     def _replay(self, follower: Follower) -> None:
         from ..program.compile_cache import CompileWatch
-        from .preflight import Cluster  # here, because importing jax takes seconds
+        from .preflight import Cluster  # not at module level: importing jax takes seconds
         from .replay import replay
 
         def tell(progress: str) -> None:
@@ -78,7 +78,7 @@ class FollowingProcess:
             replay(runner, follower, self._watch)
 
     async def serve(self, listen: Listen) -> None:
-        """Answers health until the end."""
+        """Serves health, probes and metrics until the process ends."""
         servicer = health.aio.HealthServicer()
         await set_health(servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
         server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -88,7 +88,7 @@ class FollowingProcess:
         if listen.http_port is not None:
             await http.start(listen.host, listen.http_port)
         await server.start()
-        say(f"meshserve follows; health at {listen.host}:{port}")
+        say(f"meshserve is a follower; health at {listen.host}:{port}")
         if listen.http_port is not None:
             say(f"meshserve answers probes on http://{listen.host}:{http.port}")
         thread = threading.Thread(target=self.run, name="replay", daemon=True)
@@ -101,7 +101,7 @@ class FollowingProcess:
                     await set_health(servicer, health_pb2.HealthCheckResponse.SERVING)
                 await asyncio.sleep(_POLL_SECONDS)
             await servicer.enter_graceful_shutdown()
-            # Process 0 waits for this one's end, but no longer than that; who watches the health keeps a call open.
+            # Process 0 waits this long for the followers to exit. Clients that watch the health keep calls open.
             await server.stop(min(STOP_GRACE_SECONDS, self._watch.limits.exit_seconds / 2))
             await http.stop()
 
@@ -110,14 +110,17 @@ class FollowingProcess:
         if self._follower is not None:
             self._follower.ask_to_drain()
         else:
-            self._num_signals += 1  # nobody to ask
+            self._num_signals += 1  # process 0 cannot be asked: exit at once
 
     def _on_hangup(self) -> None:
-        _log.warning("SIGHUP changes nothing here: the degree of several processes is that of their start")
+        _log.warning("SIGHUP changes nothing here: the TP size of a cluster is fixed at startup")
 
     def _is_over(self) -> bool:
-        """Whether to end, whatever the thread does. One that prepares may be in a compiler, one that replays has what
-        process 0 sent before it ended things."""
+        """Returns whether to exit regardless of the replay thread.
+
+        A thread that is still preparing may be inside a compiler. A thread that replays first finishes the calls that
+        process 0 sent before it stopped.
+        """
         is_left = self._follower is not None and self._follower.is_over and not self.is_ready
         return is_left or self._watch.failure is not None or self._num_signals > 1
 
@@ -133,7 +136,7 @@ class FollowingProcess:
         return self.is_ready and self._watch.failure is None
 
     def metrics(self) -> tuple[int, str]:
-        """What /metrics answers."""
+        """Returns the response to /metrics."""
         return 200, exposition(
             self._membership,
             self._follower.stats if self._follower is not None else None,
@@ -147,10 +150,10 @@ class FollowingProcess:
 def follow_until_stopped(
     config: ServeConfig, membership: Membership, watch: Watch, listen: Listen, launch: LaunchFollower
 ) -> int:
-    """Follows; returns the exit status.
+    """Runs a follower and returns its exit status.
 
     Raises:
-      ConfigError: the address cannot be bound.
+      ConfigError: The address cannot be bound.
     """
     process = FollowingProcess(config, membership, watch, launch)
     run_until_done(process.serve(listen))

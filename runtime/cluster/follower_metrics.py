@@ -1,6 +1,6 @@
-"""What Prometheus reads of a follower: that it replays, how much, and how fresh. Requests are counted by process 0.
+"""Prometheus metrics of a follower: whether it replays, how much, and how recently. Process 0 counts the requests.
 
-No name of a server's that means "takes requests" stands here: alerts and autoscalers add those up over all pods.
+Metrics that mean "accepts requests" are not exported here, because alerts and autoscalers sum them over all pods.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,15 @@ from .stream_client import FollowingStats
 def exposition(
     membership: Membership, stats: FollowingStats | None, *, now: float, started: float, is_ready: bool, num_late: int
 ) -> str:
-    """Everything in Prometheus's text format, version 0.0.4.
+    """Returns all metrics in Prometheus's text format, version 0.0.4.
 
     Args:
+      membership: Place of this process in the cluster.
       stats: None until process 0 was reached.
-      now, started: on the clock of `stats`.
-      num_late: programs that were compiled after the process was ready.
+      now: Current time on the clock of `stats`.
+      started: Time at which the process started, on the same clock.
+      is_ready: Whether the process replays.
+      num_late: Number of programs compiled after the process was ready.
     """
     name = "meshserve_follower_info"
     who = labels(
@@ -43,7 +46,7 @@ def exposition(
 def _values(
     stats: FollowingStats | None, now: float, started: float, is_ready: bool, num_late: int
 ) -> Iterator[tuple[str, str, str, float]]:
-    """Name, type, help and value of what has no labels."""
+    """Yields name, type, help text and value of each metric without labels."""
     yield (
         "meshserve_follower_ready",
         "gauge",

@@ -1,4 +1,4 @@
-"""Process 0 of several: what it does beside serving. The others live in `follower.py`."""
+"""Process 0 of a cluster: its tasks beyond serving. The other processes run `follower.py`."""
 
 import asyncio
 import logging
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from .preflight import Cluster
 
-_FLUSH_SECONDS = 0.2  # for the last words to reach the followers
+_FLUSH_SECONDS = 0.2  # time for the failure message to reach the followers
 
 _log = logging.getLogger(__name__)
 
 
 class Place(Protocol):
-    """A serving process's place among others."""
+    """The role of a serving process: alone, or process 0 of a cluster."""
 
     is_alone: bool
 
     def open(self) -> "Cluster | None":
-        """The others, once all have come; see `launch`."""
+        """Returns the cluster once all processes have joined, or None for a single process; see `launch`."""
 
     def attach(self, engine: "Engine") -> None:
-        """Everything is ready, but for the engine to be started."""
+        """Connects the engine. Called when all is ready except that the engine has not been started."""
 
     def on_ready(self, handle: ServerHandle) -> None:
-        """On the event loop, when requests are taken."""
+        """Called on the event loop when the server accepts requests."""
 
     def end(self, error: Exception | None = None) -> None:
-        """The server has ended, in order or with an error. With others, so does the process, here."""
+        """Called when the server has ended, normally or with an error. In a cluster, this also exits the process."""
 
 
 class Alone:
-    """The place of a process on its own."""
+    """The role of a single process."""
 
     is_alone = True
 
@@ -62,10 +62,10 @@ class Alone:
 
 
 def lead_or_follow(config: ServeConfig, listen: Listen, launch: LaunchFollower) -> Place:
-    """This process's place in the cluster that the config names. A follower does not return.
+    """Returns this process's role in the configured cluster. Does not return in a follower.
 
     Raises:
-      ConfigError: nothing says which cluster this is.
+      ConfigError: The cluster cannot be determined.
     """
     try:
         membership = find_membership(config.coordinator, config.num_processes, config.process_id)
@@ -81,7 +81,7 @@ def lead_or_follow(config: ServeConfig, listen: Listen, launch: LaunchFollower) 
 
 
 class LeadingProcess:
-    """Process 0 of several: the step stream beside the server."""
+    """Process 0 of a cluster, with the step stream beside the server."""
 
     is_alone = False
 
@@ -94,9 +94,10 @@ class LeadingProcess:
         """Waits until every follower has joined.
 
         Raises:
-          ConfigError, ClusterError: as `joining.lead`; a follower did not come.
+          ConfigError: See `joining.lead`.
+          ClusterError: See `joining.lead`; or a follower did not join in time.
         """
-        from .preflight import Cluster  # here, because importing jax takes seconds
+        from .preflight import Cluster  # not at module level: importing jax takes seconds
 
         self._leader = lead(self._config, self._membership, self._watch)
         self._leader.wait_for_followers()
@@ -104,7 +105,7 @@ class LeadingProcess:
         return self._cluster
 
     def attach(self, engine: "Engine") -> None:
-        """From now on the followers do what its runner does, and its requests end when something fails."""
+        """Makes the followers replay the engine's runner, and fails the engine when the cluster fails."""
         from .replay import LeadingRunner
 
         assert self._leader is not None and self._cluster is not None
@@ -115,7 +116,7 @@ class LeadingProcess:
         self._watch.look(lambda now: engine.failure)
 
     def on_ready(self, handle: ServerHandle) -> None:
-        """A follower that is told to stop drains this server."""
+        """Lets a follower that is told to stop drain this server."""
         assert self._leader is not None
         loop = asyncio.get_running_loop()
 
@@ -146,7 +147,7 @@ class LeadingProcess:
 
 
 def _exit(status: int) -> NoReturn:
-    """At once: jax's own way out waits for peers that may be gone."""
+    """Exits immediately, because JAX's shutdown waits for processes that may have exited."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,7 +1,7 @@
-"""Which processes serve together, and the start of their devices.
+"""Finds the processes that serve together and initializes their devices.
 
-A slice of several hosts runs one process on each. They meet at the address of process 0: jax's own processes at the
-coordinator's port, ours at the port of the step stream (`leading.py`, `following.py`).
+A slice of several hosts runs one process on each host. The processes connect to process 0: JAX's distributed runtime at
+the coordinator port, the step stream (`stream_server.py`, `stream_client.py`) at a port of its own.
 """
 
 import logging
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..server.ports import is_taken
 
-JOIN_SECONDS = 300.0  # how long processes wait for each other at the start: pods come up one by one
+JOIN_SECONDS = 300.0  # how long processes wait for each other at startup; pods start one after another
 _LWS_COORDINATOR_PORT = 50060
 _AUTO = "auto"
 
@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 class ClusterError(RuntimeError):
-    """The processes cannot serve together, or one of them has failed. The text is the reason."""
+    """The processes cannot serve together, or one of them has failed. The message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """What a process knows of its cluster."""
+    """A process's place in its cluster."""
 
     coordinator: str  # HOST:PORT of process 0
     num_processes: int
@@ -32,26 +32,29 @@ class Membership:
 
     @property
     def is_leader(self) -> bool:
-        """It decides and takes the requests; the others are its followers."""
+        """Whether this is process 0, which schedules and accepts requests. The other processes are followers."""
         return self.process_id == 0
 
     @property
     def host(self) -> str:
-        """Of process 0."""
+        """Host of process 0."""
         return self.coordinator.rpartition(":")[0]
 
 
 def find_membership(
     coordinator: str, num_processes: int, process_id: int, environment: Mapping[str, str] = os.environ
 ) -> Membership | None:
-    """The cluster that flags or the orchestrator name; None for a process on its own.
+    """Determines the cluster from flags or from the orchestrator. Returns None for a single process.
 
     Args:
-      coordinator: HOST:PORT, with the other two; "auto" asks LeaderWorkerSet, then whatever jax knows (Cloud TPU, GKE,
-        Slurm, OpenMPI, JobSet); empty is a process on its own.
+      coordinator: HOST:PORT of process 0, used with the next two arguments. "auto" uses LeaderWorkerSet's variables or
+        what JAX detects (Cloud TPU, GKE, Slurm, OpenMPI, JobSet). Empty means a single process.
+      num_processes: Number of processes in the cluster.
+      process_id: Index of this process.
+      environment: Environment variables.
 
     Raises:
-      ClusterError: "auto", and nothing here names a cluster.
+      ClusterError: `coordinator` is "auto" but no cluster was detected, or the process index is out of range.
     """
     if not coordinator:
         return None
@@ -60,13 +63,18 @@ def find_membership(
     else:
         found = _of_leader_worker_set(environment) or _known_to_jax()
     if not 0 <= found.process_id < found.num_processes:
-        raise ClusterError(f"this process is number {found.process_id} of {found.num_processes}; see {coordinator!r}.")
+        raise ClusterError(
+            f"process id {found.process_id} is out of range: {coordinator!r} has {found.num_processes} processes."
+        )
     _log.info("process %d of %d; process 0 is %s", found.process_id, found.num_processes, found.coordinator)
     return found if found.num_processes > 1 else None
 
 
 def _of_leader_worker_set(environment: Mapping[str, str]) -> Membership | None:
-    """On TPUs the set also says what jax needs to lay out the slice; then jax is asked."""
+    """Returns the membership set by LeaderWorkerSet.
+
+    On TPUs, JAX's detection is used instead, because the set then also describes how to lay out the slice.
+    """
     names = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
     if "TPU_WORKER_HOSTNAMES" in environment or not all(name in environment for name in names):
         return None
@@ -75,7 +83,7 @@ def _of_leader_worker_set(environment: Mapping[str, str]) -> Membership | None:
 
 
 def _known_to_jax() -> Membership:
-    # Not public, but `jax.distributed.initialize` alone would give each Slurm or OpenMPI task a single device.
+    # This API is private, but `jax.distributed.initialize` alone would give each Slurm or OpenMPI task a single device.
     from jax._src.clusters import ClusterEnv
 
     coordinator, num_processes, process_id, _ = ClusterEnv.auto_detect_unset_distributed_params(
@@ -83,45 +91,45 @@ def _known_to_jax() -> Membership:
     )
     if coordinator is None or num_processes is None or process_id is None:
         raise ClusterError(
-            "coordinator is 'auto', but nothing here says which processes serve together: neither LeaderWorkerSet nor "
-            "Cloud TPU, GKE, Slurm or OpenMPI. Pass --coordinator HOST:PORT --num-processes N --process-id I."
+            "coordinator is 'auto', but no cluster was found: not LeaderWorkerSet, Cloud TPU, GKE, JobSet, Slurm "
+            "or OpenMPI. Pass --coordinator HOST:PORT --num-processes N --process-id I."
         )
     return Membership(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
 
 
 def start_devices(membership: Membership) -> None:
-    """Makes the devices of all processes visible to each other. Call it before anything else asks jax for devices.
+    """Initializes JAX's distributed runtime, so that all processes see each other's devices.
 
-    Returns when every process has come so far.
+    Must be called before any other use of JAX devices. Returns when every process has called it.
 
     Raises:
-      ClusterError: they did not, within `JOIN_SECONDS`, or the coordinator's port is in use.
+      ClusterError: A process did not do so within `JOIN_SECONDS`, or the coordinator port is in use.
     """
-    import jax  # here, because it takes seconds
+    import jax  # not at module level: importing it takes seconds
 
     if membership.is_leader:
         _check_free(membership)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from the server
+    jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM
     try:
         jax.distributed.initialize(
             membership.coordinator,
             membership.num_processes,
             membership.process_id,
-            cluster_detection_method="deactivate",  # or it would pick devices
+            cluster_detection_method="deactivate",  # otherwise it would select devices
             initialization_timeout=int(JOIN_SECONDS),
         )
     except RuntimeError as error:
         raise ClusterError(
-            f"jax's processes did not meet at {membership.coordinator}: {error}. Is the port free there, and open?"
+            f"JAX could not connect the processes at {membership.coordinator}: {error}. Is the port free and reachable?"
         ) from None
 
 
 def _check_free(membership: Membership) -> None:
-    """jax ends the process, without a word, where it cannot listen at the coordinator's port."""
+    """Checks that the coordinator port is free, because JAX exits without a message if it cannot bind the port."""
     port = membership.coordinator.rpartition(":")[2]
     if is_taken("", int(port)):
         raise ClusterError(
-            f"jax's processes cannot meet at {membership.coordinator}: the port is in use. Free it, or give all "
-            "processes another in --coordinator."
+            f"the processes cannot meet at {membership.coordinator}: the port is in use. Free it, or set another "
+            "port in --coordinator of all processes."
         )

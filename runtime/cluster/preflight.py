@@ -1,4 +1,4 @@
-"""What the processes of a cluster compare before they do anything together, and agree on while they start."""
+"""Comparison of the processes of a cluster before they start, and agreement on shared values during startup."""
 
 import hashlib
 import importlib.metadata
@@ -17,34 +17,34 @@ _SAMPLE_BYTES = 64 * 1024
 
 
 class ProcessGroup(Protocol):
-    """Either end of the step stream."""
+    """Interface of both ends of the step stream."""
 
     def meet(self, name: str, facts: Mapping[str, str], value: int = 0) -> int:
-        """Waits until every process has reported under this name; returns the least value.
+        """Waits until every process has reported under this name and returns the minimum of their values.
 
         Raises:
-          ClusterError: facts differ, or a process has failed.
+          ClusterError: The facts differ, or a process has failed.
         """
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The other processes, for what starts an engine."""
+    """The cluster as seen by the code that starts an engine."""
 
     membership: Membership
     group: ProcessGroup
 
     def begin(self, config: ServeConfig, files: ModelFiles) -> None:
-        """Compares what all must have in common, then starts the devices.
+        """Compares what must be equal on all processes, then initializes the devices.
 
         Raises:
-          ClusterError: as `ProcessGroup.meet` and `start_devices`.
+          ClusterError: See `ProcessGroup.meet` and `start_devices`.
         """
         self.group.meet("options", common_facts(config, self.membership, files))
         start_devices(self.membership)
 
     def num_pages(self, num_pages: int, **programs: object) -> int:
-        """The least that any process has room for, once all have said what their programs are made of."""
+        """Compares the inputs of the programs across processes and returns the minimum number of pages."""
         return self.group.meet("programs", {name: _digest(repr(thing)) for name, thing in programs.items()}, num_pages)
 
     def ready(self) -> None:
@@ -53,7 +53,7 @@ class Cluster:
 
 
 def common_facts(config: ServeConfig, membership: Membership, files: ModelFiles) -> dict[str, str]:
-    """What must be equal on all processes: options, releases, the model."""
+    """Returns what must be equal on all processes: options, package versions and the model."""
     facts = {name: str(getattr(config, name)) for name, each in options().items() if not each.may_differ}
     facts["num_processes"] = str(membership.num_processes)
     facts |= {f"version of {name}": version for name in _PACKAGES if (version := _version(name))}
@@ -74,9 +74,10 @@ def _version(package: str) -> str:
 
 
 def _weights_digest(directory: epath.Path) -> str:
-    """Of names, sizes, beginnings and ends of the weight files; of a checkpoint's manifest, which has digests of all.
+    """Returns a digest of the names, sizes, first and last bytes of the weight files.
 
-    No process reads all of the weights, so this is a sample: a file of the same size that differs in the middle passes.
+    For an Orbax checkpoint, only its manifest is read, which contains the checksums of all files. No process reads all
+    weights, so the digest is a sample: a file of equal size that differs only in the middle is not detected.
     """
     digest = hashlib.sha256()
     pattern = "checkpoint.json" if (directory / "checkpoint.json").exists() else "*.safetensors"

@@ -1,10 +1,11 @@
-"""What one process's runner is told, the runners of all processes do: the leader's end, and the replay of the others.
+"""Replay of runner calls: the leader sends each call of its runner to the followers, which repeat it.
 
     engine -> LeadingRunner -> its StepRunner
-                 |  step stream (runtime/cluster/stream_server.py, following.py)
+                 |  step stream (stream_server.py, stream_client.py)
                  +-> replay -> a follower's StepRunner
 
-Both ends hand what a call returned to `Returns`, which waits for the device beside them and acknowledges a digest.
+Both ends pass the result of a call to `Returns`, which waits for the device in a separate thread and acknowledges the
+call with a digest.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class LeadingRunner:
-    """A `Runner` that tells every follower what it is told, and does it itself. Each public method is replayed."""
+    """A `Runner` that sends every call to the followers and then executes it. Each public method is replayed."""
 
     def __init__(self, runner: Runner, leader: Leader, watch: Watch):
         self._runner, self._leader = runner, leader
@@ -65,15 +66,15 @@ _REPLAYED = frozenset(name for name in vars(LeadingRunner) if not name.startswit
 
 
 def replay(runner: Runner, follower: Follower, watch: Watch) -> None:
-    """Does what process 0's runner does, until process 0 ends it or something fails."""
+    """Replays the calls of process 0's runner until process 0 stops or something fails."""
     returns = Returns(follower.acknowledge, watch.fail)
     try:
         for plan in follower.calls():
             if plan.method not in _REPLAYED:
-                raise ClusterError(f"process 0 calls {plan.method!r}, which this release does not know")
+                raise ClusterError(f"process 0 called {plan.method!r}, which this release does not know")
             returns.put(plan.sequence, getattr(runner, plan.method)(*map(from_message, plan.arguments)))
-    except Exception as error:  # whatever it was, process 0 must hear of it
-        _log.exception("the replay died")
+    except Exception as error:  # process 0 must be told of any error
+        _log.exception("the replay failed")
         watch.fail(f"{type(error).__name__}: {error}")
 
 
@@ -81,8 +82,8 @@ class Returns:
     """Acknowledges calls in order as the device finishes them, in a thread of its own.
 
     Args:
-      acknowledge: gets a call's number and the digest of what it returned.
-      fail: gets the reason if a call failed on the device.
+      acknowledge: Called with the sequence number of a call and the digest of its result.
+      fail: Called with the reason if a call failed on the device.
     """
 
     def __init__(self, acknowledge: Callable[[int, bytes], None], fail: Callable[[str], None]):
@@ -98,14 +99,14 @@ class Returns:
             sequence, result = self._results.get()
             try:
                 self._acknowledge(sequence, result_digest(result))
-            except Exception as error:  # the device's own, or a collective's whose peer is gone
+            except Exception as error:  # of the device, or of a collective whose peer has exited
                 self._fail(f"call {sequence}: {type(error).__name__}: {error}")
                 return
-            del result  # and not only when the next one comes
+            del result  # free it now instead of when the next result arrives
 
 
 def result_digest(result: Any) -> bytes:
-    """Of a tree of arrays, waiting for them; empty for None."""
+    """Waits for a tree of arrays and returns its digest; empty for None."""
     if result is None:
         return b""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -115,7 +116,11 @@ def result_digest(result: Any) -> bytes:
 
 
 def to_message(argument: Any) -> pb.Argument:
-    """An argument of a runner's method on its way to the followers."""
+    """Encodes an argument of a runner method for the followers.
+
+    Raises:
+      TypeError: The type of the argument is not supported.
+    """
     if isinstance(argument, np.ndarray):
         data = np.ascontiguousarray(argument).tobytes()
         return pb.Argument(array=pb.Array(dtype=argument.dtype.str, shape=argument.shape, data=data))
@@ -123,18 +128,16 @@ def to_message(argument: Any) -> pb.Argument:
         return pb.Argument(bucket=pb.Bucket(fields=map(int, dataclasses.astuple(argument))))
     if isinstance(argument, int):
         return pb.Argument(integer=argument)
-    raise TypeError(
-        f"{argument!r} is of type {type(argument).__name__}; runners take arrays, buckets and whole numbers"
-    )
+    raise TypeError(f"{argument!r} is of type {type(argument).__name__}; runners take arrays, buckets and integers")
 
 
 def from_message(argument: pb.Argument) -> Any:
-    """The inverse of `to_message`. Arrays cannot be written to."""
+    """Decodes an argument; inverse of `to_message`. Arrays are read-only."""
     kind = argument.WhichOneof("kind")
     if kind == "array":
         array = argument.array
         return np.frombuffer(array.data, np.dtype(array.dtype)).reshape(array.shape)
     if kind == "bucket":
-        values: list[Any] = list(argument.bucket.fields)  # a bool comes as 0 or 1, which is equal to it
+        values: list[Any] = list(argument.bucket.fields)  # bools arrive as 0 or 1, which compare equal
         return Bucket(*values)
     return argument.integer

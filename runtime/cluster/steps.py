@@ -1,4 +1,4 @@
-"""What both ends of the step stream share: channel options, security, the wording of differences."""
+"""Definitions shared by both ends of the step stream: channel options, security, and the report of differences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,17 +9,16 @@ _MAX_MESSAGE_BYTES = 64 * 2**20
 OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not shared in silence
+    ("grpc.so_reuseport", 0),  # a port in use must be an error instead of being shared silently
     ("grpc.enable_http_proxy", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),  # while process 0 is starting
+    ("grpc.initial_reconnect_backoff_ms", 100),  # process 0 may still be starting
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """How the step stream is protected: credentials of either end, and a secret that followers show. Either may be
-    left out."""
+    """Protection of the step stream: TLS credentials and a token that followers send. Each is optional."""
 
     server: grpc.ServerCredentials | None = None
     channel: grpc.ChannelCredentials | None = None
@@ -27,12 +26,12 @@ class Security:
 
 
 def bearer(token: str) -> str:
-    """As it stands in the metadata; empty for none."""
+    """Returns the authorization metadata value of a token; empty without a token."""
     return f"Bearer {token}" if token else ""
 
 
 def differences(name: str, facts: Mapping[int, Mapping[str, str]]) -> str:
-    """In which facts processes differ from process 0, in words; empty if in none."""
+    """Describes the facts in which processes differ from process 0. Empty if there are no differences."""
     lines = []
     for process_id in sorted(facts.keys() - {0}):
         for key in sorted(facts[0].keys() | facts[process_id].keys()):

@@ -1,7 +1,7 @@
-"""A follower's end of the step stream: joins process 0, reports, takes calls in order, acknowledges them.
+"""Follower's end of the step stream: joins process 0, reports facts, receives calls in order and acknowledges them.
 
-a reader's thread: the wire -> `calls`, a queue that whoever runs them takes from
-anyone: `acknowledge` -> a queue -> gRPC's own thread -> the wire
+reader thread: gRPC stream -> `calls`, a queue that the replay thread consumes
+any thread: `acknowledge` -> a queue -> gRPC's own thread -> gRPC stream
 """
 
 import logging
@@ -26,23 +26,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class FollowingStats:
-    """What this end of the stream has seen so far. Times are of the follower's clock."""
+    """Statistics of this end of the stream. Times are on the follower's clock."""
 
-    heard: float  # process 0, at last
-    num_calls: Counter[str] = field(default_factory=Counter)  # taken, by method
+    heard: float  # when the last message of process 0 arrived
+    num_calls: Counter[str] = field(default_factory=Counter)  # received calls, by method
     num_acknowledged: int = 0
-    acknowledged: float | None = None  # when the last call was
+    acknowledged: float | None = None  # when the last call was acknowledged
 
 
 class Follower:
-    """Follows process 0.
+    """Client of process 0's step stream.
 
     Args:
-      address: HOST:PORT of its step stream.
-      watch: hears of every failure; process 0 is told of those found here.
+      address: HOST:PORT of the step stream.
+      process_id: Index of this process.
+      watch: Receives every failure. Process 0 is told of failures detected here.
+      security: TLS credentials and token.
+      clock: Monotonic clock in seconds.
 
     Raises:
-      ClusterError: process 0 is not there within `JOIN_SECONDS`.
+      ClusterError: Process 0 cannot be reached within `JOIN_SECONDS`.
     """
 
     def __init__(
@@ -64,16 +67,16 @@ class Follower:
             grpc.channel_ready_future(self._channel).result(timeout=JOIN_SECONDS)
         except grpc.FutureTimeoutError:
             raise ClusterError(
-                f"process 0 could not be reached at {address} within {JOIN_SECONDS:g} s. Is its --step-port the same, "
-                "is the port open, and do both sides use TLS or neither?"
+                f"process 0 could not be reached at {address} within {JOIN_SECONDS:g} s. Check that both use the "
+                "same --step-port, that the port is open, and that both or neither use TLS."
             ) from None
         self._outbox: SimpleQueue[pb.JoinRequest | None] = SimpleQueue()
         self._calls: SimpleQueue[pb.Plan | None] = SimpleQueue()
-        self._changed = threading.Condition()  # guards the next five
+        self._changed = threading.Condition()  # guards the next five attributes
         self._agreements: dict[str, pb.Agreement] = {}
         self._under_way: dict[int, float] = {}
         self._num_calls = 0
-        self.is_over = False  # process 0 has ended the lockstep, in order
+        self.is_over = False  # process 0 has stopped the cluster normally
         self.stats = FollowingStats(heard=clock())
         self._outbox.put(pb.JoinRequest(hello=pb.Hello(process_id=process_id)))
         metadata = (("authorization", bearer(security.token)),) if security.token else None
@@ -83,10 +86,10 @@ class Follower:
         watch.look(self._look)
 
     def meet(self, name: str, facts: Mapping[str, str], value: int = 0) -> int:
-        """Waits until every process has reported under this name; returns the least value.
+        """Waits until every process has reported under this name and returns the minimum of their values.
 
         Raises:
-          ClusterError: facts differ, process 0 has ended, or something has failed.
+          ClusterError: The facts differ, process 0 has stopped, or something has failed.
         """
         self._outbox.put(pb.JoinRequest(report=pb.Report(name=name, facts=facts, value=value)))
         with self._changed:
@@ -99,11 +102,11 @@ class Follower:
         return agreement.value
 
     def calls(self) -> Iterator[pb.Plan]:
-        """What to do, in order, until process 0 ends it or something fails."""
+        """Yields the calls in order until process 0 stops or something fails."""
         return iter(self._calls.get, None)
 
     def acknowledge(self, sequence: int, digest: bytes) -> None:
-        """The call is done, and this is the digest of what it returned."""
+        """Reports to process 0 that a call is done, with the digest of its result."""
         with self._changed:
             self._under_way.pop(sequence, None)
             self.stats.num_acknowledged += 1
@@ -112,7 +115,7 @@ class Follower:
         self._outbox.put(pb.JoinRequest(acknowledgement=acknowledgement))
 
     def ask_to_drain(self) -> None:
-        """This process was told to stop: process 0 takes no more requests, and ends everybody when the last is done."""
+        """Asks process 0 to drain: it accepts no more requests and stops all processes when the last one is done."""
         self._outbox.put(pb.JoinRequest(stop=pb.Stop()))
 
     def close(self) -> None:
@@ -134,11 +137,11 @@ class Follower:
                 self._watch.fail(f"process 0 at {self._address} is gone")
             else:
                 self._watch.fail(f"process 0 at {self._address} refused: {code.name}: {error.details()}")
-        except Exception as error:  # a message that makes no sense
-            self._watch.fail(f"process 0 sent what cannot be taken: {type(error).__name__}: {error}")
+        except Exception as error:  # an invalid message
+            self._watch.fail(f"process 0 sent an invalid message: {type(error).__name__}: {error}")
 
     def _take(self, response: pb.JoinResponse) -> bool:
-        """Whether more is to come."""
+        """Processes a message and returns whether more will follow."""
         kind = response.WhichOneof("message")
         if kind == "call":
             self._calls.put(self._checked(response.call))
@@ -158,10 +161,12 @@ class Follower:
         return kind != "stop"
 
     def _checked(self, call: pb.Call) -> pb.Plan:
-        """Returns the plan of a call that comes in turn. What its bytes are is protected by HTTP/2 and TCP, or by TLS.
+        """Checks that a call is the next one in sequence and returns its plan.
+
+        The content needs no checksum: HTTP/2 and TCP, or TLS, protect it.
 
         Raises:
-          ClusterError: another call was due.
+          ClusterError: Another call was due.
         """
         plan = pb.Plan.FromString(call.plan)
         if plan.sequence != self._num_calls:
@@ -173,13 +178,13 @@ class Follower:
         return plan
 
     def _look(self, now: float) -> str | None:
-        """A sign of life; what is overdue from process 0 or from this one."""
+        """Sends a heartbeat and returns a reason if process 0 or a call of this process is overdue."""
         self._outbox.put(pb.JoinRequest(beat=pb.Beat()))
         limit = self._watch.overdue_seconds
         if (silence := now - self.stats.heard) > limit:
             return f"process 0 at {self._address} was not heard for {silence:.1f} s"
         with self._changed:
-            for sequence, began in self._under_way.items():  # the oldest is the first
+            for sequence, began in self._under_way.items():  # the first is the oldest
                 return f"call {sequence} is not done after {limit:g} s" if now - began > limit else None
         return None
 

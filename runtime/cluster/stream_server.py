@@ -1,9 +1,10 @@
-"""Process 0's end of the step streams: what its runner is told goes to every follower, and comes back acknowledged.
+"""Process 0's end of the step stream: sends its runner's calls to every follower and collects the acknowledgements.
 
-    engine thread: `call` -> a queue for each follower -> its handler's thread -> the wire
-    a reader's thread for each follower: `acknowledge`, which compares what all processes made of a call
+    engine thread: `call` -> a queue per follower -> the thread of its gRPC handler -> gRPC stream
+    one reader thread per follower: `acknowledge`, which compares the results of all processes
 
-Nobody waits for acknowledgements: a call costs the engine's thread a few queues, and the rest runs beside the device.
+Nothing waits for acknowledgements: a call costs the engine thread only a few queue operations, and the rest overlaps
+with the work of the device.
 """
 
 import hmac
@@ -25,25 +26,25 @@ from .membership import JOIN_SECONDS, ClusterError
 from .steps import OPTIONS, Security, bearer, differences
 from .watchdog import Watch
 
-_MANY_STRANGERS = 8  # threads to refuse callers with, beside one for each follower
-_HELLO_SECONDS = 5.0  # for a caller to say who it is: it keeps a thread meanwhile
+_MANY_STRANGERS = 8  # threads for rejecting unknown callers, beyond one thread per follower
+_HELLO_SECONDS = 5.0  # within which a caller must send Hello, because it occupies a thread
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class StreamStats:
-    """What the streams have cost so far."""
+    """Cost of the step streams so far."""
 
     num_calls: int = 0
-    send_seconds: float = 0.0  # of the caller's thread
-    num_acknowledged: int = 0  # by everybody
-    lag_seconds: float = 0.0  # from our own result to the last follower's acknowledgement; nobody waits for it
-    longest_seconds: float = 0.0  # from sending a call to that
+    send_seconds: float = 0.0  # time spent in the calling thread
+    num_acknowledged: int = 0  # calls acknowledged by all processes
+    lag_seconds: float = 0.0  # from the local result to the last follower's acknowledgement; blocks nothing
+    longest_seconds: float = 0.0  # from sending a call to its last acknowledgement
 
 
 @dataclass
 class _Peer:
-    """A follower."""
+    """A connected follower."""
 
     process_id: int
     address: str
@@ -57,7 +58,7 @@ class _Peer:
 
 @dataclass
 class _UnderWay:
-    """A call that not everybody has acknowledged. `own` is when this process did."""
+    """A call that some process has not acknowledged. `own` is when this process acknowledged it."""
 
     method: str
     sent: float
@@ -66,15 +67,17 @@ class _UnderWay:
 
 
 class Leader(pb_grpc.StepServiceServicer):
-    """Keeps the followers in lockstep.
+    """Server of the step streams that keep the followers in lockstep.
 
     Args:
-      address: HOST:PORT to listen at; port 0 takes a free one.
-      num_processes: of the cluster, this one counted.
-      watch: hears of every failure, and tells of those that others found.
+      address: HOST:PORT to listen on. Port 0 selects a free port.
+      num_processes: Number of processes in the cluster, including this one.
+      watch: Receives every failure. The followers are told of failures detected elsewhere.
+      security: TLS credentials and token.
+      clock: Monotonic clock in seconds.
 
     Raises:
-      ClusterError: the address cannot be bound.
+      ClusterError: The address cannot be bound.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Leader(pb_grpc.StepServiceServicer):
         clock: Callable[[], float] = time.monotonic,
     ):
         self.stats = StreamStats()
-        self.on_drain: Callable[[], None] | None = None  # what to do when a follower is told to stop
+        self.on_drain: Callable[[], None] | None = None  # called when a follower is told to stop
         self._num_processes, self._watch, self._token, self._clock = num_processes, watch, security.token, clock
         self._changed = threading.Condition()  # guards everything below
         self._followers: dict[int, _Peer] = {}
@@ -102,16 +105,18 @@ class Leader(pb_grpc.StepServiceServicer):
             else:
                 self.port = self._server.add_secure_port(address, security.server)
         except RuntimeError as error:
-            raise ClusterError(f"cannot bind {address} for the step stream: {error}. Free --step-port.") from error
+            raise ClusterError(
+                f"cannot bind {address} for the step stream: {error}. Free the port or change --step-port."
+            ) from error
         watch.listen(self._tell)
         watch.look(self._look)
         self._server.start()
 
     def wait_for_followers(self, timeout_seconds: float = JOIN_SECONDS) -> None:
-        """Until all have joined.
+        """Waits until all followers have joined.
 
         Raises:
-          ClusterError: some have not, or something has failed.
+          ClusterError: Some followers did not join in time, or something has failed.
         """
         with self._changed:
             self._wait(lambda: len(self._followers) == self._num_processes - 1, timeout_seconds)
@@ -120,10 +125,10 @@ class Leader(pb_grpc.StepServiceServicer):
             raise ClusterError(f"process {', '.join(missing)} did not join within {timeout_seconds:g} s.")
 
     def meet(self, name: str, facts: Mapping[str, str], value: int = 0) -> int:
-        """Waits until every process has reported under this name; returns the least value.
+        """Waits until every process has reported under this name and returns the minimum of their values.
 
         Raises:
-          ClusterError: facts differ, or something has failed.
+          ClusterError: The facts differ, or something has failed.
         """
         with self._changed:
             reports = self._reports.setdefault(name, {})
@@ -137,7 +142,10 @@ class Leader(pb_grpc.StepServiceServicer):
         return least
 
     def call(self, method: str, arguments: Sequence[pb.Argument]) -> int:
-        """Tells every follower to do this next. Returns its number; `acknowledge` it when this process has done it."""
+        """Sends a call to every follower and returns its sequence number.
+
+        This process must `acknowledge` the call when it is done.
+        """
         began = self._clock()
         with self._changed:
             sequence = self.stats.num_calls
@@ -149,7 +157,7 @@ class Leader(pb_grpc.StepServiceServicer):
         return sequence
 
     def acknowledge(self, sequence: int, digest: bytes, process_id: int = 0) -> None:
-        """A process has done a call, and this is the digest of what it returned."""
+        """Records that a process has finished a call, with the digest of its result."""
         now = self._clock()
         with self._changed:
             call = self._under_way.get(sequence)
@@ -172,8 +180,10 @@ class Leader(pb_grpc.StepServiceServicer):
         self._watch.fail(reason)
 
     def stop(self) -> None:
-        """Lets the followers end in order, then closes. They have a moment for it, and go first: jax ends a process
-        that sees process 0 go."""
+        """Stops the followers, then the stream.
+
+        Waits a limited time for the followers to exit first, because JAX terminates a process that loses process 0.
+        """
         self._watch.stop()
         self._end("")
         with self._changed:
@@ -183,7 +193,7 @@ class Leader(pb_grpc.StepServiceServicer):
     def Join(self, requests: Iterator[pb.JoinRequest], context: Any) -> Iterator[pb.JoinResponse]:
         metadata = dict(context.invocation_metadata())
         if not hmac.compare_digest(str(metadata.get("authorization", "")), bearer(self._token)):
-            _log.warning("refused %s, which wanted to join without this cluster's token", context.peer())
+            _log.warning("rejected %s, which tried to join without this cluster's token", context.peer())
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "this is not the token of the cluster (--cluster-token)")
         hello = _first(requests, context).hello
         peer = _Peer(hello.process_id, context.peer(), self._clock())
@@ -207,15 +217,15 @@ class Leader(pb_grpc.StepServiceServicer):
             yield response
 
     def _read(self, peer: _Peer, requests: Iterator[pb.JoinRequest]) -> None:
-        """Takes what a follower says until it leaves or is lost."""
+        """Processes a follower's messages until it leaves or is lost."""
         try:
             for request in requests:
                 peer.heard = self._clock()
                 self._take(peer, request)
         except grpc.RpcError:
-            pass  # the call broke off
-        except Exception as error:  # a message that makes no sense
-            self._watch.fail(f"{peer} sent what cannot be taken: {type(error).__name__}: {error}")
+            pass  # the connection was lost
+        except Exception as error:  # an invalid message
+            self._watch.fail(f"{peer} sent an invalid message: {type(error).__name__}: {error}")
         with self._changed:
             is_expected = peer.is_leaving
             del self._followers[peer.process_id]
@@ -240,14 +250,14 @@ class Leader(pb_grpc.StepServiceServicer):
             self.on_drain()
 
     def _look(self, now: float) -> str | None:
-        """Signs of life to everybody; what is overdue from them."""
+        """Sends heartbeats and returns a reason if a follower or a call is overdue."""
         self._send(pb.JoinResponse(beat=pb.Beat()))
         limit = self._watch.overdue_seconds
         with self._changed:
             for peer in self._followers.values():
                 if now - peer.heard > limit:
                     return f"{peer} was not heard for {now - peer.heard:.1f} s"
-            for sequence, call in self._under_way.items():  # the oldest is the first
+            for sequence, call in self._under_way.items():  # the first is the oldest
                 if now - call.sent > limit:
                     late = ", ".join(str(index) for index in range(self._num_processes) if index not in call.digests)
                     return f"call {sequence} ({call.method}) is not done after {limit:g} s on process {late}"
@@ -270,10 +280,10 @@ class Leader(pb_grpc.StepServiceServicer):
             peer.outbox.put(response)
 
     def _wait(self, is_so: Callable[[], bool], timeout_seconds: float | None = None) -> None:
-        """With the lock held.
+        """Waits for a condition. The lock must be held.
 
         Raises:
-          ClusterError: something has failed.
+          ClusterError: Something has failed.
         """
         self._changed.wait_for(lambda: is_so() or self._watch.failure is not None, timeout_seconds)
         if self._watch.failure is not None:
@@ -281,14 +291,14 @@ class Leader(pb_grpc.StepServiceServicer):
 
 
 def _first(requests: Iterator[pb.JoinRequest], context: Any) -> pb.JoinRequest:
-    """What a caller says first; ends the call of one who says nothing."""
+    """Returns a caller's first message. Ends the call if none arrives in time."""
     late = threading.Timer(_HELLO_SECONDS, context.cancel)
     late.daemon = True
     late.start()
     try:
         return next(requests)
     except StopIteration:
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "who joins says its number first")
-        raise  # never: `abort` has
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
+        raise  # not reached: `abort` raises
     finally:
         late.cancel()

@@ -1,7 +1,8 @@
-"""Fail fast: one thread that looks whether anything is overdue, and ends the process if nothing else does.
+"""Watchdog of a cluster process: a thread that detects overdue events and then terminates the process.
 
-Half of the limit is for noticing. Then everybody is told, requests get their statuses, and the rest of the limit ends
-in `os._exit`: a collective that waits in C++ for a dead peer cannot be interrupted in any other way.
+Half of `fail_seconds` is spent on detection. After that, the other processes are notified, open requests get their
+statuses, and the process exits with `os._exit` before the limit ends. Nothing else can interrupt a collective that
+waits in C++ for a dead process.
 """
 
 import logging
@@ -12,39 +13,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FAILED = 1  # exit status
-_STARTING_FACTOR = 6  # imports, weights and compilers keep a process busy, and nobody waits for an answer yet
+_STARTING_FACTOR = 6  # limits are longer during startup: imports, loading and compiling block a process
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things may take, as shares of the time within which all processes end if one is lost or stuck."""
+    """Time limits, as shares of the time within which all processes exit after one is lost or stuck."""
 
     fail_seconds: float
 
     @property
     def beat_seconds(self) -> float:
-        """Between two signs of life."""
+        """Interval between two heartbeats."""
         return self.fail_seconds / 20
 
     @property
     def overdue_seconds(self) -> float:
-        """Without a sign of life, or for a call under way."""
+        """Maximum time without a heartbeat, and maximum duration of a call."""
         return self.fail_seconds / 2
 
     @property
     def exit_seconds(self) -> float:
-        """From noticing to the end of the process."""
+        """Time from detecting a failure to the exit of the process."""
         return self.fail_seconds * 0.35
 
 
 class Watch:
-    """Notices a failure, tells of it once, and ends the process.
+    """Detects failures, reports the first one to its listeners, and terminates the process.
 
     Args:
-      exit: ends the process at once.
-      clock: seconds that never go back.
+      exit: Terminates the process immediately.
+      clock: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -63,34 +64,40 @@ class Watch:
         self._listeners: list[Callable[[str], None]] = []
         self._looks: list[Callable[[float], str | None]] = []
         self._is_over = threading.Event()
-        self._is_due = threading.Event()  # to look before the next beat
+        self._is_due = threading.Event()  # wakes the thread before the next beat
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     @property
     def overdue_seconds(self) -> float:
-        """As the limits say; more of it until `ready`."""
+        """`Limits.overdue_seconds`, extended until `ready` is called."""
         return self.limits.overdue_seconds * (1 if self.is_ready else _STARTING_FACTOR)
 
     def start(self) -> None:
         self._thread.start()
 
     def ready(self) -> None:
-        """The processes serve: from now on the limits hold, and who looks is called at once."""
+        """Ends the startup phase: the normal limits apply from now on, and the checks run at once."""
         self.is_ready = True
         self._is_due.set()
 
     def stop(self) -> None:
-        """From now on nothing is a failure. The end of the process, should it be due, still comes."""
+        """Ignores failures from now on. An exit that is already scheduled still happens."""
         self._is_over.set()
         self._is_due.set()
 
     def look(self, look: Callable[[float], str | None]) -> None:
-        """Calls `look` with the time at every beat; what it returns, if anything, is the reason of a failure."""
+        """Registers a check that is called with the current time at every beat.
+
+        If the check returns a reason, that is a failure.
+        """
         self._looks.append(look)
 
     def listen(self, listener: Callable[[str], None]) -> None:
-        """Calls `listener` with the reason once something has failed, at once if that is so already. It must not
-        block; it may be called from any thread."""
+        """Registers a listener that is called once with the reason of a failure.
+
+        If a failure has already happened, it is called immediately. It must not block, and it may be called from any
+        thread.
+        """
         with self._lock:
             self._listeners.append(listener)
             failure = self.failure
@@ -98,7 +105,7 @@ class Watch:
             listener(failure)
 
     def fail(self, reason: str) -> None:
-        """The first reason counts; later ones are consequences."""
+        """Reports a failure. Only the first reason is kept, because later ones are consequences of it."""
         with self._lock:
             if self.failure is not None or self._is_over.is_set():
                 return
@@ -107,7 +114,7 @@ class Watch:
         end = threading.Timer(self.limits.exit_seconds, self._exit, (FAILED,))
         end.daemon = True
         end.start()
-        _log.error("the lockstep failed: %s", reason)
+        _log.error("the cluster failed: %s", reason)
         for listener in listeners:
             listener(reason)
 

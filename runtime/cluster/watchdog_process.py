@@ -1,7 +1,7 @@
-"""A process of its own that kills this one when it gives no sign of life: stopped, or stuck with Python's lock held.
+"""Guard process that kills its parent when heartbeats stop, because the parent is stopped or stuck with the GIL held.
 
-No thread of a process can end it then; and while it exists, its callers wait. Run as `python guard.py SECONDS`, with
-signs of life on stdin. Imports next to nothing, so that it costs a few megabytes.
+In that state no thread of the parent can exit the process, and while it exists, its clients wait. Runs as `python
+watchdog_process.py SECONDS` with heartbeats on stdin. Imports very little, so that it needs only a few megabytes.
 """
 
 import os
@@ -12,17 +12,17 @@ import sys
 
 
 class Guard:
-    """Kills this process once `beat` was not called for so many seconds. Begins with the first call."""
+    """Starts, at the first `beat`, a guard process that kills this process after `seconds` without another."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
 
     def beat(self) -> None:
-        """A sign of life."""
+        """Sends a heartbeat."""
         if self._process is None:
             command = [sys.executable, "-I", "-S", __file__, str(self._seconds)]
-            # A session of its own: Ctrl-C in a terminal ends this process, and the guard with it.
+            # In a separate session, Ctrl-C in a terminal does not reach the guard; it exits when this process does.
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             assert self._process.stdin is not None
             os.set_blocking(self._process.stdin.fileno(), False)
@@ -30,11 +30,11 @@ class Guard:
         try:
             os.write(self._process.stdin.fileno(), b".")
         except OSError:
-            pass  # full, or the guard is gone: it is a second line, and no reason to fail
+            pass  # the pipe is full or the guard has exited; it is only a second line of defense
 
 
 def watch_parent(seconds: float) -> None:
-    """Returns when the parent is gone; kills it when nothing came from it for so long."""
+    """Kills the parent if it sends nothing for `seconds`. Returns when the parent has exited."""
     parent = os.getppid()
     while True:
         ready, _, _ = select.select([0], [], [], seconds)

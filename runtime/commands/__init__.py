@@ -1,1 +1,1 @@
-"""The command line: `meshserve serve`, `generate`, `chat`, `plan`, `demo` and `bench`."""
+"""The `meshserve` command line and the implementations of its commands."""

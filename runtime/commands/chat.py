@@ -1,9 +1,10 @@
-"""`meshserve chat`: a conversation in the terminal, or one line after the other from a pipe. Imports no jax.
+"""`meshserve chat`: an interactive conversation in the terminal, or one message per line from a pipe.
 
-Ctrl-C ends the answer that is coming, and keeps what has come of it. Ctrl-D or /quit ends; /reset forgets.
+Ctrl-C stops the current answer and keeps the text received so far. Ctrl-D or /quit ends the chat; /reset clears the
+conversation. Does not import JAX.
 
-An answer is heard in an event loop, which an interrupt reaches as a cancellation. In a blocking call it would be an
-exception between any two lines of grpc, which may then hold a lock for ever, and the next answer would never come.
+Answers are received in an asyncio event loop, which an interrupt reaches as a cancellation. In a blocking call, the
+KeyboardInterrupt could be raised inside gRPC while it holds a lock, and every later answer would block forever.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import grpc
 
 from ..client.client import AsyncClient, CallError
 
-_HELP = "Ctrl-C stops an answer; /reset forgets the conversation; /quit or Ctrl-D ends."
+_HELP = "Ctrl-C stops an answer; /reset clears the conversation; /quit or Ctrl-D exits."
 _PROMPT = "> "
 
 
@@ -28,22 +29,23 @@ def chat(
     credentials: grpc.ChannelCredentials | None = None,
     token: str | None = None,
 ) -> int:
-    """Talks to the server at `target` until the input ends. Errors are printed, and the conversation goes on.
+    """Runs a conversation with the server at `target` until the input ends. Errors are printed and do not end it.
 
     Args:
-      credentials, token: as `client.Client` takes them.
-      max_tokens: of each answer.
-      temperature: 0 is greedy.
-      system: a system message to begin with; empty for none.
+      credentials: See `client.Client`.
+      token: See `client.Client`.
+      max_tokens: Maximum number of tokens per answer.
+      temperature: Sampling temperature. 0 is greedy.
+      system: System message that starts the conversation. Empty for none.
 
     Returns:
-      The exit status: 1 if the input is a pipe and any answer failed, else 0.
+      The exit status: 1 if the input is not a terminal and any answer failed, else 0.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a line that is no UTF-8 ends no conversation
+        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 in the input must not end the conversation
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        import readline  # noqa: F401 - gives `input` a history and keys to edit with
+        import readline  # noqa: F401 - adds history and line editing to `input`
 
         print(_HELP)
     with asyncio.Runner() as runner:
@@ -63,7 +65,7 @@ def chat(
 
 
 def _read_line(is_terminal: bool) -> str | None:
-    """The next line, stripped; None at the end of the input."""
+    """Returns the next line, stripped, or None at the end of the input."""
     while True:
         try:
             return input(_PROMPT if is_terminal else "").strip()
@@ -78,7 +80,7 @@ def _read_line(is_terminal: bool) -> str | None:
 
 
 class Conversation:
-    """What has been said. A turn that brings no answer is forgotten, so that speakers always alternate."""
+    """The messages so far. A turn without an answer is dropped, so that roles always alternate."""
 
     def __init__(
         self, runner: asyncio.Runner, client: AsyncClient, *, max_tokens: int, temperature: float, system: str
@@ -98,7 +100,7 @@ class Conversation:
         self._runner.run(self._client.close())
 
     def say(self, content: str) -> None:
-        """Sends one message of the user, and prints the answer as it comes. An interrupt ends the answer."""
+        """Sends one user message and streams the answer to stdout. An interrupt stops the answer."""
         question = {"role": "user", "content": content}
         heard: list[str] = []
         try:
@@ -114,7 +116,7 @@ class Conversation:
             self.messages += [question, {"role": "assistant", "content": answer}]
 
     async def _hear(self, messages: list[dict[str, str]], heard: list[str]) -> None:
-        """Prints the answer, and adds its parts to `heard`. If it is cancelled, so is the call."""
+        """Prints the answer and appends its parts to `heard`. Cancellation also cancels the call."""
         chunks = self._client.chat(messages, max_tokens=self._max_tokens, temperature=self._temperature)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
@@ -123,5 +125,5 @@ class Conversation:
 
 
 async def _client(target: str, credentials: grpc.ChannelCredentials | None, token: str | None) -> AsyncClient:
-    """It wants to be made where it is used."""
+    """Creates the client inside the event loop that uses it, as grpc.aio requires."""
     return AsyncClient(target, credentials=credentials, token=token)

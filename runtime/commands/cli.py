@@ -1,7 +1,7 @@
-"""The command line: meshserve serve | generate | chat | plan | convert | token | bench | demo.
+"""Command line of meshserve: meshserve serve | generate | chat | plan | convert | token | bench | demo.
 
-The flags of `serve` and `generate` are generated from `ServeConfig`; a flag beats the TOML file, and that the default.
-Heavy imports happen inside the commands, so that --help is instant.
+The flags of `serve` and `generate` are generated from `ServeConfig`. Flags override the TOML file, which overrides the
+defaults. Heavy imports happen inside the commands, so that --help stays fast.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from ..telemetry.logs import configure_logs, drop_output
 
 _EXIT_USAGE = 2
 _MAX_TOKEN_DAYS = 36_500
-# What `meshserve bench` knows by name, and the package of each.
+# Benchmarks of `meshserve bench`, and the subpackage of meshserve.benchmarks that each is in.
 _BENCHMARKS = {
     **dict.fromkeys(("decode", "loading", "prefill", "scaling", "speculation", "start", "throughput"), "engine"),
     **dict.fromkeys(("kernels", "sampling"), "kernels"),
@@ -31,7 +31,7 @@ _BENCHMARKS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit status. Errors meant for the user are printed without a traceback."""
+    """Runs a command and returns the exit status. User-facing errors are printed without a traceback."""
     _open_missing_files()
     namespace = _parser().parse_args(arguments)
     configure_logs("text")
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_missing_files() -> None:
-    """Of the standard ones, those that the caller has closed: what is opened next would take their place."""
+    """Opens /dev/null for standard streams that the caller closed, so that no other file takes their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -77,30 +77,35 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = commands.add_parser("chat", help="talk to a server")
     chat.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (%(default)s)")
-    chat.add_argument("--max-tokens", type=int, default=512, help="of each answer (%(default)s)")
-    chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
-    chat.add_argument("--system", default="", help="a system message to begin with")
+    chat.add_argument("--max-tokens", type=int, default=512, help="maximum tokens per answer (%(default)s)")
+    chat.add_argument("--temperature", type=float, default=0.7, help="sampling temperature; 0 is greedy (%(default)s)")
+    chat.add_argument("--system", default="", help="system message that starts the conversation")
     add_credentials(chat)
     chat.set_defaults(run=_chat)
 
     convert = commands.add_parser("convert", help="convert a Hugging Face model to an Orbax checkpoint")
-    convert.add_argument("--model", required=True, help="directory, local, gs:// or s3://, or a Hugging Face id")
-    convert.add_argument("--revision", default="", help="branch, tag or commit of a model named by its id")
-    convert.add_argument("--output", default="", help="directory to write; left out, --verify checks --model alone")
+    convert.add_argument("--model", required=True, help="local, gs:// or s3:// directory, or a Hugging Face id")
+    convert.add_argument("--revision", default="", help="branch, tag or commit, if --model is a Hugging Face id")
+    convert.add_argument("--output", default="", help="directory to write; without it, --verify checks --model itself")
     convert.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: the model's (%(default)s)"
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="dtype of the weights; auto: the model's (%(default)s)",
     )
-    convert.add_argument("--verify", action="store_true", help="read a checkpoint and compare all its digests")
+    convert.add_argument("--verify", action="store_true", help="read the checkpoint and compare all its checksums")
     convert.set_defaults(run=_convert)
 
-    plan = commands.add_parser("plan", help="what a model needs on each device of a machine, and how fast it could be")
+    plan = commands.add_parser("plan", help="estimate a model's memory per device and its speed on a machine")
     without_machine = {"cpu_devices", "cache_dir", "compile_threads", "random_weights"}
     add_options(plan, left_out=server_only_options() | without_machine)
-    plan.add_argument("--target", required=True, help="for example h100:8, v6e:2x4 or cpu:4; tp is its size by default")
-    plan.add_argument("--length", type=int, default=1024, help="tokens of the requests to count (%(default)s)")
-    plan.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="decodes to reckon with (%(default)s)")
     plan.add_argument(
-        "--jax-fraction", type=float, default=0.0, help="of a GPU's memory, what jax is told to take; 0: its default"
+        "--target", required=True, help="machine, such as h100:8, v6e:2x4 or cpu:4; sets the default TP size"
+    )
+    plan.add_argument("--length", type=int, default=1024, help="tokens per request to plan for (%(default)s)")
+    plan.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="decode batch sizes (%(default)s)")
+    plan.add_argument(
+        "--jax-fraction", type=float, default=0.0, help="fraction of GPU memory that JAX preallocates; 0: its default"
     )
     plan.add_argument(
         "--compile", action="store_true", help="compile every program for the target (extra [tpu] or [cuda])"
@@ -109,21 +114,23 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     bench = commands.add_parser(
-        "bench", help="measure this machine", add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        "bench", help="benchmark this machine", add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    bench.add_argument("benchmark", choices=sorted(_BENCHMARKS), help="what to measure")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark; --help lists them")
-    bench.add_argument("-h", "--help", action=_BenchHelp, nargs=0, help="show the benchmarks and exit")
+    bench.add_argument("benchmark", choices=sorted(_BENCHMARKS), help="benchmark to run")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark; its --help lists them")
+    bench.add_argument("-h", "--help", action=_BenchHelp, nargs=0, help="list the benchmarks and exit")
     bench.set_defaults(run=_bench)
 
-    token = commands.add_parser("token", help="make a token for --tokens")
-    token.add_argument("tenant", help="whose it is")
-    token.add_argument("--days", type=int, default=0, help="until it expires; 0 is never (%(default)s)")
+    token = commands.add_parser("token", help="create an access token for the file of --tokens")
+    token.add_argument("tenant", help="tenant that the token belongs to")
+    token.add_argument("--days", type=int, default=0, help="days until it expires; 0: never (%(default)s)")
     token.set_defaults(run=_token)
 
     demo = commands.add_parser("demo", help="serve the embedded model on a CPU mesh and stream from it")
-    demo.add_argument("--tp", type=int, default=4, help="tensor-parallel degree (%(default)s)")
-    demo.add_argument("--processes", type=int, default=1, help="share the devices among so many (%(default)s)")
+    demo.add_argument("--tp", type=int, default=4, help="tensor-parallel size (%(default)s)")
+    demo.add_argument(
+        "--processes", type=int, default=1, help="number of processes that share the devices (%(default)s)"
+    )
     demo.set_defaults(run=_demo)
     return parser
 
@@ -133,7 +140,10 @@ def _benchmark_module(name: str) -> str:
 
 
 class _BenchHelp(argparse.Action):
-    """The help of `bench`, with what each benchmark says of itself. Reads their sources, which are slow to import."""
+    """Prints the help of `bench` with the first docstring line of each benchmark.
+
+    The docstrings are read from the source files, because the benchmarks are slow to import.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
         lines = ["benchmarks:"]
@@ -148,10 +158,10 @@ class _BenchHelp(argparse.Action):
 
 
 def add_options(parser: argparse.ArgumentParser, *, left_out: frozenset[str] = frozenset()) -> None:
-    """Adds --config and a flag for each option of ServeConfig, section by section; expert options come last."""
+    """Adds --config and one flag per option of ServeConfig, grouped by section. Expert options come last."""
     parser.add_argument("--config", type=Path, help="TOML file with the same options as keys; flags override it")
     titles = {section: parser.add_argument_group(section) for section in SECTIONS}
-    expert = parser.add_argument_group("expert options", "Nobody should need to change these.")
+    expert = parser.add_argument_group("expert options", "These rarely need to be changed.")
     for field in dataclasses.fields(ServeConfig):
         if field.name in left_out:
             continue
@@ -174,16 +184,18 @@ def add_options(parser: argparse.ArgumentParser, *, left_out: frozenset[str] = f
 
 
 def add_credentials(parser: argparse.ArgumentParser) -> None:
-    """What a client shows a secured server; see `client.credentials_from`."""
-    parser.add_argument("--token-file", type=Path, help="holds the token to show")
-    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority that signed the server's certificate")
+    """Adds the client options for authentication and TLS; see `client.credentials_from`."""
+    parser.add_argument("--token-file", type=Path, help="file that contains the access token")
+    parser.add_argument(
+        "--tls-ca", type=Path, help="PEM certificate of the authority that signed the server's certificate"
+    )
 
 
 def serve_config(namespace: argparse.Namespace) -> ServeConfig:
-    """The config that flags and TOML file make together.
+    """Merges the TOML file and the flags into a ServeConfig.
 
     Raises:
-      ConfigError: see `read_toml` and `ServeConfig`.
+      ConfigError: See `read_toml` and `ServeConfig`.
     """
     names = {field.name for field in dataclasses.fields(ServeConfig)}
     from_file = read_toml(namespace.config) if namespace.config else {}
@@ -202,7 +214,7 @@ def _generate(namespace: argparse.Namespace) -> int:
 
     num_failed = generate_file(serve_config(namespace), namespace.input, namespace.output)
     if num_failed:
-        print(f"meshserve: {num_failed} prompts were refused; see `error` in {namespace.output}", file=sys.stderr)
+        print(f"meshserve: {num_failed} samples failed; see `error` in {namespace.output}", file=sys.stderr)
     return 1 if num_failed else 0
 
 
@@ -255,7 +267,7 @@ def _bench(namespace: argparse.Namespace) -> int:
 
 
 def _token(namespace: argparse.Namespace) -> int:
-    """The token goes to stdout, so that it can be piped away; the lines for the file to stderr."""
+    """Prints the token to stdout, so that it can be piped, and the entry for the tokens file to stderr."""
     from datetime import UTC, datetime, timedelta
 
     from ..server.auth import new_token
@@ -265,8 +277,8 @@ def _token(namespace: argparse.Namespace) -> int:
     expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=namespace.days) if namespace.days else None
     token, lines = new_token(namespace.tenant, expires=expires)
     print(
-        f"Add to the tokens file (a tenant that is there already gets one more entry in its tokens):\n\n{lines}\n"
-        "The token, which is kept nowhere:",
+        f"Add this to the tokens file (for an existing tenant, add one more entry to its tokens):\n\n{lines}\n"
+        "The token, which is not stored anywhere:",
         file=sys.stderr,
     )
     print(token)

@@ -1,6 +1,6 @@
-"""`meshserve demo`: a real server on a mesh of virtual CPU devices, and a real client that streams from it.
+"""`meshserve demo`: starts a real server on a mesh of virtual CPU devices and streams from it with a real client.
 
-With several processes it is a cluster: each has its share of the devices, as each host of a slice has.
+With several processes it starts a cluster in which each process has an equal share of the devices.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _FLAGS = ("--model=demo", "--dtype=float32", "--page-size=16", "--max-running=8"
 
 @dataclass
 class _Run:
-    """One request's text and times."""
+    """Text and timing of one request."""
 
     prompt: str
     text: str = ""
@@ -42,13 +42,13 @@ class _Run:
 
 
 def run_demo(*, tp: int, num_processes: int = 1) -> int:
-    """Starts the server, streams a few requests at once, prints what came and how fast.
+    """Starts the server, streams a few concurrent requests, and prints their output and speed.
 
     Raises:
-      MeshserveError: the server did not start, or the degree does not fit the processes.
+      MeshserveError: The server did not start, or `tp` is not a multiple of `num_processes`.
     """
     if tp % num_processes:
-        raise MeshserveError(f"tp is {tp}; of {num_processes} processes each has as many devices: choose a multiple.")
+        raise MeshserveError(f"tp is {tp}; it must be a multiple of the {num_processes} processes.")
     where = f" of {num_processes} processes" if num_processes > 1 else ""
     print(
         f"Starting a server{where}: the embedded Shakespeare model on a mesh of {tp} virtual CPU devices ...",
@@ -63,7 +63,7 @@ def run_demo(*, tp: int, num_processes: int = 1) -> int:
 
 @contextlib.contextmanager
 def _server(tp: int, num_devices: int) -> Iterator[str]:
-    """A server process on a free port; yields its address once it listens."""
+    """Runs a server process on a free port and yields its address once it listens."""
     command = [
         sys.executable, "-m", "meshserve", "serve", "--port=0", f"--tp={tp}",
         f"--cpu-devices={num_devices}", *_FLAGS,
@@ -84,7 +84,7 @@ def _server(tp: int, num_devices: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _cluster(tp: int, num_processes: int) -> Iterator[str]:
-    """The same of several processes, whose logs are shown if they do not get ready."""
+    """Runs a cluster and yields its address. If a call fails, the error contains the logs of all processes."""
     flags = [f"--tp={tp}", f"--cpu-devices={tp // num_processes}", *_FLAGS]
     with tempfile.TemporaryDirectory() as folder, local_cluster(num_processes, flags, Path(folder)) as cluster:
         try:
@@ -93,7 +93,7 @@ def _cluster(tp: int, num_processes: int) -> Iterator[str]:
             logs = "\n".join(cluster.log(index).read_text() for index in range(num_processes))
             raise MeshserveError(f"the cluster failed: {error}\n{logs}") from None
         statuses = cluster.stop()
-        print(f"Asked to stop, the processes ended with status {', '.join(map(str, statuses))}.")
+        print(f"The cluster was stopped. Exit statuses of its processes: {', '.join(map(str, statuses))}.")
 
 
 async def _stream_all(target: str) -> None:
@@ -106,14 +106,14 @@ async def _stream_all(target: str) -> None:
     for run in runs:
         print(f"{run.prompt}{run.text}\n")
         print(
-            f"  [{run.num_tokens} tokens; the first after {run.first_token_seconds * 1000:.0f} ms, "
+            f"  [{run.num_tokens} tokens; first token after {run.first_token_seconds * 1000:.0f} ms, "
             f"then {(run.num_tokens - 1) / (run.total_seconds - run.first_token_seconds):.0f} tokens/s]\n"
         )
     num_tokens = sum(run.num_tokens for run in runs)
     print(
-        f"{len(runs)} requests, {num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds:.0f} tokens/s together."
+        f"{len(runs)} requests, {num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds:.0f} tokens/s in total."
     )
-    print(f"KV pages free again: {load.num_free_pages} of {load.num_pages}.")
+    print(f"Free KV pages afterwards: {load.num_free_pages} of {load.num_pages}.")
 
 
 async def _stream(client: AsyncClient, prompt: str, seed: int) -> _Run:

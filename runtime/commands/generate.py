@@ -1,4 +1,4 @@
-"""`meshserve generate`: a file of prompts in, a file of completions out, no server."""
+"""`meshserve generate`: completes a file of prompts without a server."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ _OPTION_FIELDS = ("n", "priority", "cache_salt")
 
 @dataclasses.dataclass
 class Completion:
-    """One sample's output, as it grows."""
+    """Accumulated output of one sample."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
@@ -71,14 +71,16 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads a JSONL file: `prompt` (text) or `prompt_token_ids`, any fields of `SamplingParams`, and `n`, `priority`
-    and `cache_salt` of `RequestOptions`.
+    """Reads the prompts of a JSONL file.
+
+    Each line is an object with `prompt` (text) or `prompt_token_ids`, and optionally fields of `SamplingParams` and the
+    fields `n`, `priority` and `cache_salt` of `RequestOptions`.
 
     Raises:
-      MeshserveError: the file cannot be read, or a line is not such an object; the message names the line.
+      MeshserveError: The file cannot be read, or a line is invalid. The message gives the line number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also cuts at U+2028, which JSON may contain
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028, valid in JSON
     except (OSError, UnicodeDecodeError) as error:
         raise MeshserveError(f"--input {path} cannot be read: {error}.") from None
     prompts = []
@@ -100,12 +102,12 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def _prompt(raw: Any) -> Prompt:
     if not isinstance(raw, dict):
-        raise ValueError(f"got {type(raw).__name__}; a line is a JSON object.")
-    json.dumps(raw, ensure_ascii=False).encode()  # lone surrogates are no text
+        raise ValueError(f"got {type(raw).__name__}; each line must be a JSON object.")
+    json.dumps(raw, ensure_ascii=False).encode()  # rejects lone surrogates
     known = ("prompt", "prompt_token_ids", *_OPTION_FIELDS, *_SAMPLING_FIELDS)
     unknown = sorted(raw.keys() - set(known))
     if unknown:
-        raise ValueError(f"unknown fields {', '.join(unknown)}; known are {', '.join(known)}.")
+        raise ValueError(f"unknown fields {', '.join(unknown)}; allowed are {', '.join(known)}.")
     text, token_ids = raw.get("prompt"), raw.get("prompt_token_ids")
     if (text is None) == (token_ids is None):
         raise ValueError("give exactly one of prompt and prompt_token_ids.")
@@ -139,9 +141,10 @@ def _request(raw: Mapping[str, Any]) -> pb.GenerateRequest:
 
 
 class Batch:
-    """Collects the outputs of a set of requests. `deliver` is for the engine; the ids are the prompts' indices.
+    """Collects the outputs of a set of requests.
 
-    `completions` holds those of each prompt, by sample.
+    The engine calls `deliver`. Request ids are the indices of the prompts. `completions` holds the completions of each
+    prompt, indexed by prompt and sample.
     """
 
     def __init__(self, prompts: Sequence[Prompt]):
@@ -158,7 +161,7 @@ class Batch:
             self._changed.notify()
 
     def run(self, launched: Launched) -> None:
-        """Submits every prompt and waits for all of them. What is refused gets its reason as `error`."""
+        """Submits every prompt and waits until all have finished. A rejected prompt gets the reason as `error`."""
         for index, prompt in enumerate(self._prompts):
             with self._changed:
                 self._num_open += prompt.options.n
@@ -182,7 +185,9 @@ class Batch:
         vocab_size = launched.info.vocab_size
         for token_id in prompt.prompt:
             if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError("prompt_token_ids", f"{token_id} is no token; ids are 0 to {vocab_size - 1}.")
+                raise InvalidRequestError(
+                    "prompt_token_ids", f"{token_id} is not a token id; allowed are 0 to {vocab_size - 1}."
+                )
         return prompt.prompt
 
 
@@ -195,27 +200,28 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
-    """Completes every prompt of `source` into `target`, line by line in the same order.
+    """Completes every prompt of `source` and writes the completions to `target`, one line per sample in input order.
 
-    A prompt with `n` samples has as many lines. Returns the number of samples that failed; their lines carry `error`.
+    On Ctrl-C, the completions generated so far are written.
 
-    After Ctrl-C they are as they were by then.
+    Returns:
+      The number of samples that failed. Their lines have `error`.
 
     Raises:
-      MeshserveError: the input is malformed, the output cannot be written, or the engine died.
+      MeshserveError: The input is malformed, the output cannot be written, or the engine failed.
     """
     prompts = read_prompts(source)
-    with _writing(target):  # before anything is computed
+    with _writing(target):  # fail before anything is computed
         target.open("a").close()
     if target.samefile(source):
-        raise MeshserveError(f"--output {target} is the input. Name another file.")
+        raise MeshserveError(f"--output {target} is the input file. Choose another file.")
     batch = Batch(prompts)
     config = dataclasses.replace(config, max_waiting=max(sum(prompt.options.n for prompt in prompts), 1))
     launched = launch(config, batch.deliver)
     launched.engine.start()
     try:
         batch.run(launched)
-    finally:  # after Ctrl-C, too: jax aborts a process that ends while a thread of it computes
+    finally:  # also after Ctrl-C: JAX aborts a process that exits while one of its threads computes
         launched.engine.stop()
         completions = [
             (completion, index, sample)
@@ -226,5 +232,7 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
         with _writing(target):
             target.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     if launched.engine.failure is not None:
-        raise MeshserveError(f"the engine died: {launched.engine.failure}. {target} holds what was finished before.")
+        raise MeshserveError(
+            f"the engine failed: {launched.engine.failure}. {target} contains what was finished before."
+        )
     return sum(bool(completion.error) for completion, *_ in completions)

@@ -1,4 +1,4 @@
-"""Several `meshserve serve` processes on this machine: what a demo, a test or a benchmark of a cluster begins with."""
+"""Starts a cluster of `meshserve serve` processes on this machine, for the demo, tests and benchmarks."""
 
 import contextlib
 import re
@@ -21,17 +21,17 @@ _SAYS_ADDRESS = re.compile(r"(?:listens on|health at) (\S+)")
 
 
 class LocalCluster:
-    """Processes 0 to `num_processes` - 1. They are running when this returns, and may still be loading.
+    """Server processes 0 to `num_processes` - 1. The constructor returns once all listen; they may still be loading.
 
     Args:
-      flags: of `meshserve serve`, the same for all.
-      folder: gets a log for each process, named by its number.
-      own_flags: of a process alone, by its number; they beat the others.
-      prefixes: what to put before a process's command, by its number.
-      host: of process 0, for the others.
+      flags: Flags of `meshserve serve` for all processes.
+      folder: Directory for the log of each process, named by its index.
+      own_flags: Additional flags per process index. They override `flags`.
+      prefixes: Words to put before a process's command, per process index.
+      host: Address of process 0 for the other processes.
 
     Raises:
-      MeshserveError: a process ended before it listened; the message has its log.
+      MeshserveError: A process ended before it listened. The message contains its log.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class LocalCluster:
 
     @property
     def target(self) -> str:
-        """Of the process that takes requests."""
+        """Address of the process that accepts requests."""
         return self.targets[0]
 
     def log(self, index: int) -> Path:
         return self._folder / f"{index}.log"
 
     def wait_until_ready(self, client: Client, timeout_seconds: float) -> None:
-        """Until the cluster takes requests.
+        """Waits until the cluster accepts requests.
 
         Raises:
-          MeshserveError: a process has ended, or the time is over; the message has its log.
+          MeshserveError: A process ended, or the time ran out. The message contains its log.
         """
         end = time.monotonic() + timeout_seconds
         while True:
@@ -101,20 +101,20 @@ class LocalCluster:
         self._ports.close()
 
     def stop(self, timeout_seconds: float = 60.0) -> list[int]:
-        """Ends all in order; returns their exit statuses."""
+        """Stops all processes in order and returns their exit statuses."""
         self.processes[0].terminate()
         return self.wait(timeout_seconds)
 
     def wait(self, timeout_seconds: float) -> list[int]:
-        """Until every process has ended; returns their exit statuses.
+        """Waits until every process has ended and returns their exit statuses.
 
         Raises:
-          TimeoutError: names those that have not.
+          TimeoutError: Some processes are still running. The message lists them.
         """
         end = time.monotonic() + timeout_seconds
         while left := [index for index, process in enumerate(self.processes) if process.poll() is None]:
             if time.monotonic() > end:
-                raise TimeoutError(f"processes {left} still run after {timeout_seconds:g} s")
+                raise TimeoutError(f"processes {left} are still running after {timeout_seconds:g} s")
             time.sleep(0.02)
         return [process.returncode for process in self.processes]
 
@@ -130,7 +130,7 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def local_cluster(num_processes: int, flags: Sequence[str], folder: Path, **options: Any) -> Iterator[LocalCluster]:
-    """A `LocalCluster` that is gone afterwards."""
+    """Runs a `LocalCluster` and kills it on exit."""
     cluster = LocalCluster(num_processes, flags, folder, **options)
     try:
         yield cluster
@@ -140,10 +140,11 @@ def local_cluster(num_processes: int, flags: Sequence[str], folder: Path, **opti
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of this machine for a server to come.
+    """Reserves a port of this machine for a server that starts later.
 
-    Linux gives it to nobody else who asks for any port: it is bound, though nobody listens at it, and a server that
-    sets SO_REUSEADDR, as gRPC's do, can bind it as well. Elsewhere it is only free when this returns.
+    On Linux, the port stays bound but without a listener, so that no other process is given it, while a server that
+    sets SO_REUSEADDR, as gRPC servers do, can still bind it. On other systems, the port is only known to be free when
+    this returns.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

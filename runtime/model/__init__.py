@@ -1,1 +1,1 @@
-"""The model classes, written per shard with flax.nnx."""
+"""Model implementations, written per shard with flax.nnx."""

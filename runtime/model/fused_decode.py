@@ -1,8 +1,8 @@
-"""The layers of a small step through the fused decode kernels, where the device has them.
+"""Runs the decoder layers of a small decode step with the fused decode kernels, on devices that have them.
 
-A step of few tokens is a stream of weights: what counts is how few kernels it is cut into. On one device the whole
-stack is one call, and so it is on each device of a mesh whose devices are peers; elsewhere each layer is cut at the two
-sums over the shards.
+A step of few tokens is bound by the bandwidth of the weights, so the fewer kernels it is split into, the faster. On one
+device, or on a mesh with P2P access, a single call runs all layers. On other meshes, each layer is split at its two
+all-reduces.
 """
 
 import jax
@@ -26,9 +26,19 @@ def run_layers(
     kernels: DecodeKernels,
     p2p: P2PGroup | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """All layers of a step whose tokens are all decodes: no two of them are of one request.
+    """Runs all layers of a step that contains only decodes, at most one token per request.
 
-    x [T, D] and the cache [L, P, K, 2, S, H] -> the same, before the final norm.
+    Args:
+      config: The model.
+      weights: Stacked weights of all layers.
+      x: [T, D], hidden states.
+      cache: [L, P, K, 2, S, H], the KV cache.
+      batch: Where each token belongs.
+      kernels: The fused decode kernels.
+      p2p: P2P access between the devices of the mesh, if available.
+
+    Returns:
+      The hidden states before the final norm and the updated cache, in the same shapes.
     """
     tokens = DecodeBatch(batch.positions, batch.page_table[batch.token_request])
     settings = LayerSettings(

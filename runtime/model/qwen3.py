@@ -1,12 +1,14 @@
-"""Qwen3 dense as flax.nnx modules, written per shard.
+"""Qwen3 dense model as flax.nnx modules, written per shard.
 
 Step 6 of 10. In: the token ids of one step. Out: hidden states, and logits of a vocabulary shard.
 
-Called inside `shard_map`, every module sees its shard's block of each parameter and says itself what crosses the mesh:
-one `all_reduce` after the attention output, one after the MLP, one for the embedding. Outside, the same modules are
-built abstractly (`registry.abstract_model`) and declare each parameter once: its global shape, its logical axes.
+Called inside `shard_map`, every module sees its shard's block of each parameter and performs its own communication: one
+`all_reduce` after the attention output, one after the MLP, one for the embedding. Outside `shard_map`, the same modules
+are built abstractly (`registry.abstract_model`) and declare each parameter once, with its global shape and logical
+axes.
 
-T tokens, D embed, K groups of heads (KV heads, repeats counted), G query heads a group, H head dim, F mlp, V vocab.
+Dimensions: T tokens, D embed, K groups of heads (KV heads, including repeats), G query heads per group, H head dim, F
+mlp, V vocab.
 """
 
 from collections.abc import Callable
@@ -31,54 +33,52 @@ from ..scheduler.limits import MAX_FUSED_TOKENS
 from . import fused_decode
 from .rope import rotate, rotation
 
-LARGE_STEP_TOKENS = 512  # from here on a step takes the time of its multiplications, not that of its launches
-LIBRARY_TOKENS = 64  # of a step that is not fused, from which a library's products are no slower than XLA's own
-LIBRARY_ROWS = 8  # whose logits are wanted, beside a library's products: cuBLAS converts the table to float32 for fewer
+LARGE_STEP_TOKENS = 512  # from this size on, a step is bound by its matmuls instead of kernel launches
+LIBRARY_TOKENS = 64  # from this size on, library GEMMs are at least as fast as XLA's in steps that are not fused
+LIBRARY_ROWS = 8  # minimum rows of logits with library GEMMs; for fewer, cuBLAS converts the table to float32
 
 
 class Weight(nnx.Param):
-    """A parameter. Its metadata `axes` names the logical axis of each dimension (see `sharding.mesh.RULES`)."""
+    """A model parameter. Its metadata `axes` names the logical axis of each dimension (see `sharding.mesh.RULES`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What a backend computes its layers with."""
+    """Kernels and options with which a backend computes the layers."""
 
     attend: PagedAttention
     write: WriteKV = write_kv
-    prepare: PrepareHeads | None = None  # in place of `write` and what comes before it
-    decode: DecodeKernels | None = None  # fused layers for steps of few tokens
-    is_unrolled: bool = False  # layer after layer in one program rather than a loop
-    has_statistics_apart: bool = False  # in large steps without `prepare`, see `Attention`
-    has_library_gemms: bool = False  # in steps of LIBRARY_TOKENS and more, see `targets.compiler_options`
-    has_output_buffers: bool = False  # of steps, see `kept`
-    find_threshold: FindThreshold | None = (
-        None  # what the filters of sampling keep, where one device has the vocabulary
-    )
-    p2p: P2PGroup | None = None  # of the mesh, where its devices reach each other's memory
-    p2p_operations: P2POperations | None = None  # given with `p2p`
+    prepare: PrepareHeads | None = None  # replaces `write` and the norms and rotation before it
+    decode: DecodeKernels | None = None  # fused layers for small decode steps
+    is_unrolled: bool = False  # unrolls the layers instead of looping over them
+    has_statistics_apart: bool = False  # in large steps without `prepare`; see `Attention`
+    has_library_gemms: bool = False  # in steps of LIBRARY_TOKENS and more; see `chips.compiler_options`
+    has_output_buffers: bool = False  # reused by steps; see `output_buffers`
+    find_threshold: FindThreshold | None = None  # sampling threshold kernel, if one device has the whole vocabulary
+    p2p: P2PGroup | None = None  # set if the devices of the mesh can access each other's memory
+    p2p_operations: P2POperations | None = None  # set together with `p2p`
 
     def fused(self, num_tokens: int, *, is_decode: bool) -> DecodeKernels | None:
-        """The fused layers, for a step that they serve."""
+        """Returns the fused decode kernels if they support the step, else None."""
         return self.decode if is_decode and num_tokens <= MAX_FUSED_TOKENS else None
 
     @property
     def p2p_all_reduce(self) -> P2PAllReduce | None:
-        """The sum over the mesh by its peers."""
+        """The P2P all-reduce of the mesh, or None without P2P access."""
         if self.p2p is None or self.p2p_operations is None:
             return None
         return partial(self.p2p_operations.p2p_all_reduce, p2p=self.p2p)
 
     @property
     def exchange(self) -> Exchange:
-        """How the shards tell each other their best tokens."""
+        """The operation that gathers small arrays, such as each shard's best tokens, from all shards."""
         if self.p2p is None or self.p2p_operations is None:
             return all_gather
         return partial(self.p2p_operations.p2p_all_gather, p2p=self.p2p)
 
 
 class StepContext(NamedTuple):
-    """What every layer of a step shares."""
+    """Values shared by all layers of a step."""
 
     batch: PagedBatch
     cos: jax.Array  # [T, H / 2]
@@ -92,7 +92,7 @@ class StepContext(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Declare:
-    """Makes parameters of one dtype; `stack` layers of them share one array, so that a step has few arguments."""
+    """Creates parameters of one dtype. With `stack`, all layers share one array, so that a step has few arguments."""
 
     dtype: jnp.dtype
     stack: tuple[int, ...] = ()
@@ -102,24 +102,30 @@ class _Declare:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, inverse: jax.Array | None = None) -> jax.Array:
-    """x / rms(x) * weight over the last axis; statistics in float32, x's dtype out. `inverse`: 1 / rms(x) if known."""
+    """Computes x / rms(x) * weight over the last axis.
+
+    Statistics are float32; the result has x's dtype. `inverse` is 1 / rms(x), if already known.
+    """
     inverse = inverse_rms(x, eps) if inverse is None else inverse
     return weight * (x.astype(jnp.float32) * inverse).astype(x.dtype)
 
 
 def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
-    """1 / rms(x) over the last axis, which stays as one element: float32."""
+    """Computes 1 / rms(x) over the last axis in float32. The last axis is kept with size 1."""
     wide = x.astype(jnp.float32)
     return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [T, in] times weight [out, in], transposed: [T, out]. float32 stays float32 on every backend."""
+    """Multiplies x [T, in] by the transpose of weight [out, in]: [T, out].
+
+    float32 inputs are multiplied in full float32 precision on every backend.
+    """
     return jnp.einsum("ti,oi->to", x, weight, precision="highest" if x.dtype == jnp.float32 else None)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with normalised q and k."""
+    """Grouped-query attention with normalized q and k."""
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
         embed_dim, head_dim = config.embed_dim, config.head_dim
@@ -132,9 +138,15 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
-        """x [T, D] -> ([T, D] summed over the mesh, the cache with this step's keys and values)."""
+        """Applies attention to x [T, D].
+
+        Returns:
+          The all-reduced output [T, D], and the cache with this step's keys and values.
+        """
         rows = project(x, self.qkv[...].reshape(-1, x.shape[1]))
-        if not isinstance(layer, int):  # in a loop: else the TPU compiler splits the weights rather than the rows
+        if not isinstance(
+            layer, int
+        ):  # in a loop, the TPU compiler would otherwise split the weights instead of the rows
             rows = jax.lax.optimization_barrier(rows)
         if context.prepare is not None:
             q, cache = context.prepare(rows, cache, context.batch, layer=layer)
@@ -146,12 +158,13 @@ class Attention(nnx.Module):
     def _prepare(
         self, rows: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
-        """What `PrepareHeads` describes, by XLA."""
+        """Computes `PrepareHeads` with XLA operations."""
         heads = rows.reshape(rows.shape[0], self.qkv.shape[0], -1, self.head_dim)
         q, k, v = split_group(heads)
         of_q = of_k = None
         if context.has_statistics_apart:
-            # Else XLA's CUDA compiler first copies q and k out of `heads`, and takes longest of all over these kernels.
+            # Without the barrier, XLA's CUDA compiler first copies q and k out of `heads`, and these become its slowest
+            # kernels.
             inverse = jax.lax.optimization_barrier(inverse_rms(heads[:, :, :-1], self.eps))
             of_q, of_k = inverse[:, :, :-1], inverse[:, :, -1]
         q = rotate(rms_norm(q, self.q_norm[...], self.eps, of_q), context.cos, context.sin)
@@ -160,20 +173,20 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU."""
+    """Feed-forward network with SwiGLU activation."""
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
         self.gate_up = declare((2, layout.mlp_dim, config.embed_dim), (None, "mlp", None))
         self.down = declare((config.embed_dim, layout.mlp_dim), (None, "mlp"))
 
     def __call__(self, x: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
-        """x [T, D] -> [T, D] summed over the mesh."""
+        """Applies the MLP to x [T, D] and returns the all-reduced output [T, D]."""
         halves = jnp.split(project(x, self.gate_up[...].reshape(-1, x.shape[1])), 2, axis=-1)
         return all_reduce(project(jax.nn.silu(halves[GATE]) * halves[UP], self.down[...]), p2p_all_reduce)
 
 
 class DecoderLayer(nnx.Module):
-    """Norm, attention, norm, MLP, each pair around the residual stream."""
+    """One decoder layer: attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
         self.attention_norm = declare((config.embed_dim,), (None,))
@@ -191,25 +204,25 @@ class DecoderLayer(nnx.Module):
     def after_attention(
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
-        """The first half, which tokens go through together: x [T, D] and the cache -> the same."""
+        """Applies the attention half, in which tokens interact: x [T, D] and the cache -> the same shapes."""
         attended, cache = self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, layer, context)
         return x + attended, cache
 
     def after_mlp(self, x: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
-        """The second half, of any tokens: x [B, D] -> the same."""
+        """Applies the MLP half, in which tokens are independent: x [B, D] -> the same shape."""
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), p2p_all_reduce)
 
 
 class Forward(NamedTuple):
-    """What a run through the layers brings."""
+    """Result of running all layers."""
 
-    wanted: jax.Array  # [B, D], after all layers: of the tokens that were wanted
-    hidden: jax.Array | None  # [T, D], before the MLP of the last layer; the fused layers do not show it
+    wanted: jax.Array  # [B, D], hidden states of the wanted tokens after all layers
+    hidden: jax.Array | None  # [T, D], before the MLP of the last layer; None with the fused layers
     cache: jax.Array
 
 
 class Qwen3(nnx.Module):
-    """The whole model. `layers` holds the parameters of all layers, stacked."""
+    """The whole model. `layers` holds the stacked parameters of all layers."""
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype):
         declare = _Declare(dtype=dtype)
@@ -222,7 +235,10 @@ class Qwen3(nnx.Module):
         self.config = config
 
     def embed(self, token_ids: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
-        """Ids [T] -> [T, D]. Each shard looks up the ids of its own vocabulary; the others give zeros."""
+        """Embeds ids [T] as [T, D].
+
+        Each shard looks up the ids of its part of the vocabulary and contributes zeros for the others.
+        """
         num_rows = self.embedding.shape[0]
         local = token_ids - jax.lax.axis_index(TENSOR_AXIS) * num_rows
         is_here = (local >= 0) & (local < num_rows)
@@ -237,12 +253,13 @@ class Qwen3(nnx.Module):
         Args:
           token_ids: [T] int32.
           cache: [L, P, K, 2, S, H], this shard's KV heads.
-          batch: where each token belongs.
-          kernels: of this backend. GPUs want the layers unrolled, because XLA captures no loop in a command buffer; a
-            loop compiles several times faster.
-          wanted: the tokens [B] whose logits are wanted. The others need not go through the last layer's MLP: nobody
-            attends to what it makes of them. None: all are, and no two are of one request. Only then may the fused
-            layers serve: their attention fetches pages before the step's own keys and values are written.
+          batch: Where each token belongs.
+          kernels: Kernels of this backend. GPUs need unrolled layers, because XLA does not capture loops in command
+            buffers; a loop compiles several times faster.
+          wanted: Indices [B] of the tokens whose logits are wanted. The others skip the last layer's MLP, because no
+            token attends to its output. None means that all tokens are wanted and no two belong to one request. Only
+            then can the fused layers be used: their attention fetches pages before the step's own keys and values are
+            written.
         """
         x = self.embed(token_ids, kernels.p2p_all_reduce)
         weights = layer_weights(nnx.state(self.layers))
@@ -267,22 +284,22 @@ class Qwen3(nnx.Module):
                 carry = run_layer(index, carry)
         else:
             carry = jax.lax.fori_loop(0, last, run_layer, carry)
-            last = jnp.int32(last)  # as in the loop, see `_slice_stack`
+            last = jnp.int32(last)  # traced as in the loop; see `_slice_stack`
         hidden, cache = self.layer(last).after_attention(*carry, last, context)
         of_wanted = hidden if wanted is None else hidden[wanted]
         return Forward(self.after_last_mlp(of_wanted, kernels.p2p_all_reduce), hidden, cache)
 
     def layer(self, index: int | jax.Array) -> DecoderLayer:
-        """One decoder layer."""
+        """Returns one decoder layer."""
         structure, stacked = nnx.split(self.layers)
         return nnx.merge(structure, jax.tree.map(partial(_slice_stack, index=index), stacked))
 
     def after_last_mlp(self, hidden: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
-        """Hidden states [B, D] as `Forward.hidden` -> after all layers."""
+        """Applies the last layer's MLP to hidden states [B, D] as in `Forward.hidden`."""
         return self.layer(self.config.num_layers - 1).after_mlp(hidden, p2p_all_reduce)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Hidden states [B, D] -> float32 logits of this shard's vocabulary [B, V / shards]."""
+        """Computes float32 logits [B, V / shards] of this shard's vocabulary from hidden states [B, D]."""
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         table = self.embedding[...] if self.config.is_tied else self.head[...]
         precision = "highest" if x.dtype == jnp.float32 else None
@@ -290,15 +307,18 @@ class Qwen3(nnx.Module):
 
 
 def _slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:
-    """A layer's part of stacked weights. In a loop it is cut out as the matrix that it is multiplied as: where its rows
-    have two dimensions the TPU compiler would copy it first."""
+    """Returns one layer's part of stacked weights.
+
+    In a loop, the part is sliced as the matrix used in the matmul: if its rows had two dimensions, the TPU compiler
+    would copy it first.
+    """
     if isinstance(index, int) or stack.ndim <= 3:
         return stack[index]
     return stack.reshape(stack.shape[0], -1, stack.shape[-1])[index].reshape(stack.shape[1:])
 
 
 def layer_weights(layers: nnx.State) -> LayerWeights:
-    """The stacked parameters of the decoder layers, arrays or shapes, as the fused decode kernels name them."""
+    """Returns the stacked parameters of all layers, arrays or shapes, as operands of the fused decode kernels."""
     attention, mlp = layers["attention"], layers["mlp"]
     return LayerWeights(
         input_norm=layers["attention_norm"].get_value(),
@@ -313,7 +333,7 @@ def layer_weights(layers: nnx.State) -> LayerWeights:
 
 
 def specs_of(params: nnx.State) -> nnx.State:
-    """Where each parameter lies on the mesh."""
+    """Returns the partition spec of each parameter."""
 
     def spec(weight: nnx.Variable) -> nnx.Variable:
         return weight.replace(partition_spec(weight.axes))

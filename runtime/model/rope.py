@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain, linearly scaled, and YaRN (arXiv 2309.00071)."""
+"""Rotary position embedding: unscaled, linearly scaled, and YaRN (arXiv 2309.00071)."""
 
 import math
 
@@ -10,7 +10,7 @@ from ..api.model_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians a position for each pair of head dimensions, [head_dim / 2] float32."""
+    """Returns the rotation in radians per position of each pair of head dimensions, [head_dim / 2] float32."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     plain = (1.0 / rope.theta**exponents).astype(np.float32)
     if rope.kind == "default":
@@ -25,10 +25,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
-    """The pairs between which YaRN passes from unscaled (fast) to scaled (slow) frequencies."""
+    """Returns the range of pairs over which YaRN blends from unscaled (fast) to scaled (slow) frequencies."""
 
     def pair_turning(num_turns: float) -> float:
-        """The pair that makes this many turns over the original context."""
+        """Returns the pair that makes this many turns over the original context."""
         wavelength = rope.original_max_positions / (num_turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -39,13 +39,16 @@ def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine for each token: positions [T] -> two arrays [T, head_dim / 2] float32."""
+    """Computes cosine and sine for each token: positions [T] -> two arrays [T, head_dim / 2] float32."""
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope, head_dim)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (i, i + H/2) of x [T, ..., H] by the angles of its token; computed in float32, x's dtype out."""
+    """Rotates the pairs (i, i + H/2) of x [T, ..., H] by the angles of each token.
+
+    Computed in float32; the result has x's dtype.
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     shape = (x.shape[0], *([1] * (x.ndim - 2)), cos.shape[-1])
     cos, sin = cos.reshape(shape), sin.reshape(shape)

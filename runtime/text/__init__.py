@@ -1,1 +1,1 @@
-"""Text to token ids and back: the tokenizer, chat templates and constraint grammars."""
+"""Conversion between text and token ids: tokenizer, chat templates and grammars for structured output."""

@@ -1,4 +1,4 @@
-"""From a conversation to what a chat template is given. Serves step 2 of 10."""
+"""Validates conversations and converts them to arguments of the chat template. Part of step 2 of 10."""
 
 import json
 from collections.abc import Iterator
@@ -9,16 +9,18 @@ from meshserve.protos import inference_pb2 as pb
 from ..api.errors import InvalidRequestError
 
 _MAX_ROLE_CHARS = 64
-_MAX_TOOLS = 128  # and calls in a message
+_MAX_TOOLS = 128  # also the limit of tool calls per message
 
-Messages = pb.Conversation | pb.ChatRequest  # the fields of the one are in the other, by the same names
+Messages = pb.Conversation | pb.ChatRequest  # ChatRequest has the fields of Conversation under the same names
 
 
 def check_number(conversation: Messages, max_messages: int) -> None:
-    """To be asked before anything that looks at each message: small ones come by the million.
+    """Checks the number of messages, tools and tool calls.
+
+    Must be called before any code that inspects each message: a request can contain millions of small messages.
 
     Raises:
-      InvalidRequestError: there are too many messages, tools, or calls in one message.
+      InvalidRequestError: There are too many messages, tools, or tool calls in one message.
     """
     _check_number("messages", len(conversation.messages), max_messages)
     _check_number("tools", len(conversation.tools))
@@ -27,7 +29,7 @@ def check_number(conversation: Messages, max_messages: int) -> None:
 
 
 def texts(conversation: Messages) -> Iterator[str]:
-    """Everything in it that may come to stand in the prompt."""
+    """Yields every text of the conversation that may appear in the prompt."""
     yield from conversation.tools
     for message in conversation.messages:
         yield from (message.role, message.content, message.reasoning_content)
@@ -35,10 +37,10 @@ def texts(conversation: Messages) -> Iterator[str]:
 
 
 def template_arguments(conversation: Messages) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages, and the options of `Tokenizer.render_chat`.
+    """Returns the messages and the keyword arguments for `Tokenizer.render_chat`.
 
     Raises:
-      InvalidRequestError: something is missing or malformed, or what was sent contradicts itself.
+      InvalidRequestError: A field is missing or malformed, or two options contradict each other.
     """
     if not conversation.messages:
         raise InvalidRequestError("messages", "got none; send one or more.")
@@ -51,7 +53,7 @@ def template_arguments(conversation: Messages) -> tuple[list[dict[str, Any]], di
     if conversation.continue_last_message:
         if conversation.add_generation_prompt:
             raise InvalidRequestError(
-                "add_generation_prompt", "is set, and continue_last_message, too; allowed is one of them."
+                "add_generation_prompt", "is set together with continue_last_message; allowed is one of them."
             )
         _check_continued(conversation.messages[-1])
         options |= {"continue_last_message": True, "add_generation_prompt": False}
@@ -64,8 +66,8 @@ def _message(message: pb.ChatMessage, place: str) -> dict[str, Any]:
     if not 1 <= len(message.role) <= _MAX_ROLE_CHARS:
         raise InvalidRequestError(
             f"{place}.role",
-            f"has {len(message.role)} characters; allowed is 1 to {_MAX_ROLE_CHARS}. Templates know system, user, "
-            "assistant and tool.",
+            f"has {len(message.role)} characters; allowed is 1 to {_MAX_ROLE_CHARS}. Chat templates know system, "
+            "user, assistant and tool.",
         )
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.HasField("reasoning_content"):
@@ -90,12 +92,12 @@ def _check_number(field: str, number: int, allowed: int = _MAX_TOOLS) -> None:
 
 
 def _check_continued(message: pb.ChatMessage) -> None:
-    """A template writes a message without its end only if there is something to cut the end off from."""
+    """Checks that the last message can be continued: a template can leave its end open only if it has content."""
     if message.role != "assistant" or not message.content.strip() or message.tool_calls:
         raise InvalidRequestError(
             "continue_last_message",
-            f"the last message is of {message.role!r}, with {len(message.content)} characters and "
-            f"{len(message.tool_calls)} tool calls; allowed is one of the assistant with content and no calls.",
+            f"the last message has role {message.role!r}, {len(message.content)} characters and "
+            f"{len(message.tool_calls)} tool calls; it must be an assistant message with content and no tool calls.",
         )
 
 

@@ -1,8 +1,9 @@
-"""Structured output: which tokens may come next, for outputs that are held to a schema or a grammar.
+"""Structured output: computes which tokens may come next when an output must match a schema or grammar.
 
-Beside steps 3 and 8 of 10. In: a `Constraint`. Out: a `Grammar`, compiled once and shared; of it a `Matcher` for each
-sample, which follows its tokens and has bitmasks of what it allows. The parsing is llguidance's, which walks a trie of
-the vocabulary with an Earley parser: nothing is computed ahead for every state of a grammar.
+Accompanies steps 3 and 8 of 10. In: a `Constraint`. Out: a `Grammar`, compiled once and shared, which creates a
+`Matcher` per sample. The matcher follows the sample's tokens and holds the bitmask of allowed next tokens. Parsing is
+done by llguidance, which walks a trie of the vocabulary with an Earley parser, so that no grammar states are computed
+ahead of time.
 """
 
 import contextlib
@@ -22,75 +23,80 @@ from ..api.constraint import Constraint
 from ..api.errors import InvalidRequestError
 
 _MAX_CACHED_GRAMMARS = 32
-_MAX_LEXER_STATES = 20_000  # about 2 kB each, kept for as long as the grammar is
-_MAX_ROW_ITEMS = 500  # of the parser; an ambiguous grammar costs their square, 40 ms a mask (2 s at llguidance's 2,000)
-_MAX_LEXER_FUEL = 100_000  # of one mask, half of the default: a hostile expression spends everybody's time
+_MAX_LEXER_STATES = 20_000  # about 2 kB each, kept as long as the grammar
+_MAX_ROW_ITEMS = 500  # parser items; ambiguous grammars cost their square: 40 ms per mask, 2 s at llguidance's 2,000
+_MAX_LEXER_FUEL = 100_000  # per mask, half of the default: hostile expressions delay all requests
 _CHEAP_SECONDS = 0.05
 _MAX_MESSAGE_CHARS = 500
 _MAX_EXACT_INT = 2**53
-# Between the parts of a JSON text: nothing, a space, or a new line and its indent. Given more, some models do not stop.
+# Whitespace allowed between JSON tokens: none, a space, or a newline and indentation. With more freedom, some models
+# never stop producing whitespace.
 _JSON_OPTIONS: Any = {
     "whitespace_pattern": r"( |\n( {0,16}|\t{0,8}))?",
-    "item_separator": ",",  # a schema may not change these (`x-guidance`): the output would be no JSON
+    "item_separator": ",",  # a schema must not override these (`x-guidance`): the output would not be JSON
     "key_separator": ":",
     "lenient": False,
     "coerce_one_of": False,
 }
 
-# Of rules in llguidance's Lark; it is a wish to whoever samples, which llguidance leaves to others.
+# A rule attribute in llguidance's Lark dialect that llguidance does not enforce: it leaves the temperature to the
+# sampler.
 _GUIDING_ATTRIBUTE = re.compile(r"^[?!]?\w+\s*\[[^\]]*?\b(temperature)\s*=", re.MULTILINE)
 
 
 class Grammar:
-    """A compiled constraint. Made by `Grammars.compile`; shared by all who ask for the same.
+    """A compiled constraint. Created by `Grammars.compile` and shared by all requests with the same constraint.
 
-    So is its lexer, whose states only become more, whoever needs them: see `Matcher.begin_anew`.
+    The lexer is shared too. Its set of states only grows, whichever request needs them; see `Matcher.begin_anew`.
     """
 
     def __init__(self, grammars: "Grammars", start: llguidance.LLMatcher, first_mask: np.ndarray, seconds: float):
         self.grammars = grammars
-        self.is_cheap = seconds <= _CHEAP_SECONDS  # to compile again, on the engine's thread
+        self.is_cheap = seconds <= _CHEAP_SECONDS  # whether it may be compiled again on the engine's thread
         self._start = start
         self._first_mask = first_mask
 
     def matcher(self, token_ids: Sequence[int] = ()) -> "Matcher":
-        """A new one, that has seen these tokens.
+        """Creates a matcher that has consumed these tokens.
 
         Raises:
-          InvalidRequestError: they are not allowed.
+          InvalidRequestError: The constraint does not allow the tokens.
         """
         matcher = Matcher(self, self._start.deep_copy(), self._first_mask)
         if token_ids:
             if not matcher.advance(token_ids):
                 raise InvalidRequestError(
                     "sampling.num_resumed_tokens",
-                    "the tokens at the end of the prompt break the constraint; send those that came under it.",
+                    "the tokens at the end of the prompt break the constraint; send output generated under it.",
                 )
             self.grammars.renew_masks([matcher])
         return matcher
 
     def matchers(self, num: int, token_ids: Sequence[int] = ()) -> list["Matcher"]:
-        """As `matcher`, one for each of so many samples; the tokens are looked at once."""
+        """Like `matcher`, but creates `num` matchers, one per sample. The tokens are parsed once."""
         first = self.matcher(token_ids)
         return [first, *(Matcher(self, first.inner.deep_copy(), first.mask) for _ in range(num - 1))]
 
 
 class Matcher:
-    """How far one sample has come in its grammar. For one thread at a time."""
+    """Position of one sample in its grammar. Not safe for concurrent use."""
 
     def __init__(self, grammar: Grammar, inner: llguidance.LLMatcher, mask: np.ndarray):
         self.grammar = grammar
         self.inner = inner
-        self.mask = mask  # [W] uint32, bit i % 32 of word i // 32: whether token i may come next; see `renew_masks`
+        self.mask = mask  # [W] uint32; bit i % 32 of word i // 32: whether token i is allowed next; see `renew_masks`
 
     def allows(self, token_id: int) -> bool:
-        """Whether the mask has a token."""
+        """Returns whether the mask allows a token."""
         word, bit = divmod(token_id, self.mask.itemsize * 8)
         return bool(self.mask[word] >> np.uint32(bit) & 1)
 
     def begin_anew(self, constraint: Constraint, token_ids: Sequence[int]) -> bool:
-        """Goes on in another grammar of the constraint, with the tokens so far: others may have filled this one. False
-        if that is of no use either, or would take too long."""
+        """Recompiles the constraint and replays the tokens, because other requests may have filled the shared lexer.
+
+        Returns:
+          False if the new grammar fails as well, or compiling it would take too long.
+        """
         grammars, is_cheap = self.grammar.grammars, self.grammar.is_cheap
         grammars.forget(self.grammar)
         for compiled_again in (grammars.compile, grammars.compile_alone) if is_cheap else ():
@@ -104,12 +110,12 @@ class Matcher:
         return False
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """Takes the next tokens. False if they are not allowed; the matcher is then of no more use."""
+        """Consumes the next tokens. Returns False if they are not allowed; the matcher is then unusable."""
         return self.inner.consume_tokens(list(token_ids))
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow any more."""
+        """Whether no further token is allowed."""
         return self.inner.is_stopped() and not self.inner.is_error()
 
     @property
@@ -119,17 +125,17 @@ class Matcher:
 
     @property
     def failure(self) -> str | None:
-        """Why it is of no more use."""
+        """Why the matcher is unusable, or None."""
         return _one_line(self.inner.get_error()) if self.inner.is_error() else None
 
 
 class Grammars:
-    """Compiles constraints for one vocabulary. Safe to use from several threads.
+    """Compiles constraints for one vocabulary. Thread-safe.
 
     Args:
-      tokenizer_file: the model's tokenizer.json.
-      vocab_size: of the model, padding included: a mask has a bit for each of these tokens.
-      eos_token_ids: allowed where the output may end; the tokenizer knows them.
+      tokenizer_file: The model's tokenizer.json.
+      vocab_size: Vocabulary size of the model, including padding. A mask has one bit per token.
+      eos_token_ids: End tokens, allowed wherever the output may end. Known to the tokenizer.
     """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Collection[int]):
@@ -142,15 +148,18 @@ class Grammars:
             verbose_errors=False,
         )
         self._executor = llguidance.LLExecutor()
-        self.eos_mask = _mask_of(eos, -(-vocab_size // 32))  # [W] uint32, as those of `masks`
+        self.eos_mask = _mask_of(eos, -(-vocab_size // 32))  # [W] uint32, like `Matcher.mask`
         self._cached: OrderedDict[Constraint, Grammar] = OrderedDict()
-        self._lock = threading.Lock()  # of the cache
+        self._lock = threading.Lock()  # guards the cache
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """The grammar of a constraint. Takes a millisecond for most, half a second for the largest.
+        """Returns the grammar of a constraint, compiled or cached.
+
+        Compiling takes about 1 ms for most constraints and 0.5 s for the largest.
 
         Raises:
-          InvalidRequestError: it is malformed, cannot be satisfied, or uses what is not supported, which is named.
+          InvalidRequestError: The constraint is malformed, cannot be satisfied, or uses unsupported features. The
+            message names them.
         """
         with self._lock:
             if (found := self._cached.get(constraint)) is not None:
@@ -164,35 +173,36 @@ class Grammars:
         return grammar
 
     def compile_alone(self, constraint: Constraint) -> Grammar:
-        """As `compile`, shared with nobody."""
+        """Like `compile`, but bypasses the cache: the grammar is not shared."""
         started = time.perf_counter()
         start = self._start(constraint)
         [first_mask] = self._masks([start])
-        if start.is_error():  # a grammar too large to be followed shows at the first step
+        if start.is_error():  # a grammar that exceeds the limits fails at the first mask
             raise _refusal(constraint, start.get_error())
         if not (first_mask & ~self.eos_mask).any():
-            raise _refusal(constraint, "no text but the empty one satisfies it")
+            raise _refusal(constraint, "only the empty text satisfies it")
         first_mask.flags.writeable = False
         return Grammar(self, start, first_mask, time.perf_counter() - started)
 
     def renew_masks(self, matchers: Sequence[Matcher]) -> None:
-        """Sets the masks of matchers that have advanced.
+        """Updates the masks of matchers that have advanced.
 
-        Takes 20 to 200 microseconds a matcher, without the interpreter's lock and on several cores. One whose grammar
-        turns out to be too complex has a `failure` afterwards.
+        Takes 20 to 200 microseconds per matcher, without the GIL and on several cores. A matcher whose grammar turns
+        out to be too complex has a `failure` afterwards.
         """
         masks = self._masks([matcher.inner for matcher in matchers])
         for matcher, mask in zip(matchers, masks, strict=True):
             matcher.mask = mask
 
     def forget(self, grammar: Grammar) -> None:
-        """Drops a grammar that has grown too large in use; the next to ask for it gets a fresh one."""
+        """Removes a grammar whose lexer has grown too large from the cache, so that the next request compiles a new
+        one."""
         with self._lock:
             for constraint in [key for key, cached in self._cached.items() if cached is grammar]:
                 del self._cached[constraint]
 
     def _masks(self, matchers: Sequence[llguidance.LLMatcher]) -> np.ndarray:
-        """What each allows next: [n, W] uint32."""
+        """Computes the allowed next tokens of each matcher: [n, W] uint32."""
         masks = np.zeros((len(matchers), len(self.eos_mask)), np.uint32)
         rows = [(matcher, index) for index, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * 4, len(rows))
@@ -210,50 +220,54 @@ class Grammars:
 
 
 def compiled(constraint: Constraint | None, grammars: Grammars | None) -> Grammar | None:
-    """The grammar of a constraint, if there is one. `grammars` is None where none are taken.
+    """Returns the grammar of a constraint, or None without a constraint.
+
+    Args:
+      constraint: Constraint of a request, if any.
+      grammars: None if the server does not support constraints.
 
     Raises:
-      InvalidRequestError: as `Grammars.compile`, or none are taken.
+      InvalidRequestError: See `Grammars.compile`; or the server does not support constraints.
     """
     if constraint is None:
         return None
     if grammars is None:
-        raise InvalidRequestError(constraint.field, "this server runs without --logits-processors; leave it out.")
+        raise InvalidRequestError(constraint.field, "this server runs without --logits-processors; omit it.")
     return grammars.compile(constraint)
 
 
 def _mask_of(token_ids: Sequence[int], num_words: int) -> np.ndarray:
-    """Bits of these tokens alone."""
+    """Returns the bitmask in which exactly these tokens are set."""
     bits = np.zeros(num_words * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def _source(constraint: Constraint) -> str:
-    """What llguidance compiles.
+    """Returns the grammar source that llguidance compiles.
 
     Raises:
-      ValueError: the constraint is malformed.
+      ValueError: The constraint is malformed.
     """
     if constraint.kind in ("json_schema", "json_object"):
         schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
-        with contextlib.suppress(json.JSONDecodeError):  # llguidance says what is wrong with it
+        with contextlib.suppress(json.JSONDecodeError):  # llguidance reports the error
             _check_numbers(json.loads(schema), is_written=False)
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
-    if constraint.kind == "choice":  # one lexeme: as alternatives of a grammar they are as many items of the parser
+    if constraint.kind == "choice":  # as a regex they form one lexeme; as grammar alternatives, one parser item each
         return llguidance.grammar_from("regex", "|".join(map(re.escape, constraint.choices)))
     if constraint.kind == "regex":
         return llguidance.grammar_from("regex", constraint.text)
     if (found := _GUIDING_ATTRIBUTE.search(constraint.text)) is not None:
-        raise ValueError(f"the attribute {found[1]} of a rule is not supported")
+        raise ValueError(f"the rule attribute {found[1]} is not supported")
     return llguidance.grammar_from("grammar", constraint.text)
 
 
 def _check_numbers(schema: Any, *, is_written: bool) -> None:
-    """llguidance has numbers as float64: what `const` and `enum` write would be another number.
+    """Checks that float64, which llguidance uses for numbers, represents the integers of `const` and `enum` exactly.
 
     Raises:
-      ValueError: names one that it would not write as it is.
+      ValueError: An integer is not represented exactly. The message names it.
     """
     if isinstance(schema, dict):
         for key, value in schema.items():
@@ -262,16 +276,16 @@ def _check_numbers(schema: Any, *, is_written: bool) -> None:
         for value in schema:
             _check_numbers(value, is_written=is_written)
     elif is_written and isinstance(schema, int) and abs(schema) > _MAX_EXACT_INT:
-        raise ValueError(f"{schema} in const or enum is beyond 2^53, where whole numbers are not exact")
+        raise ValueError(f"{schema} in const or enum is beyond 2^53, where integers are not represented exactly")
 
 
 def _refusal(constraint: Constraint, reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        constraint.field, f"this server cannot hold an output to it: {_one_line(reason)}. Change it or leave it out."
+        constraint.field, f"this server cannot enforce it: {_one_line(reason)}. Change or omit it."
     )
 
 
 def _one_line(message: str) -> str:
-    message = message.partition("<backtrace>")[0]  # of a panic
+    message = message.partition("<backtrace>")[0]  # appended when llguidance panics
     line = " ".join(message.split()).removesuffix(" <non-verbose/>").rstrip(".")
     return line if len(line) <= _MAX_MESSAGE_CHARS else line[:_MAX_MESSAGE_CHARS] + "..."

@@ -1,10 +1,10 @@
-"""Steps 2 and 9 of 10: text to tokens on the way in, tokens to text on the way out.
+"""Steps 2 and 9 of 10: converts prompts to tokens, and output tokens to text.
 
-`Tokenizer` reads a model directory. `TextStream` turns the tokens of one request into text as they come.
+`Tokenizer` reads a model directory. `TextStream` converts the output tokens of one request to text incrementally.
 
-Qwen3's tokenizer is a byte-level BPE: each token stands for a fixed run of bytes, so the text of many tokens is the
-UTF-8 decoding of their bytes, one after the other. That makes streaming exact and cheap: look up the new tokens' bytes
-and feed them to an incremental UTF-8 decoder, which keeps an unfinished character back. Nothing is decoded twice.
+Qwen3's tokenizer is a byte-level BPE: each token stands for a fixed sequence of bytes, so the text of a token sequence
+is the UTF-8 decoding of the concatenated bytes. Streaming is therefore exact and cheap: the bytes of new tokens are
+looked up and fed to an incremental UTF-8 decoder, which holds back an incomplete character. No token is decoded twice.
 """
 
 import codecs
@@ -26,7 +26,7 @@ _transformers_log = logging.getLogger("transformers")
 
 
 def _unicode_bytes() -> dict[str, int]:
-    """The alphabet of byte-level BPE: which byte each character of a token stands for.
+    """Returns the byte that each character of a byte-level BPE token stands for.
 
     Printable Latin-1 characters stand for themselves, the other bytes for U+0100 onwards, in order. Source: Radford et
     al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2, and the code released with it.
@@ -37,7 +37,7 @@ def _unicode_bytes() -> dict[str, int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The parsed file; empty if there is none."""
+    """Returns the parsed file, or an empty dict if it does not exist."""
     try:
         return read_json(path)
     except FileNotFoundError:
@@ -45,14 +45,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class Tokenizer:
-    """The tokenizer of a model directory. Safe to use from several threads.
+    """The tokenizer of a model directory. Thread-safe.
 
     Args:
-      directory: holds tokenizer.json, and if they are there tokenizer_config.json, chat_template.jinja, config.json and
+      directory: Contains tokenizer.json, and optionally tokenizer_config.json, chat_template.jinja, config.json and
         generation_config.json.
 
     Raises:
-      UnsupportedModelError: a file is missing or unreadable, or the tokenizer is not a byte-level BPE.
+      UnsupportedModelError: A file is missing or unreadable, or the tokenizer is not a byte-level BPE.
     """
 
     def __init__(self, directory: str | Path):
@@ -60,33 +60,33 @@ class Tokenizer:
         path = self.directory / "tokenizer.json"
         if not path.is_file():
             raise UnsupportedModelError(
-                f"{path} does not exist. A model directory holds the tokenizer.json of its model."
+                f"{path} does not exist. A model directory must contain the model's tokenizer.json."
             )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise UnsupportedModelError(f"{path} is not a readable tokenizer: {error}.") from error
-        # A tokenizer.json may ask to cut or pad what it encodes; a prompt must reach the model as it was sent.
+        # A tokenizer.json may configure truncation or padding, but prompts must reach the model unchanged.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         decoder = self._tokenizer.decoder
         if not isinstance(decoder, tokenizers.decoders.ByteLevel):
             raise UnsupportedModelError(
-                f"{path} has the decoder {type(decoder).__name__}; meshserve streams text of ByteLevel tokenizers only."
+                f"{path} has the decoder {type(decoder).__name__}; meshserve supports only ByteLevel tokenizers."
             )
         self._unicode_bytes = _unicode_bytes()
         added = self._tokenizer.get_added_tokens_decoder()
-        # Grows by one entry for each token that is ever generated, so it is bounded by the vocabulary.
+        # Filled as tokens are generated, so its size is bounded by the vocabulary.
         self._token_bytes: dict[int, bytes] = {token_id: b"" for token_id, token in added.items() if token.special}
         self._loaded_renderer: Any = None
         self._renderer_lock = threading.Lock()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        # Tokens are written in the alphabet of bytes, so this is an upper bound for characters too.
+        # A character in the vocabulary stands for a byte, so this also bounds the characters of text per token.
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.eos_token_ids = self._read_eos_token_ids()
 
     def _read_eos_token_ids(self) -> frozenset[int]:
-        """What ends a request. The files name different tokens for one model, and each of them means it: all count."""
+        """Returns the union of the end tokens in the model's files, which may name different tokens for one model."""
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             value = _read_json(self.directory / name).get("eos_token_id")
@@ -103,48 +103,52 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `render_chat` works."""
+        """Whether the model has a chat template, which `render_chat` requires."""
         config = _read_json(self.directory / "tokenizer_config.json")
         return bool(config.get("chat_template")) or (self.directory / "chat_template.jinja").is_file()
 
     def knows(self, token_id: int) -> bool:
-        """Whether there is such a token; a model's vocabulary may be padded beyond its tokenizer's."""
+        """Returns whether the token exists. A model's vocabulary may be padded beyond its tokenizer's."""
         return self._tokenizer.id_to_token(token_id) is not None
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of `text`. The text of a special token becomes that token; none is added of its own accord,
-        because a rendered chat holds all it needs.
+        """Returns the tokens of `text`.
+
+        The text of a special token is encoded as that token. No tokens are added, because a rendered chat contains all
+        it needs.
 
         Raises:
-          InvalidRequestError: the text is not Unicode.
+          InvalidRequestError: The text is not valid Unicode.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                "text", f"got half a surrogate pair at character {error.start}; allowed is Unicode text."
+                "text", f"got half a surrogate pair at character {error.start}; the text must be valid Unicode."
             ) from None
-        # As a batch of one: only for batches does the library let other threads of Python run meanwhile.
+        # Encoded as a batch of one, because the library releases the GIL only for batches.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens. Special tokens and ids outside the vocabulary have none; bytes that are not UTF-8
-        become U+FFFD."""
+        """Returns the text of the tokens.
+
+        Special tokens and ids outside the vocabulary have no text. Bytes that are not valid UTF-8 become U+FFFD.
+        """
         [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)  # see `encode`
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to the text, in UTF-8; it may end or begin within a character."""
+        """Returns the UTF-8 bytes that a token adds to the text. They may start or end within a character."""
         found = self._token_bytes.get(token_id)
         if found is None:
             token = self._tokenizer.id_to_token(token_id)
             if token is None:
-                return b""  # the model's padding of the vocabulary; not remembered, so that the table stays bounded
+                return b""  # padding of the model's vocabulary; not cached, so that the table stays bounded
             try:
                 found = bytes(self._unicode_bytes[char] for char in token)
             except KeyError:
-                found = token.encode()  # an added token is written as it is
+                found = token.encode()  # added tokens are stored as plain text
             self._token_bytes[token_id] = found
         return found
 
@@ -156,17 +160,18 @@ class Tokenizer:
         continue_last_message: bool = False,
         **template_options: Any,
     ) -> str:
-        """The prompt of a conversation, as the model's chat template writes it.
+        """Renders the prompt of a conversation with the model's chat template.
 
         Args:
-          messages: `{"role": "user", "content": "..."}` and the like, oldest first.
-          add_generation_prompt: end with the words that begin an answer.
-          continue_last_message: end within the last message, after its content; without a generation prompt.
-          **template_options: variables of the template, for example `enable_thinking=False` or `tools=[...]`.
+          messages: Messages such as `{"role": "user", "content": "..."}`, oldest first.
+          add_generation_prompt: Whether to end the prompt with the header of a new assistant message.
+          continue_last_message: Whether to end the prompt after the last message's content, so that the message is
+            continued. Requires `add_generation_prompt` to be False.
+          **template_options: Variables of the template, for example `enable_thinking=False` or `tools=[...]`.
 
         Raises:
-          UnsupportedModelError: the directory has no chat template.
-          InvalidRequestError: the template refuses the messages.
+          UnsupportedModelError: The directory has no chat template.
+          InvalidRequestError: The template rejects the messages.
         """
         renderer = self._renderer()
         if renderer.chat_template is None:
@@ -181,16 +186,15 @@ class Tokenizer:
                 continue_final_message=continue_last_message,
                 **template_options,
             )
-        except Exception as error:  # jinja2's errors, and whatever a template does with messages it did not expect
+        except Exception as error:  # jinja2 errors, and any error of a template on unexpected messages
             raise InvalidRequestError("messages", f"the chat template refused them: {error}") from error
         return str(rendered)
 
     def _renderer(self) -> Any:
-        """What renders chats; made at the first call, because the import takes a second and only those who chat need
-        it."""
+        """Returns the chat renderer, created on first use because importing transformers takes a second."""
         with self._renderer_lock:
             if self._loaded_renderer is None:
-                _transformers_log.addFilter(_drop)  # at its import it warns that there is no torch, as should be
+                _transformers_log.addFilter(_drop)  # drops its warning that torch is missing
                 try:
                     from transformers import PreTrainedTokenizerFast
                 finally:
@@ -200,23 +204,26 @@ class Tokenizer:
 
 
 def _drop(record: logging.LogRecord) -> bool:
-    """A filter that lets nothing through."""
+    """Log filter that drops every record."""
     return False
 
 
 @functools.lru_cache(maxsize=8)
 def _beginnings(stop: tuple[str, ...]) -> frozenset[str]:
-    """What a text may end in without being decided: every beginning of every stop string. All samples of a request
-    share it, as it may take a MB."""
+    """Returns all non-empty prefixes of the stop strings: text that ends in one is undecided.
+
+    Cached so that all samples of a request share the set, which can take 1 MB.
+    """
     return frozenset(text[:end] for text in stop for end in range(1, len(text)))
 
 
 class TextStream:
-    """The text of one request, as its tokens come.
+    """Converts the output tokens of one sample to text as they arrive, and matches stop strings.
 
-    The output ends as soon as it contains one of the stop strings, and is cut before it, or after it with
-    `include_stop`; of several that are complete at the same character, the longest counts. Characters that the first
-    `num_free_tokens` complete belong to none. How the tokens are cut into calls changes nothing about the whole text.
+    The output ends as soon as it contains a stop string and is cut before it, or after it with `include_stop`. If
+    several stop strings are completed by the same character, the longest one counts. Characters completed by the first
+    `num_free_tokens` tokens are not matched against stop strings. The resulting text does not depend on how the tokens
+    are split into calls.
     """
 
     def __init__(
@@ -227,24 +234,24 @@ class TextStream:
         self._stop = stop
         self._beginnings = _beginnings(stop)
         self._max_held_chars = max(map(len, stop), default=1) - 1
-        self._held = ""  # always the longest end of the text so far that is one of the beginnings
+        self._held = ""  # the longest suffix of the text so far that is in `_beginnings`
         self._include_stop = include_stop
         self._num_free_tokens = num_free_tokens if stop else 0
         self._is_stopped = False
 
     def fork(self) -> "TextStream":
-        """Another that has seen the same tokens."""
+        """Returns a copy that has consumed the same tokens."""
         other = copy.copy(self)
         other._decoder = _DECODER("replace")
         other._decoder.setstate(self._decoder.getstate())
         return other
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, bool]:
-        """Takes new tokens.
+        """Consumes new tokens.
 
         Returns:
-          The text that is now certain, and whether a stop string has ended the request. Afterwards every call returns
-          no text and True.
+          The text that is now final, and whether a stop string has ended the output. After that, every call returns no
+          text and True.
         """
         if self._num_free_tokens:
             return self._push_free(tuple(token_ids))
@@ -259,20 +266,23 @@ class TextStream:
         return text + rest, is_stopped
 
     def flush(self) -> str:
-        """The rest, once no tokens are left to come: an unfinished character as U+FFFD, and text held for a stop string
-        that did not come. Empty if a stop string ended the request, and on a second call."""
+        """Returns the remaining text after the last token.
+
+        An incomplete character becomes U+FFFD, and text held back for a possible stop string is released. Empty if a
+        stop string ended the output, and on a second call.
+        """
         text, _ = self._advance(self._decoder.decode(b"", final=True))
         held, self._held = self._held, ""
         return text + held
 
     def _advance(self, new: str) -> tuple[str, bool]:
-        """Appends text and looks for stop strings. None is complete in `_held`, so what is found is new."""
+        """Appends text and looks for stop strings. `_held` contains no complete stop string, so every match is new."""
         if self._is_stopped or not self._stop:
             return ("", True) if self._is_stopped else (new, False)
         text = self._held + new
         found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
-            end, start = min(found)  # the first to be complete; of several there, the one that began first
+            end, start = min(found)  # the match that ends first; among those, the one that starts first
             self._is_stopped = True
             self._held = ""
             return text[: end if self._include_stop else start], True

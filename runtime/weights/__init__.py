@@ -1,1 +1,1 @@
-"""Model directories: where their files are, and how their tensors become parameters."""
+"""Model directories: finding their files and mapping their tensors to parameters."""

@@ -1,6 +1,6 @@
-"""`meshserve convert` writes a model as an Orbax checkpoint, with two parts of it in memory at a time.
+"""`meshserve convert`: writes a model as an Orbax checkpoint, holding at most two parts in memory.
 
-A conversion that was interrupted continues where it stopped: parts that were written from the same source are kept.
+An interrupted conversion continues where it stopped: parts already written from the same source are reused.
 """
 
 import contextlib
@@ -39,30 +39,32 @@ from .registry import read_model
 _log = logging.getLogger(__name__)
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".tmp")
-_NUM_DEVICES = 16  # each writes its shard; a shard of any TP degree up to this is whole chunks
+_NUM_DEVICES = 16  # each writes its shard; up to this TP size, a shard consists of whole chunks
 _HASH_BLOCK_BYTES = 8 * 2**20
 
 
 def run_convert(model: str, target: str, *, revision: str = "", dtype: str = "auto", is_verified: bool = False) -> int:
     """Runs the command and returns its exit status.
 
+    Raises the errors of `model_directory`, `convert` and `verify`, too.
+
     Raises:
-      As `model_directory`, `convert` and `verify`.
+      ConfigError: Neither `target` nor `is_verified` is given, or the target cannot be written.
     """
     if not target and not is_verified:
         raise ConfigError("nothing to do: pass --output with a directory to write, or --verify to check --model.")
     source = model_directory(model, revision=revision)
     if target:
-        with contextlib.suppress(RuntimeError):  # jax has started, and with other devices
+        with contextlib.suppress(RuntimeError):  # JAX is already initialized with other devices
             use_cpu_devices(_NUM_DEVICES)
         try:
             convert(source, target, dtype=dtype, devices=jax.devices("cpu"))
         except OSError as error:
             raise ConfigError(
-                f"{error}. {target} keeps what it has, and the same command continues from there."
+                f"{error}. {target} keeps the parts written so far; the same command continues from there."
             ) from None
     if is_verified:
-        print(f"{verify(target or source)} arrays are what was written.")
+        print(f"{verify(target or source)} arrays verified: all checksums match.")
     return 0
 
 
@@ -70,17 +72,20 @@ def convert(source: epath.PathLike, target: epath.PathLike, *, dtype: str = "aut
     """Writes the model in directory `source` to directory `target` as an Orbax checkpoint.
 
     Args:
-      dtype: "bfloat16", "float32", or "auto": the model's own, and bfloat16 for a float16 model.
+      source: Model directory.
+      target: Directory to write.
+      dtype: "bfloat16", "float32", or "auto": the model's own, or bfloat16 for a float16 model.
       devices: CPU devices. Their number bounds how finely an Orbax array is split along its sharded axis.
 
     Raises:
-      CheckpointError, UnsupportedModelError: the source does not hold a model that meshserve serves.
-      ConfigError: source and target are the same, or the target's disk is too small.
-      OSError: the target cannot be written.
+      CheckpointError: The weight files of the source are invalid.
+      UnsupportedModelError: meshserve does not support the model.
+      ConfigError: Source and target are the same, or the target's disk is too small.
+      OSError: The target cannot be written.
     """
     directory, output = as_path(source), as_path(target)
     if os.path.realpath(directory) == os.path.realpath(output):
-        raise ConfigError(f"--output {output} is the model itself. Name another directory.")
+        raise ConfigError(f"--output {output} is the model itself. Choose another directory.")
     config = read_model(directory / "config.json")
     kind = _stored_dtype(config, dtype)
     weights = open_weights(directory, config)
@@ -96,14 +101,17 @@ def convert(source: epath.PathLike, target: epath.PathLike, *, dtype: str = "aut
 
 
 def verify(directory: epath.PathLike) -> int:
-    """Reads all of an Orbax checkpoint, compares every digest, and returns the number of arrays.
+    """Reads a whole Orbax checkpoint, compares every checksum and returns the number of arrays.
 
     Raises:
-      CheckpointError: names the first damage.
+      ConfigError: The directory is not an Orbax checkpoint.
+      CheckpointError: An array is damaged. The message names the first one.
     """
     path = as_path(directory)
     if not is_orbax(path):
-        raise ConfigError(f"{path} is no Orbax checkpoint of meshserve; safetensors files have no digests to compare.")
+        raise ConfigError(
+            f"{path} has no Orbax checkpoint of meshserve; safetensors files have no checksums to compare."
+        )
     checkpoint = OrbaxCheckpoint(path)
     checkpoint.check(stored_shapes(read_model(path / "config.json")))
     names = checkpoint.names()
@@ -130,7 +138,7 @@ class _Job:
         self._output, self._source_id, self._devices = output, source_id, devices
 
     def run(self, hashes: Mapping[str, str]) -> int:
-        """Writes all parts and returns their bytes; while one is written the next is read."""
+        """Writes all missing parts and returns their total bytes. The next part is read while one is written."""
         parts = stored_parts(self._config)
         writer = CheckpointWriter(self._output, self._source_id)
         sizes = {part: self._num_bytes(arrays[key][0] for key in arrays) for part, arrays in parts.items()}
@@ -142,7 +150,7 @@ class _Job:
                 progress.update(sizes[part])
         self._check_disk(sum(sizes[part] for part in missing))
         if len(missing) < len(parts):
-            _log.info("%d of %d parts are there from an earlier run", len(parts) - len(missing), len(parts))
+            _log.info("%d of %d parts were already written by an earlier run", len(parts) - len(missing), len(parts))
         writing: Future[None] | None = None
         with progress_bar(sum(sizes[part] for part in missing), "convert") as progress, ThreadPoolExecutor(1) as thread:
             for part, arrays in missing.items():
@@ -179,8 +187,8 @@ class _Job:
         free = shutil.disk_usage(self._output).free
         if free < num_bytes:
             raise ConfigError(
-                f"--output {self._output}: {num_bytes / 1e9:.2f} GB are to be written and its disk has "
-                f"{free / 1e9:.2f} GB free, {(num_bytes - free) / 1e9:.2f} GB too few. Make room, or name another disk."
+                f"--output {self._output}: {num_bytes / 1e9:.2f} GB are to be written but its disk has "
+                f"{free / 1e9:.2f} GB free, {(num_bytes - free) / 1e9:.2f} GB too few. Free some or use another disk."
             )
 
 
@@ -193,7 +201,7 @@ def _stored_dtype(config: ModelConfig, dtype: str) -> jnp.dtype:
 def _source_hashes(directory: epath.Path) -> dict[str, str]:
     """Returns the SHA-256 of each weight file, which model hubs publish for safetensors files.
 
-    Of an Orbax checkpoint it is the manifest's alone, which names everything else.
+    For an Orbax checkpoint, only the manifest is hashed, because it contains the checksums of everything else.
     """
     files = [directory / MANIFEST_FILE] if is_orbax(directory) else weight_files(directory)
     bar = progress_bar(sum(path.stat().length for path in files), "hash")
@@ -212,9 +220,9 @@ def _sha256(path: epath.Path, progress: tqdm) -> str:
 
 
 def _copy_other_files(directory: epath.Path, output: epath.Path, dtype: jnp.dtype) -> None:
-    """Copies everything beside the weights: tokenizer, generation config, licence.
+    """Copies all files other than the weights: tokenizer, generation config, license.
 
-    config.json comes last and says the dtype that is stored.
+    config.json is written last, with the stored dtype.
     """
     for path in directory.iterdir():
         is_weights = path.name.endswith(_WEIGHT_SUFFIXES) or path.name in (INDEX_FILE, MANIFEST_FILE, "config.json")

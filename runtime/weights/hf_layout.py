@@ -1,4 +1,4 @@
-"""Where each parameter's numbers stand in a Hugging Face checkpoint, by the weight map of the model's class."""
+"""Maps parameters to tensors of a Hugging Face checkpoint, using the weight map of the model class."""
 
 from meshserve.sharding.checkpoints.parameters import Piece
 from meshserve.sharding.layout import ShardLayout
@@ -18,7 +18,7 @@ from .weight_map import StoredParameter, Tensors
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor the model needs."""
+    """Returns the name and shape of every tensor that the model needs."""
     shapes: dict[str, tuple[int, ...]] = {}
     for _, pieces in _stored_pieces_of_tensors(config):
         for piece in pieces:
@@ -28,12 +28,12 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_to_ignore(config: ModelConfig) -> frozenset[str]:
-    """Tensors that a checkpoint may have and the model does not need."""
+    """Returns the names of tensors that a checkpoint may contain but the model does not need."""
     return architecture_of(config).weight_map.tied_head if config.is_tied else frozenset()
 
 
 def hf_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
-    """The pieces of each parameter, by its path in the model; stacked ones layer by layer."""
+    """Returns the pieces of each parameter by its path in the model. Stacked parameters have pieces per layer."""
     weight_map = architecture_of(config).weight_map
 
     def pieces_of(tensors: Tensors, shape: tuple[int, ...], prefix: str = "") -> Pieces:
@@ -49,7 +49,7 @@ def hf_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
 
 
 def _stored_pieces_of_tensors(config: ModelConfig) -> list[tuple[str, list[Piece]]]:
-    """Each array of an Orbax checkpoint, by name, and the pieces of Hugging Face tensors that it is made of."""
+    """Returns each array of an Orbax checkpoint by name, with the pieces of Hugging Face tensors that form it."""
     weight_map, pieces = architecture_of(config).weight_map, hf_pieces(config, model_layout(config, 1))
     found = [(name, pieces[name](0)) for name in weight_map.tables if name in pieces]
     for layer in range(config.num_layers):

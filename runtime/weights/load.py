@@ -1,4 +1,4 @@
-"""A model's parameters from its directory, whichever form that has, onto the devices of a mesh."""
+"""Loads a model's parameters from its directory, in either format, to the devices of a mesh."""
 
 import logging
 import math
@@ -27,16 +27,16 @@ _log = logging.getLogger(__name__)
 
 
 def is_orbax(directory: epath.PathLike) -> bool:
-    """Whether a directory is an Orbax checkpoint of ours, be it unfinished."""
+    """Returns whether a directory is an Orbax checkpoint of meshserve, possibly unfinished."""
     path = epath.Path(directory)
     return (path / MANIFEST_FILE).exists() or (path / "weights").is_dir()
 
 
 def open_weights(directory: epath.PathLike, config: ModelConfig) -> Source:
-    """The stored tensors of a model, checked for names, shapes and dtypes.
+    """Opens the stored tensors of a model and checks their names, shapes and dtypes.
 
     Raises:
-      CheckpointError: the files do not hold the model.
+      CheckpointError: The files do not contain the model.
     """
     if is_orbax(directory):
         checkpoint = OrbaxCheckpoint(directory)
@@ -48,12 +48,12 @@ def open_weights(directory: epath.PathLike, config: ModelConfig) -> Source:
 
 
 def pieces_of(source: Source, config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
-    """The pieces of each parameter in an open model."""
+    """Returns the pieces of each parameter for the format of the source."""
     return (stored_pieces if isinstance(source, OrbaxCheckpoint) else hf_pieces)(config, layout)
 
 
 def device_weight_bytes(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> int:
-    """What the parameters take on each device, padding and repeats counted."""
+    """Returns the bytes of parameters per device, including padding and repeated heads."""
     _, abstract = abstract_model(config, model_layout(config, mesh.size), dtype)
     weights = [weight for _, weight in nnx.to_flat_state(abstract)]
     return sum(
@@ -64,10 +64,10 @@ def device_weight_bytes(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> in
 def load_model(
     directory: epath.PathLike, config: ModelConfig, layout: ShardLayout, mesh: Mesh, dtype: jnp.dtype
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure and its parameters, each shard on its device.
+    """Returns the model's structure and its parameters, with each shard on its device.
 
     Raises:
-      CheckpointError: the files do not hold the model, or are damaged.
+      CheckpointError: The files do not contain the model, or are damaged.
     """
     source = open_weights(directory, config)
     structure, abstract = abstract_model(config, layout, dtype)

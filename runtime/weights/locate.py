@@ -1,4 +1,4 @@
-"""Finds a model: the embedded one, a local or remote directory, an id of the Hugging Face hub, or a published size."""
+"""Finds a model: the embedded one, a local or remote directory, a Hugging Face id, or a published size."""
 
 import json
 import shutil
@@ -16,16 +16,16 @@ from .hub import download_model, is_hub_id
 from .registry import is_published, published_config
 
 DEMO_MODEL = "demo"
-_MAX_SMALL_FILE_BYTES = 64 * 2**20  # tokenizers take 11 MB
+_MAX_SMALL_FILE_BYTES = 64 * 2**20  # tokenizers have 11 MB
 _SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt")
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The places of a model's files; both are the same directory unless the model is remote.
+    """Locations of a model's files. Both are the same directory unless the model is remote.
 
-    `small` is local and holds config.json and the tokenizer; `weights` holds the weights, and is None if they are
-    random.
+    `small` is local and contains config.json and the tokenizer. `weights` contains the weights; None for random
+    weights.
     """
 
     small: Path
@@ -33,13 +33,13 @@ class ModelFiles:
 
 
 def find_model(model: str, *, revision: str = "", random_weights: bool = False) -> ModelFiles:
-    """Finds what `--model` names; the small files of a remote directory are copied to a temporary one.
+    """Finds the files that `--model` names. The small files of a remote directory are copied to a temporary directory.
 
-    With `random_weights` no weights are looked for or downloaded, and a published size is accepted too: it gets the
-    demo model's tokenizer.
+    With `random_weights`, no weights are needed or downloaded, and a published size is accepted too: it gets the demo
+    model's tokenizer.
 
     Raises:
-      As `model_directory`.
+      Errors of `model_directory`.
     """
     if random_weights and is_published(model):
         return ModelFiles(_made_up(model), None)
@@ -48,29 +48,30 @@ def find_model(model: str, *, revision: str = "", random_weights: bool = False) 
 
 
 def model_directory(model: str, *, revision: str = "", has_weights: bool = True) -> epath.Path:
-    """Returns the directory that `--model` names, after downloading it if it is an id of the hub.
+    """Returns the directory that `--model` names, downloading the model first if it is a Hugging Face id.
 
     Args:
-      revision: of a model on the hub: a branch, tag or commit; "" is the main branch.
-      has_weights: False leaves the weights out of a download.
+      model: Value of `--model`.
+      revision: Branch, tag or commit of a model on the hub. "" is the main branch.
+      has_weights: Whether a download includes the weights.
 
     Raises:
-      ConfigError: no model is named, there is no such directory, or it cannot be downloaded.
-      UnsupportedModelError: the hub's model is one that meshserve does not serve.
-      CheckpointError: the directory is remote and cannot be reached.
+      ConfigError: No model is given, there is no such directory, or the model cannot be downloaded.
+      UnsupportedModelError: meshserve does not support the hub's model.
+      CheckpointError: The directory is remote and cannot be reached.
     """
     if not model:
-        raise ConfigError("no model is named. Pass --model with a model directory, an id as in Qwen/Qwen3-8B, or demo.")
+        raise ConfigError("no model given. Pass --model with a model directory, an id such as Qwen/Qwen3-8B, or demo.")
     path = epath.Path(_demo()) if model == DEMO_MODEL else as_path(model)
     if is_hub_id(model) and not path.is_dir():
         return epath.Path(download_model(model, revision=revision, has_weights=has_weights))
     if not path.is_dir():
         raise ConfigError(
-            f"--model {model}: no such directory. Pass a model directory, an id of the Hugging Face hub as in "
+            f"--model {model}: no such directory. Pass a model directory, a Hugging Face id such as "
             "Qwen/Qwen3-8B, or --model demo."
         )
     if revision:
-        raise ConfigError(f"--revision {revision}: only models of the Hugging Face hub have one, {path} does not.")
+        raise ConfigError(f"--revision {revision}: only models of the Hugging Face hub have one. Omit it for {path}.")
     return path
 
 
@@ -79,7 +80,7 @@ def _demo() -> Path:
 
 
 def _made_up(size: str) -> Path:
-    """Returns a directory with the config.json of a published size and the demo model's tokenizer."""
+    """Creates a directory with the config.json of a published size and the demo model's tokenizer."""
     local = Path(tempfile.mkdtemp(prefix="meshserve-"))
     for path in _demo().iterdir():
         if path.name.endswith(_SMALL_FILE_SUFFIXES):
@@ -89,7 +90,7 @@ def _made_up(size: str) -> Path:
 
 
 def _copied(remote: epath.Path) -> Path:
-    """Returns a temporary directory with the small files of a remote one."""
+    """Copies the small files of a remote directory to a temporary directory and returns it."""
     local = Path(tempfile.mkdtemp(prefix="meshserve-"))
     for path in remote.iterdir():
         is_small = path.name.endswith(_SMALL_FILE_SUFFIXES) and path.stat().length <= _MAX_SMALL_FILE_BYTES

@@ -1,8 +1,8 @@
-"""Where each parameter's numbers stand in an Orbax checkpoint of ours, and in a parameter of another layout.
+"""Maps parameters to arrays of an Orbax checkpoint of meshserve, and to the same parameters in another layout.
 
-Stored is what a single device holds, layer by layer: the fused projections as `ShardLayout.qkv_rows` describes them,
-vocabulary and MLP without padding. So nothing stored depends on a mesh, and any shard is made of rectangles of it: KV
-heads are repeated, query heads split and widths padded as they are read.
+The checkpoint stores what a single device would hold, layer by layer: fused projections as in `ShardLayout.qkv_rows`,
+vocabulary and MLP without padding. The format is therefore independent of the mesh, and every shard consists of
+rectangles of it. KV heads are repeated, query heads split and dimensions padded when they are read.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from ..api.model_config import ModelConfig
 from .registry import abstract_model, architecture_of
 from .weight_map import FusedQKV
 
-Pieces = Callable[[int], list[Piece]]  # of a parameter, by layer; one that is not stacked has layer 0 alone
-STACK = "layers."  # before the name of a parameter that holds all layers
+Pieces = Callable[[int], list[Piece]]  # pieces of a parameter per layer; unstacked parameters have only layer 0
+STACK = "layers."  # name prefix of parameters that are stacked over layers
 
 
 class StoredArray(NamedTuple):
-    """An array of a checkpoint."""
+    """An array of the checkpoint."""
 
     shape: tuple[int, ...]
-    sharded_axis: int | None  # which serving shards, if any
+    sharded_axis: int | None  # axis that is sharded for serving, if any
 
 
 def model_layout(config: ModelConfig, num_shards: int) -> ShardLayout:
-    """The layout of a model on a mesh of `num_shards`.
+    """Returns the layout of a model on a mesh of `num_shards` devices.
 
     Raises:
-      ValueError: the degree does not divide the query heads.
+      ValueError: `num_shards` does not divide the number of query heads.
     """
     return shard_layout(
         num_shards=num_shards,
@@ -49,19 +49,19 @@ def model_layout(config: ModelConfig, num_shards: int) -> ShardLayout:
 
 
 def table_arrays(config: ModelConfig) -> dict[str, StoredArray]:
-    """The parameters that no layer has."""
+    """Returns the parameters outside the layers."""
     return {name: array for name, array in _arrays(config).items() if not name.startswith(STACK)}
 
 
 def layer_arrays(config: ModelConfig) -> dict[str, StoredArray]:
-    """The parameters of one layer."""
+    """Returns the parameters of one layer."""
     arrays = _arrays(config).items()
     return {name.removeprefix(STACK): array for name, array in arrays if name.startswith(STACK)}
 
 
 @functools.lru_cache(maxsize=8)
 def _arrays(config: ModelConfig) -> dict[str, StoredArray]:
-    """Each parameter by its path, as one device alone holds it; of stacked ones a layer."""
+    """Returns each parameter by path as a single device holds it; for stacked parameters, one layer."""
     _, abstract = abstract_model(config, model_layout(config, 1), jnp.dtype("float32"))
     arrays = {}
     for path, weight in nnx.to_flat_state(abstract):
@@ -73,19 +73,19 @@ def _arrays(config: ModelConfig) -> dict[str, StoredArray]:
 
 
 def stored_parts(config: ModelConfig) -> dict[str, dict[str, StoredArray]]:
-    """The arrays of each part of a checkpoint."""
+    """Returns the arrays of each part of a checkpoint."""
     layer = layer_arrays(config)
     tables = {name: {name: array} for name, array in table_arrays(config).items()}
     return tables | {part_of_layer(index): layer for index in range(config.num_layers)}
 
 
 def part_of_layer(layer: int) -> str:
-    """The name of a layer's part."""
+    """Returns the name of a layer's part."""
     return f"{STACK}{layer:04d}"
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every array of the checkpoint."""
+    """Returns the name and shape of every array of the checkpoint."""
     return {
         stored_name(part, key): array.shape
         for part, arrays in stored_parts(config).items()
@@ -94,14 +94,15 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stored_name(part: str, key: str) -> str:
-    """The name of an array in a part."""
+    """Returns the name of an array in a part."""
     return part if key == part else f"{part}.{key}"
 
 
 def moved_pieces(config: ModelConfig, old: ShardLayout, new: ShardLayout) -> dict[str, list[Piece]]:
-    """What each parameter of one layout is made of, in terms of the same parameter in another; of stacked ones a layer.
+    """Returns the pieces that convert each parameter from one layout to another; for stacked parameters, of one layer.
 
-    The pieces name no tensor. What none of them covers is padding.
+    The pieces refer to the same parameter in the old layout and have no tensor name. Regions without a piece are
+    padding.
     """
     weight_map = architecture_of(config).weight_map
     fused = {STACK + key for key, tensors in weight_map.layers.items() if isinstance(tensors, FusedQKV)}
@@ -120,7 +121,7 @@ def moved_pieces(config: ModelConfig, old: ShardLayout, new: ShardLayout) -> dic
 
 
 def stored_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
-    """The pieces of each parameter of the model, by its path; stacked ones layer by layer."""
+    """Returns the pieces of each parameter of the model, keyed by path. Stacked parameters have pieces per layer."""
 
     def named(name: str, pieces: list[Piece]) -> Pieces:
         key = name.removeprefix(STACK)
@@ -136,5 +137,5 @@ def stored_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]
 
 
 def num_weight_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
-    """Bytes of the unsharded, unpadded model."""
+    """Returns the bytes of the model without sharding and padding."""
     return sum(math.prod(shape) for shape in stored_shapes(config).values()) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What the parameters of Qwen3 dense are called in a Hugging Face checkpoint."""
+"""Weight map of Qwen3 dense: the names of its parameters in a Hugging Face checkpoint."""
 
 from meshserve.sharding.layout import GATE, UP
 

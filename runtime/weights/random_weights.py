@@ -1,4 +1,4 @@
-"""Random parameters made on the devices, for measuring a size whose files are not there."""
+"""Random parameters created on the devices, for measuring model sizes without their files."""
 
 from functools import partial
 
@@ -13,13 +13,13 @@ from meshserve.sharding.mesh import named_sharding
 from ..api.model_config import ModelConfig
 from .registry import abstract_model
 
-_STANDARD_DEVIATION = 0.02  # as models are initialised: activations stay in range through all layers
+_STANDARD_DEVIATION = 0.02  # usual initialization: activations stay in range through all layers
 
 
 def random_model(
     config: ModelConfig, layout: ShardLayout, mesh: Mesh, dtype: jnp.dtype, *, seed: int = 0
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """As `hf_weights.load_model`: norms are ones, everything else is normally distributed."""
+    """Like `load.load_model`, but with random parameters: norms are ones, all others are normally distributed."""
     structure, abstract = abstract_model(config, layout, dtype)
     keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(abstract))))
 

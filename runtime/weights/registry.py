@@ -1,7 +1,7 @@
-"""The model classes that meshserve serves: one table from config.json's `model_type` to all that is particular to it.
+"""Registry of model classes: maps config.json's `model_type` to everything specific to the class.
 
-A new model class takes its module, its weight map, an entry in `ARCHITECTURES`, and a test. Modules are named by their
-path and imported when they are needed: the table itself is light, and importing jax takes seconds.
+A new model class needs its module, its weight map, an entry in `ARCHITECTURES`, and a test. Entries refer to modules by
+path, and the modules are imported when needed, because importing JAX takes seconds.
 """
 
 import importlib
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model class. Paths are "package.module:name" within `runtime`."""
+    """A model class. Paths have the form "package.module:name", relative to `runtime`."""
 
-    name: str  # as config.json's `architectures` has it
+    name: str  # as in config.json's `architectures`
     model_type: str
-    module: str  # the nnx module: (config, layout, dtype) -> model
-    config: str  # the class of its config, made by `from_dict`
-    weights: str  # its weight map
-    fused_operands: str  # stacked layers -> the operands of the fused decode kernels; empty: they do not serve it
-    sizes: Mapping[str, Mapping[str, Any]]  # published size -> what its config.json says beside `common`
-    common: Mapping[str, Any]  # what config.json says of every size
+    module: str  # path of the nnx module: (config, layout, dtype) -> model
+    config: str  # path of the config class, which has `from_dict`
+    weights: str  # path of the weight map
+    fused_operands: str  # path: stacked layers -> operands of the fused decode kernels; empty if unsupported
+    sizes: Mapping[str, Mapping[str, Any]]  # published size -> fields of its config.json beyond `common`
+    common: Mapping[str, Any]  # fields of config.json shared by all sizes
 
     @property
     def weight_map(self) -> "WeightMap":
-        """Parameters by their names in a Hugging Face checkpoint."""
+        """Mapping of parameters to names in a Hugging Face checkpoint."""
         return _resolved(self.weights)
 
     @property
     def layer_weights(self) -> "Callable[[nnx.State], LayerWeights] | None":
-        """The operands of the fused decode kernels from the state of all layers; None where they do not serve it."""
+        """Function from the state of all layers to operands of the fused decode kernels; None if unsupported."""
         return _resolved(self.fused_operands) if self.fused_operands else None
 
     def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """The model that a config.json of this class describes.
+        """Parses a config.json of this class.
 
         Raises:
-          UnsupportedModelError: it has an option that is not implemented.
+          UnsupportedModelError: It has an option that is not implemented.
         """
         kind = raw.get("model_type", self.model_type)
         if kind != self.model_type:
@@ -100,7 +100,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """The class of a model whose config has been read."""
+    """Returns the model class of a parsed config."""
     return ARCHITECTURES[config.model_type]
 
 
@@ -108,7 +108,7 @@ def read_model(path: Path) -> ModelConfig:
     """Reads config.json.
 
     Raises:
-      UnsupportedModelError: the file is missing, or names an architecture or option that is not implemented.
+      UnsupportedModelError: The file is missing, or its architecture or an option is not implemented.
     """
     try:
         return model_config(read_json(path))
@@ -117,47 +117,47 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Reads a config.json that has been parsed; raises as `read_model`."""
+    """Reads a parsed config.json. Raises the same errors as `read_model`."""
     for architecture in ARCHITECTURES.values():
         if raw.get("architectures") == [architecture.name]:
             return architecture.read_config(raw)
     served = " or ".join(repr([architecture.name]) for architecture in ARCHITECTURES.values())
-    raise UnsupportedModelError(f"config.json: architectures is {raw.get('architectures')!r}; served is {served}.")
+    raise UnsupportedModelError(f"config.json: architectures is {raw.get('architectures')!r}; supported: {served}.")
 
 
 def abstract_model(config: ModelConfig, layout: "ShardLayout", dtype: "jnp.dtype") -> "tuple[nnx.GraphDef, nnx.State]":
-    """The model's structure, and its parameters as shapes with their logical axes. Allocates nothing."""
-    from flax import nnx  # here, because importing jax takes seconds
+    """Returns the model's structure and its parameters as shapes with logical axes. Allocates nothing."""
+    from flax import nnx  # not at module level: importing jax takes seconds
 
     make = _resolved(architecture_of(config).module)
     return nnx.split(nnx.eval_shape(lambda: make(config, layout, dtype)))
 
 
 def is_published(name: str) -> bool:
-    """Whether a model class has a published size of this name."""
+    """Returns whether any model class has a published size of this name."""
     return any(name.lower() in architecture.sizes for architecture in ARCHITECTURES.values())
 
 
 def named_model(name: str) -> ModelConfig:
-    """The config of a published size, for example "qwen3-8b".
+    """Returns the config of a published size, for example "qwen3-8b".
 
     Raises:
-      ConfigError: there is no such size.
+      ConfigError: There is no such size.
     """
     return model_config(published_config(name))
 
 
 def published_config(name: str) -> dict[str, Any]:
-    """What config.json says of a published size. Raises as `named_model`."""
+    """Returns the config.json of a published size. Raises the same errors as `named_model`."""
     for architecture in ARCHITECTURES.values():
         if size := architecture.sizes.get(name.lower()):
             kind = {"architectures": [architecture.name], "model_type": architecture.model_type}
             return {**kind, **architecture.common, **size}
     known = ", ".join(size for architecture in ARCHITECTURES.values() for size in architecture.sizes)
-    raise ConfigError(f"{name!r} is no published size; known are {known}.")
+    raise ConfigError(f"{name!r} is not a published size; allowed are {known}.")
 
 
 def _resolved(path: str) -> Any:
-    """What a path of the table names."""
+    """Imports and returns the object that a path names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"..{module}", __package__), name)

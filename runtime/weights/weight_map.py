@@ -1,7 +1,7 @@
-"""The vocabulary in which a model class says what its parameters are called in a Hugging Face checkpoint.
+"""Types with which a model class describes the names of its parameters in a Hugging Face checkpoint.
 
-A `WeightMap` is written once per model class (`qwen3_weights.py`). Everything else about names is derived from it:
-which tensors a checkpoint must have and in which shapes, how they become parameters at any TP size, and the way back.
+A `WeightMap` is written once per model class (`qwen3_weights.py`). Everything else is derived from it: which tensors a
+checkpoint must have and their shapes, how they form parameters at any TP size, and the reverse mapping.
 """
 
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from meshserve.sharding.layout import ShardLayout
 
 
 class StoredParameter(NamedTuple):
-    """A parameter as one device alone would hold it, and the model's head dimension."""
+    """A parameter as a single device holds it, with the model's head dimension."""
 
-    shape: tuple[int, ...]  # of one layer, where layers are stacked
+    shape: tuple[int, ...]  # shape of one layer, for stacked parameters
     head_dim: int
 
 
 class Tensors(Protocol):
-    """The tensors that one parameter is made of."""
+    """The tensors that form one parameter."""
 
     def pieces(self, prefix: str, stored: StoredParameter, layout: ShardLayout) -> list[Piece]:
-        """The rectangles that fill the parameter in a layout. `prefix` comes before each tensor's name."""
+        """Returns the rectangles that fill the parameter in a layout. `prefix` is prepended to each tensor's name."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """One tensor of the parameter's own shape."""
+    """One tensor with the shape of the parameter."""
 
     name: str
 
@@ -40,7 +40,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Tensors of one shape, which the parameter's first dimension numbers: its key is the index."""
+    """Tensors of equal shape, stacked along the parameter's first dimension. The keys are the indices."""
 
     names: Mapping[int, str]
 
@@ -53,7 +53,7 @@ class SideBySide:
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """The query, key and value projections, fused by group of heads as `ShardLayout.qkv_rows` describes it."""
+    """The query, key and value projections, fused per group of heads as in `ShardLayout.qkv_rows`."""
 
     q: str
     k: str
@@ -75,9 +75,9 @@ class FusedQKV:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMap:
-    """Parameter -> tensors, in the order in which a checkpoint is written."""
+    """Mapping of parameters to tensors, in the order in which a checkpoint is written."""
 
     tables: Mapping[str, Tensors]
-    layers: Mapping[str, Tensors]  # of each layer; `layer_prefix` comes before the tensors' names
-    layer_prefix: str  # with {} in place of the layer's number
-    tied_head: frozenset[str]  # names under which a tied checkpoint may repeat the embedding
+    layers: Mapping[str, Tensors]  # per layer; `layer_prefix` is prepended to the tensors' names
+    layer_prefix: str  # with {} for the layer index
+    tied_head: frozenset[str]  # names under which a checkpoint with tied embeddings may repeat the embedding

@@ -115,7 +115,7 @@ def test_errors(script, client, monkeypatch):
     with pytest.raises(CallError, match="the cache is corrupt"):
         next(stream)
     monkeypatch.setattr(script, "answer", ANSWER[:1])
-    with pytest.raises(CallError, match="without its last message"):
+    with pytest.raises(CallError, match="before its last message"):
         client.complete("hello")
     with Client("127.0.0.1:1") as nobody, pytest.raises(CallError) as caught:
         nobody.complete("hello", timeout_seconds=WAIT_SECONDS)

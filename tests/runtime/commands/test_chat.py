@@ -128,7 +128,7 @@ def test_a_terminal_can_stop_an_answer_and_go_on(server):
         wait_for(lambda: server.room.num_open == 0)  # the request was cancelled
         terminal.wait_for("> ")
         # At the prompt: nothing to stop. Python's readline may miss one that comes just before it waits for keys.
-        terminal.wait_for("/quit or Ctrl-D ends", "\x03")
+        terminal.wait_for("/quit or Ctrl-D exits", "\x03")
         terminal.type("/reset\n")
         terminal.type("hi\n")
         terminal.wait_for("11 12 13 ")

@@ -68,13 +68,13 @@ def test_only_newlines_end_a_line(write, separator: str):
     ("line", "fault"),
     [
         ("{", "Expecting property name"),
-        ('"text"', "got str; a line is a JSON object"),
+        ('"text"', "got str; each line must be a JSON object"),
         ("{}", "give exactly one of prompt and prompt_token_ids"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "give exactly one of prompt and prompt_token_ids"),
         ('{"prompt": 3}', "prompt is 3; it must be a string"),
         ('{"prompt_token_ids": "12"}', "prompt_token_ids must be a list of integers"),
         ('{"prompt_token_ids": [1, true]}', "prompt_token_ids must be a list of integers"),
-        ('{"prompt": "a", "max_token": 3}', "unknown fields max_token; known are prompt, .*max_tokens"),
+        ('{"prompt": "a", "max_token": 3}', "unknown fields max_token; allowed are prompt, .*max_tokens"),
         ('{"prompt": "a", "max_tokens": 3.5}', "Couldn.t parse integer: 3.5 at SamplingParams.max_tokens"),
         ('{"prompt": "a", "max_tokens": true}', "Bool value True .* at SamplingParams.max_tokens"),
         ('{"prompt": "a", "stop": [1]}', "Failed to parse stop field"),
@@ -212,14 +212,14 @@ def test_a_refused_prompt_has_its_reason_and_the_others_are_completed(
     )
     target = tmp_path / "out.jsonl"
     assert main(["generate", "--model=m", f"--input={path}", f"--output={target}"]) == 1
-    assert "3 prompts" in capsys.readouterr().err
+    assert "3 samples" in capsys.readouterr().err
     lines = output_lines(target)
     assert [line["finish_reason"] for line in lines] == ["stop", "error", "error", "error", "stop"]
     assert [line.get("error") for line in lines] == [
         None,
         "prompt: has 8 tokens; this server accepts 5.",
-        "prompt_token_ids: 100 is no token; ids are 0 to 99.",
-        "prompt_token_ids: -1 is no token; ids are 0 to 99.",
+        "prompt_token_ids: 100 is not a token id; allowed are 0 to 99.",
+        "prompt_token_ids: -1 is not a token id; allowed are 0 to 99.",
         None,
     ]
     assert [line["text"] for line in lines] == ["Bß\u2028", "", "", "", "Cß\u2028"]
@@ -228,7 +228,9 @@ def test_a_refused_prompt_has_its_reason_and_the_others_are_completed(
 def test_when_the_engine_dies_what_was_finished_is_kept(write, launched, tmp_path: Path):
     path = write('{"prompt": "A"}\n{"prompt_token_ids": [13]}\n{"prompt": "B"}\n')
     target = tmp_path / "out.jsonl"
-    with pytest.raises(MeshserveError, match="the engine died: RuntimeError: device lost. .*out.jsonl holds what was"):
+    with pytest.raises(
+        MeshserveError, match="the engine failed: RuntimeError: device lost. .*out.jsonl contains what was"
+    ):
         generate_file(ServeConfig(), path, target)
     first, *others = output_lines(target)
     assert (first["text"], first["finish_reason"]) == ("Bß\u2028", "stop")
@@ -261,7 +263,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_anything_is_launche
     with pytest.raises(MeshserveError, match="cannot be written: Is a directory"):
         generate_file(ServeConfig(), write('{"prompt": "a"}'), tmp_path)
     prompts = write('{"prompt": "a"}')
-    with pytest.raises(MeshserveError, match="is the input. Name another file"):
+    with pytest.raises(MeshserveError, match="is the input file. Choose another file"):
         generate_file(ServeConfig(), prompts, prompts)
     assert launched == []
 

@@ -162,12 +162,12 @@ SAID = {"role": "assistant", "content": "b"}
         ([TALK] * 65, {}, "messages", "got 65; allowed are 64"),
         ([SAID | {"tool_calls": [{"name": "f", "arguments": {}}] * 129}], {}, "messages[0].tool_calls", "got 129;"),
         ([TALK], {"tools": ['{"a": "' + "x" * 20_000 + '"}']}, "messages", "characters; allowed are"),
-        ([TALK], {"continue_last_message": True}, "continue_last_message", "the last message is of 'user'"),
+        ([TALK], {"continue_last_message": True}, "continue_last_message", "the last message has role 'user'"),
         (
             [TALK, SAID | {"content": " "}],
             {"continue_last_message": True},
             "continue_last_message",
-            "with 1 characters",
+            "1 characters",
         ),
         (
             [TALK, SAID | {"tool_calls": [{"name": "f", "arguments": {}}]}],

@@ -150,7 +150,7 @@ def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(hub:
     hub.files["config.json"] = json.dumps(raw).encode() + b" "
     del hub.files["model.safetensors"]
     hub.cache = hub.cache.with_name("other")
-    assert "holds no safetensors files" in hub.resolve()
+    assert "has no safetensors files" in hub.resolve()
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_every_entry_names_what_there_is(architecture: Architecture) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"architectures is \['LlamaForCausalLM'\]; served is \['Qwen3For"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"architectures is \['LlamaForCausalLM'\]; supported: \['Qwen3For"),
         ({"architectures": ["Qwen3ForCausalLM", "Other"]}, "architectures is"),
         ({"architectures": []}, r"architectures is \[\];"),
         ({"architectures": None}, "architectures is None;"),
@@ -57,7 +57,7 @@ def test_a_file_need_not_say_its_model_type() -> None:
 
 
 def test_a_size_that_is_not_published_names_those_that_are() -> None:
-    with pytest.raises(ConfigError, match="'qwen3-9b' is no published size; known are qwen3-0.6b, "):
+    with pytest.raises(ConfigError, match="'qwen3-9b' is not a published size; allowed are qwen3-0.6b, "):
         named_model("qwen3-9b")
 
 
