@@ -86,7 +86,7 @@ def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_workload_that_is_too_long_for_the_model():
-    with pytest.raises(ConfigError, match="up to 3000 tokens, the model was made for 1024. Take --workload fixed"):
+    with pytest.raises(ConfigError, match="up to 3000 tokens, the model supports 1024. Use --workload fixed"):
         throughput.main(["--model=demo", "--workload=fixed", "--input-tokens=2000", "--output-tokens=1000"])
 
 
