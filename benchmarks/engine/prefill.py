@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-step-tokens", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--gemm-backend", default="auto", help="as for meshserve serve: auto, tuned or library")
-    parser.add_argument("--all-reduce", default="auto", help="as for meshserve serve: auto, peers or xla")
+    parser.add_argument("--all-reduce", default="auto", help="as for meshserve serve: auto, xla or p2p")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument(

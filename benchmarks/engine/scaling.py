@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         help="check results for this long at each TP size, instead of timing",
     )
-    parser.add_argument("--all-reduce", default="auto", help="peers, xla or auto (default: %(default)s)")
+    parser.add_argument("--all-reduce", default="auto", help="p2p, xla or auto (default: %(default)s)")
     parser.add_argument("--one-dispatcher", action="store_true", help="dispatch to all GPUs from one thread")
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument(

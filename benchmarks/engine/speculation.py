@@ -82,15 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="Compare decoding with and without draft tokens.", description="Drafts against none."
+        prog="meshserve bench speculation", description="Compare decoding with and without draft tokens."
     )
     parser.add_argument("--model", required=True, help="a model directory, or a published size with --random-weights")
     parser.add_argument("--random-weights", action="store_true", help="generate random weights on the device")
-    parser.add_argument("numbers of concurrent requests", type=int, nargs="+", default=[1, 8, 32], help="at once")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="numbers of concurrent requests")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--draft-tokens", type=int, default=7)
     parser.add_argument("--input-tokens", type=int, default=256, help="input tokens of each request")
-    parser.add_argument("output tokens of each request", type=int, default=512, help="of each request")
+    parser.add_argument("--output-tokens", type=int, default=512, help="output tokens of each request")
     parser.add_argument("--runs", type=int, default=3, help="number of timed runs, each with a new draw")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cpu-devices", type=int, default=0)

@@ -57,10 +57,10 @@ def test_settings_are_options_of_the_server():
         "tp": 2, "memory_fraction": 0.5, "prefix_cache": False, "attention": "cuda",
     }  # fmt: skip
     wrong = {
-        "tpp=2": "no option is called 'tpp'",
-        "tp=two": "'two' is no int",
-        "model=demo": "say it with --model",
-        "random_weights=true": "say it with --random-weights",
+        "tpp=2": "there is no option 'tpp'",
+        "tp=two": "'two' is not of type int",
+        "model=demo": "use --model instead",
+        "random_weights=true": "use --random-weights instead",
     }
     for pair, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
