@@ -1,4 +1,4 @@
-"""`meshserve bench start`: fresh processes, the second of which compiles nothing."""
+"""Tests `meshserve bench start`: new processes, of which the second compiles nothing."""
 
 import json
 from pathlib import Path
