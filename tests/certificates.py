@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS."""
+"""Creates certificates for tests of TLS."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from meshserve.runtime.server.tls import TlsFiles
 
 
 def certificate(folder: Path, name: str, authority: str | None = None, address: str = "127.0.0.1") -> TlsFiles:
-    """A certificate for an address, signed by itself or by an authority made before."""
+    """Creates a certificate for an address, self-signed or signed by an authority created before."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is not installed")

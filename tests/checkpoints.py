@@ -1,4 +1,4 @@
-"""Random Qwen3 checkpoints as Hugging Face saves them, and what transformers makes of them: the oracle of the tests."""
+"""Creates random Qwen3 checkpoints in Hugging Face's format, and computes reference outputs with transformers."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-# Tiny but not trivial: 8 query heads allow TP 1, 2, 4 and 8.
+# Tiny but not trivial: 8 query heads allow TP sizes 1, 2, 4 and 8.
 TINY = {
     "vocab_size": 320,
     "hidden_size": 48,
@@ -32,7 +32,7 @@ def save_checkpoint(directory: Path, *, seed: int = 0, shard_size: str = "1GB", 
     model = Qwen3ForCausalLM(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # they start as ones, which would hide a wrong one
+            if "norm" in name:  # initialized to ones, which would hide an error
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(directory, max_shard_size=shard_size)
     save_byte_tokenizer(directory)
@@ -40,7 +40,7 @@ def save_checkpoint(directory: Path, *, seed: int = 0, shard_size: str = "1GB", 
 
 
 def save_byte_tokenizer(directory: Path) -> None:
-    """A tokenizer of the 256 bytes and nothing else."""
+    """Writes a tokenizer with the 256 bytes as its only tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -62,7 +62,7 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 
 
 def greedy(directory: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """What transformers generates in float32, prompt by prompt."""
+    """Returns what transformers generates in float32, prompt by prompt."""
     model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs = []
     with torch.no_grad():
@@ -77,7 +77,7 @@ def greedy(directory: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -
 
 
 def hidden_states(directory: Path, prompt: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The output of every layer [T, D] before the final norm, and the logits [T, V], in float32."""
+    """Returns the output of every layer [T, D] before the final norm, and the logits [T, V], in float32."""
     model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs: list[torch.Tensor] = []
     for layer in model.model.layers:

@@ -1,4 +1,4 @@
-"""Every test process serves on 8 virtual CPU devices."""
+"""Configures every test process to use 8 virtual CPU devices."""
 
 import os
 import signal
@@ -8,48 +8,53 @@ import pytest
 
 from meshserve.sharding.mesh import use_cpu_devices
 
-# XLA ends a process whose devices wait 40 s for each other, which on a busy machine they may.
+# By default, XLA aborts a process whose devices wait 40 s for each other, which can happen on a busy machine.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=1200"
     " --xla_cpu_collective_timeout_seconds=1200"
 )
 use_cpu_devices(8)
-# Nor is an example of hypothesis wrong for being slow.
+# A slow hypothesis example is not a failure either.
 hypothesis.settings.register_profile(
     "meshserve", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("meshserve")
-# A background job of a shell inherits "ignore SIGINT", and the processes that tests start would, too.
+# A background job of a shell inherits "ignore SIGINT", and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=3000, help="mutated requests to send (make fuzz: 100,000)")
-    parser.addoption("--simulated", type=int, default=400, help="requests of each case of test_simulation.py")
-    parser.addoption("--structured", type=int, default=24, help="schemas, and expressions, of test_structured.py")
-    parser.addoption("--draws", type=int, default=8192, help="of each case of sampling (make sample: 100,000)")
-    parser.addoption("--every-case", action="store_true", help="every case of the TPU kernels and of clusters")
+    parser.addoption("--simulated", type=int, default=400, help="requests per case of test_simulation.py")
+    parser.addoption(
+        "--structured",
+        type=int,
+        default=24,
+        help="number of schemas, and of regular expressions, in test_structured.py",
+    )
+    parser.addoption("--draws", type=int, default=8192, help="draws per case of sampling (make sample: 100,000)")
+    parser.addoption("--every-case", action="store_true", help="run every case of the TPU kernels and of clusters")
 
 
 @pytest.fixture
 def num_draws(pytestconfig: pytest.Config) -> int:
-    """Tokens drawn in each case of a distribution: few in `make test`, 100,000 in `make sample`."""
+    """Number of tokens drawn per distribution case: few in `make test`, 100,000 in `make sample`."""
     return pytestconfig.getoption("--draws")
 
 
 @pytest.fixture
 def num_simulated(pytestconfig: pytest.Config) -> int:
-    """Requests of each simulated case: few in `make test`, 20,000 in `make simulate`."""
+    """Number of requests per simulated case: few in `make test`, 20,000 in `make simulate`."""
     return pytestconfig.getoption("--simulated")
 
 
 @pytest.fixture
 def every_case(pytestconfig: pytest.Config) -> bool:
-    """Whether to take the cases that `make test` has no time for."""
+    """Whether to run the cases that take too long for `make test`."""
     return pytestconfig.getoption("--every-case")
 
 
 @pytest.fixture
 def num_structured(pytestconfig: pytest.Config) -> int:
-    """Outputs held to a schema, and as many held to an expression: few in `make test`, 1,000 in `make structured`."""
+    """Number of outputs per kind of constraint, schema and regex: few in `make test`, 1,000 in `make structured`."""
     return pytestconfig.getoption("--structured")

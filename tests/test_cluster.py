@@ -1,4 +1,4 @@
-"""Several real processes on virtual CPU devices, spoken to through gRPC: lockstep, and how it ends."""
+"""Runs clusters of real processes on virtual CPU devices through gRPC: equal tokens, failures, and shutdown."""
 
 import contextlib
 import re
@@ -17,8 +17,8 @@ from meshserve.runtime.commands.local_cluster import LocalCluster, local_cluster
 
 from .waiting import WAIT_SECONDS, wait_for
 
-# Half of it without a sign of life is a failure, also on a busy machine. When things are overdue, and when a process is
-# ended, tests/runtime/cluster/test_step_stream.py shows with clocks of its own.
+# Half of this time without a sign of life counts as a failure, also on a busy machine. The exact timeouts are tested
+# with fake clocks in tests/runtime/cluster/test_step_stream.py.
 FAIL_SECONDS = 60.0
 FLAGS = [
     "--model=demo", "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=2", "--max-step-tokens=2",
@@ -30,7 +30,7 @@ NUM_STREAMS = 12
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The first cluster compiles, the others find its programs."""
+    """Returns a cache folder, so that only the first cluster compiles."""
     return f"--cache-dir={tmp_path_factory.mktemp('programs')}"
 
 
@@ -43,7 +43,7 @@ def ready(num_processes: int, cache: str, folder: Path, *flags: str) -> Iterator
 
 
 class Stream(threading.Thread):
-    """One request, some of them cancelled on the way."""
+    """One request; some of the streams are cancelled midway."""
 
     def __init__(self, target: str, index: int, max_tokens: int = 40):
         super().__init__(daemon=True)
@@ -86,7 +86,7 @@ def health(target: str) -> int:
 
 
 def scraped(cluster: LocalCluster, index: int) -> str:
-    """A process's metrics, if it is ready."""
+    """Returns a process's metrics, after checking that it is live and ready."""
     found = re.search(r"answers probes on (\S+)", cluster.log(index).read_text())
     assert found is not None
     answers = []
@@ -105,12 +105,12 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
             tokens[num_processes] = mixed_load(cluster.target)
             for target in cluster.targets:
                 assert health(target) == health_pb2.HealthCheckResponse.SERVING
-            if num_processes == 2:  # told to stop, one after the other, they drain: the open stream ends well
+            if num_processes == 2:  # on SIGTERM they drain in turn, and the open stream finishes normally
                 assert re.search(r'_followed_calls_total{method="run"} [1-9]', scraped(cluster, 1))
                 assert "\nmeshserve_ready 1\n" in scraped(cluster, 0) and "\nmeshserve_ready" not in scraped(cluster, 1)
                 stream = Stream(cluster.target, 1, max_tokens=400)
                 stream.has_begun.wait(WAIT_SECONDS)
-                cluster.processes[1].send_signal(signal.SIGHUP)  # changes nothing
+                cluster.processes[1].send_signal(signal.SIGHUP)  # has no effect
                 wait_for(lambda: "SIGHUP changes nothing here" in cluster.log(1).read_text())
                 cluster.processes[1].send_signal(signal.SIGTERM)
                 wait_for(lambda: health(cluster.target) == health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -129,13 +129,13 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
     [
         (1, signal.SIGKILL, {0: 1}, True),
         (0, signal.SIGKILL, {}, False),  # jax may abort the follower before we end it: any status but 0
-        (1, signal.SIGSTOP, {0: 1, 1: -signal.SIGKILL}, False),  # the guard kills what is stopped
+        (1, signal.SIGSTOP, {0: 1, 1: -signal.SIGKILL}, False),  # the watchdog process kills a stopped process
         (0, signal.SIGSTOP, {0: -signal.SIGKILL}, True),
     ],
 )
 def test_a_lost_process_ends_everybody(cache, tmp_path, every_case, victim, number, statuses, is_always):
     if not (is_always or every_case):
-        pytest.skip("one of the cases that --every-case adds")
+        pytest.skip("only run with --every-case")
     with ready(2, cache, tmp_path) as cluster:
         streams = [Stream(cluster.target, 4 * index, max_tokens=900) for index in range(6)]
         wait_for(lambda: sum(stream.has_begun.is_set() for stream in streams) >= 2)
@@ -143,7 +143,7 @@ def test_a_lost_process_ends_everybody(cache, tmp_path, every_case, victim, numb
         for stream in streams:
             stream.finish()
         errors = [stream.error for stream in streams if stream.error is not None or len(stream.token_ids) < 900]
-        assert len(errors) >= 2 and None not in errors  # two run at a time: the last were surely open
+        assert len(errors) >= 2 and None not in errors  # two run at a time, so the last ones were certainly open
         assert {error.code for error in errors} == {grpc.StatusCode.UNAVAILABLE}
         if victim == 1:
             assert "the engine failed: " in str(errors[0])

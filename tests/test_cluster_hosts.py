@@ -1,4 +1,4 @@
-"""Network namespaces as hosts, each with its own address; mutual TLS and a token on the step stream between them."""
+"""Runs a cluster on emulated hosts (network namespaces) with mutual TLS and a token on the step stream."""
 
 import subprocess
 from pathlib import Path
@@ -15,7 +15,7 @@ from meshserve.runtime.commands.local_cluster import local_cluster
 from .certificates import certificate
 from .waiting import WAIT_SECONDS
 
-pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="wants root, network namespaces and iproute2")
+pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 
 FLAGS = (
     "--model=demo", "--tp=2", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--max-running=1",
@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def flags_of(index: int, folder: Path, address: str, token: str = "secret") -> list[str]:
-    """Of one process: its own certificate, and what it listens on."""
+    """Returns the flags of one process: its own certificate and addresses."""
     name = f"host{index}"
     files = certificate(folder, name, "authority", address)
     (folder / token).write_text(f"{token}\n")
@@ -35,7 +35,7 @@ def flags_of(index: int, folder: Path, address: str, token: str = "secret") -> l
 
 
 def join(address: str, credentials: grpc.ChannelCredentials | None, token: str) -> grpc.StatusCode:
-    """How process 0 refuses a stranger."""
+    """Returns the status with which process 0 refuses an unknown caller."""
     channel = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
     with channel:
         hello = iter([pb.JoinRequest(hello=pb.Hello(process_id=1))])
@@ -65,13 +65,13 @@ def test_two_hosts_with_tls_and_a_token(tmp_path: Path) -> None:
 
                 [step_port] = [flag.split("=")[1] for flag in cluster.commands[0] if flag.startswith("--step-port")]
                 address = f"{made.address(0)}:{step_port}"
-                assert join(address, None, "secret") is grpc.StatusCode.UNAVAILABLE  # speaks no TLS
-                assert join(address, trusting, "secret") is grpc.StatusCode.UNAVAILABLE  # shows no certificate
+                assert join(address, None, "secret") is grpc.StatusCode.UNAVAILABLE  # without TLS
+                assert join(address, trusting, "secret") is grpc.StatusCode.UNAVAILABLE  # without a client certificate
                 wrong = [*cluster.commands[1], *flags_of(1, tmp_path, made.address(1), "wrong")]
                 done = subprocess.run(wrong, capture_output=True, text=True, timeout=WAIT_SECONDS)
                 assert done.returncode == 1
                 assert "UNAUTHENTICATED: this is not the token of the cluster" in done.stderr
 
                 again = client.complete("ROMEO:\n", max_tokens=8, temperature=0.0, ignore_eos=True)
-                assert again.token_ids == said.token_ids  # none of them disturbed anybody
+                assert again.token_ids == said.token_ids  # the refused attempts had no effect
             assert cluster.stop(WAIT_SECONDS) == [0, 0]

@@ -1,4 +1,4 @@
-"""The real server, as a process of its own on a mesh of virtual CPU devices, and real clients on loopback."""
+"""Runs the real server as a process on a mesh of virtual CPU devices, with real clients on loopback."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ SERVE = [
 
 @contextlib.contextmanager
 def _serving(folder: Path) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Address and process of a server that is ready; it is killed in the end. What it logs goes to `folder`.
+    """Yields address and process of a ready server, which is killed at the end; its log goes to `folder`.
 
     The cache is too small for all streams at once, so requests are preempted.
     """
@@ -56,16 +56,16 @@ def _serving(folder: Path) -> Iterator[tuple[str, subprocess.Popen]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server that every test leaves as it was: their order is nobody's promise."""
+    """The address of a server shared by tests, each of which must leave it unchanged, since their order may vary."""
     with _serving(tmp_path_factory.mktemp("server")) as (target, _):
         yield target
 
 
 async def _one_stream(client: AsyncClient, index: int) -> str:
-    """A stream with a fate drawn from its index: left to end, cancelled, or under a deadline. Returns how it ended."""
+    """Runs a stream that randomly completes, is cancelled or has a deadline, and returns how it ended."""
     draw = random.Random(index)
     fate = draw.choice(["whole", "cancelled", "deadline"])
-    # Those who leave ask for so many that they are in time, even if tokens reach them in heaps.
+    # Cancelled streams request enough tokens to be cancelled in time, even if tokens arrive in bursts.
     max_tokens = 500 if fate == "cancelled" else draw.randint(1, 120)
     sampling = {"max_tokens": max_tokens, "temperature": 0.8, "seed": index, "ignore_eos": True}
     timeout_seconds = draw.uniform(0.05, 2.0) if fate == "deadline" else None
@@ -90,7 +90,9 @@ async def _all_streams(target: str) -> list[str]:
     async with AsyncClient(target) as client:
         ends = await asyncio.gather(*(_one_stream(client, index) for index in range(NUM_STREAMS)))
         end = time.monotonic() + WAIT_SECONDS
-        while (load := await client.load()).num_free_pages < load.num_pages:  # the last cancellations are on their way
+        while (
+            load := await client.load()
+        ).num_free_pages < load.num_pages:  # the last cancellations are still in progress
             assert time.monotonic() < end
             await asyncio.sleep(0.05)
         assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
@@ -155,7 +157,7 @@ def test_samples_share_their_prompt_and_draw_as_requests_of_their_own(server: st
 
 
 def test_the_server_and_the_command_line_agree(server: str, tmp_path: Path) -> None:
-    """The same greedy text from the server at TP 4 and from `meshserve generate` at TP 2."""
+    """Compares the greedy text of the server at TP 4 with that of `meshserve generate` at TP 2."""
     with Client(server) as client:
         served = client.complete("ROMEO:\nBut soft", max_tokens=24, temperature=0.0)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -168,7 +170,7 @@ def test_the_server_and_the_command_line_agree(server: str, tmp_path: Path) -> N
 
 
 def test_buf_curl_lists_and_calls_through_reflection(server: str) -> None:
-    """An unmodified generic client that knows nothing but the address."""
+    """Uses an unmodified generic client that only gets the address."""
     buf = shutil.which("buf", path=str(Path(sys.executable).parent)) or shutil.which("buf")
     assert buf is not None, "buf comes with the test extra (buf-bin)"
     curl = [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
@@ -204,7 +206,7 @@ def test_a_reader_of_stdout_that_has_gone_ends_nobody() -> None:
 
 
 def test_sigterm_ends_the_server_in_order(tmp_path: Path) -> None:
-    """A running stream ends well, the exit status is 0."""
+    """A running stream finishes, and the exit status is 0."""
     with _serving(tmp_path) as (target, process):
         with Client(target) as client:
             stream = client.generate("HAMLET:\n", max_tokens=60, ignore_eos=True)

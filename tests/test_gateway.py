@@ -1,4 +1,4 @@
-"""Off-the-shelf clients against the demo model, all as they come from PyPI.
+"""Tests off-the-shelf clients from PyPI with the demo model.
 
 meshserve (VllmEngine)  <-  smg (HTTP)  <-  openai
 """
@@ -41,7 +41,7 @@ SERVE = [
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The gateway's address, once it knows the model, and that of the port behind it."""
+    """The address of the gateway, once it has discovered the model, and of the server port behind it."""
     logs = tmp_path_factory.mktemp("gateway")
     with contextlib.ExitStack() as stack:
         server_log, smg_log = (stack.enter_context((logs / name).open("w")) for name in ("server", "smg"))
@@ -103,7 +103,7 @@ def test_chat_whole_and_streamed(client):
         parts += [choice.delta.content or "" for choice in chunk.choices]
         usage = chunk.usage or usage
     assert "".join(parts) == whole.choices[0].message.content
-    assert len([part for part in parts if part]) > 1  # a busy server sends larger ones
+    assert len([part for part in parts if part]) > 1  # a busy server sends fewer, larger parts
     assert (usage.prompt_tokens, usage.completion_tokens) == (
         whole.usage.prompt_tokens, whole.usage.completion_tokens
     )  # fmt: skip
@@ -197,7 +197,7 @@ def test_penalties_and_bias(client):
 
 
 def test_every_field_of_the_gateways_protocol_is_passed_on():
-    """smg 1.13 itself leaves out logit_bias; other gateways may not."""
+    """Tests every field, including logit_bias, which smg 1.13 itself omits but other gateways may not."""
     from smg_grpc_proto import vllm_engine_pb2 as pb
 
     fields = {"min_p": 0.25, "frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5,
@@ -247,10 +247,10 @@ def test_a_prompt_that_is_too_long(client):
 
 
 def test_aiperf_measures_it(url, tmp_path):
-    """The benchmark tool, which knows nothing but the URL and the tokenizer."""
+    """Runs the benchmark tool with only the URL and the tokenizer."""
     aiperf = shutil.which("aiperf")
     if aiperf is None:
-        pytest.skip("aiperf is not on the PATH; it wants an environment of its own")
+        pytest.skip("aiperf is not on the PATH; it needs a separate environment")
     command = [aiperf, "profile", "-m", "demo", "--url", url.removesuffix("/v1"), "--endpoint-type", "chat"]
     command += ["--streaming", "--tokenizer", str(Path(demo.__file__).with_name("model")), "--concurrency", "4"]
     command += ["--request-count", "16", "--isl", "30", "--osl", "16", "--ui", "simple"]

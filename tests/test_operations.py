@@ -1,4 +1,4 @@
-"""A real server as an operator runs it: tokens, probes, metrics, profiles, a JSON log; drained under load."""
+"""Runs a real server in an operator's setup: tokens, probes, metrics, profiles, a JSON log, and draining under load."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ class Server:
 
 @contextlib.contextmanager
 def _serving(folder: Path) -> Iterator[Server]:
-    """A server that is ready, its files in `folder`; it is killed in the end."""
+    """Yields a ready server with its files in `folder`, and kills it at the end."""
     log, tokens, profiles = folder / "log", folder / "tokens.toml", folder / "profiles"
     token, lines = new_token("operator")
     tokens.write_text(lines.replace("]\n", ']\npermissions = ["admin", "info", "inference"]\n', 1))
@@ -61,7 +61,7 @@ def _serving(folder: Path) -> Iterator[Server]:
         found = re.search(r"listens on (\S+)\n.*probes on (\S+)", said)
         assert found is not None, said + log.read_text()
         with urllib.request.urlopen(f"{found[2]}/livez", timeout=WAIT_SECONDS) as answer:
-            assert answer.status == 200  # alive from the first moment, ready later
+            assert answer.status == 200  # live from the start, ready later
         with Client(found[1]) as client:
             client.wait_until_ready(WAIT_SECONDS)
         yield Server(process, found[1], found[2], token, log, profiles, config)
@@ -72,7 +72,7 @@ def _serving(folder: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that goes on serving after every test: their order is nobody's promise."""
+    """A server shared by tests, each of which must leave it serving, since their order may vary."""
     with _serving(tmp_path_factory.mktemp("operations")) as server:
         yield server
 
@@ -83,7 +83,7 @@ BODIES = {
     "Tokenize": {"conversation": {"messages": [{"role": "user", "content": "hi"}]}},
     "Detokenize": {"tokenIds": [300, 301]},
     "Abort": {"requestIds": ["none"]},
-    "Drain": {"graceSeconds": -1},  # is refused: the server is needed
+    "Drain": {"graceSeconds": -1},  # refused, because the server is still needed
 }
 
 
@@ -118,14 +118,14 @@ def test_metrics_and_the_log_tell_of_a_request(server):
 
 
 def test_sighup_changes_the_degree_under_streams(server):
-    """One stream follows the other while the mesh changes below them: all have the same tokens."""
+    """Consecutive streams have the same tokens while the mesh changes between and during them."""
     with Client(server.target, token=server.token) as client:
 
         def complete() -> tuple[int, ...]:
             return client.complete("IAGO:\n", max_tokens=400, temperature=0.8, seed=3, ignore_eos=True).token_ids
 
         def reload(config: str, words: str) -> None:
-            """Until the log says these words."""
+            """Reloads the config and waits until the log contains the words."""
             server.config.write_text(config)
             server.process.send_signal(signal.SIGHUP)
             end = time.monotonic() + WAIT_SECONDS
@@ -139,7 +139,7 @@ def test_sighup_changes_the_degree_under_streams(server):
         reload("tp = 1\nmax_waiting = 7\n", "tp is 1 now")
         assert "max_waiting has changed in the config" in server.log.read_text()
         assert complete() == expected
-        wait_for(lambda: client.model_info().tp_degree == 1)  # a moment after the log
+        wait_for(lambda: client.model_info().tp_degree == 1)  # shortly after the log line
 
 
 def test_sigterm_with_100_streams_loses_none(tmp_path):
@@ -158,7 +158,7 @@ def test_sigterm_with_100_streams_loses_none(tmp_path):
             await has_begun.wait()
             while (num_open := (await client.server_info()).num_open_requests) < 100:
                 if num_open + sum(stream.done() for stream in streams) >= 100:
-                    break  # some have ended before the last began
+                    break  # some have ended before the last one began
                 await asyncio.sleep(0.01)
             assert num_open > 0
             server.process.send_signal(signal.SIGTERM)
@@ -170,7 +170,7 @@ def test_sigterm_with_100_streams_loses_none(tmp_path):
 
 
 def test_sigterm_while_it_starts():
-    """While it compiles, if that can be caught."""
+    """Sends SIGTERM during compilation, if it can be observed."""
     process = subprocess.Popen([*SERVE, "--cache-dir="], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""The proto: lints, is what the committed code was generated from, and names its fields as the dataclasses do."""
+"""Checks the proto: it lints, matches the generated code, and names its fields as the dataclasses do."""
 
 import inspect
 import shutil
@@ -39,7 +39,7 @@ def test_the_proto_lints_and_is_formatted():
 
 
 def without_json_names(message: Message) -> Message:
-    """protoc leaves them out of the code it generates, buf computes them."""
+    """Removes the JSON names, which protoc omits from generated code but buf computes."""
     for field, value in message.ListFields():
         if field.name == "json_name":
             message.ClearField("json_name")
@@ -56,7 +56,7 @@ def test_the_generated_code_is_that_of_the_proto(generated_file):
     )
     generated = descriptor_pb2.FileDescriptorProto.FromString(generated_file.DESCRIPTOR.serialized_pb)
     [ours] = (file for file in built.file if file.package == generated.package)
-    ours.name = generated.name  # buf counts from protos/, protoc from src/
+    ours.name = generated.name  # buf's paths are relative to protos/, protoc's to src/
     assert without_json_names(ours) == without_json_names(generated), "run `make protos`, and commit what it writes"
 
 

@@ -1,22 +1,22 @@
-"""How tests wait: for as long as a busy machine may need, and no longer than it takes.
+"""Helps tests wait for conditions, as long as a busy machine may need.
 
-No test compares times. What has to happen is waited for; what must not happen is ruled out by an order of events, or
-by an engine or a clock that stands still.
+No test compares times. Tests wait for what has to happen. They rule out what must not happen by an order of events, or
+by stopping an engine or a clock.
 """
 
 import time
 from collections.abc import Callable
 from typing import Any
 
-# For a call, an event or the end of a process. It is only ever waited in full when something is broken. A whole test
-# may take longer: `timeout` in pyproject.toml.
+# Timeout for a call, an event or the end of a process; only reached when something is broken. A whole test may take
+# longer: see `timeout` in pyproject.toml.
 WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.005
 
 
 def wait_for(condition: Callable[[], Any], said: Callable[[], Any] = str) -> None:
-    """Until the condition is true. `said` makes what a failure tells beside that."""
+    """Waits until the condition is true; `said` returns text that is added to a failure."""
     end = time.monotonic() + WAIT_SECONDS
     while not condition():
-        assert time.monotonic() < end, f"waited in vain: {said()}"
+        assert time.monotonic() < end, f"timed out waiting: {said()}"
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Runs the peers one after the other on the same machine, and prints one table."""
+"""Runs the baselines one after the other on the same machine and prints one table."""
 
 import argparse
 import contextlib
@@ -27,11 +27,11 @@ _NANO_VLLM_LENGTHS = (100, 1024)
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """How a row of the table is made."""
+    """How one engine of the comparison is run."""
 
     title: str
     module: str
-    interpreter: str  # the option that names it
+    interpreter: str  # the command line option that names the interpreter
     is_single: bool = False
 
 
@@ -45,7 +45,7 @@ BASELINES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a peer reached: medians over the runs, and P10 and P90 of the first."""
+    """The results of one engine: medians over all runs, plus P10 and P90 of the throughput."""
 
     title: str
     version: str
@@ -59,7 +59,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exits with 1 if a peer failed; one that is not installed is only named."""
+    """Runs the comparison and returns 1 if a baseline failed; a baseline that is not installed is only reported."""
     options = _parser().parse_args(arguments)
     config = _model_config(options.model)
     batches = _batches(options, config["vocab_size"])
@@ -88,28 +88,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve bench baselines", description="Peers side by side on one device.")
+    parser = argparse.ArgumentParser(
+        prog="meshserve bench baselines", description="Compare baselines side by side on one device."
+    )
     parser.add_argument("--model", default="qwen3-0.6b", help="a published size, or a folder with config.json")
     parser.add_argument("--workload", choices=("fixed", "nano-vllm"), default="fixed")
     parser.add_argument("--requests", type=int, default=0, help="default: 4, or 256 with --workload nano-vllm")
     parser.add_argument("--input-tokens", type=int, default=32, help="with --workload fixed")
     parser.add_argument("--output-tokens", type=int, default=100, help="with --workload fixed")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--runs", type=int, default=10, help="measured, each with fresh prompts")
+    parser.add_argument("--runs", type=int, default=10, help="number of measured runs, each with new prompts")
     parser.add_argument("--warmups", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--engines", nargs="+", choices=BASELINES, default=list(BASELINES), metavar="BASELINE", help=" ".join(BASELINES)
     )
     parser.add_argument(
-        "--baseline", choices=BASELINES, default="hf-batched", help="what the last column compares with"
+        "--baseline", choices=BASELINES, default="hf-batched", help="the engine that the last column compares with"
     )
     for name in ("hf", "vllm", "ours"):
-        parser.add_argument(f"--python-{name}", default=sys.executable, help="its interpreter (this one)")
+        parser.add_argument(
+            f"--python-{name}", default=sys.executable, help="interpreter for this engine (default: the current one)"
+        )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
-    parser.add_argument("--set-vllm", default="{}", metavar="JSON", help="more arguments of vllm.LLM")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for each peer")
-    parser.add_argument("--json", type=Path, help="write the rows here, too")
+    parser.add_argument("--set-vllm", default="{}", metavar="JSON", help="additional arguments of vllm.LLM")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="time limit per baseline, in seconds")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     return parser
 
 
@@ -119,7 +123,7 @@ def _model_config(model: str) -> dict[str, Any]:
 
 
 def _batches(options: argparse.Namespace, vocab_size: int) -> list[list[Work]]:
-    """The last one has seed 0, and is what the others were to be compared with."""
+    """Returns the batches of all runs; the last batch has seed 0."""
     seeds = reversed(range(options.warmups + options.runs))
     max_id = min(MAX_TOKEN_ID, vocab_size - 1)
     if options.workload == "nano-vllm":
@@ -131,11 +135,11 @@ def _batches(options: argparse.Namespace, vocab_size: int) -> list[list[Work]]:
 def _run_baseline(
     options: argparse.Namespace, baseline: Baseline, batches: list[list[Work]], folder: Path
 ) -> Row | str:
-    """The row, or why there is none."""
+    """Returns the table row, or the reason why there is none."""
     interpreter = getattr(options, baseline.interpreter)
     environment = _environment(folder, baseline)
     if shutil.which(interpreter) is None:
-        return f"there is no interpreter {interpreter}"
+        return f"interpreter {interpreter} not found"
     if baseline.module == "vllm_engine" and not _has_vllm(interpreter):
         return "not installed"
     job = Job(
@@ -168,7 +172,11 @@ def _run_baseline(
 
 
 def _environment(folder: Path, baseline: Baseline) -> dict[str, str]:
-    """Ours runs in this environment. The others see our benchmarks and nothing else of this interpreter's packages."""
+    """Returns the environment of the engine's process.
+
+    meshserve runs with this interpreter's packages. The other engines see our benchmarks and no other package of this
+    interpreter.
+    """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if baseline.module != "ours":
         package = folder / "packages" / "meshserve"
@@ -193,7 +201,7 @@ def _settings(options: argparse.Namespace, baseline: Baseline) -> dict[str, Any]
 
 
 class _GpuMemory:
-    """The most that nvidia-smi showed in use on all GPUs, above what was in use at first; 0 without it."""
+    """Tracks the peak memory in use on all GPUs by nvidia-smi, above the initial use; 0 without nvidia-smi."""
 
     def __init__(self) -> None:
         self._first = self._read()
@@ -239,7 +247,7 @@ def _watched_memory() -> Iterator[_GpuMemory]:
 
 
 def _wait(process: subprocess.Popen, timeout: float, watch: _GpuMemory) -> int:
-    """Until it ends; its peak memory: the GPU's, or without one the process's own."""
+    """Waits for the process to end and returns its peak memory: of the GPUs, or of the process if there is no GPU."""
     timer = threading.Timer(timeout, process.kill)
     timer.start()
     try:
@@ -267,7 +275,7 @@ def _row(baseline: Baseline, report: Report, peak_bytes: int) -> Row:
 
 
 def table(rows: dict[str, Row], baseline: str) -> str:
-    """In Markdown. The last column is tokens/s over those of the baseline, if that has a row."""
+    """Formats the rows as Markdown; the last column is the throughput relative to the baseline, if it has a row."""
     lines = [
         "| | tokens/s (P10 to P90) | first token, ms | between tokens, ms: p50, p99 | peak memory, GiB | ratio |",
         "|---|---|---|---|---|---|",

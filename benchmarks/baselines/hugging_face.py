@@ -1,4 +1,4 @@
-"""Hugging Face's `generate`, one request at a time or as one padded batch. Needs torch and transformers."""
+"""Runs Hugging Face's `generate`, one request at a time or as one padded batch. Needs torch and transformers."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ from .job import Job, Run, serve_job
 
 
 class _Stamps(BaseStreamer):
-    """Notes when each row's tokens came, up to the row's length. `generate` shows it the prompt first."""
+    """Records the arrival times of each request's tokens, up to its length; `generate` passes the prompt first."""
 
     def __init__(self, clock: TokenClock, lengths: list[int], first_index: int):
         self._clock = clock
@@ -36,7 +36,7 @@ class _Stamps(BaseStreamer):
 
 
 class _Lengths(StoppingCriteria):
-    """Ends each row at its own length."""
+    """Stops each request at its own length."""
 
     def __init__(self, ends: torch.Tensor):
         self._ends = ends

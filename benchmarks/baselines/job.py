@@ -1,5 +1,7 @@
-"""What a peer is asked to run, and what it reports: JSON between processes of different interpreters. Standard library
-only."""
+"""Defines the job that a baseline runs and the report it returns, as JSON between processes of different interpreters.
+
+Uses only the standard library.
+"""
 
 import argparse
 import dataclasses
@@ -11,26 +13,26 @@ from typing import Any
 from meshserve.benchmarks.lib.token_times import RunTimes
 from meshserve.benchmarks.lib.workloads import Work
 
-# Runs a batch.
+# Runs one batch.
 Run = Callable[[list[Work]], RunTimes]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """The first `num_warmups` of the batches are run, and forgotten."""
+    """The work of one baseline; the first `num_warmups` batches are run but not reported."""
 
     model_dir: str  # has config.json; the weights are random
     dtype: str
     temperature: float
-    is_single: bool  # one request at a time, where the peer can choose
+    is_single: bool  # one request at a time, where the engine has the choice
     num_warmups: int
     batches: list[list[Work]]
-    settings: dict[str, Any]  # the peer's own
+    settings: dict[str, Any]  # specific to the engine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What came of it."""
+    """The results of one baseline."""
 
     version: str
     runs: list[RunTimes]
@@ -46,7 +48,7 @@ def read_report(path: Path) -> Report:
 
 
 def serve_job(start: Callable[[Job], tuple[str, Run]]) -> None:
-    """The main function of a peer: `start` loads the model and returns its version and a function that runs a batch."""
+    """Runs a baseline's job; `start` loads the model and returns its version and a function that runs one batch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
     parser.add_argument("report", type=Path)

@@ -1,4 +1,4 @@
-"""meshserve's engine with random weights, all requests at once."""
+"""Runs meshserve's engine with random weights, all requests at once."""
 
 import atexit
 

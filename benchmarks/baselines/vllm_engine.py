@@ -1,4 +1,4 @@
-"""vLLM's engine with random weights, all requests at once. Needs vllm."""
+"""Runs vLLM's engine with random weights, all requests at once. Needs vllm."""
 
 import time
 
@@ -44,7 +44,7 @@ def start(job: Job) -> tuple[str, Run]:
             now = time.perf_counter()
             for output in outputs:
                 index = int(output.request_id) - num_requests
-                num_tokens = len(output.outputs[0].token_ids)  # all so far
+                num_tokens = len(output.outputs[0].token_ids)  # cumulative
                 clock.add(index, began, now, num_tokens - num_seen[index])
                 num_seen[index] = num_tokens
         num_requests += len(batch)

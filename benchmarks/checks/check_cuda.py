@@ -1,11 +1,11 @@
-"""Compiles every program of the server for Hopper GPUs that are not there, and checks what the compiler made of them.
+"""Compiles every program of the server for Hopper GPUs, without having one, and checks the compiled code.
 
     make check-cuda
     python -m meshserve.benchmarks.checks.check_cuda --models qwen3-8b --targets h100:1 --layers 4
 
-For each model, machine and choice of kernels: every declared program compiles and fits, updates the KV cache in place,
-copies no weights and computes nothing twice, and calls the kernels and all-reduces it should; and the cache that has
-room beside them is the one that `meshserve plan` predicts. Needs jax's CUDA build and nvcc, but no GPU.
+For each model, machine and choice of kernels, every declared program must compile and fit, update the KV cache in
+place, copy no weights, compute nothing twice, and call the expected kernels and all-reduces. The cache that fits beside
+the programs must be the one that `meshserve plan` predicts. Needs jax's CUDA build and nvcc, but no GPU.
 """
 
 import sys
@@ -22,11 +22,11 @@ KERNELS = {
     "xla sums": {"attention": "cuda", "decode_layers": "cuda", "all_reduce": "xla"},
     "xla": {"attention": "reference", "decode_layers": "off"},
 }
-_SEVERAL_DEVICES = {"qwen3-32b"}  # 61 GiB of weights: beside them one GPU has no room for a useful cache
+_SEVERAL_DEVICES = {"qwen3-32b"}  # 61 GiB of weights leave no room for a useful cache on one GPU
 
 
 def planner(model: str, target: str, kernels: str) -> Planner:
-    """A server of a published size on a whole machine, with our kernels or XLA's."""
+    """Plans a server of a published model size on a whole machine, with our kernels or XLA's."""
     return check_programs.planner(model, target, **KERNELS[kernels])
 
 
@@ -41,9 +41,9 @@ def planned(models: Sequence[str], targets: Sequence[str], kernels: Sequence[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if anything does not hold."""
-    parser = check_programs.parser("Compile every program for GPUs without one.", models=MODELS, targets=TARGETS)
-    parser.add_argument("--kernels", nargs="*", choices=KERNELS, default=tuple(KERNELS), help="default: both")
+    """Runs the check and returns 1 if any expectation fails."""
+    parser = check_programs.parser("Compile every program for GPUs, without a GPU.", models=MODELS, targets=TARGETS)
+    parser.add_argument("--kernels", nargs="*", choices=KERNELS, default=tuple(KERNELS), help="default: all")
     options = parser.parse_args(arguments)
     servers = planned(options.models, options.targets, options.kernels)
     return check_programs.verdict(check_programs.check(servers, options))

@@ -1,4 +1,4 @@
-"""What `check_tpu` and `check_cuda` share: every program of planned servers compiled, their tables, the verdict."""
+"""Contains what `check_tpu` and `check_cuda` share: compiling every program of planned servers, and reporting."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from meshserve.runtime.planning.report import Asked, compile_with_table, plan_js
 
 
 def planner(model: str, target: str, **options: Any) -> Planner:
-    """A server of a published size on a whole target."""
+    """Plans a server of a published model size on a whole target."""
     return planner_of(Asked(config=ServeConfig(model=model, **options), target=target))
 
 
@@ -22,22 +22,26 @@ def parser(description: str, *, models: Sequence[str], targets: Sequence[str]) -
     found = argparse.ArgumentParser(description=description)
     found.add_argument("--models", nargs="*", default=models, help="published sizes (default: %(default)s)")
     found.add_argument("--targets", nargs="*", default=targets, help="machines (default: %(default)s)")
-    found.add_argument("--tokens", nargs="*", type=int, default=(), help="of the steps (default: all of them)")
-    found.add_argument("--layers", type=int, default=0, help="of each model, to be quick (default: all it has)")
-    found.add_argument("--json", help="file to append a line a planned server to")
+    found.add_argument(
+        "--tokens", nargs="*", type=int, default=(), help="token counts of the steps to compile (default: all)"
+    )
+    found.add_argument(
+        "--layers", type=int, default=0, help="compile only this many layers of each model, to save time (default: all)"
+    )
+    found.add_argument("--json", help="file to append one line per planned server to")
     return found
 
 
 def check(planned: Iterable[Planner], options: argparse.Namespace) -> list[str]:
-    """Compiles the programs of each server, prints its tables; returns what does not hold."""
-    jax.config.update("jax_platforms", "cpu")  # the programs are for another platform; nothing runs
+    """Compiles the programs of each server, prints its tables and returns the failed expectations."""
+    jax.config.update("jax_platforms", "cpu")  # the programs are for another platform and are never run here
     faults: list[str] = []
     known: dict[KnownKey, ProgramReport] = {}
     for plan in planned:
         model = dataclasses.replace(plan.model, num_layers=options.layers or plan.model.num_layers)
         mixed = [bucket.num_tokens for bucket in plan.buckets if not bucket.is_decode]
         if options.tokens and not set(mixed) & set(options.tokens):
-            raise SystemExit(f"--tokens names no step that may hold prompts; add one of {mixed}.")
+            raise SystemExit(f"--tokens selects no step that may hold prompts; add one of {mixed}.")
         plan = dataclasses.replace(plan, tokens=tuple(options.tokens), model=model)
         print("\n" + plan_table(plan.plan()), flush=True)
         compiled = compile_with_table(plan, known)
@@ -49,6 +53,6 @@ def check(planned: Iterable[Planner], options: argparse.Namespace) -> list[str]:
 
 
 def verdict(faults: Sequence[str]) -> int:
-    """Prints it; the exit status."""
+    """Prints the failures and returns the exit status."""
     print("\n" + ("\n".join(faults) if faults else "everything holds"))
     return 1 if faults else 0

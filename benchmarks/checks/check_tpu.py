@@ -1,11 +1,11 @@
-"""Compiles every program of the server for TPU slices that are not there, and checks what the compiler made of them.
+"""Compiles every program of the server for TPU slices, without having one, and checks the compiled code.
 
     make check-tpu
     python -m meshserve.benchmarks.checks.check_tpu --models qwen3-8b --targets v6e:2x4
 
-For each model and slice: every declared program compiles and fits, updates the KV cache in place, and has the kernels
-and all-reduces it should; and the largest cache that compiles is the one that `meshserve plan` predicts. At last
-programs that cannot fit are planted: if the compiler accepts one, the check itself is broken.
+For each model and slice, every declared program must compile and fit, update the KV cache in place, and contain the
+expected kernels and all-reduces. The largest cache that compiles must be the one that `meshserve plan` predicts.
+Finally, the check compiles programs that cannot fit: if the compiler accepts one of them, the check itself is broken.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ from . import check_programs
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
 TARGETS = ("v5e:2x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x2", "tpu7x:2x2x1")
-PAGE_SIZE = 128  # tokens: on TPU a copy of 64 KiB or more costs less than its scalar instructions
+PAGE_SIZE = 128  # tokens; on TPU, a copy of 64 KiB or more costs less than its scalar instructions
 
 
 def planner(model: str, slice_name: str, **options: Any) -> Planner:
-    """A server of a published size on a whole slice."""
+    """Plans a server of a published model size on a whole slice."""
     return check_programs.planner(model, slice_name, page_size=PAGE_SIZE, **options)
 
 
 def refusals(slice_name: str) -> list[str]:
-    """Plants programs that exceed each memory of the chip. Returns those that the compiler accepted."""
+    """Compiles programs that exceed each memory of the chip and returns those that the compiler accepted."""
     plan = planner("qwen3-0.6b", slice_name)
     server = DryServer.on(plan.target, plan.model)
     bucket, many = plan.buckets[0], next(bucket for bucket in plan.buckets if bucket.num_requests == 64)
@@ -45,7 +45,7 @@ def refusals(slice_name: str) -> list[str]:
     planted = {
         "HBM": (bucket, shape._replace(num_pages=plan.plan().max_pages * 11 // 10), tiling),
         "VMEM": (bucket, shape._replace(page_size=256), over_vmem),
-        # 64 requests of 10240 pages: 2.5 MiB of page table in 1 MiB of scalar memory.
+        # 64 requests with 10240 pages each need a page table of 2.5 MiB in 1 MiB of scalar memory.
         "SMEM": (many, shape._replace(max_request_pages=10240), over_smem),
     }
     accepted = []
@@ -53,17 +53,17 @@ def refusals(slice_name: str) -> list[str]:
         kernels = Kernels(attend=partial(tpu.paged_attention, tiling=planted_tiling), write=tpu_write.write_kv)
         try:
             server.compile(planted_bucket, planted_shape, kernels)
-            accepted.append(f"{slice_name}: a program beyond {memory} was accepted")
+            accepted.append(f"{slice_name}: the compiler accepted a program that exceeds {memory}")
         except OutOfMemoryError as error:
-            print(f"beyond {memory}, {slice_name}: refused: {str(error)[:110]}", flush=True)
-    # The same page table passes where the kernel may split it.
+            print(f"{slice_name}: a program that exceeds {memory} was refused: {str(error)[:110]}", flush=True)
+    # The same page table compiles when the kernel is allowed to split it.
     server.compile(*planted["SMEM"][:2])
     return accepted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if anything does not hold."""
-    parser = check_programs.parser("Compile every program for TPUs without any.", models=MODELS, targets=TARGETS)
+    """Runs the check and returns 1 if any expectation fails."""
+    parser = check_programs.parser("Compile every program for TPUs, without a TPU.", models=MODELS, targets=TARGETS)
     options = parser.parse_args(arguments)
     faults = []
     for slice_name in options.targets:

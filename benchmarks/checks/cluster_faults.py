@@ -1,11 +1,12 @@
-"""Faults of a cluster on this machine, each several times: does everybody hear of it, and end, within the limit?
+"""Injects faults into a local cluster and checks that every caller gets a status and every process ends in time.
 
     python benchmarks/checks/cluster_faults.py --repeats 3
 
-Each round starts two processes, asks for a text that must be right (so each start shows that a restart serves again),
-puts load on them or lets them idle, and does one thing: kill, stop, cut the network, or spoil a message of the step
-stream. What is measured is the time until the last caller had a status, and until the last process was gone. Cutting
-the network wants namespaces, that is root and iproute2. Exits 1 if anything took longer than the limit or hung.
+Each round starts two processes and requests a text that must be correct, which shows that a restarted cluster serves
+again. It then applies load or leaves the cluster idle, and injects one fault: kill, stop, cut the network, or corrupt a
+message of the step stream. Measured are the times until the last caller got a status and until the last process ended.
+Cutting the network requires network namespaces, which need root and iproute2. Exits with 1 if anything exceeded the
+limit or hung.
 """
 
 import argparse
@@ -34,12 +35,12 @@ FLAGS = (
 )  # fmt: skip
 NUM_STREAMS = 4
 READY_SECONDS = 240.0
-IDLE_SECONDS = 1.0  # before the fault
+IDLE_SECONDS = 1.0  # idle time before the fault
 
 
 @dataclass
 class Scene:
-    """What a fault works on."""
+    """The objects that a fault is applied to."""
 
     cluster: LocalCluster
     proxy: StepProxy | None = None
@@ -48,8 +49,10 @@ class Scene:
 
 @dataclass(frozen=True)
 class Fault:
-    """`victims` are the processes that it is done to: 0 the controller, 1 the follower. A fault of a message shows with
-    the next step: an idle cluster gets a request after it."""
+    """A fault and the processes it is applied to: 0 is the controller, 1 the follower.
+
+    A message fault takes effect at the next step, so an idle cluster gets a request after it.
+    """
 
     name: str
     inject: Callable[[Scene, int], None]
@@ -72,7 +75,7 @@ def cut(scene: Scene, victim: int) -> None:
 
 
 def spoiling(change: Callable[[list[pb.JoinResponse], pb.JoinResponse], Iterable[pb.JoinResponse]]) -> Callable:
-    """A fault of process 0's messages: `change` gets what it held back before, and the next call."""
+    """Makes a fault of process 0's messages; `change` gets the messages held back so far and the next call."""
 
     def inject(scene: Scene, victim: int) -> None:
         assert scene.proxy is not None
@@ -87,7 +90,7 @@ def spoiling(change: Callable[[list[pb.JoinResponse], pb.JoinResponse], Iterable
 
 
 def delayed(held: list[pb.JoinResponse], response: pb.JoinResponse) -> Iterable[pb.JoinResponse]:
-    return []  # for longer than anybody waits
+    return []  # dropped, which looks like a delay beyond every timeout
 
 
 def reordered(held: list[pb.JoinResponse], response: pb.JoinResponse) -> Iterable[pb.JoinResponse]:
@@ -103,7 +106,7 @@ def corrupted(held: list[pb.JoinResponse], response: pb.JoinResponse) -> Iterabl
 
 
 def corrupt_digest(scene: Scene, victim: int) -> None:
-    """Of a follower's tokens: to process 0 it looks as if they differed."""
+    """Corrupts the digest of a follower's tokens, so that they seem to differ from process 0's."""
     assert scene.proxy is not None
 
     def spoil(request: pb.JoinRequest) -> Iterable[pb.JoinRequest]:
@@ -115,7 +118,7 @@ def corrupt_digest(scene: Scene, victim: int) -> None:
 
 
 def delay_digest(scene: Scene, victim: int) -> None:
-    """Acknowledgements do not come; to process 0 it looks as if the follower's device hung."""
+    """Drops acknowledgements, so that the follower's device seems to hang."""
     assert scene.proxy is not None
     scene.proxy.spoil_request = lambda request: [] if request.HasField("acknowledgement") else [request]
 
@@ -123,7 +126,7 @@ def delay_digest(scene: Scene, victim: int) -> None:
 FAULTS = (
     Fault("kill -9", kill),
     Fault("SIGSTOP", stop),
-    Fault("partition", cut, (1,), wants_hosts=True),  # callers cut off from the controller have their own keepalive
+    Fault("partition", cut, (1,), wants_hosts=True),  # callers cut off from the controller rely on their own keepalive
     Fault("delayed call", spoiling(delayed), (1,), wants_proxy=True),
     Fault("reordered calls", spoiling(reordered), (1,), wants_proxy=True),
     Fault("corrupted plan", spoiling(corrupted), (1,), wants_proxy=True),
@@ -157,7 +160,7 @@ class Stream(threading.Thread):
 
 @dataclass
 class Case:
-    """All rounds of one fault done to one process, under load or idle."""
+    """All rounds of one fault applied to one process, under load or idle."""
 
     name: str
     statuses: dict[str, int] = field(default_factory=dict)
@@ -181,7 +184,7 @@ class Case:
 
 
 class Rounds:
-    """Runs rounds. The first text ever made is what all later ones are compared with."""
+    """Runs rounds and compares every generated text with the first one."""
 
     def __init__(self, limit_seconds: float, cache: Path):
         self._limit_seconds = limit_seconds
@@ -222,13 +225,13 @@ class Rounds:
         if 0 in exits:
             case.problems.append(f"exit statuses {name}")
         if max(case.gone_seconds[-1], *case.status_seconds, 0.0) > self._limit_seconds:
-            case.problems.append("the limit was exceeded")
+            case.problems.append("the time limit was exceeded")
         if case.statuses.keys() - {"UNAVAILABLE"}:
             case.problems.append(f"statuses {case.statuses}")
 
     @contextlib.contextmanager
     def _scene(self, fault: Fault, folder: Path) -> Iterator[Scene]:
-        """Two processes that are ready, with a proxy between them or on hosts of their own where the fault wants it."""
+        """Yields two running processes, with a proxy or separate hosts if the fault needs them."""
         with contextlib.ExitStack() as undo:
             options: dict[str, object] = {}
             scene_hosts, proxy = None, None
@@ -254,14 +257,14 @@ class Rounds:
             text = client.complete("ROMEO:\n", max_tokens=12, temperature=0.0).text
         self._text = self._text or text
         if text != self._text:
-            case.problems.append(f"after a restart {text!r} came instead of {self._text!r}")
+            case.problems.append(f"after a restart the text was {text!r}, expected {self._text!r}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Faults of a cluster on this machine, each several times.")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds of each case (%(default)s)")
-    parser.add_argument("--fail-seconds", type=float, default=10.0, help="the limit (%(default)s)")
-    parser.add_argument("--only", default="", help="faults whose name contains this")
+    parser = argparse.ArgumentParser(description="Inject faults into a local cluster, each several times.")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds per case (default: %(default)s)")
+    parser.add_argument("--fail-seconds", type=float, default=10.0, help="time limit in seconds (default: %(default)s)")
+    parser.add_argument("--only", default="", help="run only faults whose name contains this text")
     options = parser.parse_args(arguments)
     has_hosts, is_clean = can_make_hosts(), True
     with tempfile.TemporaryDirectory() as cache:

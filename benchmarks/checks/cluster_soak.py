@@ -1,10 +1,10 @@
-"""Mixed load on a cluster on this machine: are its tokens those of one process, and what does the step stream cost?
+"""Runs mixed load on a local cluster, compares its tokens with one process, and measures the step stream's cost.
 
     python benchmarks/checks/cluster_soak.py --processes 2 --seconds 600
 
-One process answers a set of requests first. Then several processes of the same mesh answer them again and again, in
-any order and mixture, a quarter of them cancelled on the way, and every token is compared. Exits 1 if one differs, if a
-request ends with an error, if a page is lost, or if a process does not end in order.
+One process first answers a set of requests. Several processes of the same mesh then answer them again and again, in
+random order and mixture, and a quarter of the requests are cancelled midway. Every token is compared. Exits with 1 if a
+token differs, a request ends with an error, a page is leaked, or a process does not shut down cleanly.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _STATS = re.compile(
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of the set."""
+    """One request of the set."""
 
     prompt: list[int]
     sampling: dict[str, Any]
@@ -63,7 +63,7 @@ def requests() -> list[Asked]:
 
 @dataclass
 class Tally:
-    """What the workers saw. Guarded by its lock."""
+    """The workers' results, guarded by `lock`."""
 
     num_whole: int = 0
     num_cancelled: int = 0
@@ -75,7 +75,7 @@ class Tally:
 def worker(
     target: str, asked: list[Asked], expected: list[tuple[int, ...]], tally: Tally, end: float, seed: int
 ) -> None:
-    """Sends requests one after the other until the time is over."""
+    """Sends requests one after the other until the end time."""
     draw = random.Random(seed)
     with Client(target) as client:
         while time.monotonic() < end:
@@ -91,7 +91,7 @@ def worker(
             except CallError as error:
                 problem = f"request {index}: {error}"
             if made != expected[index][: len(made)] or (cut is None and made != expected[index]):
-                problem = problem or f"request {index}: {made} instead of {expected[index]}"
+                problem = problem or f"request {index}: got {made}, expected {expected[index]}"
             with tally.lock:
                 tally.num_tokens += len(made)
                 tally.num_whole += cut is None
@@ -103,7 +103,7 @@ def worker(
 
 
 def references(asked: list[Asked], folder: Path, cache: str) -> list[tuple[int, ...]]:
-    """What one process answers."""
+    """Returns the answers of a single process."""
     with local_cluster(1, (*FLAGS, cache, f"--cpu-devices={TP}"), folder) as alone, Client(alone.target) as client:
         alone.wait_until_ready(client, READY_SECONDS)
         return [client.complete(each.prompt, **each.sampling).token_ids for each in asked]
@@ -124,15 +124,17 @@ def soak(cluster: LocalCluster, options: argparse.Namespace, expected: list[tupl
         while (load := client.load()).num_free_pages < load.num_pages and time.monotonic() < settled:
             time.sleep(0.1)
     if load.num_free_pages < load.num_pages:
-        tally.problems.append(f"{load.num_free_pages} of {load.num_pages} pages are free at the end")
+        tally.problems.append(f"only {load.num_free_pages} of {load.num_pages} pages are free at the end")
     return tally
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Mixed load on a cluster on this machine.")
+    parser = argparse.ArgumentParser(description="Run mixed load on a local cluster.")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--concurrency", type=int, default=6, help="requests open at a time (%(default)s)")
+    parser.add_argument(
+        "--concurrency", type=int, default=6, help="number of requests open at a time (default: %(default)s)"
+    )
     parser.add_argument("--fail-seconds", type=float, default=10.0)
     parser.add_argument("--cache-dir", default="~/.cache/meshserve")
     options = parser.parse_args(arguments)

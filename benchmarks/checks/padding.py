@@ -1,10 +1,11 @@
-"""How much of the compiled shapes stays empty under realistic traffic, and what that costs, without a device.
+"""Estimates how much of the compiled shapes is padding under realistic traffic, and its cost, without a device.
 
     python -m meshserve.benchmarks.checks.padding --model qwen3-8b --target h100:1 --rate 2 6 --set max_step_tokens=2048
 
-Requests arrive as a Poisson process and go through the scheduler and the choice of shapes as they are; a step takes
-what the target's data sheet promises for its shape, padding included: all weights read and each request's keys and
-values, or the products computed, whichever is longer. So times are predictions; the shares of padding are of this code.
+Requests arrive as a Poisson process and go through the real scheduler and bucket choice. A step takes the time that the
+target's data sheet promises for its shape, padding included: the longer of reading all weights and each request's keys
+and values, and computing the matmuls. The times are therefore predictions, while the shares of padding are those of
+this code.
 """
 
 import argparse
@@ -32,22 +33,22 @@ from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.chips import target
 
-_NUM_PAGES = 1 << 20  # no request waits for any
+_NUM_PAGES = 1 << 20  # enough that no request waits for pages
 _TOKEN_ID = 7
 
 
 @dataclasses.dataclass(kw_only=True)
 class Padding:
-    """What came of the traffic at one rate. Tokens are places of shapes; shares are of what the steps took."""
+    """The result of the traffic at one rate; tokens are positions of the compiled shapes."""
 
     requests_per_second: float
     num_steps: int = 0
     num_tokens: int = 0
     num_padding_tokens: int = 0
-    seconds: float = 0.0  # of the device, by the roofline
-    padding_seconds: float = 0.0  # of these, with what is left if no place were empty
+    seconds: float = 0.0  # device time, by the roofline
+    padding_seconds: float = 0.0  # the part of it that steps without padding would save
     first_token_seconds: list[float] = dataclasses.field(default_factory=list)
-    shapes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # steps, by tokens
+    shapes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # steps by token count
 
     @property
     def padding_share(self) -> float:
@@ -59,7 +60,7 @@ class Padding:
 
 
 class Server:
-    """Scheduler and shapes of a server, and the time that the roofline gives each step."""
+    """The scheduler and buckets of a server, and the roofline time of each step."""
 
     def __init__(self, config: ServeConfig, device: str):
         model = named_model(config.model)
@@ -67,8 +68,8 @@ class Server:
         dtype = jnp.dtype(serving_dtype(config, model, chip.platform))
         roofline = Roofline(model=model, layout=model_layout(model, config.tp), dtype=dtype, chip=chip)
         self._weight_seconds = roofline.weight_bytes / chip.hbm_bytes_per_second
-        self._key_seconds = roofline.token_bytes / chip.hbm_bytes_per_second  # of a token's keys and values
-        self._token_seconds = 2 * roofline.weight_bytes / dtype.itemsize / chip.flops_per_second  # of its products
+        self._key_seconds = roofline.token_bytes / chip.hbm_bytes_per_second  # one token's keys and values
+        self._token_seconds = 2 * roofline.weight_bytes / dtype.itemsize / chip.flops_per_second  # one token's matmuls
         limits = server_limits(config, context_tokens(config, model))
         self.buckets = server_buckets(config)
         self.scheduler = Scheduler(limits, PageAllocator(_NUM_PAGES), frozenset())
@@ -84,13 +85,13 @@ class Server:
         return self._batches.bucket(plan, SamplingMode.GREEDY)
 
     def seconds(self, plan: StepPlan, num_tokens: int) -> float:
-        """Of the plan, if it had so many tokens."""
+        """Returns the time of the plan's step if it had `num_tokens` tokens."""
         num_keys = sum(plan.starts) + sum(chunk.start + chunk.num_tokens for chunk in plan.prefills)
         return max(self._weight_seconds + num_keys * self._key_seconds, num_tokens * self._token_seconds)
 
 
 def run(server: Server, traffic: Traffic, rate: float) -> Padding:
-    """Serves all of the traffic, one step ahead, in the roofline's time."""
+    """Serves all of the traffic in roofline time, planning one step ahead."""
     result = Padding(requests_per_second=rate)
     coming = collections.deque(enumerate(zip(traffic.arrivals(rate), traffic.requests(), strict=True)))
     scheduler, now, device_free = server.scheduler, 0.0, 0.0
@@ -132,15 +133,17 @@ def run(server: Server, traffic: Traffic, rate: float) -> Padding:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="padding", description="Empty places of compiled shapes under traffic.")
+    parser = argparse.ArgumentParser(
+        prog="padding", description="Estimate the padding of compiled shapes under traffic."
+    )
     parser.add_argument("--model", default="qwen3-8b", help="a published size")
-    parser.add_argument("--target", default="h100:1", help="as of meshserve plan")
-    parser.add_argument("--rate", type=float, nargs="+", default=[2.0, 6.0, 12.0], help="requests a second")
+    parser.add_argument("--target", default="h100:1", help="the machine, as for meshserve plan")
+    parser.add_argument("--rate", type=float, nargs="+", default=[2.0, 6.0, 12.0], help="requests per second")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--input-tokens", type=Lengths.parse, default="lognormal:512:1:8192")
     parser.add_argument("--output-tokens", type=Lengths.parse, default="lognormal:128:1:1024")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args(arguments)
     config = ServeConfig(model=options.model, **{"prefix_cache": False, **parse_settings(options.set)})
     traffic = Traffic(
@@ -148,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     programs = len(Server(config, options.target).buckets)
     print(f"{options.model} on {options.target}, {config.max_step_tokens} tokens a step, {programs} step programs")
-    print("requests/s   steps  tokens a step  padding  of the time  first token p50, p99 ms")
+    print("requests/s   steps    tokens/step  padding  of the time  first token p50, p99 ms")
     results = [run(Server(config, options.target), traffic, rate) for rate in options.rate]
     for result in results:
         print(_row(result), flush=True)

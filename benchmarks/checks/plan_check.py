@@ -1,12 +1,12 @@
-"""Does a server hold on each device what `meshserve plan` says?
+"""Compares the device memory that a server uses with the prediction of `meshserve plan`.
 
     python benchmarks/checks/plan_check.py --model qwen3-0.6b --random-weights --target h100:1
     python benchmarks/checks/plan_check.py --model qwen3-8b --target h100:1 --log server.log
 
-Starts an engine as `meshserve serve` would and compares its figures with the plan's, or takes them from the log of a
-server that was started with the same options. All options of `serve` that change shapes are taken. Exits 1 if bytes
-differ by more than 2 %, or the number of programs at all. Of scratch the difference is taken of the whole device: the
-compiler decides about it, and it is small.
+Starts an engine as `meshserve serve` would and compares its figures with the plan's, or reads the figures from the log
+of a server that was started with the same options. Accepts all options of `serve` that change shapes. Exits with 1 if a
+byte count differs by more than 2 %, or the number of programs differs at all. The scratch difference is relative to the
+whole device memory, because the compiler decides the scratch size and it is small.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         measured = start(config)
     rows = list(compare(planned, measured))
-    print(f"{config.model} on {options.target}, tp {config.tp}, each device:")
+    print(f"{config.model} on {options.target}, tp {config.tp}, per device:")
     print(f"{'':<16}{'planned':>18}{'measured':>18}{'difference':>12}")
     for row in rows:
         print(
@@ -45,28 +45,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="plan_check", description="A plan beside what a start measures.")
+    parser = argparse.ArgumentParser(
+        prog="plan_check", description="Compare a plan with the figures measured at start."
+    )
     add_options(parser, left_out=server_only_options())
     parser.add_argument("--target", required=True, help="as for `meshserve plan`")
     parser.add_argument("--jax-fraction", type=float, default=0.0, help="as for `meshserve plan`")
-    parser.add_argument("--log", type=Path, help="of a server, instead of starting an engine")
+    parser.add_argument("--log", type=Path, help="read the figures from this server log instead of starting an engine")
     return parser
 
 
 def figures_in(log: Path) -> DeviceFigures:
-    """Those of the last start in a server's log.
+    """Returns the figures of the last start in a server's log.
 
     Raises:
-      ValueError: there are none.
+      ValueError: The log has no figures.
     """
     lines = [line for line in log.read_text().splitlines() if FIGURES_IN_LOG in line]
     if not lines:
-        raise ValueError(f"{log} has no line with {FIGURES_IN_LOG!r}; was the server ready? Logs are text, not JSON.")
+        raise ValueError(
+            f"{log} has no line with {FIGURES_IN_LOG!r}; use a text log (not JSON) of a server that became ready."
+        )
     return DeviceFigures(**json.loads(lines[-1].partition(FIGURES_IN_LOG)[2]))
 
 
 def start(config: ServeConfig) -> DeviceFigures:
-    """The figures of a server that was made ready."""
+    """Returns the figures of a server after preparing it."""
     model, make_params = open_model(config.model, random_weights=config.random_weights)
     runner, *_ = build_runner(config, model, make_params)
     return runner.figures
@@ -74,12 +78,12 @@ def start(config: ServeConfig) -> DeviceFigures:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A figure, planned and measured."""
+    """One figure, planned and measured."""
 
     name: str
     planned: int
     measured: int
-    whole: int  # what the difference is taken of
+    whole: int  # the denominator of the difference
 
     @property
     def difference(self) -> float:
@@ -91,7 +95,7 @@ class Row:
 
 
 def compare(planned: DeviceFigures, measured: DeviceFigures) -> list[Row]:
-    """A row for each figure, and one for the cache. A limit that neither knows is left out."""
+    """Returns one row per figure and one for the cache, without figures that are zero on both sides."""
     whole = measured.limit_bytes or measured.weight_bytes + measured.scratch_bytes + measured.cache_bytes
     names = [field.name for field in dataclasses.fields(DeviceFigures)] + ["cache_bytes"]
     rows = []

@@ -1,10 +1,10 @@
-"""Mixed load on the engine for a while: does anything compile after ready, is any page lost, does every request end?
+"""Soaks the engine with mixed load and checks for late compiles, leaked pages and requests that never end.
 
     meshserve bench soak --model qwen3-0.6b --random-weights --seconds 600
 
-Requests of all lengths and sampling modes arrive as others end: one or several samples, and under controls of every
-kind but grammars, which need a tokenizer. Some are cancelled on the way. The compile watch is strict: a compile would
-kill the engine and be reported. Exits 1 if anything is wrong.
+Requests of all lengths and sampling modes arrive as others end, with one or several samples, and with every logits
+processor except grammars, which need a tokenizer. Some are cancelled midway. The compile watch is strict: a compile
+after ready stops the engine and is reported. Exits with 1 if any check fails.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from meshserve.runtime.startup.launch import build_engine, open_model
 _SETTLE_SECONDS = 60.0
 _PROGRESS_SECONDS = 60.0
 _LONGEST_OUTPUT = 256  # tokens
-_MAX_CONTEXT = 4096  # tokens, unless said
-_CANCELLED = 0.2  # of the requests, at most
+_MAX_CONTEXT = 4096  # tokens, unless --max-context is given
+_CANCELLED = 0.2  # maximum share of the requests
 
 
 class Crowd:
-    """Keeps samples in flight and counts how they end. `deliver` is for the engine.
+    """Keeps samples in flight and counts how they end; `deliver` is the engine's output callback.
 
     Args:
-      controlled: the share of requests under controls.
+      processed: The share of requests with logits processors.
     """
 
     def __init__(self, vocab_size: int, max_context: int, seed: int, processed: float):
@@ -68,7 +68,7 @@ class Crowd:
                     self.num_ended[reason] = self.num_ended.get(reason, 0) + 1
 
     def submit_one(self, engine: Engine) -> None:
-        """A request of a length and with parameters drawn at random."""
+        """Submits a request with random length and parameters."""
         draw = self._draw
         request_id = str(self._num_submitted)
         self._num_submitted += 1
@@ -106,7 +106,7 @@ class Crowd:
         return SamplingParams(**fields)
 
     def cancel_one(self, engine: Engine) -> None:
-        """Somebody in flight, unless enough have been cancelled."""
+        """Cancels a random request in flight, unless enough have been cancelled."""
         if self._num_cancelled >= _CANCELLED * self._num_submitted:
             return
         with self._lock:
@@ -146,28 +146,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve bench soak", description="Mixed load on the engine for a while.")
-    parser.add_argument("--model", required=True, help="a model directory, or with --random-weights a published size")
-    parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
+    parser = argparse.ArgumentParser(prog="meshserve bench soak", description="Soak the engine with mixed load.")
+    parser.add_argument("--model", required=True, help="a model directory, or a published size with --random-weights")
+    parser.add_argument("--random-weights", action="store_true", help="generate random weights on the device")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument("--num-pages", type=int, default=0)
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--max-context", type=int, default=0, help="0: the model's, at most 4,096")
+    parser.add_argument("--max-context", type=int, default=0, help="default: the model's, at most 4,096")
     parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=256)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--decode-layers", default="auto")
-    parser.add_argument("--controlled", type=float, default=0.25, help="share of requests under controls")
+    parser.add_argument("--controlled", type=float, default=0.25, help="share of requests with logits processors")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def _run(engine: Engine, crowd: Crowd, max_running: int, options: argparse.Namespace) -> float:
-    """Half as many requests again as can run are kept open; then all end. Returns the seconds until then. Says every
-    minute how far it is."""
+    """Keeps 1.5 times `max_running` samples open until the time is over, then waits for all of them to end.
+
+    Prints the progress every minute. Returns the elapsed seconds.
+    """
     started = told = time.monotonic()
     draw = random.Random(options.seed)
     while time.monotonic() - started < options.seconds and engine.failure is None:

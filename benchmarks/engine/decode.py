@@ -1,17 +1,18 @@
-"""Times decoding through the real engine: scheduler, page tables, sampling on the device, one step ahead.
+"""Times decoding through the real engine: scheduler, page tables and sampling on the device, planned one step ahead.
 
     meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 128 --context 1024
 
-For each batch and context, requests of random tokens are prefilled and then decode together. A run is a row of steps;
-after a warm-up of as many runs as are measured, the table gives the median, P10 and P90 of a step's time over the runs.
-The context is the average one in the middle of the measurement; with `--first-context` one request of each batch has
-another: a long one among short ones. The roofline is the least time in which the device can read what a step must read:
-every weight once (of the embedding only the rows looked up), and all keys and values.
+For each batch size and context length, requests of random tokens are prefilled and then decode together. A run is a
+sequence of steps. After as many warm-up runs as measured runs, the table gives the median, P10 and P90 of the step time
+over the runs. The context length is the average in the middle of the measurement. With `--first-context`, one request
+of each batch has a different length, for example a long one among short ones. The roofline is the minimum time in which
+the device can read what a step must read: every weight once (of the embedding, only the rows looked up), and all keys
+and values.
 
-At the end stands what clock the GPU had meanwhile, and what power it took, where NVIDIA's library tells.
+The line ends with the GPU's clock and power during the measurement, if NVIDIA's library is available.
 
-A step is *starved* if the device had finished the step before it when it was dispatched: the host was too slow. The
-dispatch is the host's time in the call that launches a step.
+A step is *starved* if the device had already finished the previous step when this one was dispatched, which means that
+the host was too slow. The dispatch time is the host's time in the call that launches a step.
 """
 
 import argparse
@@ -39,13 +40,13 @@ from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.processor_batch import Logprobs, Sampled
 from meshserve.runtime.startup.launch import build_engine, open_model
 
-_BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # a second, by the datasheets
-_PREFILL_STEPS = 4  # of slack before the first measured step
+_BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second, from the data sheets
+_PREFILL_STEPS = 4  # slack before the first measured step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """One row of the table. Times in milliseconds."""
+    """One line of the table, with times in milliseconds."""
 
     model: str
     tp: int
@@ -61,18 +62,18 @@ class Result:
     starved_steps: float
     dispatch_ms: float
     prefill_seconds: float
-    power: Reading | None  # of the GPU that took most, while the steps were measured
+    power: Reading | None  # of the GPU with the highest power, during the measured steps
 
 
 class Timeline:
-    """Collects when each step's outputs came. `deliver` is for the engine."""
+    """Collects the time of each step's outputs; `deliver` is the engine's output callback."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.reset()
 
     def reset(self) -> None:
-        self.steps: list[tuple[float, int]] = []  # time, tokens
+        self.steps: list[tuple[float, int]] = []  # (time, number of tokens)
         self.num_finished = 0
 
     def deliver(self, outputs: Sequence[Output]) -> None:
@@ -83,7 +84,7 @@ class Timeline:
             self._changed.notify()
 
     def num_full(self, batch: int) -> int:
-        """Steps so far that gave a token to each of `batch` requests."""
+        """Returns how many steps so far gave a token to each of `batch` requests."""
         return sum(num_tokens == batch for _, num_tokens in self.steps)
 
     def wait(self, engine: Engine, num_requests: int) -> None:
@@ -91,11 +92,11 @@ class Timeline:
             while self.num_finished < num_requests:
                 self._changed.wait(timeout=1.0)
                 if engine.failure is not None:
-                    raise RuntimeError(f"the engine died: {engine.failure}")
+                    raise RuntimeError(f"the engine failed: {engine.failure}")
 
 
 class WatchedRunner:
-    """A runner that counts the steps dispatched after the device had run dry, and times the dispatches."""
+    """A runner that times the dispatches and counts steps dispatched after the device had run out of work."""
 
     def __init__(self, runner: Runner):
         self._runner = runner
@@ -148,15 +149,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshserve bench decode", description="Time decoding through the engine.")
-    parser.add_argument("--model", required=True, help="a model directory, or with --random-weights a published size")
-    parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
+    parser.add_argument("--model", required=True, help="a model directory, or a published size with --random-weights")
+    parser.add_argument("--random-weights", action="store_true", help="generate random weights on the device")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
-    parser.add_argument("--first-context", type=int, help="of one request of each batch, instead")
-    parser.add_argument("--max-context", type=int, default=0, help="of the server, if more than the steps need")
+    parser.add_argument(
+        "--first-context", type=int, help="context length of one request of each batch, instead of --context"
+    )
+    parser.add_argument(
+        "--max-context", type=int, default=0, help="maximum context of the server, if more than the steps need"
+    )
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=10, help="decode steps of a run")
+    parser.add_argument("--steps", type=int, default=10, help="decode steps per run")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=512)
@@ -164,13 +169,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--decode-layers", default="auto")
     parser.add_argument("--cpu-devices", type=int, default=0)
-    parser.add_argument("--profile", type=Path, help="trace steps of the last case, once more; prints the kernels")
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    parser.add_argument(
+        "--profile", type=Path, help="trace more steps of the last case into this folder, and print the kernels"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser
 
 
 def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
-    """Just enough pages for the largest case."""
+    """Returns a configuration with just enough pages for the largest case."""
     contexts = _contexts(options, max(options.batch), max(options.context))
     num_new = num_steps + _num_prefill_steps(options, contexts)
     num_pages = sum(-(-(context + num_new) // options.page_size) for context in contexts)
@@ -186,7 +193,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         max_step_tokens=max(options.max_step_tokens, *options.batch),
         attention=options.attention,
         decode_layers=options.decode_layers,
-        prefix_cache=False,  # the cases draw the same prompts, and each is to be prefilled
+        prefix_cache=False,  # the cases use the same prompts, and each must be prefilled
         logits_processors=False,
     )
 
@@ -245,10 +252,10 @@ def _measure(
 
 
 def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, contexts: Sequence[int]) -> None:
-    """Requests that all decode together for as long as a warm-up and a measurement take."""
+    """Submits requests that all decode together for the duration of a warm-up and a measurement."""
     num_steps = 2 * options.runs * options.steps
-    draw = random.Random(len(contexts) * 1_000_003 + contexts[-1])  # other prompts in each case
-    # Requests that are prefilled early decode while the others are prefilled; all must outlast the measurement.
+    draw = random.Random(len(contexts) * 1_000_003 + contexts[-1])  # different prompts in each case
+    # Requests that are prefilled early decode while the others are still prefilled; all must outlast the measurement.
     num_prefill_steps = _num_prefill_steps(options, contexts)
     for index, context in enumerate(contexts):
         num_prompt_tokens = max(1, context - 3 * num_steps // 4 - num_prefill_steps // 2)
@@ -262,10 +269,10 @@ def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, con
 
 
 def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline) -> str:
-    """The kernels of a decode step of the last case, with prefill's among them."""
+    """Returns a table of the kernels of a decode step of the last case, including those of prefill."""
     contexts = _contexts(options, options.batch[-1], options.context[-1])
     timeline.reset()
-    # The profiler must be there before the steps: it does not get along with command buffers that are in flight.
+    # The profiler must start before the steps, because it does not work with command buffers that are in flight.
     with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
         _submit(options, model, engine, contexts)
         timeline.wait(engine, len(contexts))
@@ -273,7 +280,7 @@ def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, ti
 
 
 def _roofline_ms(options: argparse.Namespace, model: ModelConfig, contexts: Sequence[int]) -> float | None:
-    """None for a device whose bandwidth is not known here."""
+    """Returns the roofline time of a step, or None for a device with unknown bandwidth."""
     kind = jax.devices()[0].device_kind
     bandwidth = next((rate for name, rate in _BANDWIDTH_BYTES.items() if name in kind), None)
     if bandwidth is None:

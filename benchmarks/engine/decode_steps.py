@@ -1,8 +1,8 @@
-"""Does it pay to run several decode steps in one dispatch? The demo model on one CPU device, through the engine.
+"""Measures multi-step decode, several decode steps in one dispatch, with the demo model on one CPU device.
 
     python benchmarks/engine/decode_steps.py [--requests 4] [--tokens 200] [--steps 1 4 8]
 
-Wall time and this process's CPU time for each token; the CPU time is the one to trust on a busy machine.
+Prints wall time and CPU time of this process per token; on a busy machine the CPU time is the more reliable figure.
 """
 
 import argparse
@@ -20,10 +20,10 @@ _NUM_ROUNDS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="decode-steps", description="Several decode steps in one dispatch.")
-    parser.add_argument("--requests", type=int, default=4, help="decoding at once")
-    parser.add_argument("--tokens", type=int, default=200, help="of each request")
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 8], help="in one dispatch")
+    parser = argparse.ArgumentParser(prog="decode-steps", description="Measure several decode steps in one dispatch.")
+    parser.add_argument("--requests", type=int, default=4, help="number of requests that decode at the same time")
+    parser.add_argument("--tokens", type=int, default=200, help="output tokens of each request")
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 8], help="decode steps per dispatch")
     options = parser.parse_args(arguments)
     for num_steps in options.steps:
         wall, cpu, num_dispatches = _measure(options.requests, options.tokens, num_steps)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(num_requests: int, num_tokens: int, num_steps: int) -> tuple[float, float, int]:
-    """Of the best of a few rounds: wall and CPU seconds for each decode step; and its dispatches."""
+    """Returns wall and CPU seconds per decode step, and the number of dispatches, of the best of a few rounds."""
     records: list[StepRecord] = []
     ended = threading.Semaphore(0)
 

@@ -1,12 +1,12 @@
-"""Times the loading of a model: GB/s and the host's peak memory, beside `cat` of the same files.
+"""Times the loading of a model, in GB/s and peak host memory, and compares it with `cat` of the same files.
 
     meshserve bench loading --model qwen3-4b --tp 8
 
 Writes a checkpoint of random weights of a published size (once; --directory keeps it), converts it to Orbax, and loads
-both forms onto virtual CPU devices, each time in a fresh process, cold (the files' pages dropped from the page cache)
-and warm. On CPU devices the shards are host memory, so what counts is the peak beyond them. Beside each load stand its
-two bounds: `cat` of the same files, which is how fast the disk or the page cache gives the bytes away, and `fill`,
-which is how fast fresh memory of the shards' size can be had, on virtual machines often the slower of the two.
+both forms onto virtual CPU devices, each time in a new process, cold (the files dropped from the page cache) and warm.
+On CPU devices the shards are host memory, so the relevant figure is the peak beyond them. Each load is printed with its
+two bounds: `cat` of the same files, which is how fast the disk or the page cache delivers the bytes, and `fill`, which
+is how fast new memory of the shards' size can be obtained. On virtual machines, `fill` is often the slower of the two.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from meshserve.runtime.weights.hf_layout import checkpoint_tensors
 from meshserve.runtime.weights.registry import named_model, read_model
 from meshserve.sharding.checkpoints.tensor_files import INDEX_FILE
 
-_SEED_VALUES = 1 << 24  # random numbers made; tensors are windows of them, so that writing is not what takes the time
-_FILE_BYTES = 2 * 2**30  # a file is in memory while it is written
+_SEED_VALUES = 1 << 24  # number of random values; tensors are windows of them, so that writing stays fast
+_FILE_BYTES = 2 * 2**30  # a file is held in memory while it is written
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the benchmark; returns the exit status."""
+    """Runs the benchmark and returns the exit status."""
     options = _parser().parse_args(arguments)
     if options.load is not None:
         print(json.dumps(load_once(Path(options.load), options.tp, options.dtype)))
@@ -61,11 +61,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshserve bench loading", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="qwen3-4b", help="a published size (%(default)s)")
-    parser.add_argument("--tp", type=int, default=8, help="virtual CPU devices (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", help="to load as (%(default)s)")
-    parser.add_argument("--directory", default="", help="where the checkpoints are kept; by default they are not")
-    parser.add_argument("--load", help=argparse.SUPPRESS)  # what the fresh processes do
+    parser.add_argument("--model", default="qwen3-4b", help="a published size (default: %(default)s)")
+    parser.add_argument("--tp", type=int, default=8, help="number of virtual CPU devices (default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="data type to load as (default: %(default)s)")
+    parser.add_argument("--directory", default="", help="folder to keep the checkpoints in (default: a temporary one)")
+    parser.add_argument("--load", help=argparse.SUPPRESS)  # how the new processes are started
     return parser
 
 
@@ -100,7 +100,7 @@ def _row(form: str, cache: str, directory: Path, options: argparse.Namespace) ->
 
 
 def load_once(directory: Path, tp: int, dtype: str) -> dict[str, float]:
-    """Loads a model in this process: seconds, those of the processor, bytes of all shards, peak memory beyond them."""
+    """Loads a model in this process; returns wall and CPU seconds, bytes of all shards, and peak memory beyond them."""
     from meshserve.sharding.mesh import make_mesh, use_cpu_devices
 
     use_cpu_devices(tp)
@@ -119,20 +119,20 @@ def load_once(directory: Path, tp: int, dtype: str) -> dict[str, float]:
     pointers = {
         shard.data.unsafe_buffer_pointer(): shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards
     }
-    shard_bytes = sum(pointers.values())  # what is replicated over CPU devices is one piece of memory
+    shard_bytes = sum(pointers.values())  # an array replicated over CPU devices is stored once
     beyond_bytes = _peak_bytes() - before - shard_bytes
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "shard_bytes": shard_bytes, "beyond_bytes": beyond_bytes}
 
 
 def _peak_bytes() -> int:
-    """The most memory this process has had so far. (getrusage would begin with its parent's.)"""
+    """Returns the peak memory of this process so far; getrusage would include its parent's."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def fill_seconds(num_bytes: float) -> float:
-    """How long it takes to write that much fresh memory, a byte a page: no load into host memory is faster."""
+    """Returns the seconds to write one byte per page of new memory, a lower bound for a load into host memory."""
     code = "import sys, time, numpy; t = time.monotonic(); numpy.empty(int(sys.argv[1]), numpy.uint8)[::4096] = 1; "
     command = [sys.executable, "-c", code + "print(time.monotonic() - t)", str(int(num_bytes))]
     return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
@@ -143,14 +143,14 @@ def drop_pages(paths: Sequence[Path]) -> None:
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # pages that are not on the disk yet cannot be dropped
+            os.fsync(descriptor)  # pages that are not yet on the disk cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
 
 def write_random(directory: Path, size: str) -> None:
-    """A checkpoint of random bfloat16 weights, without a tokenizer."""
+    """Writes a checkpoint of random bfloat16 weights, without a tokenizer."""
     config = named_model(size)
     directory.mkdir(parents=True, exist_ok=True)
     shapes = checkpoint_tensors(config)

@@ -1,12 +1,12 @@
-"""Times prefill through the real engine: the time from submitting prompts to the first token of the last of them.
+"""Times prefill through the real engine, from submitting the prompts to the first token of the last prompt.
 
     meshserve bench prefill --model qwen3-8b --random-weights --prompts 1x1024 1x4096 8x4096
 
-A workload NxT is N prompts of T random tokens, submitted together to an idle engine; each asks for one token of output.
-After as many warm-up runs as are measured, the table gives the median, P10 and P90. For one prompt the time is its time
-to first token. TFLOP/s counts the linear layers' work alone (two operations a parameter of the layers and token), so
-what attention, norms, padding and the mesh's sums cost lowers it; on a mesh it is that of a device. The last layer's
-MLP counts for every token, too, though a step leaves out those whose logits nobody wants: 2.2 % of an 8B's work.
+A workload NxT is N prompts of T random tokens, submitted together to an idle engine; each requests one output token.
+After as many warm-up runs as measured runs, the table gives the median, P10 and P90. For one prompt, the time is its
+time to first token. TFLOP/s is per device and counts only the work of the linear layers (two operations per token and
+parameter of the layers), so the cost of attention, norms, padding and all-reduces lowers it. It counts the last layer's
+MLP for every token, although a step skips tokens whose logits are not needed: 2.2 % of an 8B's work.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from .decode import Timeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """One row of the table. Times in milliseconds."""
+    """One line of the table, with times in milliseconds."""
 
     model: str
     tp: int
@@ -43,8 +43,8 @@ class Result:
     ms_p10: float
     ms_p90: float
     tokens_per_second: float
-    linear_tflops: float  # of a device
-    power: Reading | None  # of the GPU that took most, in the measured runs
+    linear_tflops: float  # per device
+    power: Reading | None  # of the GPU with the highest power, during the measured runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,25 +75,27 @@ def _workload(text: str) -> tuple[int, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshserve bench prefill", description="Time prefill through the engine.")
-    parser.add_argument("--model", required=True, help="a model directory, or with --random-weights a published size")
-    parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
+    parser.add_argument("--model", required=True, help="a model directory, or a published size with --random-weights")
+    parser.add_argument("--random-weights", action="store_true", help="generate random weights on the device")
     parser.add_argument("--prompts", type=_workload, nargs="+", default=[(1, 1024), (8, 4096)], metavar="NxT")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
-    parser.add_argument("--gemm-backend", default="auto", help="as of meshserve serve: auto, tuned or library")
-    parser.add_argument("--all-reduce", default="auto", help="as of meshserve serve: auto, peers or xla")
+    parser.add_argument("--gemm-backend", default="auto", help="as for meshserve serve: auto, tuned or library")
+    parser.add_argument("--all-reduce", default="auto", help="as for meshserve serve: auto, xla or p2p")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cpu-devices", type=int, default=0)
-    parser.add_argument("--profile", type=Path, help="trace one more run of the last workload; prints its kernels")
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    parser.add_argument(
+        "--profile", type=Path, help="trace one more run of the last workload into this folder, and print its kernels"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser
 
 
 def _serve_config(options: argparse.Namespace) -> ServeConfig:
-    """Just enough pages for the largest workload."""
+    """Returns a configuration with just enough pages for the largest workload."""
     most_prompts = max(num_prompts for num_prompts, _ in options.prompts)
     max_context = max(num_tokens for _, num_tokens in options.prompts) + 2
     return ServeConfig(
@@ -117,7 +119,7 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
 def _run(
     model: ModelConfig, engine: Engine, timeline: Timeline, num_prompts: int, num_tokens: int, *, seed: int
 ) -> float:
-    """Milliseconds until every prompt has its first token."""
+    """Returns the milliseconds until every prompt has its first token."""
     draw = random.Random(seed)
     most = min(model.vocab_size, 10_000)
     prompts = [tuple(draw.randrange(most) for _ in range(num_tokens)) for _ in range(num_prompts)]
@@ -159,7 +161,7 @@ def _measure(
 
 
 def linear_flops(model: ModelConfig) -> int:
-    """Of one token: two for each parameter of the layers' projections."""
+    """Returns the operations per token: two for each parameter of the layers' projections."""
     attention = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
     return 2 * model.num_layers * model.embed_dim * (attention + 3 * model.mlp_dim)
 
@@ -168,7 +170,7 @@ def _row(result: Result) -> str:
     return (
         f"{result.model} tp {result.tp} {result.prompts:3d} x {result.tokens:6d} tokens: {result.ms:8.2f} ms "
         f"(P10 {result.ms_p10:.2f}, P90 {result.ms_p90:.2f}), {result.tokens_per_second:8.0f} tokens/s, "
-        f"{result.linear_tflops:6.1f} TFLOP/s of linear work a device{at_power(result.power)}"
+        f"{result.linear_tflops:6.1f} TFLOP/s of linear work per device{at_power(result.power)}"
     )
 
 

@@ -1,9 +1,10 @@
-"""Many requests with one long prefix, through the real engine: what is computed, without and with the prefix cache.
+"""Counts the prefill tokens computed for many requests with one long prefix, without and with the prefix cache.
 
     python benchmarks/engine/prefix.py [--requests 64] [--prefix 1000] [--own 15] [--page-size 8]
 
-The demo model on one CPU device. The ideal computes the prefix once and of each request only its own tokens; pages that
-the prefix does not fill are computed by each request, which is the difference at page sizes that do not divide it.
+Runs the demo model on one CPU device. The ideal computes the prefix once and, for each request, only its own tokens.
+Each request computes a page that the prefix fills only partly, which explains the difference at page sizes that do not
+divide the prefix.
 """
 
 import argparse
@@ -19,12 +20,14 @@ from meshserve.runtime.startup.launch import launch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="prefix", description="Prefill tokens of requests that begin alike.")
+    parser = argparse.ArgumentParser(
+        prog="prefix", description="Count the prefill tokens of requests with a common prefix."
+    )
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--prefix", type=int, default=1000, help="tokens that all share")
-    parser.add_argument("--own", type=int, default=15, help="further tokens of each")
+    parser.add_argument("--prefix", type=int, default=1000, help="tokens shared by all requests")
+    parser.add_argument("--own", type=int, default=15, help="further tokens of each request")
     parser.add_argument("--page-size", type=int, default=8)
-    parser.add_argument("--only-cached", action="store_true", help="leave out the run without the cache")
+    parser.add_argument("--only-cached", action="store_true", help="skip the run without the cache")
     options = parser.parse_args(arguments)
     ideal = options.prefix + options.requests * options.own
     print(f"ideal: {ideal} prefill tokens")
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace, has_cache: bool) -> tuple[int, float]:
-    """Prefill tokens computed, and seconds from the first request to the last end."""
+    """Returns the number of computed prefill tokens, and the seconds from the first request to the last end."""
     records: list[StepRecord] = []
     ended = threading.Semaphore(0)
 
@@ -62,7 +65,7 @@ def _serve(options: argparse.Namespace, has_cache: bool) -> tuple[int, float]:
     seconds = time.monotonic() - started
     engine.stop()
     if engine.failure is not None:
-        raise SystemExit(f"the engine died: {engine.failure}")
+        raise SystemExit(f"the engine failed: {engine.failure}")
     return sum(record.num_prefill_tokens for record in records), seconds
 
 

@@ -1,16 +1,16 @@
-"""How decoding scales over the GPUs of one host: a step at several tensor-parallel degrees, and the sums alone.
+"""Measures how decoding scales over the GPUs of one host: step times at several TP sizes, and the all-reduces alone.
 
     meshserve bench scaling --model qwen3-8b qwen3-32b --tp 1 2 4 --batch 1 32 --context 1024 --plot scaling.png
-    meshserve bench scaling --sums --tp 2 4                        # the sums alone: see sums.py
-    meshserve bench scaling --sums --tp 4 --check-seconds 600      # is every one of them right?
-    meshserve bench scaling --tp 4 --check-seconds 600             # those of a step: see repeats.py
+    meshserve bench scaling --sums --tp 2 4                        # only the all-reduces: see sums.py
+    meshserve bench scaling --sums --tp 4 --check-seconds 600      # checks every all-reduce
+    meshserve bench scaling --tp 4 --check-seconds 600             # checks whole steps: see repeats.py
 
-A step is the served program of a decode bucket, sampling included, with random weights, keys and values, dispatched as
-the engine does it but without a scheduler: the host's own time a dispatch stands beside it. Figures are medians over
-rounds of steps that the devices run without waiting for the host.
+A step is the served program of a decode bucket, including sampling, with random weights, keys and values. It is
+dispatched as the engine does it, but without a scheduler; the host's own time per dispatch is printed with it. Figures
+are medians over rounds of steps that the devices run without waiting for the host.
 
-Efficiency is the time at the smallest degree over the time at this one, per device. The share of the collectives is
-what one device saves that runs its shard alone, as a smaller model without sums (--alone).
+Efficiency is the time at the smallest TP size divided by the time at this one, per device. The share of the collectives
+is the time that a single device saves when it runs its shard alone, as a smaller model without all-reduces (--alone).
 """
 
 import argparse
@@ -52,12 +52,12 @@ from meshserve.sharding.mesh import (
 )
 
 _DTYPE = jnp.dtype("bfloat16")
-_CACHE_SEED = 1_000_003  # no weight has it
+_CACHE_SEED = 1_000_003  # not used for any weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """One row of the table. Times in milliseconds."""
+    """One line of the table, with times in milliseconds."""
 
     model: str
     tp: int
@@ -66,10 +66,10 @@ class Step:
     step_ms: float
     p10_ms: float
     p90_ms: float
-    dispatch_ms: float  # the host's time for one
+    dispatch_ms: float  # the host's time for one dispatch
     compile_seconds: float
-    power: Reading | None = None  # of the GPU that took most
-    alone_ms: float | None = None  # of one shard on a device of its own
+    power: Reading | None = None  # of the GPU with the highest power
+    alone_ms: float | None = None  # step time of one shard on a single device
     efficiency: float | None = None
 
     def text(self) -> str:
@@ -78,7 +78,7 @@ class Step:
         return (
             f"{self.model:10} tp {self.tp} batch {self.batch:4} context {self.context:6}: "
             f"{self.step_ms:7.3f} ms a step (P10 {self.p10_ms:.3f}, P90 {self.p90_ms:.3f}), "
-            f"host {self.dispatch_ms:.3f} ms a dispatch{alone}{efficiency}{at_power(self.power)}"
+            f"host {self.dispatch_ms:.3f} ms per dispatch{alone}{efficiency}{at_power(self.power)}"
         )
 
 
@@ -107,33 +107,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve bench scaling", description="Decoding over the GPUs of one host.")
-    parser.add_argument("--model", nargs="+", default=["qwen3-8b"], help="published sizes (%(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="meshserve bench scaling", description="Measure decoding over the GPUs of one host."
+    )
+    parser.add_argument("--model", nargs="+", default=["qwen3-8b"], help="published sizes (default: %(default)s)")
     parser.add_argument("--tp", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each request (%(default)s)")
-    parser.add_argument("--layers", type=int, default=0, help="of each model; 0: all (%(default)s)")
+    parser.add_argument(
+        "--context", type=int, default=1024, help="context tokens of each request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=0, help="number of layers of each model, 0 for all (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=100, help="of a round (%(default)s)")
-    parser.add_argument("--alone", action="store_true", help="time one shard alone, too")
+    parser.add_argument("--steps", type=int, default=100, help="steps per round (default: %(default)s)")
+    parser.add_argument("--alone", action="store_true", help="also time one shard alone")
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--decode-layers", default="auto", help="cuda, reference, off or auto (%(default)s)")
-    parser.add_argument("--attention", default="auto", help="cuda, reference or auto (%(default)s)")
-    parser.add_argument("--sums", action="store_true", help="time the sums over the mesh, not steps")
+    parser.add_argument("--decode-layers", default="auto", help="cuda, reference, off or auto (default: %(default)s)")
+    parser.add_argument("--attention", default="auto", help="cuda, reference or auto (default: %(default)s)")
+    parser.add_argument("--sums", action="store_true", help="time the all-reduces over the mesh instead of steps")
     sizes = [*(2.0**power for power in range(2, 13)), 32768.0]
-    parser.add_argument("--kilobytes", nargs="+", type=float, default=sizes, help="of a sum (%(default)s)")
-    parser.add_argument("--check-seconds", type=float, default=0.0, help="of each degree: check instead")
-    parser.add_argument("--all-reduce", default="auto", help="peers, xla or auto (%(default)s)")
-    parser.add_argument("--one-dispatcher", action="store_true", help="one thread dispatches to all GPUs")
+    parser.add_argument(
+        "--kilobytes", nargs="+", type=float, default=sizes, help="size of an all-reduce (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--check-seconds",
+        type=float,
+        default=0.0,
+        help="check results for this long at each TP size, instead of timing",
+    )
+    parser.add_argument("--all-reduce", default="auto", help="p2p, xla or auto (default: %(default)s)")
+    parser.add_argument("--one-dispatcher", action="store_true", help="dispatch to all GPUs from one thread")
     parser.add_argument("--cpu-devices", type=int, default=0)
-    parser.add_argument("--profile", type=Path, help="trace steps of the last case, once more; prints the kernels")
-    parser.add_argument("--plot", type=Path, help="draw the steps here (needs matplotlib)")
-    parser.add_argument("--json", type=Path, help="write the rows here, too")
+    parser.add_argument(
+        "--profile", type=Path, help="trace more steps of the last case into this folder, and print the kernels"
+    )
+    parser.add_argument("--plot", type=Path, help="draw the steps into this file (needs matplotlib)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     return parser
 
 
 def measure_steps(options: argparse.Namespace) -> list[Step]:
-    """Every model at every degree that divides its heads, with every batch."""
+    """Times every model at every TP size, with every batch size."""
     steps = []
     for name in options.model:
         model = _model(options, name)
@@ -148,7 +163,10 @@ def measure_steps(options: argparse.Namespace) -> list[Step]:
 
 
 def check_steps(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Steps of every model at every degree, all batches in turn for `check_seconds`. Prints a row for each batch."""
+    """Checks steps of every model at every TP size, alternating all batch sizes for `check_seconds`.
+
+    Prints and returns one row per batch size.
+    """
     rows = []
     for name in options.model:
         model = _model(options, name)
@@ -167,7 +185,7 @@ def check_steps(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append({"model": name, "tp": tp, "batch": case.batch, "seconds": seconds, **vars(found)})
                 print(
                     f"{name:10} tp {tp} batch {case.batch:4}: {found.num_steps:,} steps, {found.num_changed:,} "
-                    f"elements unlike the first step's, {found.num_unlike:,} steps unlike on two devices",
+                    f"elements differ from the first step, {found.num_unlike:,} steps differ between devices",
                     flush=True,
                 )
     return rows
@@ -186,7 +204,7 @@ def _config(options: argparse.Namespace, tp: int, batch: int) -> ServeConfig:
 
 
 def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
-    """A model that is what one of `tp` shards holds of this one."""
+    """Returns a model of the size that one of `tp` devices holds of the given model."""
     layout = model_layout(model, tp)
     groups = layout.num_groups // tp
     return dataclasses.replace(
@@ -199,7 +217,7 @@ def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
 
 
 def _time_model(options: argparse.Namespace, name: str, model: ModelConfig, tp: int) -> Iterator[Step]:
-    """A step of each batch."""
+    """Yields the timed step of each batch size."""
     mesh = make_mesh(tp)
     structure, params = random_params(model, mesh)
     for batch in options.batch:
@@ -221,7 +239,7 @@ def _time_model(options: argparse.Namespace, name: str, model: ModelConfig, tp: 
 
 
 def _kernels(folder: Path, run: Callable[[], object], *, num_steps: int, num_devices: int) -> str:
-    """The kernels of a step on one device, on the average of all."""
+    """Returns the kernels of one step on one device, averaged over all devices."""
     with jax.profiler.trace(str(folder)):
         for _ in range(num_steps):
             output = run()
@@ -230,7 +248,7 @@ def _kernels(folder: Path, run: Callable[[], object], *, num_steps: int, num_dev
 
 
 def bucket_of(batch: int) -> Bucket:
-    """Decodes alone, greedy ones."""
+    """Returns the bucket of a batch of greedy decodes."""
     return Bucket(batch, batch, batch, is_decode=True, mode=SamplingMode.GREEDY)
 
 
@@ -251,7 +269,7 @@ def make_runner(
     batch: int,
     made: tuple[nnx.GraphDef, nnx.State] | None = None,
 ) -> tuple[StepRunner, np.ndarray]:
-    """The program of a batch's decode, started on random parameters with a page table, and the vector it takes."""
+    """Returns the started runner of a batch's decode, with random parameters and a page table, and its packed input."""
     structure, params = made or random_params(model, mesh)
     bucket = bucket_of(batch)
     shapes = _state_shapes(options, model, mesh.size, batch)
@@ -266,8 +284,10 @@ def make_runner(
 
 
 class RandomCacheRunner(StepRunner):
-    """Its cache holds random keys and values. With zeros all rows of a batch would decode the same tokens, and a GPU
-    that a large batch keeps at its power limit would need less power, so less time.
+    """A runner whose cache holds random keys and values.
+
+    With zeros, all requests of a batch would decode the same tokens, and a GPU that a large batch keeps at its power
+    limit would need less power, and so less time.
     """
 
     def start(self, params: nnx.State) -> None:
@@ -280,7 +300,7 @@ class RandomCacheRunner(StepRunner):
 
 
 def decode_batch(bucket: Bucket, context: int) -> np.ndarray:
-    """The packed vector of a step in which each row decodes its token number `context`, greedily, on pages it has."""
+    """Packs a step in which each request greedily decodes token number `context`, on pages that it already has."""
     packed = np.zeros(bucket.size, np.int32)
     fields = {name: packed[place] for name, place in bucket.fields.items()}
     fields["token_ids"][:] = ON_DEVICE
@@ -289,13 +309,16 @@ def decode_batch(bucket: Bucket, context: int) -> np.ndarray:
         fields[name][:] = np.arange(bucket.num_requests)
     fields["top_p"][:] = np.float32(1.0).view(np.int32)
     fields["sample_position"][:] = context
-    fields["page_slot"][:] = bucket.num_requests  # no row: nothing new
+    fields["page_slot"][:] = bucket.num_requests  # out of range: no new page table entries
     return packed
 
 
 def random_params(model: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
-    """Norms are ones; the rest has random signs and mantissas at about the spread of trained weights. Each device makes
-    its own block, in seconds where `random_weights` takes minutes."""
+    """Makes random parameters on the devices: norms are ones, all other weights have random signs and mantissas.
+
+    The values are spread about as widely as trained weights. Each device makes its own block, which takes seconds where
+    `random_weights` takes minutes.
+    """
     structure, abstract = abstract_model(model, model_layout(model, mesh.size), _DTYPE)
     flat = []
     for seed, (path, weight) in enumerate(nnx.to_flat_state(abstract)):
@@ -306,7 +329,7 @@ def random_params(model: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.Sta
 
 
 def _on_each_device(make: Callable[[], jax.Array], mesh: Mesh, axes: Sequence[str | None]) -> jax.Array:
-    """An array of which each device makes its own block."""
+    """Makes an array of which each device computes its own block."""
     spec = partition_spec(tuple(axes))
     return jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))()
 
@@ -316,7 +339,7 @@ def _ones(shape: tuple[int, ...], _: int) -> jax.Array:
 
 
 def _random_block(shape: tuple[int, ...], seed: int) -> jax.Array:
-    """Part after part of the first dimension: the generator takes twice the memory of what it gives."""
+    """Makes random values part by part, because the generator needs twice the memory of its output."""
     rank = jax.lax.axis_index(TENSOR_AXIS).astype(jnp.uint32)
 
     def make(part: jax.Array) -> jax.Array:
@@ -329,7 +352,7 @@ def _random_block(shape: tuple[int, ...], seed: int) -> jax.Array:
 
 
 def with_efficiency(steps: Sequence[Step]) -> list[Step]:
-    """Relative to the smallest degree of the same model and batch."""
+    """Sets the efficiency of each step relative to the smallest TP size of the same model and batch."""
     smallest: dict[tuple[str, int], Step] = {}
     for step in sorted(steps, key=lambda step: step.tp):
         smallest.setdefault((step.model, step.batch), step)
@@ -341,7 +364,7 @@ def with_efficiency(steps: Sequence[Step]) -> list[Step]:
 
 
 def plot(steps: Sequence[Step], path: Path) -> None:
-    """Milliseconds a step over the degree, a line for each model and batch; ideal scaling is dotted.
+    """Plots the milliseconds per step over the TP size, one line per model and batch; ideal scaling is dotted.
 
     Raises:
       SystemExit: matplotlib is not installed.

@@ -1,10 +1,10 @@
-"""Host time of a step: planning, batch building and accounting, without a device.
+"""Measures the host time of a step without a device: planning, batch building and accounting.
 
     python benchmarks/engine/scheduler.py [--json FILE]
 
-A steady decode: every row holds a request that gets a token in each step, one step is in flight, pages are 32 tokens,
-the prefix cache is on. Medians over the steps, and the 99th percentile; the time is this thread's CPU time, so that a
-busy machine does not count. `make bench-scheduler` pins the process to one core.
+The workload is a steady decode: every slot holds a request that gets a token in each step, one step is in flight, pages
+have 32 tokens, and the prefix cache is on. Prints medians and the 99th percentile over the steps. The time is the CPU
+time of this thread, so that a busy machine does not distort it. `make bench-scheduler` pins the process to one core.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from meshserve.runtime.scheduler.step_plan import StepPlan
 
 RUNNING = (16, 64, 256, 1024)
 QUEUED = (0, 1_000, 100_000)
-BUDGET_US = 500.0  # at 256 running
+BUDGET_US = 500.0  # limit of the total with 256 running requests
 _PAGE_SIZE = 32
 _NUM_WARM_UP_STEPS, _NUM_STEPS = 100, 500
 _STEP_SECONDS = 0.01
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench-scheduler", description="Host time of a scheduling step.")
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    parser = argparse.ArgumentParser(prog="bench-scheduler", description="Measure the host time of a scheduling step.")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args(arguments)
-    print("running  queued    plan   build account   total     p99   us a step")
+    print("running  queued    plan   build account   total     p99   us per step")
     results = []
     for num_running in RUNNING:
         for num_queued in QUEUED:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(num_running: int, num_queued: int) -> dict[str, float]:
-    """Microseconds of each part of a step, by the thread's CPU clock."""
+    """Returns the microseconds of each part of a step, by the thread's CPU clock."""
     scheduler, batches = _make(num_running, num_queued)
     flight, now = None, 0.0
     times: list[tuple[float, float, float]] = []
@@ -92,7 +92,7 @@ def _account(scheduler: Scheduler, flight: StepPlan, now: float) -> float:
 
 
 def _make(num_running: int, num_queued: int) -> tuple[Scheduler, BatchBuilder]:
-    """Every row is taken by a request that outlasts the measurement; the rest waits, with priorities and deadlines."""
+    """Fills every slot with a request that outlasts the measurement; all others wait, with priorities and deadlines."""
     max_output_tokens = _NUM_WARM_UP_STEPS + _NUM_STEPS + 100
     max_step_tokens = max(64 * num_running, 2048)
     limits = SchedulerLimits(

@@ -1,12 +1,12 @@
-"""What prompt lookup brings and costs: output tokens a second with drafts and without, through the engine.
+"""Measures the gain and cost of prompt lookup: output tokens per second through the engine, with and without drafts.
 
     meshserve bench speculation --model qwen3-8b --random-weights --requests 1 8 32
     meshserve bench speculation --model DIRECTORY --temperature 0
 
-Two ends of what may come. At temperature 0 models, and random weights above all, fall into repeating themselves: drafts
-hold. At temperature 1 with random weights nothing repeats: what is lost there is the price of the option. The tokens
-must be the same with drafts and without, but for near ties, which another shape of the step may break otherwise: how
-many requests got other tokens is told.
+The two temperatures cover both extremes. At temperature 0, models (especially with random weights) begin to repeat
+themselves, and most drafts are accepted. At temperature 1 with random weights nothing repeats, so the loss is the price
+of the option. The tokens must be the same with and without drafts, except for near ties, which may be broken
+differently by a different shape of the step; the number of requests with different tokens is printed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _WARM_UP_SEED = 99
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One workload with drafts and without, all timed runs together."""
+    """One workload with and without drafts, over all timed runs."""
 
     num_requests: int
     temperature: float
@@ -35,7 +35,7 @@ class Case:
     tokens_per_second: float
     num_drafts: int
     num_accepted: int
-    num_changed: int  # requests that got other tokens
+    num_changed: int  # requests that got different tokens
 
     @property
     def ratio(self) -> float:
@@ -44,7 +44,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """What one engine did with the workload of a case."""
+    """The result of one engine with the workload of a case."""
 
     tokens_per_second: float
     tokens: list[list[int]]
@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for temperature in options.temperature
             }
     cases = [_case(*key, plain, sides[options.draft_tokens][key]) for key, plain in sides[0].items()]
-    print(f"{options.model} tp {options.tp} on {jax.devices()[0].device_kind}, up to {options.draft_tokens} drafts")
+    print(
+        f"{options.model} tp {options.tp} on {jax.devices()[0].device_kind}, up to {options.draft_tokens} draft tokens"
+    )
     print("requests  temperature  tokens/s without  with  ratio  drafts held  changed")
     for case in cases:
         print(_row(case))
@@ -79,24 +81,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve bench speculation", description="Drafts against none.")
-    parser.add_argument("--model", required=True, help="a model directory, or with --random-weights a published size")
-    parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="at once")
+    parser = argparse.ArgumentParser(
+        prog="meshserve bench speculation", description="Compare decoding with and without draft tokens."
+    )
+    parser.add_argument("--model", required=True, help="a model directory, or a published size with --random-weights")
+    parser.add_argument("--random-weights", action="store_true", help="generate random weights on the device")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="numbers of concurrent requests")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--draft-tokens", type=int, default=7)
-    parser.add_argument("--input-tokens", type=int, default=256, help="of each request")
-    parser.add_argument("--output-tokens", type=int, default=512, help="of each request")
-    parser.add_argument("--runs", type=int, default=3, help="timed runs, each of a fresh draw")
+    parser.add_argument("--input-tokens", type=int, default=256, help="input tokens of each request")
+    parser.add_argument("--output-tokens", type=int, default=512, help="output tokens of each request")
+    parser.add_argument("--runs", type=int, default=3, help="number of timed runs, each with a new draw")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
-    parser.add_argument("--json", type=Path, help="write the cases here, too")
+    parser.add_argument("--json", type=Path, help="also write the cases to this file")
     return parser
 
 
 def _draw(options: argparse.Namespace, num_requests: int, vocab_size: int) -> list[list[Work]]:
-    """The warm-up, then the timed runs."""
+    """Returns the warm-up batch, followed by the batches of the timed runs."""
     max_id = min(MAX_TOKEN_ID, vocab_size - 1)
     seeds = (_WARM_UP_SEED, *range(options.runs))
     return [fixed(seed, num_requests, options.input_tokens, options.output_tokens, max_id) for seed in seeds]

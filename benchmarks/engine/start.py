@@ -1,14 +1,14 @@
-"""Starts one after the other, each a process of its own, followed by traffic that fills the whole cache.
+"""Times several starts, each in its own process and followed by traffic that fills the whole cache.
 
     meshserve bench start --model qwen3-8b --random-weights --starts 20 --fill-last
     meshserve bench start --model demo --cpu-devices 4 --tp 4 --num-pages 500
 
-All options of `serve` that change the engine are taken, with its defaults: also for the memory. The programs of the
-first start are compiled (a folder of its own for them, unless --cache-dir names one), those of the others are found on
-disk. Reported of each: seconds to ready, programs, hits and misses in the cache on disk, pages, and how fast the
-traffic went. With --fill-last only the last start's cache is filled, the others compute one prompt a row. Exits 1 if a
-start fails, anything compiles after ready, a request does not end as it should, a page is lost, or a cache that should
-have been full was not. No gRPC package is needed.
+Accepts all options of `serve` that change the engine, including those for the memory, with the same defaults. The first
+start compiles the programs (into a cache folder of its own, unless --cache-dir names one), and the others find them on
+disk. Reports for each start: seconds to ready, programs, hits and misses of the cache on disk, pages, and the
+throughput of the traffic. With --fill-last only the last start fills its cache, while the others compute one prompt per
+slot. Exits with 1 if a start fails, anything compiles after ready, a request ends in an unexpected way, a page is
+leaked, or a cache that should have been full was not. Does not need the gRPC package.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             unfilled = ["--fill=0"] if options.fill_last and index < options.starts - 1 else []
             reports.append(_start(index, [*arguments, *own_cache, *unfilled], options.timeout))
     num_failed = sum(not report["is_clean"] for report in reports)
-    print(f"{len(reports) - num_failed} of {len(reports)} starts are well")
+    print(f"{len(reports) - num_failed} of {len(reports)} starts succeeded")
     if options.json:
         with open(options.json, "w") as file:
             json.dump(reports, file, indent=1)
@@ -74,33 +74,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve bench start", description="Starts, and traffic at a full cache.")
+    parser = argparse.ArgumentParser(
+        prog="meshserve bench start", description="Time starts, each followed by traffic at a full cache."
+    )
     add_options(parser, left_out=server_only_options())
-    parser.add_argument("--starts", type=int, default=3, help="one after the other (%(default)s)")
+    parser.add_argument(
+        "--starts", type=int, default=3, help="number of starts, one after the other (default: %(default)s)"
+    )
     parser.add_argument(
         "--fill",
         type=float,
         default=1.1,
-        help="tokens to compute, of those the cache holds, but at least a prompt a row (%(default)s)",
+        help="tokens to compute, as a multiple of the cache size; at least one prompt per slot (default: %(default)s)",
     )
     parser.add_argument("--fill-last", action="store_true", help="fill the cache after the last start only")
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, help="seconds for a start and its traffic (%(default)s)"
+        "--timeout",
+        type=float,
+        default=1800.0,
+        help="time limit for a start and its traffic, in seconds (default: %(default)s)",
     )
-    parser.add_argument("--json", help="write the reports to this file, too")
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)  # the process of one start
+    parser.add_argument("--json", help="also write the reports to this file")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)  # runs one start in this process
     return parser
 
 
 def _start(index: int, arguments: list[str], timeout_seconds: float) -> dict[str, Any]:
-    """A start in a process of its own; prints a row."""
+    """Runs one start in its own process and prints a row."""
     command = [sys.executable, "-m", "meshserve.benchmarks.engine.start", *arguments, "--once"]
     try:
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout_seconds, check=False)
         lines = ended.stdout.splitlines()
         report = json.loads(lines[-1]) if lines else {"failure": f"exit status {ended.returncode}; see above"}
     except subprocess.TimeoutExpired:
-        report = {"failure": f"not done after {timeout_seconds:g} s"}
+        report = {"failure": f"not finished after {timeout_seconds:g} s"}
     report.setdefault("is_clean", False)
     if not index:
         print("".join(f"{name:>18}" for name in ("start", *_COLUMNS)), flush=True)
@@ -110,7 +117,7 @@ def _start(index: int, arguments: list[str], timeout_seconds: float) -> dict[str
 
 
 def start_once(options: argparse.Namespace) -> dict[str, Any]:
-    """Makes an engine ready, fills its cache, stops it. Never raises: what went wrong is the report's `failure`."""
+    """Starts an engine, fills its cache and stops it; never raises, but reports an error as `failure`."""
     try:
         config = dataclasses.replace(serve_config(options), max_waiting=_MAX_WAITING)
         model, make_params = open_model(config.model, random_weights=config.random_weights)
@@ -131,13 +138,13 @@ def start_once(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Crowd:
-    """Requests that all arrive at once, as many as fill the cache."""
+    """Requests that are all submitted at once, enough of them to fill the cache."""
 
     def __init__(self) -> None:
         self._all_ended = threading.Event()
         self._num_open = 0
         self.num_requests = 0
-        self.num_tokens = 0  # computed: of prompts and outputs
+        self.num_tokens = 0  # computed, of prompts and outputs
         self.num_evicted_pages = 0
         self.faults: list[str] = []
 
@@ -156,7 +163,7 @@ class Crowd:
         self.num_evicted_pages += record.num_evicted_pages
 
     def run(self, engine: Engine, config: ServeConfig, model: ModelConfig, fill: float) -> float:
-        """Submits as many as compute `fill` times the tokens of the cache; returns the seconds until all have ended."""
+        """Submits requests with `fill` times the tokens of the cache and returns the seconds until all have ended."""
         draw = random.Random(0)
         cache_tokens = engine.load().num_pages * config.page_size
         room = min(context_tokens(config, model), cache_tokens) - _OUTPUT_TOKENS
@@ -186,7 +193,7 @@ def _report(engine: Engine, crowd: Crowd, watch: CompileWatch, *, is_filled: boo
     if load.num_free_pages != load.num_pages:
         faults.append(f"{load.num_pages - load.num_free_pages} pages are not free at the end")
     if is_filled and not crowd.num_evicted_pages:
-        faults.append("the cache was never full: nothing was evicted. Raise --fill")
+        faults.append("the cache was never full, nothing was evicted; raise --fill")
     return {
         "is_clean": not faults,
         "failure": "; ".join(faults),

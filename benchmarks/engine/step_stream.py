@@ -1,10 +1,11 @@
-"""What the step stream costs the thread of the engine, and whether the device hides it.
+"""Measures the step stream's cost on the engine's thread, and whether the device hides its delays.
 
     python benchmarks/engine/step_stream.py
 
-First without devices: calls of the size of real steps to 1, 3 and 7 followers that only acknowledge; wall and CPU time
-of `Leader.call` on the caller's thread. Then with two processes: the time between tokens of one stream while a proxy
-holds back every message of the step stream for some milliseconds. A delay that the device hides does not show.
+First, without devices, sends calls of the size of real steps to 1, 3 and 7 followers that only acknowledge them, and
+measures wall and CPU time of `Leader.call` on the caller's thread. Then, with two processes, measures the time between
+tokens of one stream while a proxy delays every message of the step stream by some milliseconds. A delay that the device
+hides has no effect.
 """
 
 import argparse
@@ -39,7 +40,7 @@ FLAGS = (
     "--max-step-tokens=1", "--num-pages=256", "--no-logits-processors", "--fail-seconds=60",
 )  # fmt: skip
 READY_SECONDS = 300.0
-PAUSE_SECONDS = 0.002  # between calls, as a device would
+PAUSE_SECONDS = 0.002  # between calls, similar to a device's step
 
 
 def acknowledge_all(follower: Follower) -> None:
@@ -48,7 +49,7 @@ def acknowledge_all(follower: Follower) -> None:
 
 
 def cost(num_followers: int, bucket: Bucket, num_calls: int) -> dict[str, float]:
-    """Of one call on the caller's thread, in microseconds; and until every follower has acknowledged it."""
+    """Returns the microseconds of one call on the caller's thread, and until every follower has acknowledged it."""
     watches = [Watch(Limits(600.0)) for _ in range(num_followers + 1)]
     leader = Leader("127.0.0.1:0", num_followers + 1, watches[0], Security())
     followers = [
@@ -79,8 +80,10 @@ def cost(num_followers: int, bucket: Bucket, num_calls: int) -> dict[str, float]
 
 
 def token_times(delays: Sequence[float], num_tokens: int, cache: str) -> dict[float, float]:
-    """Median milliseconds between tokens, by the milliseconds that each message is held back. Twice through the delays,
-    the better of each, because the machine may be busy."""
+    """Returns the median milliseconds between tokens for each message delay in milliseconds.
+
+    Measures each delay twice and keeps the better value, because the machine may be busy.
+    """
     found: dict[float, float] = {}
     with reserved_port() as step_port, tempfile.TemporaryDirectory() as folder:
         proxy = StepProxy(f"127.0.0.1:{step_port}")
@@ -107,10 +110,16 @@ def token_times(delays: Sequence[float], num_tokens: int, cache: str) -> dict[fl
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="What the step stream costs, and whether the device hides it.")
+    parser = argparse.ArgumentParser(description="Measure the step stream's cost, and whether the device hides it.")
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=300)
-    parser.add_argument("--delays", type=float, nargs="*", default=[0.0, 1.0, 2.0, 5.0, 10.0], help="milliseconds")
+    parser.add_argument(
+        "--delays",
+        type=float,
+        nargs="*",
+        default=[0.0, 1.0, 2.0, 5.0, 10.0],
+        help="delays of each message, in milliseconds",
+    )
     parser.add_argument("--cache-dir", default="~/.cache/meshserve")
     options = parser.parse_args(arguments)
     for name, bucket in STEPS.items():

@@ -1,12 +1,12 @@
-"""Output tokens a second of whole batches through the engine, without a server.
+"""Measures the output tokens per second of whole batches through the engine, without a server.
 
     meshserve bench throughput --model qwen3-0.6b --random-weights                       # nano-vllm's own workload
     meshserve bench throughput --model qwen3-8b --random-weights --workload fixed \\
         --requests 32 --input-tokens 1024 --output-tokens 256 --temperature 0
 
-The first draws 256 requests of 100 to 1,024 tokens in and out (seed 0; 142,827 in, 133,966 out). A draw with another
-seed runs first, untimed. With `fixed` the same batch with one new token is timed as well: its prefill. Any option of
-`meshserve serve` is set with --set KEY=VALUE.
+The first workload draws 256 requests with 100 to 1,024 tokens in and out (seed 0; 142,827 in, 133,966 out). A draw with
+a different seed runs first, untimed. With `fixed`, the same batch with a single output token is timed as well, which is
+its prefill. Any option of `meshserve serve` is set with --set KEY=VALUE.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed, nano_v
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.startup.launch import open_model
 
-_LENGTHS = (100, 1024)  # of nano-vllm's bench
+_LENGTHS = (100, 1024)  # as in nano-vllm's benchmark
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Medians over the runs. Prefill and the time of an output token only where all requests are alike."""
+    """Medians over the runs; prefill and time per output token only if all requests are alike."""
 
     model: str
     workload: str
@@ -46,7 +46,7 @@ class Throughput:
     gap_ms_p99: float
     prefill_seconds: float | None
     output_token_ms: float | None
-    power: Reading | None  # of the GPU that took most, in the timed runs
+    power: Reading | None  # of the GPU with the highest power, during the timed runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     longest = max(len(work.prompt_token_ids) + work.max_tokens for batch in batches for work in batch)
     if longest > model.longest_context:
         raise ConfigError(
-            f"requests of this workload have up to {longest} tokens, the model was made for {model.longest_context}. "
-            "Take --workload fixed with fewer --input-tokens and --output-tokens."
+            f"requests of this workload have up to {longest} tokens, the model supports {model.longest_context}. "
+            "Use --workload fixed with fewer --input-tokens and --output-tokens."
         )
     config = config_for(batches, {"model": options.model, **settings})
     is_fixed = options.workload == "fixed"
@@ -79,19 +79,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve bench throughput", description="Batches through the engine.")
-    parser.add_argument("--model", required=True, help="a model directory, or with --random-weights a published size")
-    parser.add_argument("--random-weights", action="store_true", help="make the weights up on the device")
+    parser = argparse.ArgumentParser(
+        prog="meshserve bench throughput", description="Measure whole batches through the engine."
+    )
+    parser.add_argument("--model", required=True, help="a model directory, or a published size with --random-weights")
+    parser.add_argument("--random-weights", action="store_true", help="generate random weights on the device")
     parser.add_argument("--workload", choices=("nano-vllm", "fixed"), default="nano-vllm")
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--input-tokens", type=int, default=1024, help="of each request, with --workload fixed")
-    parser.add_argument("--output-tokens", type=int, default=256, help="of each request, with --workload fixed")
+    parser.add_argument(
+        "--input-tokens", type=int, default=1024, help="input tokens of each request, with --workload fixed"
+    )
+    parser.add_argument(
+        "--output-tokens", type=int, default=256, help="output tokens of each request, with --workload fixed"
+    )
     parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--runs", type=int, default=1, help="timed runs, each of a fresh draw, the first of seed 0")
+    parser.add_argument(
+        "--runs", type=int, default=1, help="number of timed runs, each with a new draw; the first has seed 0"
+    )
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
-    parser.add_argument("--json", type=Path, help="write the result here, too")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
     return parser
 
 
@@ -145,7 +153,7 @@ def _text(result: Throughput) -> str:
     ]
     if result.prefill_seconds is not None:
         lines.append(
-            f"prefill {result.prefill_seconds:.3f} s; {result.output_token_ms:.3f} ms an output token after it"
+            f"prefill {result.prefill_seconds:.3f} s; {result.output_token_ms:.3f} ms per output token after it"
         )
     return "\n".join(lines)
 

@@ -1,22 +1,23 @@
-"""Times a decode step's kernels with random weights at the shapes of real models, on one GPU.
+"""Times the kernels of a decode step with random weights at the shapes of real models, on one GPU.
 
     python -m meshserve.benchmarks.kernels.decode_kernels --model qwen3-8b --batch 1 32 128 --what step stack parts
     python -m meshserve.benchmarks.kernels.decode_kernels --model qwen3-32b --tp 4 --batch 32 --what stack splits
 
-step       embedding, all layers, final norm, head, argmax; the token goes back in on the device
+step       embedding, all layers, final norm, head, argmax; the token is fed back on the device
 stack      all layers, in one call
-splits     the same with every number of ranges that a projection can be cut into, one projection at a time
-parts      each projection as a call of its own, as on a mesh: a row of L calls
+splits     the same with every number of ranges that a projection can be split into, one projection at a time
+parts      each projection as a separate call, as on a mesh: a sequence of L calls
 
-With --tp N the shapes are those of one shard of N, alone: nothing is added up over a mesh.
+With --tp N the shapes are those of one shard of N, alone, without all-reduces over a mesh.
 
-With --first-context one request of each batch has another length than the others. With --max-context the page tables
-have room for more than any request has: a server's have for the longest it takes.
+With --first-context, one request of each batch has a different length from the others. With --max-context, the page
+tables have room for more tokens than any request has, as a server's have.
 
-Attention alone is `meshserve bench kernels`.
+For attention alone, see `meshserve bench kernels`.
 
-Every figure is of a row of steps that the device runs without waiting for the host; median, P10 and P90 are over rounds
-of such rows. Bytes are what the step must read: weights once, pages once. The roofline is --bandwidth (TB/s).
+Every figure is measured over a sequence of steps that the device runs without waiting for the host; median, P10 and P90
+are over rounds of such sequences. Bytes are what the step must read: weights once, pages once. The roofline is
+--bandwidth (TB/s).
 """
 
 import argparse
@@ -53,17 +54,17 @@ class Model:
         return self.kv_heads * self.group * self.head_dim
 
     def shard(self, tp: int, layers: int) -> "Model":
-        """One of `tp`, which divides the KV heads; with fewer layers, if `layers` says so."""
+        """Returns one of `tp` shards, where `tp` must divide the KV heads; `layers` limits the number of layers."""
         if self.kv_heads % tp or self.mlp % (64 * tp):
             raise SystemExit(
-                f"--tp {tp} does not divide {self.kv_heads} KV heads and an MLP of {self.mlp} in blocks of 64"
+                f"--tp {tp} must divide {self.kv_heads} KV heads, and an MLP of {self.mlp} in blocks of 64"
             )
         return dataclasses.replace(
             self, layers=layers or self.layers, kv_heads=self.kv_heads // tp, mlp=self.mlp // tp, vocab=self.vocab // tp
         )
 
     def part_bytes(self) -> dict[str, int]:
-        """Of one layer's weights."""
+        """Returns the weight bytes of each projection of one layer."""
         qkv_rows = self.kv_heads * (self.group + 2) * self.head_dim
         return {
             "qkv": 2 * qkv_rows * self.embed,
@@ -73,7 +74,7 @@ class Model:
         }
 
     def page_bytes(self, num_tokens: int) -> int:
-        """Of one layer's keys and values."""
+        """Returns the bytes of one layer's keys and values."""
         return num_tokens * self.kv_heads * self.head_dim * 4
 
 
@@ -104,9 +105,10 @@ def random_weights(model: Model) -> LayerWeights:
 def random_cache(
     model: Model, layers: int, lengths: Sequence[int], page_size: int, max_context: int = 0
 ) -> tuple[jax.Array, DecodeBatch]:
-    """Each request holds its length of tokens, the current one included, on pages without order.
+    """Returns a random cache and the batch of requests with the given lengths, on pages in random order.
 
-    The page table [B, pages] has room for `max_context` tokens, or for the longest request.
+    A request's length includes its current token. The page table [B, pages] has room for `max_context` tokens, or for
+    the longest request.
     """
     num_pages = [-(-length // page_size) for length in lengths]
     table = np.zeros((len(lengths), -(-max(*lengths, max_context) // page_size)), np.int32)
@@ -119,7 +121,7 @@ def random_cache(
 
 
 class Bench:
-    """One model's weights, and the rows measured so far."""
+    """The weights of one model, and the rows measured so far."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name, self.arguments = name, arguments
@@ -168,7 +170,7 @@ class Bench:
     def time(self, run: Callable[[Any], Any], state: Any, per_state: int = 1) -> list[float]:
         figures, _ = timed_ms(run, state, per_state, self.arguments.rounds, self.arguments.seconds)
         del state, _
-        gc.collect()  # a cache is most of the memory: the next one must not have to wait for a cycle's collection
+        gc.collect()  # frees the cache, most of the memory, before the next one is allocated
         return figures
 
     def stack(self, batch: int, context: int, launch: gpu.LaunchShape = gpu.CHOSEN, **more: Any) -> None:
@@ -221,7 +223,7 @@ class Bench:
         self.record("head", batch, 0, 2 * self.embedding.size, self.time(lambda x: run(self.embedding, x), x, 4))
 
     def parts(self, batch: int) -> None:
-        """Rows of the same projection over the layers. What a call returns feeds the next through a narrow sum."""
+        """Times sequences of one projection over the layers; each output feeds the next call through a narrow sum."""
         model = self.model
         cache, where = random_cache(model, model.layers, [1] * batch, self.arguments.page_size)
         inputs = {"qkv": model.embed, "o": model.q_columns, "gate_up": model.embed, "down": model.mlp}
@@ -262,15 +264,21 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3-8b"])
     parser.add_argument("--what", nargs="+", choices=("step", "stack", "splits", "parts", "head"), default=["step"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
-    parser.add_argument("--context", nargs="+", type=int, default=[1024], help="tokens of every request")
-    parser.add_argument("--first-context", type=int, default=0, help="of one request of each batch, instead")
-    parser.add_argument("--max-context", type=int, default=0, help="room in the page tables; 0: what the requests need")
-    parser.add_argument("--tp", type=int, default=1, help="time one shard of so many")
-    parser.add_argument("--layers", type=int, default=0, help="of each model; 0: all")
+    parser.add_argument(
+        "--context", nargs="+", type=int, default=[1024], help="context length of every request, in tokens"
+    )
+    parser.add_argument(
+        "--first-context", type=int, default=0, help="context length of one request of each batch, instead of --context"
+    )
+    parser.add_argument(
+        "--max-context", type=int, default=0, help="capacity of the page tables in tokens, 0 for what the requests need"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="time one shard of this many")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers of each model, 0 for all")
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--implementation", default="cuda", help="of the step's layers")
+    parser.add_argument("--implementation", default="cuda", help="implementation of the step's layers")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=2.0, help="measured time of each figure")
+    parser.add_argument("--seconds", type=float, default=2.0, help="measured time per figure")
     parser.add_argument("--bandwidth", type=float, default=3.35, help="the roofline's memory bandwidth, TB/s")
     parser.add_argument("--json", help="file to write the rows to")
     arguments = parser.parse_args()

@@ -1,18 +1,18 @@
-"""What `bench kernels` measures, and what it finds."""
+"""Defines the shapes that `bench kernels` measures and the figures that it reports."""
 
 import dataclasses
 
 import jax.numpy as jnp
 
-YARDSTICK = "reference"  # what speed-ups are over
+YARDSTICK = "reference"  # the baseline of speedups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is attended to."""
+    """The shape of one paged decode attention call."""
 
     batch: int
-    context: int  # tokens of each request, the new one included
+    context: int  # tokens of each request, including the new one
     kv_heads: int
     group: int
     head_dim: int
@@ -25,7 +25,7 @@ class Shape:
 
     @property
     def page_bytes(self) -> int:
-        """Of one layer's keys and values."""
+        """The bytes of one layer's keys and values."""
         return 2 * self.batch * self.context * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
     @property
@@ -36,7 +36,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One row of the table."""
+    """One line of the table."""
 
     implementation: str
     shape: Shape
@@ -47,7 +47,7 @@ class Figure:
     terabytes_per_second: float
     temporary_bytes: int
     error: float
-    speedup: float | None = None  # over the yardstick, where that ran
+    speedup: float | None = None  # over the reference, if that was measured
 
     def row(self) -> str:
         speedup = f"  {self.speedup:6.1f} x {YARDSTICK}" if self.speedup else ""

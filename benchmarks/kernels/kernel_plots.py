@@ -8,7 +8,7 @@ from .kernel_figures import Figure
 
 
 def draw(figures: Sequence[Figure], folder: Path) -> None:
-    """One PNG each for latency, throughput, memory and speed-up, and one with all four.
+    """Draws one PNG each for latency, throughput, memory and speedup, and one with all four.
 
     Raises:
       SystemExit: matplotlib is not installed.
@@ -23,7 +23,7 @@ def draw(figures: Sequence[Figure], folder: Path) -> None:
         "latency": ("latency of a call, ms", lambda figure: figure.ms, True),
         "throughput": ("pages read, TB/s", lambda figure: figure.terabytes_per_second, False),
         "memory": ("temporary memory, MiB", lambda figure: figure.temporary_bytes / 2**20, False),
-        "speedup": ("times the reference", lambda figure: figure.speedup, True),
+        "speedup": ("speedup over the reference", lambda figure: figure.speedup, True),
     }
     dashboard, places = plt.subplots(2, 2, figsize=(16, 10), layout="constrained")
     for (name, (title, value, is_log)), place in zip(charts.items(), places.flat, strict=True):
@@ -40,7 +40,7 @@ def draw(figures: Sequence[Figure], folder: Path) -> None:
 def _bars(
     axes: Any, figures: Sequence[Figure], title: str, value: Callable[[Figure], float | None], is_log: bool
 ) -> None:
-    """A group of bars a shape, one bar an implementation."""
+    """Draws a group of bars per shape, with one bar per implementation."""
     shapes = list(dict.fromkeys(figure.shape.label for figure in figures))
     names = list(dict.fromkeys(figure.implementation for figure in figures))
     width = 0.8 / len(names)

@@ -1,13 +1,15 @@
-"""Every implementation of paged decode attention that runs here, over shapes and types.
+"""Times every implementation of paged decode attention that runs on this machine, over shapes and types.
 
     meshserve bench kernels --batch 1 32 128 --context 1024 16384 --heads 8x4 --json kernels.json --plots plots
 
-One token a request, every request of the same context, pages in no order. Latency is of one call out of a row of calls
-that the device runs without waiting for the host; they go round over layers, so that no call finds its pages in a
-cache. Bandwidth is the pages' bytes, read once, over that time. Memory is what the program needs beside its arguments.
-The error is ||out - expected|| / ||expected|| against float64 on the host, of the first requests of the batch.
+Each request has one token, all requests have the same context length, and pages are in random order. Latency is
+measured over a sequence of calls that the device runs without waiting for the host. The calls cycle through layers, so
+that no call finds its pages in a hardware cache. Bandwidth is the bytes of the pages, read once, divided by that time.
+Memory is what the program needs in addition to its arguments. The error is ||out - expected|| / ||expected|| against
+float64 on the host, for the first requests of the batch.
 
-`--plots` wants matplotlib (the extra "plots"): latency.png, throughput.png, memory.png, speedup.png, dashboard.png.
+`--plots` needs matplotlib (the extra "plots") and draws latency.png, throughput.png, memory.png, speedup.png and
+dashboard.png.
 """
 
 import argparse
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for shape in _shapes(options):
         figures += _measure(shape, options)
     if not figures:
-        print("no implementation runs these shapes here")
+        print("no implementation supports these shapes on this machine")
         return 1
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(figure) for figure in figures], indent=1))
@@ -56,23 +58,27 @@ def _parser() -> argparse.ArgumentParser:
         prog="meshserve bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [name for name in paged_attention.IMPLEMENTATIONS if name != "tpu_interpreted"]
-    parser.add_argument("--implementation", nargs="+", choices=names, help="(default: all that run here)")
+    parser.add_argument("--implementation", nargs="+", choices=names, help="default: all that run on this machine")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--context", type=int, nargs="+", default=[1024, 8192], help="tokens of every request")
-    parser.add_argument("--heads", nargs="+", default=["8x4"], help="KV heads x query heads of each (Qwen3-8B: 8x4)")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[1024, 8192], help="context length of every request, in tokens"
+    )
+    parser.add_argument(
+        "--heads", nargs="+", default=["8x4"], help="KV heads x query heads per KV head (Qwen3-8B: 8x4)"
+    )
     parser.add_argument("--head-dim", type=int, nargs="+", default=[128])
     parser.add_argument("--page-size", type=int, nargs="+", default=[64])
     parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16"])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=1.0, help="measured time of each figure")
-    parser.add_argument("--cache-gigabytes", type=float, default=8.0, help="of pages to go round over")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    parser.add_argument("--plots", type=Path, help="folder to draw them in")
+    parser.add_argument("--seconds", type=float, default=1.0, help="measured time per figure")
+    parser.add_argument("--cache-gigabytes", type=float, default=8.0, help="size of the pages to cycle through")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plots", type=Path, help="folder to draw the plots in")
     return parser
 
 
 def _usable() -> list[str]:
-    """The implementations that run on this backend, but for the interpreted one."""
+    """Returns the implementations that run on this backend, except the interpreted one."""
     names = []
     for name in paged_attention.IMPLEMENTATIONS:
         with contextlib.suppress(ValueError):
@@ -98,7 +104,7 @@ def _shapes(options: argparse.Namespace) -> Iterator[Shape]:
 
 
 def _measure(shape: Shape, options: argparse.Namespace) -> list[Figure]:
-    """A figure of each implementation that takes this shape here."""
+    """Measures each implementation that supports this shape on this machine."""
     num_layers = max(1, int(options.cache_gigabytes * 1e9 // shape.page_bytes))
     num_layers = min(num_layers, _MAX_CALLS)
     num_pages = shape.batch * shape.pages_per_request
@@ -115,14 +121,14 @@ def _measure(shape: Shape, options: argparse.Namespace) -> list[Figure]:
             attend = paged_attention.implementation(name)
             figure = _figure(name, attend, shape, (q, cache, batch), expected, options)
         except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
-            print(f"{name:10} {shape.label:38} does not run here: {str(error).splitlines()[0][:120]}", flush=True)
+            print(f"{name:10} {shape.label:38} is not supported here: {str(error).splitlines()[0][:120]}", flush=True)
             continue
         if figures and figures[0].implementation == YARDSTICK:
             figure = dataclasses.replace(figure, speedup=figures[0].ms / figure.ms)
         print(figure.row(), flush=True)
         figures.append(figure)
     del cache
-    gc.collect()  # a cache is most of the memory: the next one must not have to wait for a cycle's collection
+    gc.collect()  # frees the cache, most of the memory, before the next one is allocated
     return figures
 
 
@@ -162,7 +168,7 @@ def _figure(
 
 
 def _expected(shape: Shape, q: jax.Array, cache: jax.Array, table: np.ndarray) -> np.ndarray:
-    """The attention of the first requests over layer 0 in float64 [B', K, G, H], on the host."""
+    """Computes the attention of the first requests over layer 0 in float64 [B', K, G, H], on the host."""
     out = []
     for request in range(min(shape.batch, _CHECKED_REQUESTS)):
         pages = np.asarray(cache[0, table[request]], np.float64)  # [pages, K, 2, S, H]

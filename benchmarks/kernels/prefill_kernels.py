@@ -1,12 +1,12 @@
-"""Times attention alone at the shapes of prefill steps, on one GPU, beside cuDNN's.
+"""Times attention alone at the shapes of prefill steps on one GPU, in comparison with cuDNN's.
 
     python -m meshserve.benchmarks.kernels.prefill_kernels --steps 1024x1 2048x1/65536 1x128/1024+1x1/32768
 
-A step NxB/C has B requests of N new tokens each and C tokens in all (without /C: no prefix); + adds others to it.
-cuDNN, whose keys lie in one piece, is asked for steps of equal requests without a prefix alone. Every figure is of a
-row of calls that the device runs without waiting for the host; the median, P10 and P90 are over such rows. TFLOP/s
-counts the products that a causal mask leaves: four operations for each query head, element of a head, and key that a
-query sees. TB/s counts every key and value once.
+A step NxB/C has B requests with N new tokens each and C tokens in all (without /C there is no prefix); + adds further
+requests. cuDNN needs contiguous keys, so it runs only steps of equal requests without a prefix. Every figure is
+measured over a sequence of calls that the device runs without waiting for the host; median, P10 and P90 are over such
+sequences. TFLOP/s counts the operations that remain under a causal mask: four for each query head, head element, and
+key that a query sees. TB/s counts every key and value once.
 """
 
 import argparse
@@ -24,15 +24,15 @@ from meshserve.kernels.paged_attention import PagedBatch, implementation
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """Some that are alike."""
+    """A group of equal requests."""
 
     num_new: int  # tokens of each
     count: int
-    context: int  # tokens of each, the new ones included
+    context: int  # tokens of each, including the new ones
 
     @property
     def num_seen(self) -> float:
-        """Keys, by all new tokens together."""
+        """Number of (query token, key) pairs over all new tokens."""
         return self.count * (self.num_new * (self.context - self.num_new) + self.num_new * (self.num_new + 1) / 2)
 
     @classmethod
@@ -44,7 +44,7 @@ class Requests:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one call computes."""
+    """The work of one call."""
 
     name: str
     requests: tuple[Requests, ...]
@@ -64,7 +64,7 @@ class Step:
 
     @property
     def is_dense(self) -> bool:
-        """What cuDNN takes."""
+        """Whether cuDNN supports the step."""
         return len(self.requests) == 1 and self.requests[0].num_new == self.requests[0].context
 
 
@@ -97,16 +97,16 @@ def _measure(step: Step, name: str, options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="prefill_kernels", description="Time attention of prefill steps.")
+    parser = argparse.ArgumentParser(prog="prefill_kernels", description="Time the attention of prefill steps.")
     parser.add_argument("--steps", nargs="+", default=["4096"], metavar="NxB/C")
     parser.add_argument("--attention", nargs="+", default=["cuda", "cudnn"])
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--calls", type=int, default=8, help="of a row")
+    parser.add_argument("--calls", type=int, default=8, help="calls per sequence")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=1.0, help="measured time of each figure")
+    parser.add_argument("--seconds", type=float, default=1.0, help="measured time per figure")
     return parser
 
 
@@ -115,7 +115,7 @@ def _queries(num_calls: int, *shape: int) -> list[jax.Array]:
 
 
 def _paged(step: Step, name: str, num_calls: int) -> Callable[[], list[jax.Array]]:
-    """A row of calls. The pages of all requests lie mixed up."""
+    """Returns a function that runs a sequence of calls, with the pages of all requests in random order."""
     attend = implementation(name)
     each = [r for r in step.requests for _ in range(r.count)]
     num_pages = [-(-r.context // step.page_size) for r in each]

@@ -1,9 +1,9 @@
-"""Decode steps over the GPUs of one host, again and again: does every one of their sums come out the same?
+"""Repeats decode steps over the GPUs of one host and checks that their results are always the same.
 
     meshserve bench scaling --model qwen3-8b --tp 4 --batch 1 32 --all-reduce p2p --check-seconds 600
 
 All layers of a step run on the same tokens each time, so their result has the same bits each time and on every device,
-unless one sum of one layer took a wrong word: what then differs goes on through all layers that follow.
+unless an all-reduce of some layer read a wrong word: the difference then propagates through all later layers.
 """
 
 import dataclasses
@@ -22,26 +22,26 @@ from meshserve.runtime.model.qwen3 import Kernels, specs_of
 from meshserve.runtime.program.step import CACHE_AXES, weights_of
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
-_REPEATS = 100  # in a program
-_EACH = PartitionSpec(TENSOR_AXIS)  # one of each device
+_REPEATS = 100  # steps per program
+_EACH = PartitionSpec(TENSOR_AXIS)  # one value per device
 
 
 @dataclasses.dataclass
 class Found:
-    """Of the steps of one batch."""
+    """The differences found in the steps of one batch."""
 
     num_steps: int = 0
-    num_changed: int = 0  # elements that were not what the first step gave
-    num_unlike: int = 0  # steps whose result another device did not have
+    num_changed: int = 0  # elements that differ from the first step's
+    num_unlike: int = 0  # steps whose result differs between devices
 
 
 class Repeats:
-    """The layers of one batch's decode step, on a KV cache of its own. Compiles on construction.
+    """The layers of one batch's decode step, with their own KV cache; compiles on construction.
 
     Args:
-      structure, params: of the model, over `mesh`.
-      cache: [L, batch * pages of a request, K, 2, S, H], a shape.
-      context: tokens of each request, of which the step decodes the last.
+      structure, params: The model, over `mesh`.
+      cache: The shape of the cache, [L, batch * pages of a request, K, 2, S, H].
+      context: Tokens of each request, of which the step decodes the last.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Repeats:
         self._program = jax.jit(program, donate_argnums=1).lower(self._weights, self._cache).compile()
 
     def run(self) -> None:
-        """Some hundred steps more, compared with the first of all and among the devices."""
+        """Runs about a hundred more steps and compares them with the very first step and among the devices."""
         self._cache, first, num_changed, num_unlike = self._program(self._weights, self._cache)
         bits = np.asarray(first).view(np.uint16)
         self._first = bits[:1] if self._first is None else self._first
@@ -103,7 +103,7 @@ class Repeats:
 
 
 def run_for(cases: Sequence[Repeats], seconds: float) -> float:
-    """Runs all in turn, at least once, for so long; returns the seconds that it took."""
+    """Runs all cases in turn, at least once, for the given time, and returns the seconds that it took."""
     began = time.monotonic()
     while True:
         for case in cases:
@@ -117,6 +117,6 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """uint32: no two elements count alike."""
+    """Returns a uint32 checksum in which each element has a different odd weight."""
     bits = _bits(x).reshape(-1).astype(jnp.uint32)
     return (bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1)).sum(dtype=jnp.uint32)

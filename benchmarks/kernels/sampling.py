@@ -1,12 +1,11 @@
-"""What choosing the next token costs on the device, path by path, and as a share of a decode step of Qwen3-8B.
+"""Times the choice of the next token on the device, per sampling path, also as a share of a Qwen3-8B decode step.
 
     meshserve bench sampling [--batch 1 64 256] [--vocab 151936] [--tp 1] [--step-ms 4.2 6.9 12.5] [--json FILE]
 
-The paths of a step's own sampler (`runtime/program/sampling.py`) are timed several in one program, because in a step
-they cost no launch of their own. The logits processors (`runtime/program/logits_processors.py`) are launched after the
-step and are timed so.
-Without --step-ms the step's time is the least that the device allows: its weights and 1,024 tokens of context a
-request, read once. Shares of a real step are smaller.
+The paths of a step's own sampler (`runtime/program/sampling.py`) are timed several times in one program, because inside
+a step they need no launch of their own. The logits processors (`runtime/program/logits_processors.py`) are launched
+after the step and are timed that way. Without --step-ms the step time is the minimum that the device allows: its
+weights and 1,024 tokens of context per request, read once. Shares of a real step are smaller.
 """
 
 import argparse
@@ -35,20 +34,20 @@ from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, named_sharding
 
 _MODEL = "qwen3-8b"
 _CONTEXT_TOKENS = 1_024
-_BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # a second, by the datasheets
-_PROGRAM_BYTES = 1 << 30  # of logits that one program samples from
+_BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second, from the data sheets
+_PROGRAM_BYTES = 1 << 30  # maximum size of the logits that one program samples from
 _MAX_COPIES = 8
 _VOCAB = PartitionSpec(None, TENSOR_AXIS)
 _ANY = PartitionSpec()
 
-# Path -> mode, and the parameters of every row.
+# Path -> mode, and the parameters of every request.
 STEP_PATHS: dict[str, tuple[SamplingMode, dict[str, float]]] = {
     "greedy": (SamplingMode.GREEDY, {"temperature": 0.0}),
     "temperature": (SamplingMode.RANDOM, {}),
     "top-p": (SamplingMode.TOP_P, {"top_p": 0.95}),
     "min-p, top-k, top-p": (SamplingMode.FILTERED, {"top_p": 0.95, "top_k": 20, "min_p": 0.02}),
 }
-# Path -> mode, whether log-probabilities are wanted.
+# Path -> mode, and whether log-probabilities are requested.
 PROCESSOR_PATHS: dict[str, tuple[SamplingMode, bool]] = {
     "penalties, greedy": (SamplingMode.GREEDY, False),
     "penalties, temperature": (SamplingMode.RANDOM, False),
@@ -60,7 +59,7 @@ PROCESSOR_PATHS: dict[str, tuple[SamplingMode, bool]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """One row of the table. Times in milliseconds."""
+    """One line of the table, with times in milliseconds."""
 
     path: str
     batch: int
@@ -71,14 +70,14 @@ class Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="meshserve bench sampling", description="Sampling on the device.")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="requests in a step")
+    parser = argparse.ArgumentParser(prog="meshserve bench sampling", description="Time sampling on the device.")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="requests per step")
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--step-ms", type=float, nargs="+", help="measured decode steps, one for each batch")
+    parser.add_argument("--step-ms", type=float, nargs="+", help="measured decode step times, one per batch size")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of the timed calls of a path")
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    parser.add_argument("--seconds", type=float, default=2.0, help="total time of the timed calls of a path")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args(arguments)
     if options.step_ms is not None and len(options.step_ms) != len(options.batch):
         parser.error(f"got {len(options.step_ms)} --step-ms for {len(options.batch)} --batch; give one for each")
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _least_step_ms(batch: int, tp: int) -> float | None:
-    """None for a device whose bandwidth is not known here."""
+    """Returns the minimum time of a decode step, or None for a device with unknown bandwidth."""
     kind = jax.devices()[0].device_kind
     bandwidth = next((rate for name, rate in _BANDWIDTH_BYTES.items() if name in kind), None)
     if bandwidth is None:
@@ -131,7 +130,7 @@ def _measured(mesh: Mesh, batch: int, options: argparse.Namespace) -> Iterator[t
 
 
 def _sampler(mesh: Mesh, vocab_size: int) -> Callable[..., jax.Array]:
-    """`sample` as a server on these devices has it."""
+    """Returns `sample` as a server on these devices would configure it."""
     device = mesh.devices.flat[0]
     return partial(
         sample,
@@ -151,7 +150,7 @@ def _random_logits(mesh: Mesh, batch: int, vocab_size: int, seed: int) -> jax.Ar
 def _step_program(
     mesh: Mesh, logits: Sequence[jax.Array], vocab_size: int, mode: SamplingMode, fields: dict[str, float]
 ) -> Callable[[jax.Array], jax.Array]:
-    """positions -> the next ones, after one sampling from each of `logits`."""
+    """Returns a function that maps positions to the next ones, after sampling once from each of `logits`."""
     batch, choose = logits[0].shape[0], _sampler(mesh, vocab_size)
 
     def program(logits: Sequence[jax.Array], positions: jax.Array) -> jax.Array:
@@ -184,7 +183,7 @@ def _processor_state(mesh: Mesh, batch: int, vocab_size: int) -> tuple[Processor
 
 
 def _processor_program(mesh: Mesh, logits: jax.Array, vocab_size: int) -> Callable[[jax.Array, Any], Any]:
-    """Control vector, (control state, last tokens) -> the latter after a step."""
+    """Returns a function that maps a packed batch and the (processor state, last tokens) to those after a step."""
     shape = ProcessorShape(logits.shape[0])
     state = ProcessorState(_VOCAB, _VOCAB)
     program = partial(sample_processed, shape=shape, vocab_size=vocab_size, choose=_sampler(mesh, vocab_size))

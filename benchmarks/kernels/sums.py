@@ -1,10 +1,11 @@
-"""Sums over the GPUs of one host, alone: microseconds by size and implementation, and whether every one is right.
+"""Times and checks all-reduces alone over the GPUs of one host: microseconds by size and implementation.
 
-The timed ones are chains of calls in one program, each followed by an elementwise product, whose time is taken off.
+The timed all-reduces are chains of calls in one program, each followed by an elementwise product whose time is
+subtracted.
 
-The checked ones are of numbers that every device draws for all ranks, so that it can add up itself, in float32, what it
-gets from the others. All elements of all sums are compared: sums by peers bit by bit, others with what rounding to
-bfloat16 at every rank allows.
+The checked all-reduces sum numbers that every device generates for all ranks, so that it can compute the expected sum
+itself, in float32. All elements of all sums are compared: those of the P2P all-reduce bit by bit, others with a
+tolerance for rounding to bfloat16 at every rank.
 """
 
 import argparse
@@ -24,16 +25,16 @@ from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.kernels.p2p import takes_sum
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
-_CHAIN = 40  # sums in a program: as many as let 1e-20 grow by a factor of 8 each
-_CHECKED = 1000  # sums in a program
-_BFLOAT16_BITS = (8, 7)  # of the exponent and the mantissa
-_HALF_STEP = 2.0**-9  # of bfloat16: what rounding changes at most, relative to the number
+_CHAIN = 40  # all-reduces per program; each may grow 1e-20 by a factor of 8
+_CHECKED = 1000  # all-reduces per program
+_BFLOAT16_BITS = (8, 7)  # bits of the exponent and the mantissa
+_HALF_STEP = 2.0**-9  # maximum relative rounding error of bfloat16
 
 Sum = Callable[[jax.Array], jax.Array]
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Microseconds of a sum over the mesh, by degree, size and implementation. Prints each row."""
+    """Prints and returns the microseconds of an all-reduce over the mesh, by TP size, array size and implementation."""
     rows = []
     for tp in options.tp:
         mesh = make_mesh(tp)
@@ -53,8 +54,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def check(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Sums of all sizes in turn for `check_seconds` of each degree and implementation; how many elements were wrong.
-    Prints each row."""
+    """Checks all-reduces of all sizes in turn for `check_seconds` per TP size and implementation.
+
+    Prints and returns rows with the number of wrong elements.
+    """
     rows = []
     for tp in options.tp:
         mesh = make_mesh(tp)
@@ -77,14 +80,14 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
                 {"tp": tp, "implementation": name, "seconds": seconds, "num_sums": num_sums, "num_wrong": num_wrong}
             )
             print(
-                f"tp {tp} {name}: {num_sums:,} sums in {seconds:.0f} s, {num_wrong:,} wrong elements",
+                f"tp {tp} {name}: {num_sums:,} all-reduces in {seconds:.0f} s, {num_wrong:,} wrong elements",
                 flush=True,
             )
     return rows
 
 
 def implementations(mesh: Mesh, all_reduce: str = "auto") -> Mapping[str, Sum]:
-    """Those that run here, or the one that serves with such an `all_reduce`; call them inside `shard_map`."""
+    """Returns the implementations that run here and match `all_reduce`; call them inside `shard_map`."""
     found: dict[str, Sum] = {}
     if all_reduce != "p2p":
         found["psum"] = lambda x: jax.lax.psum(x, TENSOR_AXIS)
@@ -103,7 +106,7 @@ def _takes(name: str, kilobytes: float, tp: int) -> bool:
 
 
 def _time_chain(options: argparse.Namespace, mesh: Mesh, num_elements: int, add: Sum) -> float:
-    """Milliseconds of one of a chain of sums, each with a product that keeps XLA from taking them together."""
+    """Returns the milliseconds per all-reduce of a chain, with products that keep XLA from merging the calls."""
 
     def chain(x: jax.Array, factor: jax.Array) -> jax.Array:
         for _ in range(_CHAIN):
@@ -123,20 +126,21 @@ def _time_chain(options: argparse.Namespace, mesh: Mesh, num_elements: int, add:
 def wrong_elements(
     mesh: Mesh, add: Sum, num_elements: int, tolerance: float, num_sums: int = _CHECKED
 ) -> Callable[[int], jax.Array]:
-    """A program that sums `num_sums` times, numbers drawn anew each time, and counts the wrong elements of each rank.
+    """Returns a program that runs `num_sums` all-reduces of new numbers and counts the wrong elements of each rank.
 
-    It takes the number of the first sum. `tolerance` is relative to the sum of the shares' sizes.
+    The program takes the index of the first sum. `tolerance` is relative to the sum of the absolute values of the
+    shares.
     """
 
     def of_rank(rank: jax.Array, first: jax.Array) -> jax.Array:
         def of_sum(index: jax.Array, num_wrong: jax.Array) -> jax.Array:
             number = first[0] + index
             shares = [shares_of(other, number, num_elements).astype(jnp.float32) for other in range(mesh.size)]
-            # Not a conversion to bfloat16 and back, which XLA leaves out.
+            # A conversion to bfloat16 and back would be removed by XLA.
             exact = jax.lax.reduce_precision(sum(shares[1:], start=shares[0]), *_BFLOAT16_BITS)
             got = add(shares_of(rank[0], number, num_elements)).astype(jnp.float32)
             allowed = tolerance * sum(map(jnp.abs, shares))
-            return num_wrong + (~(jnp.abs(got - exact) <= allowed)).sum(dtype=jnp.int32)  # one that is no number, too
+            return num_wrong + (~(jnp.abs(got - exact) <= allowed)).sum(dtype=jnp.int32)  # NaN counts as wrong
 
         return jax.lax.fori_loop(0, num_sums, of_sum, jnp.int32(0))[None]
 
@@ -149,7 +153,7 @@ def wrong_elements(
 
 
 def shares_of(rank: jax.Array | int, number: jax.Array | int, num_elements: int) -> jax.Array:
-    """bfloat16 of either sign, 2^-3 to 1 in size, others for each rank and number."""
+    """Returns bfloat16 numbers of either sign with magnitudes from 2^-3 to 1, different for each rank and number."""
     words = jnp.arange(num_elements, dtype=jnp.uint32) * jnp.uint32(2654435761)
     seed = jnp.asarray(number).astype(jnp.uint32) * jnp.uint32(40503)
     words = words ^ (seed + jnp.asarray(rank).astype(jnp.uint32) * jnp.uint32(0x9E3779B9))

@@ -1,13 +1,13 @@
-"""How many VLIW bundles the TPU compiler schedules for paged decode attention, ours beside JAX's own kernel.
+"""Counts the VLIW bundles that the TPU compiler schedules for paged decode attention, for our kernel and for JAX's.
 
     python -m meshserve.benchmarks.kernels.tpu_schedule
 
-No TPU is needed and none is used: libtpu compiles both kernels for one device of a v6e and dumps its final schedule. A
-bundle issues in one cycle at best, so bundles over the clock are the least time a loop takes; what waits for memory is
-not in it. **This is a prediction, not a measurement.** The share of HBM bandwidth is the time to read the keys and
-values over the larger of that time and the bundles' time, with the kernel's start and end added.
+Needs and uses no TPU: libtpu compiles both kernels for one device of a v6e and dumps its final schedule. A bundle
+issues in one cycle at best, so the number of bundles divided by the clock rate is the minimum time of a loop, without
+waiting for memory. **This is a prediction, not a measurement.** The share of HBM bandwidth is the time to read the keys
+and values divided by the larger of that time and the bundles' time, including the start and end of the kernel.
 
-The shapes are one device's of Qwen3-8B at tensor parallelism 8: 1 KV head, 4 query heads, 64 requests, pages of 128.
+The shapes are those of one device of Qwen3-8B at TP size 8: 1 KV head, 4 query heads, 64 requests, pages of 128 tokens.
 """
 
 import argparse
@@ -30,17 +30,17 @@ from meshserve.kernels.paged_attention import PagedBatch, tpu
 from meshserve.sharding.chips import target
 
 TARGET = "v6e:2x4"
-CLOCK_HZ = 1.75e9  # assumed: libtpu does not tell
+CLOCK_HZ = 1.75e9  # assumed, because libtpu does not report it
 REQUESTS, GROUP, HEAD_DIM, PAGE_SIZE, MAX_CONTEXT = 64, 4, 128, 128, 32_768
 TOKEN_BYTES = 2 * HEAD_DIM * 2
 CONTEXTS = (1024, 8192)
-# Pages and queries of a block of JAX's kernel: its own choice for these shapes, and the best of those tried.
+# (pages, queries) per block of JAX's kernel: its own choice for these shapes, and the best of those tried.
 JAX_BLOCKS = ((128, 32), (8, 8), (64, 8))
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A stretch of bundles at one depth of loops."""
+    """A sequence of bundles at one loop depth."""
 
     depth: int
     bundles: int
@@ -48,7 +48,7 @@ class Loop:
 
 
 def loops(path: str) -> list[Loop]:
-    """The loops of a final schedule, in its order."""
+    """Returns the loops of a final schedule, in program order."""
     found: list[Loop] = []
     depth, bundles, products = 0, 0, 0
     for line_depth, is_start, line in _bundle_lines(path):
@@ -118,7 +118,7 @@ def _compile(call: Any, *shapes: tuple[tuple[int, ...], Any]) -> None:
 
 
 def schedule(*arguments: str) -> list[Loop]:
-    """Compiles one kernel in a process of its own, which dumps, and reads the dump."""
+    """Compiles one kernel in a separate process, which dumps its schedule, and reads the dump."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         command = [sys.executable, "-m", "meshserve.benchmarks.kernels.tpu_schedule", "--compile", *arguments]
@@ -130,7 +130,10 @@ def schedule(*arguments: str) -> list[Loop]:
 
 
 def predict(name: str, found: list[Loop], *, turn_tokens: int, context: int, is_per_request: bool) -> dict[str, Any]:
-    """Cycles of a step. A turn of the main loop works on `turn_tokens` positions, of one request or of several."""
+    """Predicts the bundles and times of a step.
+
+    A turn of the main loop processes `turn_tokens` positions, of one request or of several.
+    """
     main = next(loop for loop in found if loop.depth and loop.matrix_products)
     turns = REQUESTS * -(-context // turn_tokens) if is_per_request else -(-REQUESTS * context // turn_tokens)
     around = sum(loop.bundles for loop in found if not loop.depth)
@@ -151,9 +154,9 @@ def predict(name: str, found: list[Loop], *, turn_tokens: int, context: int, is_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Static schedules of paged decode attention on a v6e; a prediction.")
+    parser = argparse.ArgumentParser(description="Predict paged decode attention on a v6e from static schedules.")
     parser.add_argument("--compile", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="one line of JSON a row")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per row")
     namespace = parser.parse_args(arguments)
     if namespace.compile:
         compile_ours() if namespace.compile == ["ours"] else compile_jax(*map(int, namespace.compile))
@@ -172,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(json.dumps(row))
             else:
                 print(
-                    f"{row['kernel']:<12} context {context:>5}: {row['bundles_a_turn']:>6} bundles a turn, "
+                    f"{row['kernel']:<12} context {context:>5}: {row['bundles_a_turn']:>6} bundles per turn, "
                     f"{row['turns']:>4} turns, {row['issue_us']:>7.1f} us to issue, {row['read_us']:>6.1f} us to read, "
                     f"{row['hbm_share']:.0%} of HBM bandwidth predicted"
                 )

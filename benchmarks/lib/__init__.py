@@ -1,1 +1,1 @@
-"""What the benchmarks share: workloads, timing, power readings."""
+"""Shared parts of the benchmarks: workloads, timing, power readings."""

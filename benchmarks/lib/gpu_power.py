@@ -1,6 +1,6 @@
-"""The clock and the power of this machine's GPUs while a benchmark runs, by NVIDIA's management library.
+"""Reads the clock and power of this machine's GPUs during a benchmark, through NVIDIA's management library.
 
-A GPU at its power limit lowers its clock, and what it computes then takes longer than the same work a moment earlier.
+A GPU at its power limit lowers its clock, so the same work takes longer than a moment before.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ import jax
 
 try:
     import pynvml
-except ImportError:  # of the extra `cuda`: no NVIDIA GPU here
+except ImportError:  # installed by the extra `cuda`; without it there is no NVIDIA GPU
     pynvml = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Of one GPU."""
+    """A reading of one GPU."""
 
-    clock_mhz: float  # of the multiprocessors
-    most_mhz: float  # that the GPU allows
+    clock_mhz: float  # clock of the multiprocessors
+    most_mhz: float  # maximum that the GPU allows
     watts: float
     limit_watts: float
 
@@ -31,18 +31,19 @@ class Reading:
 
 
 def at_power(reading: Reading | None) -> str:
-    """For the end of a line of figures."""
+    """Formats a reading for the end of a line of figures."""
     return "" if reading is None else f", at {reading}"
 
 
 class PowerWatch:
-    """Reads every GPU ten times a second, as a context manager. Nothing where JAX runs elsewhere, or without NVIDIA's
-    library.
+    """A context manager that reads every GPU ten times per second.
+
+    It reads nothing if JAX runs on another platform, or without NVIDIA's library.
     """
 
     def __init__(self, interval_seconds: float = 0.1):
         self._interval_seconds = interval_seconds
-        self._readings: list[tuple[float, list[Reading]]] = []  # when, and of each GPU
+        self._readings: list[tuple[float, list[Reading]]] = []  # time, and a reading of each GPU
         self._devices: list[Any] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._read, name="power", daemon=True)
@@ -64,7 +65,10 @@ class PowerWatch:
             self._thread.join()
 
     def between(self, started: float, ended: float) -> Reading | None:
-        """The medians of the GPU that took most, between two `time.perf_counter`; None if nothing was read."""
+        """Returns the medians of the GPU with the highest power between two `time.perf_counter` values.
+
+        Returns None if nothing was read.
+        """
         moments = [readings for moment, readings in self._readings if started <= moment <= ended]
         medians = (
             Reading(*(statistics.median(values) for values in zip(*map(dataclasses.astuple, of_one), strict=True)))
@@ -76,7 +80,7 @@ class PowerWatch:
         while not self._ended.wait(self._interval_seconds):
             try:
                 self._readings.append((time.perf_counter(), [_read(device) for device in self._devices]))
-            except pynvml.NVMLError:  # a GPU that does not tell, or is gone: the benchmark says nothing of power
+            except pynvml.NVMLError:  # a GPU without readings, or lost: the benchmark reports no power
                 self._readings.clear()
                 return
 

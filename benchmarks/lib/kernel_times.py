@@ -1,4 +1,4 @@
-"""Where the device's time went, by its profile."""
+"""Lists the kernels that took the device's time, from its profile."""
 
 import collections
 from pathlib import Path
@@ -7,11 +7,11 @@ import jax
 
 
 def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30) -> str:
-    """The kernels of a profile by their time: milliseconds, calls, name. Kernels that overlap count in full.
+    """Formats the kernels of a profile by their time: milliseconds, calls, name. Overlapping kernels count in full.
 
     Args:
-      folder: where `jax.profiler.trace` wrote.
-      num_steps: in the profile; times and calls are given for one.
+      folder: The folder that `jax.profiler.trace` wrote to.
+      num_steps: Number of steps in the profile; times and calls are given per step.
     """
     total: collections.Counter[str] = collections.Counter()
     calls: collections.Counter[str] = collections.Counter()

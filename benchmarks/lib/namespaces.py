@@ -1,4 +1,4 @@
-"""Network namespaces as hosts: each with an address of its own, on one bridge that this machine is on as well."""
+"""Emulates hosts with network namespaces, each with its own address, on a bridge shared with this machine."""
 
 import contextlib
 import socket
@@ -11,17 +11,17 @@ _NETWORK = "10.77.31"
 
 
 class Hosts:
-    """Hosts number 0 to n - 1."""
+    """The hosts with the indices 0 to n - 1."""
 
     def address(self, index: int) -> str:
         return f"{_NETWORK}.{index + 1}"
 
     def prefix(self, index: int) -> list[str]:
-        """What to put before a command that is to run there."""
+        """Returns the prefix of a command that is to run on the host."""
         return ["ip", "netns", "exec", _name(index)]
 
     def cut_off(self, index: int) -> None:
-        """Nothing reaches it or comes from it any more."""
+        """Cuts all network traffic to and from the host."""
         _ip("link", "set", f"veth-{_name(index)}", "down")
 
 
@@ -30,7 +30,7 @@ def _name(index: int) -> str:
 
 
 def can_make_hosts() -> bool:
-    """Whether this user may, and iproute2 is installed."""
+    """Returns whether this user may create network namespaces and iproute2 is installed."""
     try:
         _ip("netns", "add", "host-try")
         _ip("netns", "delete", "host-try")
@@ -41,7 +41,7 @@ def can_make_hosts() -> bool:
 
 @contextlib.contextmanager
 def hosts(number: int) -> Iterator[Hosts]:
-    """Makes them, and removes them with all their interfaces."""
+    """Creates the hosts, and removes them with all their interfaces at the end."""
     made = Hosts()
     with contextlib.ExitStack() as undo:
         _ip("link", "add", _BRIDGE, "type", "bridge")
@@ -61,7 +61,8 @@ def hosts(number: int) -> Iterator[Hosts]:
                 ("link", "set", "lo", "up"),
             ):
                 _ip("-netns", name, *command)
-            # `ip netns exec` puts this in the place of /etc/hosts: gloo asks for the address of the machine's own name.
+            # `ip netns exec` mounts this file as /etc/hosts, because gloo looks up the address of the machine's own
+            # name.
             names = Path("/etc/netns") / name / "hosts"
             names.parent.mkdir(parents=True, exist_ok=True)
             names.write_text(f"127.0.0.1 localhost\n{made.address(index)} {socket.gethostname()}\n")

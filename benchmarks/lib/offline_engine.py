@@ -1,4 +1,4 @@
-"""The engine without a server, for benchmarks: random or real weights, fed with whole batches."""
+"""Runs the engine without a server, for benchmarks: random or real weights, fed with whole batches."""
 
 import dataclasses
 import threading
@@ -17,14 +17,14 @@ from meshserve.runtime.startup.launch import MakeParams, build_engine
 from .token_times import RunTimes, TokenClock
 from .workloads import Work
 
-_OWN_OPTIONS = {"model": "--model", "random_weights": "--random-weights"}  # of the benchmarks, which need them earlier
+_OWN_OPTIONS = {"model": "--model", "random_weights": "--random-weights"}  # the benchmarks need these before the config
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options of ServeConfig from KEY=VALUE.
+    """Parses options of ServeConfig from KEY=VALUE.
 
     Raises:
-      ConfigError: there is no such option, the benchmark has one of its own, or the value is not of its type.
+      ConfigError: The option does not exist, the benchmark has its own, or the value is not of its type.
     """
     types = {field.name: field.type for field in dataclasses.fields(ServeConfig)}
     settings: dict[str, Any] = {}
@@ -32,18 +32,18 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         kind = types.get(key)
         if kind is None:
-            raise ConfigError(f"--set {pair}: no option is called {key!r}; known are {', '.join(types)}.")
+            raise ConfigError(f"--set {pair}: there is no option {key!r}; known options are {', '.join(types)}.")
         if key in _OWN_OPTIONS:
-            raise ConfigError(f"--set {pair}: say it with {_OWN_OPTIONS[key]}.")
+            raise ConfigError(f"--set {pair}: use {_OWN_OPTIONS[key]} instead.")
         try:
             settings[key] = value.lower() in ("1", "true") if kind is bool else kind(value)  # type: ignore[operator]
         except ValueError:
-            raise ConfigError(f"--set {pair}: {value!r} is no {kind.__name__}.") from None  # type: ignore[union-attr]
+            raise ConfigError(f"--set {pair}: {value!r} is not of type {kind.__name__}.") from None  # type: ignore[union-attr]
     return settings
 
 
 def config_for(batches: Sequence[Sequence[Work]], settings: Mapping[str, Any]) -> ServeConfig:
-    """All requests of a batch may run at once, none finds another's prompt; `settings` beat everything."""
+    """Returns a config in which a whole batch can run at once, without prefix cache; `settings` take precedence."""
     num_requests = max(len(batch) for batch in batches)
     longest = max(len(work.prompt_token_ids) + work.max_tokens for batch in batches for work in batch)
     chosen: dict[str, Any] = {
@@ -58,7 +58,7 @@ def config_for(batches: Sequence[Sequence[Work]], settings: Mapping[str, Any]) -
 
 
 class OfflineEngine:
-    """A running engine. Use it as a context manager; not by several threads."""
+    """A running engine, for use as a context manager from a single thread."""
 
     def __init__(self, config: ServeConfig, model: ModelConfig, make_params: MakeParams, record: Record | None = None):
         self._changed = threading.Condition()
@@ -66,7 +66,7 @@ class OfflineEngine:
         self._began = 0.0
         self._num_open = 0
         self._fault = ""
-        self.tokens: list[list[int]] = []  # of the last run, request by request
+        self.tokens: list[list[int]] = []  # of the last run, per request
         self.engine, _ = build_engine(config, model, make_params, None, self._deliver, record)
 
     def __enter__(self) -> "OfflineEngine":
@@ -77,10 +77,10 @@ class OfflineEngine:
         self.engine.stop()
 
     def run(self, batch: Sequence[Work], temperature: float) -> RunTimes:
-        """Submits all at once and waits for all; end tokens are ignored.
+        """Submits all requests at once and waits for all of them; end tokens are ignored.
 
         Raises:
-          RuntimeError: a request did not come to its full length.
+          RuntimeError: A request did not reach its full length.
         """
         engine: Engine = self.engine
         with self._changed:

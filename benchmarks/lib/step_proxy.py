@@ -1,4 +1,4 @@
-"""Between a follower and process 0: passes the step stream on, message by message, and spoils it where asked."""
+"""Forwards the step stream between process 0 and a follower, message by message, and corrupts it on request."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +14,10 @@ SpoilRequest = Callable[[pb.JoinRequest], Iterable[pb.JoinRequest]]
 
 
 class StepProxy(pb_grpc.StepServiceServicer):
-    """Listens at `port`.
+    """A proxy that listens at `port`.
 
-    `spoil` makes of each message to the follower what is passed on; `spoil_request` of each from it. Both may block.
+    `spoil` maps each message to the follower to the messages that are forwarded; `spoil_request` does the same for
+    messages from the follower. Both may block.
     """
 
     def __init__(self, target: str):

@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: large random arrays, and times of rows of calls."""
+"""Shared parts of the kernel benchmarks: large random arrays, and timing of sequences of calls."""
 
 import statistics
 import time
@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_DISPATCHES = 8  # timed on their own: few enough that the host never waits for room in the queue
+_DISPATCHES = 8  # timed separately; few enough that the host never waits for room in the queue
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def random_array(shape: tuple[int, ...], seed: int, dtype: str = "bfloat16") -> jax.Array:
-    """Random sign and mantissa, between 2^-6 and 2^-5 in size: about the spread of trained weights.
+    """Makes values with random signs and mantissas and magnitudes from 2^-6 to 2^-5, about the spread of trained
+    weights.
 
-    Made of bits, so that an array of many gigabytes needs no second one.
+    Built from random bits, so that an array of many gigabytes needs no second one.
     """
     key = jnp.array([seed, 1, 2, 3], jnp.uint32)
     if dtype == "bfloat16":
@@ -30,10 +31,10 @@ def random_array(shape: tuple[int, ...], seed: int, dtype: str = "bfloat16") -> 
 def timed_ms(
     run: Callable[[Any], Any], state: Any, per_state: int, rounds: int, seconds: float
 ) -> tuple[list[float], Any]:
-    """Milliseconds of one of the `per_state` units of `run`, one figure a round, and the last state.
+    """Returns the milliseconds of one of the `per_state` units of `run`, one figure per round, and the last state.
 
-    A round is a row of calls that the device runs without waiting for the host, each fed with the state of the one
-    before. As many rounds run before, untimed; the timed ones take `seconds` together.
+    A round is a sequence of calls that the device runs without waiting for the host, each fed with the state of the
+    previous one. The same number of rounds runs before, untimed. All timed rounds together take `seconds`.
     """
     state = jax.block_until_ready(run(state))
     start = time.perf_counter()
@@ -50,7 +51,10 @@ def timed_ms(
 
 
 def time_steps(run: Callable[[], jax.Array], rounds: int, steps: int) -> tuple[list[float], float]:
-    """Milliseconds a step of each round, after as many rounds untimed; and the host's median time a dispatch."""
+    """Returns the milliseconds per step of each timed round, and the host's median milliseconds per dispatch.
+
+    The same number of rounds runs before, untimed.
+    """
     times, dispatches = [], []
     for number in range(2 * rounds):
         started = time.perf_counter()

@@ -1,4 +1,7 @@
-"""When the tokens of a batch came. Standard library only: peers in other interpreters import it."""
+"""Records the arrival times of a batch's tokens.
+
+Uses only the standard library, because baselines in other interpreters import it.
+"""
 
 import dataclasses
 import math
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunTimes:
-    """One run of a batch."""
+    """The token times of one run of a batch."""
 
     seconds: float
     num_tokens: int
@@ -20,7 +23,7 @@ class RunTimes:
 
 
 class TokenClock:
-    """Notes the tokens of each request as they come."""
+    """Records the tokens of each request as they arrive."""
 
     def __init__(self) -> None:
         self._last: dict[int, float] = {}
@@ -29,7 +32,7 @@ class TokenClock:
         self._num_tokens = 0
 
     def add(self, request: int, began: float, now: float, num_tokens: int = 1) -> None:
-        """`num_tokens` of a request came at `now`; it had been started at `began`."""
+        """Adds `num_tokens` of a request that arrived at `now`; the request was started at `began`."""
         if not num_tokens:
             return
         self._num_tokens += num_tokens
@@ -47,7 +50,7 @@ class TokenClock:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between neighbours, as numpy's; NaN of nothing."""
+    """Interpolates linearly between neighbors, as numpy does; returns NaN for an empty sequence."""
     if not values:
         return math.nan
     ordered = sorted(values)

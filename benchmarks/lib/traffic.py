@@ -1,4 +1,4 @@
-"""Requests as callers send them: lengths drawn from distributions, prompts that begin alike, times of arrival."""
+"""Generates requests as clients send them: random lengths, prompts with shared prefixes, and arrival times."""
 
 import itertools
 import math
@@ -10,22 +10,22 @@ from .workloads import MAX_TOKEN_ID, Work
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens, as text: fixed:N, uniform:LOW:HIGH, or lognormal:MEDIAN:SIGMA:HIGH, cut off at HIGH."""
+    """A distribution of token counts: fixed:N, uniform:LOW:HIGH, or lognormal:MEDIAN:SIGMA:HIGH, cut off at HIGH."""
 
     kind: str
     values: tuple[float, ...]
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Raises ValueError if the text is none of these."""
+        """Parses the text form; raises ValueError if it is invalid."""
         kind, *numbers = text.split(":")
         if {"fixed": 1, "uniform": 2, "lognormal": 3}.get(kind) != len(numbers):
             allowed = "fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:HIGH"
-            raise ValueError(f"{text!r} is no length; it takes {allowed}.")
+            raise ValueError(f"{text!r} is not a length distribution; allowed are {allowed}.")
         values = tuple(float(number) for number in numbers)
         is_upside_down = kind == "uniform" and values[0] > values[1]
         if is_upside_down or any(not math.isfinite(value) or value <= 0 for value in values):
-            raise ValueError(f"{text!r} is no length; numbers are above 0, and LOW is not above HIGH.")
+            raise ValueError(f"{text!r} is not a length distribution; numbers must be above 0, and LOW at most HIGH.")
         return cls(kind, values)
 
     def draw(self, source: random.Random) -> int:
@@ -39,7 +39,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What to draw. A prompt is one of `num_prefixes` shared beginnings, of `num_prefix_tokens`, and its own tokens."""
+    """A set of random requests; a prompt is one of `num_prefixes` shared prefixes, followed by its own tokens."""
 
     num_requests: int
     input_lengths: Lengths
@@ -63,7 +63,7 @@ class Traffic:
         ]
 
     def arrivals(self, rate: float) -> list[float]:
-        """Seconds after the start, of a Poisson process with `rate` requests a second; all 0 if that is infinite."""
+        """Returns arrival times in seconds, a Poisson process with `rate` requests per second (all 0 if infinite)."""
         source = random.Random(self.seed + 1)
         gaps = (source.expovariate(rate) if math.isfinite(rate) else 0.0 for _ in range(self.num_requests))
         return list(itertools.accumulate(gaps))

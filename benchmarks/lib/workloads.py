@@ -1,6 +1,7 @@
-"""Token-id workloads that can be drawn again anywhere. Standard library only: peers in other interpreters import it.
+"""Defines reproducible token-id workloads.
 
-Ids are uniform in 0 to 10,000; the draws of `nano_vllm` are those of nano-vllm's own bench.py.
+Uses only the standard library, because baselines in other interpreters import it. Ids are uniform in 0 to 10,000; the
+draws of `nano_vllm` are those of nano-vllm's own bench.py.
 """
 
 import random
@@ -10,22 +11,22 @@ MAX_TOKEN_ID = 10_000
 
 
 class Work(NamedTuple):
-    """A prompt, and how many tokens are to follow it."""
+    """A prompt and the number of tokens to generate."""
 
     prompt_token_ids: list[int]
     max_tokens: int
 
 
 def fixed(seed: int, num_requests: int, num_input_tokens: int, num_output_tokens: int, max_id: int) -> list[Work]:
-    """Requests of equal lengths."""
+    """Draws requests of equal lengths."""
     draw = random.Random(seed)
     return [Work(_ids(draw, num_input_tokens, max_id), num_output_tokens) for _ in range(num_requests)]
 
 
 def nano_vllm(seed: int, num_requests: int, low: int, high: int, max_id: int) -> list[Work]:
-    """Lengths of prompts and outputs uniform in `low` to `high`: all prompts are drawn first, each after its length.
+    """Draws prompt and output lengths uniformly in `low` to `high`; all prompts are drawn first, each after its length.
 
-    With seed 0, 256 requests and 100 to 1,024 tokens: 142,827 tokens in, 133,966 out.
+    With seed 0, 256 requests and 100 to 1,024 tokens, there are 142,827 input tokens and 133,966 output tokens.
     """
     draw = random.Random(seed)
     prompts = [_ids(draw, draw.randint(low, high), max_id) for _ in range(num_requests)]

@@ -1,10 +1,10 @@
-"""A rolling restart under load: two replicas of the demo model, restarted in turn while 2,000 requests run.
+"""Restarts two replicas of the demo model in turn while 2,000 requests run, and checks every answer.
 
     python benchmarks/load/edge_restart.py --requests 2000
 
-First every request is answered by replicas left alone, then again while each replica in turn gets SIGTERM with a grace
-too short for what it runs, and is started anew. Reported: how many requests failed, how many texts differ, how many
-restarts there were.
+First, undisturbed replicas answer every request. Then they answer the same requests again while each replica in turn
+gets SIGTERM with a grace period too short for its running requests, and is started again. Reports the number of failed
+requests, of different texts, and of restarts.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _GRACE_SECONDS = 0.2
 
 
 class Replica:
-    """A server process on a port that stays the same."""
+    """A server process on a fixed port."""
 
     def __init__(self, cache: str) -> None:
         self._cache = cache
@@ -44,7 +44,7 @@ class Replica:
         ]
         flags += ["--max-running=8", "--max-step-tokens=8", "--num-pages=512", f"--drain-seconds={_GRACE_SECONDS}"]
         command = [sys.executable, "-m", "meshserve", "serve", *flags]
-        # A restart is not to wait for the compiler: the programs come from JAX's own cache on disk.
+        # Restarts must not wait for the compiler, so the programs come from JAX's own cache on disk.
         cache = {"JAX_COMPILATION_CACHE_DIR": self._cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | cache
@@ -69,7 +69,7 @@ class Replica:
 
 
 async def texts(target: str, num_requests: int, concurrency: int) -> list[str]:
-    """The answers to every request; an exception's text where one failed."""
+    """Returns the answer to every request, or the exception's text for a failed one."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(client: AsyncClient, index: int) -> str:
@@ -114,7 +114,7 @@ async def run(num_requests: int, concurrency: int) -> int:
         got = await texts(target, num_requests, concurrency)
         seconds = time.monotonic() - began
         if rolling.done():
-            rolling.result()  # a restart failed: say so
+            rolling.result()  # raises if a restart failed
         rolling.cancel()
     finally:
         for replica in replicas:
@@ -122,9 +122,9 @@ async def run(num_requests: int, concurrency: int) -> int:
         folder.cleanup()
     num_failed = sum(text.startswith("FAILED") for text in got + expected)
     num_different = sum(one != other for one, other in zip(expected, got, strict=True))
-    print(f"left alone: {num_requests} requests in {quiet_seconds:.0f} s")
-    print(f"rolling: {num_requests} requests in {seconds:.0f} s, {num_restarts} restarts")
-    print(f"failed {num_failed}, texts that differ {num_different}")
+    print(f"undisturbed: {num_requests} requests in {quiet_seconds:.0f} s")
+    print(f"with rolling restarts: {num_requests} requests in {seconds:.0f} s, {num_restarts} restarts")
+    print(f"failed: {num_failed}, different texts: {num_different}")
     for text in [text for text in got if text.startswith("FAILED")][:3]:
         print(text)
     return 1 if num_failed or num_different or not num_restarts else 0

@@ -1,10 +1,10 @@
-"""What the edge itself can carry: a server with an engine that costs nothing, and a client on another core.
+"""Measures the capacity of the gRPC server itself, with an engine that costs nothing and a client on another core.
 
     python benchmarks/load/edge_streams.py --streams 256 --step-ms 5 --seconds 15
 
-The engine delivers one token to each open stream a step, as the real one does. Reported: messages and tokens a second,
-the gap between messages of a stream as the client sees it, and how much of one core the server's event loop takes (its
-thread's CPU time: an upper bound for its share of the interpreter lock).
+The engine delivers one token per step to each open stream, as the real one does. Reports messages and tokens per
+second, the gap between messages of a stream as the client sees it, and the share of one core that the server's event
+loop takes (the CPU time of its thread, an upper bound for its share of the interpreter lock).
 """
 
 import argparse
@@ -38,7 +38,7 @@ _INFO = ModelInfo(
 
 
 class Ticking:
-    """An engine that gives every open request one token a step."""
+    """An engine that gives every open request one token per step."""
 
     failure = None
 
@@ -84,13 +84,13 @@ class Ticking:
 
 
 class NoTokenizer:
-    """Prompts come as token ids."""
+    """A placeholder for the tokenizer, since prompts are token ids."""
 
     max_token_chars = 1
 
 
 def serve(step_seconds: float) -> None:
-    """The server process."""
+    """Runs the server process."""
     queues = OutputQueues()
     engine = Ticking(queues, step_seconds)
     edge = Edge(queues)
@@ -100,7 +100,7 @@ def serve(step_seconds: float) -> None:
 
 
 def thread_seconds(pid: int) -> dict[int, float]:
-    """CPU seconds of each thread of a process; the event loop's is the one whose id is the process's."""
+    """Returns the CPU seconds of each thread of a process; the event loop's thread has the id of the process."""
     found = {}
     for tid in os.listdir(f"/proc/{pid}/task"):
         with open(f"/proc/{pid}/task/{tid}/stat") as file:
@@ -110,7 +110,7 @@ def thread_seconds(pid: int) -> dict[int, float]:
 
 
 async def measure(target: str, pid: int, num_streams: int, seconds: float) -> None:
-    """Streams for some seconds, the first of them left out, and prints what was seen."""
+    """Streams for a while, skipping the first seconds, and prints the results."""
     gaps: list[float] = []
     counts = {"messages": 0, "tokens": 0}
     begin = time.monotonic() + 2.0
@@ -138,7 +138,7 @@ async def measure(target: str, pid: int, num_streams: int, seconds: float) -> No
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(token_ids=[1]), sampling=pb.SamplingParams(max_tokens=1_000_000)
     ).SerializeToString()
-    async with grpc.aio.insecure_channel(target) as channel:  # bytes: the client is not what is measured
+    async with grpc.aio.insecure_channel(target) as channel:  # raw bytes, because the client is not measured
         generate: Any = channel.unary_stream("/meshserve.v1.InferenceService/Generate")
         watching = asyncio.create_task(cpu())
         await asyncio.gather(*(one(generate) for _ in range(num_streams)))

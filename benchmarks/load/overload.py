@@ -1,19 +1,19 @@
-"""A server under four times the load it can bear, through gRPC.
+"""Puts a server under four times its maximum load through gRPC and measures goodput and refusals.
 
     python benchmarks/load/overload.py [--seconds 120] [--rounds 1] [--shared] [--json FILE]
 
-First a closed loop of callers who keep every row taken: the server's maximum. Then callers arrive at four times that
-rate, whether or not the earlier ones are served, and the queue fills and refuses. Then the closed loop again, because
-other work on the machine may have changed the maximum. Goodput counts the tokens that callers got. Where the maximum
-changes from one minute to the next, many short rounds, each compared with the closed loops right before and behind it,
-tell more than a long one: --seconds 15 --rounds 12.
+First, a closed loop of callers keeps every slot busy, which gives the server's maximum rate. Then callers arrive at
+four times that rate, whether or not earlier ones have been served, so the queue fills and requests are refused. Then
+the closed loop runs again, because other work on the machine may have changed the maximum. Goodput counts the tokens
+that callers received. If the maximum changes from one minute to the next, many short rounds, each compared with the
+closed loops right before and after it, are more reliable than a long one: --seconds 15 --rounds 12.
 
-Server and callers have a core each, where there are two: the callers of a real server do not live on its cores, and a
-caller who is refused costs about as much CPU time as the refusal. With --shared they compete for all cores. The callers
-share one event loop. How late that loop itself wakes up is reported beside the time refusals took: what the machine,
-not the server, adds to them. Goodput is also given for each second of CPU time that the server got, which does not
-depend on how much of it other work has taken, and so is what the server's event loop spent on a refusal: its thread's
-CPU time less what as many tokens took it in the closed loop.
+Server and callers have one core each, if there are two: the callers of a real server do not run on its cores, and a
+refused caller needs about as much CPU time as the refusal itself. With --shared they compete for all cores. The callers
+share one event loop. The lateness of that loop's own wake-ups is reported next to the refusal times, because it is
+added by the machine rather than by the server. Two more figures do not depend on how much of the machine other work has
+taken: the goodput per second of CPU time that the server got, and the CPU time of the server's event loop per refusal,
+which is its thread's CPU time minus the time that the same number of tokens took in the closed loop.
 """
 
 import argparse
@@ -48,11 +48,11 @@ _OVERLOAD = 4
 
 @dataclass
 class Phase:
-    """What callers saw in a part of the run."""
+    """The results of one part of the run, as seen by the callers."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0  # of the server
-    loop_seconds: float = 0.0  # of them, its event loop's thread
+    loop_seconds: float = 0.0  # of the server's event loop thread
     num_completed: int = 0
     num_tokens: int = 0
     refusal_seconds: list[float] = field(default_factory=list)
@@ -65,11 +65,13 @@ class Phase:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="overload", description="Goodput and refusals of an overloaded server.")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of overload, in each round")
-    parser.add_argument("--rounds", type=int, default=1, help="overloads, each between two closed loops")
+    parser = argparse.ArgumentParser(
+        prog="overload", description="Measure goodput and refusals of an overloaded server."
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="seconds of overload per round")
+    parser.add_argument("--rounds", type=int, default=1, help="number of overloads, each between two closed loops")
     parser.add_argument("--shared", action="store_true", help="let the callers compete for the server's core")
-    parser.add_argument("--json", type=Path, help="write the results here, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args(arguments)
     results = asyncio.run(_run(options.seconds, options.rounds, is_shared=options.shared))
     for name, value in results.items():
@@ -132,7 +134,7 @@ async def _run(seconds: float, num_rounds: int, *, is_shared: bool) -> dict[str,
 
 
 async def _timed(pid: int, running: Awaitable[Phase]) -> Phase:
-    """The phase, with the CPU time that the server took meanwhile."""
+    """Returns the phase together with the CPU time that the server used during it."""
     process, loop = Path(f"/proc/{pid}/stat"), Path(f"/proc/{pid}/task/{pid}/stat")  # the loop runs in the main thread
     before, loop_before = _cpu_seconds(process), _cpu_seconds(loop)
     phase = await running
@@ -146,7 +148,7 @@ def _cpu_seconds(stat: Path) -> float:
 
 
 def _together(phases: Sequence[Phase]) -> Phase:
-    """Several phases as one: sums of numbers, and lists one behind the other."""
+    """Merges several phases into one by adding numbers and joining lists."""
     whole = Phase()
     for phase in phases:
         for part in fields(Phase):
@@ -155,13 +157,13 @@ def _together(phases: Sequence[Phase]) -> Phase:
 
 
 def _refusal_seconds(maximum: Phase, overload: Phase) -> float:
-    """CPU time of the server's event loop for each refusal: what a token costs it is known from the closed loops."""
+    """Returns the CPU time of the server's event loop per refusal; the closed loops give its cost per token."""
     token_seconds = maximum.loop_seconds / maximum.num_tokens
     return (overload.loop_seconds - overload.num_tokens * token_seconds) / max(len(overload.refusal_seconds), 1)
 
 
 async def _closed_loop(client: AsyncClient, draw: random.Random, seconds: float) -> Phase:
-    """Each caller asks again as soon as it is answered; half as many callers again as rows keep all rows taken."""
+    """Runs callers that each send a new request after an answer; 1.5 callers per slot keep all slots busy."""
     phase = Phase()
     end = time.monotonic() + seconds
 
@@ -175,7 +177,7 @@ async def _closed_loop(client: AsyncClient, draw: random.Random, seconds: float)
 
 
 async def _open_loop(client: AsyncClient, draw: random.Random, rate: float, seconds: float) -> Phase:
-    """Callers arrive at random, `rate` a second, whatever becomes of the earlier ones."""
+    """Runs callers that arrive at random, `rate` per second, whether or not earlier ones have been served."""
     phase = Phase()
     started = next_arrival = time.monotonic()
     end = started + seconds
@@ -191,7 +193,7 @@ async def _open_loop(client: AsyncClient, draw: random.Random, rate: float, seco
 
 
 async def _call(client: AsyncClient, draw: random.Random, phase: Phase, end: float) -> None:
-    """Tokens that come after the phase has ended do not count."""
+    """Sends one request and adds its result to the phase; tokens after the end of the phase do not count."""
     prompt = [draw.randrange(300, 2000) for _ in range(draw.randint(16, 48))]
     started, num_tokens, has_ended = time.monotonic(), 0, False
     try:
@@ -212,7 +214,7 @@ async def _call(client: AsyncClient, draw: random.Random, phase: Phase, end: flo
 
 
 async def _watch_loop(lateness: list[float]) -> None:
-    """How long after its time this process's event loop wakes up, every 10 ms."""
+    """Records every 10 ms how late this process's event loop wakes up."""
     while True:
         due = time.monotonic() + 0.01
         await asyncio.sleep(0.01)
@@ -220,7 +222,7 @@ async def _watch_loop(lateness: list[float]) -> None:
 
 
 class _Memory:
-    """Resident memory of a process, once a second."""
+    """Samples the resident memory of a process once per second."""
 
     def __init__(self, pid: int):
         self._status = Path(f"/proc/{pid}/status")
@@ -236,11 +238,11 @@ class _Memory:
 
 @asynccontextmanager
 async def _server(*, is_shared: bool) -> AsyncIterator[tuple[str, int]]:
-    """A server process of its own; yields its address and process id once it listens."""
+    """Starts a server process and yields its address and process id once it listens."""
     process = subprocess.Popen(_SERVE, stdout=subprocess.PIPE, text=True)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1 and not is_shared:
-        os.sched_setaffinity(process.pid, cores[:1])  # at once: threads inherit it, and there is only one yet
+        os.sched_setaffinity(process.pid, cores[:1])  # at once: later threads inherit it, and so far there is only one
         os.sched_setaffinity(0, cores[1:2])
     try:
         assert process.stdout is not None

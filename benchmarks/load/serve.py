@@ -1,12 +1,13 @@
-"""Load on a running server through gRPC, and what it came to.
+"""Puts load on a running server through gRPC and reports latencies and throughput.
 
     meshserve bench serve --target 127.0.0.1:50051 --rate 4 8 16 --requests 500 \\
         --input-tokens lognormal:512:1:4096 --output-tokens uniform:64:512 --goodput ttft:500 tpot:50 --plot load.png
 
-`--rate` sends at the moments of a Poisson process, whether or not answers come (open loop); `inf` sends all at once.
-`--concurrency` keeps so many requests open (closed loop). Of several, each is a load of its own, one after the other
-with prompts of its own. Prompts are token ids, drawn from a seed; end tokens are ignored, so that outputs have the
-lengths drawn. With `--prefix-tokens` prompts begin alike. The figures are those of vLLM's serving benchmark.
+`--rate` sends requests at the times of a Poisson process, whether or not earlier ones have been answered (open loop);
+`inf` sends all at once. `--concurrency` keeps a fixed number of requests open (closed loop). Several values are run as
+separate loads, one after the other, with different prompts. Prompts are token ids drawn from a seed, and end tokens are
+ignored, so that outputs have the drawn lengths. With `--prefix-tokens`, prompts share prefixes. The figures are those
+of vLLM's serving benchmark.
 """
 
 import argparse
@@ -31,11 +32,11 @@ from .serving_report import Call, figures, text
 
 _GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 _READY_SECONDS = 30.0
-_SEEDS_A_LOAD = 1000  # apart, so that no load finds the prompts of another in the prefix cache
+_SEEDS_A_LOAD = 1000  # distance of the loads' seeds, so that no load finds another's prompts in the prefix cache
 
 
 class Sender:
-    """Sends requests and keeps what it saw. Times are since its construction."""
+    """Sends requests and records their results, with times since its construction."""
 
     def __init__(self, client: AsyncClient, temperature: float):
         self._client = client
@@ -49,7 +50,7 @@ class Sender:
         return time.perf_counter() - self._began
 
     async def send(self, work: Work, due: float | None = None) -> None:
-        """Until the request has ended, one way or another."""
+        """Sends one request and waits until it has ended or failed."""
         call = Call(num_input_tokens=len(work.prompt_token_ids), sent=self.now, due=due)
         self.calls.append(call)
         try:
@@ -67,7 +68,7 @@ class Sender:
         call.ended = self.now
 
     async def send_at(self, works: Sequence[Work], arrivals: Sequence[float]) -> None:
-        """Open loop."""
+        """Sends the requests at the given times (open loop)."""
         tasks = []
         for work, due in zip(works, arrivals, strict=True):
             await asyncio.sleep(max(0.0, due - self.now))
@@ -75,7 +76,7 @@ class Sender:
         await asyncio.gather(*tasks)
 
     async def keep_open(self, works: Sequence[Work], concurrency: int) -> None:
-        """Closed loop."""
+        """Keeps `concurrency` requests open (closed loop)."""
         shared = iter(works)
 
         async def one_after_the_other() -> None:
@@ -86,7 +87,7 @@ class Sender:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exits with 1 if a request failed."""
+    """Runs the loads and returns 1 if a request failed."""
     options = _parser().parse_args(arguments)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib. Install meshserve with the extra [plots], or leave it out.")
@@ -122,7 +123,10 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def _loads(options: argparse.Namespace) -> dict[str, float]:
-    """What to send, by a name: a rate, or as an int how many to keep open. The same one again has a number."""
+    """Returns the loads by name: a float is a request rate, an int a number of open requests.
+
+    Repeated loads get a number in their name.
+    """
     loads: dict[str, float] = {}
     times: collections.Counter[str] = collections.Counter()
     closed = options.concurrency or ([] if options.rate else [32])
@@ -158,26 +162,39 @@ def _traffic(options: argparse.Namespace, vocab_size: int, seed: int) -> Traffic
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve bench serve", description="Load on a server through gRPC.")
-    parser.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (%(default)s)")
-    parser.add_argument("--rate", type=_rate, nargs="+", default=[], help="requests a second, of a Poisson process")
-    parser.add_argument("--concurrency", type=_count, nargs="+", default=[], help="requests kept open (32)")
-    parser.add_argument("--requests", type=_count, default=200, help="of each load (%(default)s)")
-    parser.add_argument("--warmups", type=_count, default=1, help="requests before, not counted (%(default)s)")
-    lengths = "fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:HIGH (%(default)s)"
+    parser = argparse.ArgumentParser(prog="meshserve bench serve", description="Put load on a server through gRPC.")
+    parser.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (default: %(default)s)")
+    parser.add_argument("--rate", type=_rate, nargs="+", default=[], help="requests per second of a Poisson process")
+    parser.add_argument(
+        "--concurrency", type=_count, nargs="+", default=[], help="number of requests kept open (default: 32)"
+    )
+    parser.add_argument("--requests", type=_count, default=200, help="requests per load (default: %(default)s)")
+    parser.add_argument(
+        "--warmups", type=_count, default=1, help="warm-up requests, not measured (default: %(default)s)"
+    )
+    lengths = "fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:HIGH (default: %(default)s)"
     parser.add_argument("--input-tokens", type=_lengths, default="fixed:1024", help=lengths)
     parser.add_argument("--output-tokens", type=_lengths, default="fixed:128", help=lengths)
-    parser.add_argument("--prefix-tokens", type=int, default=0, help="shared beginning, before the input tokens (0)")
-    parser.add_argument("--prefixes", type=_count, default=1, help="different shared beginnings (%(default)s)")
+    parser.add_argument(
+        "--prefix-tokens", type=int, default=0, help="tokens of the shared prefix, before the input tokens (default: 0)"
+    )
+    parser.add_argument(
+        "--prefixes", type=_count, default=1, help="number of different shared prefixes (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
-    seed = "of prompts and arrivals; one used before finds its prompts in the prefix cache (%(default)s)"
+    seed = "seed of prompts and arrivals; prompts of a reused seed hit the prefix cache (default: %(default)s)"
     parser.add_argument("--seed", type=int, default=0, help=seed)
     parser.add_argument(
-        "--goodput", type=_limit, nargs="+", action=_Limits, metavar="NAME:MS", help="service level: ttft, tpot, e2el"
+        "--goodput",
+        type=_limit,
+        nargs="+",
+        action=_Limits,
+        metavar="NAME:MS",
+        help="service level objectives: ttft, tpot, e2el",
     )
     add_credentials(parser)
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    parser.add_argument("--plot", type=Path, help="write a PNG (extra `plots`)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw the load into this PNG file (needs the extra `plots`)")
     return parser
 
 
@@ -205,12 +222,14 @@ def _lengths(value: str) -> Lengths:
 def _limit(value: str) -> tuple[str, float]:
     name, _, milliseconds = value.partition(":")
     if name not in _GOODPUT_NAMES:
-        raise argparse.ArgumentTypeError(f"{value!r}: it takes NAME:MS with a name of {', '.join(_GOODPUT_NAMES)}")
+        raise argparse.ArgumentTypeError(
+            f"got {value!r}; allowed is NAME:MS, where NAME is one of {', '.join(_GOODPUT_NAMES)}"
+        )
     return name, float(milliseconds)
 
 
 class _Limits(argparse.Action):
-    """The pairs as a dict."""
+    """Stores the pairs as a dict."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
         setattr(namespace, self.dest, dict(values))

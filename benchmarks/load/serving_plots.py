@@ -1,4 +1,4 @@
-"""Pictures of a load: how long first tokens and gaps take, tokens a second, open requests. Needs the extra [plots]."""
+"""Plots a load: times to first token, gaps, tokens per second, and open requests. Needs the extra [plots]."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from .serving_report import Call, open_requests, tokens_by_second
 
 
 def plot(loads: Mapping[str, Sequence[Call]], path: Path) -> None:
-    """Writes a PNG with four panels, a line for each load."""
+    """Writes a PNG with four panels, one line per load."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -22,7 +22,7 @@ def plot(loads: Mapping[str, Sequence[Call]], path: Path) -> None:
         num_open.step([time for time, _ in steps], [number for _, number in steps], where="post", label=name)
     _label(first, "Time to first token", "ms", "share of requests")
     _label(gaps, "Between messages", "ms", "share of gaps")
-    _label(tokens, "Output tokens a second", "s", "tokens/s")
+    _label(tokens, "Output tokens per second", "s", "tokens/s")
     _label(num_open, "Open requests", "s", "requests")
     figure.savefig(path)
 

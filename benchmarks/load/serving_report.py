@@ -1,7 +1,7 @@
-"""What a load on a server came to, in the terms and the layout of vLLM's serving benchmark.
+"""Computes the figures of a load on a server, in the terms and the layout of vLLM's serving benchmark.
 
-TTFT is from sending to the first token; TPOT the rest of the time over the rest of the tokens; ITL the gaps between
-messages with tokens; E2EL all of it. Failed requests count as failed, and nowhere else.
+TTFT is the time from sending to the first token. TPOT is the remaining time divided by the remaining tokens. ITL is the
+gap between messages with tokens. E2EL is the whole time. Failed requests only count as failed, and in no other figure.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ _WIDTH = 50
 
 @dataclasses.dataclass(kw_only=True)
 class Call:
-    """One request as its sender saw it. Times in seconds since the load began."""
+    """One request as its sender saw it, with times in seconds since the start of the load."""
 
     num_input_tokens: int
     sent: float
-    due: float | None = None  # when it should have been sent, if that was planned
-    messages: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # time, tokens
+    due: float | None = None  # planned sending time, if any
+    messages: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # (time, number of tokens)
     ended: float = math.nan
     error: str = ""
 
@@ -43,7 +43,7 @@ class Call:
 
     @property
     def tpot(self) -> float | None:
-        """None with a single token."""
+        """Time per output token, or None with a single token."""
         num_rest = self.num_output_tokens - 1
         return (self.ended - self.first) / num_rest if num_rest else None
 
@@ -55,7 +55,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """In milliseconds."""
+    """Mean, median and P99 in milliseconds."""
 
     mean: float
     median: float
@@ -69,7 +69,7 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """All numbers of one load."""
+    """All figures of one load."""
 
     load: str
     completed: int
@@ -84,7 +84,7 @@ class Figures:
     max_output_tokens_per_s: int
     max_concurrent_requests: int
     total_token_throughput: float
-    max_lateness_ms: float  # of sending: the client's own fault
+    max_lateness_ms: float  # how late the client itself sent
     ttft: Summary
     tpot: Summary
     itl: Summary
@@ -92,7 +92,7 @@ class Figures:
 
 
 def figures(load: str, calls: Sequence[Call], goodput: Mapping[str, float] | None = None) -> Figures:
-    """`goodput` names the most milliseconds that a good request takes, by ttft, tpot and e2el."""
+    """Computes the figures of a load; `goodput` maps ttft, tpot and e2el to the limits of a good request, in ms."""
     good = [call for call in calls if not call.error and call.messages]
     duration = max((call.ended for call in calls), default=0.0) - min((call.sent for call in calls), default=0.0)
     num_input = sum(call.num_input_tokens for call in good)
@@ -120,18 +120,18 @@ def figures(load: str, calls: Sequence[Call], goodput: Mapping[str, float] | Non
 
 
 def is_within(call: Call, goodput: Mapping[str, float]) -> bool:
-    """Whether it met every limit; one token has no TPOT to miss."""
+    """Returns whether the request met every limit; a request with one token has no TPOT and meets that limit."""
     return all((getattr(call, name) or 0.0) * 1e3 <= limit for name, limit in goodput.items())
 
 
 def tokens_by_second(calls: Sequence[Call]) -> list[int]:
-    """Output tokens that came in each second of the load."""
+    """Returns the number of output tokens that arrived in each second of the load."""
     counts = Counter(int(time) for call in calls for time, num_tokens in call.messages for _ in range(num_tokens))
     return [counts[second] for second in range(max(counts, default=-1) + 1)]
 
 
 def open_requests(calls: Sequence[Call]) -> list[tuple[float, int]]:
-    """Each moment at which the number of open requests changed, and the number from then on."""
+    """Returns each time at which the number of open requests changed, with the new number."""
     changes = sorted([(call.sent, 1) for call in calls] + [(call.ended, -1) for call in calls])
     num_open, steps = 0, []
     for time, change in changes:
@@ -141,7 +141,7 @@ def open_requests(calls: Sequence[Call]) -> list[tuple[float, int]]:
 
 
 def text(found: Figures) -> str:
-    """As vLLM's serving benchmark prints it."""
+    """Formats the figures as vLLM's serving benchmark prints them."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
 
     def line(title: str, value: str) -> None:
@@ -163,7 +163,7 @@ def text(found: Figures) -> str:
     line("Peak concurrent requests:", f"{found.max_concurrent_requests:.2f}")
     line("Total token throughput (tok/s):", f"{found.total_token_throughput:.2f}")
     if found.max_lateness_ms > 0:
-        line("Latest sending behind plan (ms):", f"{found.max_lateness_ms:.2f}")
+        line("Maximum sending delay (ms):", f"{found.max_lateness_ms:.2f}")
     for title, name, summary in (
         ("Time to First Token", "TTFT", found.ttft),
         ("Time per Output Token (excl. 1st token)", "TPOT", found.tpot),
@@ -171,7 +171,7 @@ def text(found: Figures) -> str:
         ("End-to-end Latency", "E2EL", found.e2el),
     ):
         if math.isnan(summary.mean):
-            continue  # nothing to tell
+            continue  # no values
         lines.append(f"{title:-^{_WIDTH}}")
         for kind, value in (("Mean", summary.mean), ("Median", summary.median), ("P99", summary.p99)):
             line(f"{kind} {name} (ms):", f"{value:.2f}")

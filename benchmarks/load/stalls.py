@@ -1,10 +1,10 @@
-"""How long everybody stands still while one caller's request is prepared, by what the request is.
+"""Measures how long other threads stall while one caller's request is prepared, by kind of request.
 
     python benchmarks/load/stalls.py [--model DIRECTORY] [--runs 3]
 
-The engine and the event loop are threads of one process. What keeps Python's lock, in a thread of its own or not, keeps
-both from their work; so a thread that does nothing but sleep for a millisecond at a time says what it costs. Reported:
-the median of the runs' longest sleeps, less the millisecond, and what the work took. Wants two quiet cores, no device.
+The engine and the event loop are threads of one process. Work that holds Python's lock, in its own thread or not,
+blocks both of them. A thread that only sleeps for a millisecond at a time measures this. Reports the median over the
+runs of the longest sleep, minus the millisecond, and the duration of the work. Needs two idle cores, no device.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _AMBIGUOUS = 'start: s\ns: s s s | s s | "a" | "b"'
 
 
 class Sleeper:
-    """Sleeps, and keeps the longest of its naps."""
+    """Sleeps in a loop and records the longest delay."""
 
     def __enter__(self) -> "Sleeper":
         self.longest_seconds, self._is_over = 0.0, False
@@ -49,7 +49,7 @@ class Sleeper:
 
 
 def works(tokenizer: Tokenizer, grammars: Grammars) -> dict[str, Callable[[], object]]:
-    """What a request may ask for, by what it is called in the report."""
+    """Returns the kinds of work that a request may cause, by their names in the report."""
     draw = random.Random(0)
     words = "the quick brown fox jumps over a lazy dog and says that this is how long prompts read".split()
     prose = " ".join(draw.choices(words, k=_NUM_CHARS // 4))[:_NUM_CHARS]
@@ -68,7 +68,7 @@ def works(tokenizer: Tokenizer, grammars: Grammars) -> dict[str, Callable[[], ob
 
 
 def follow(tokenizer: Tokenizer, grammars: Grammars) -> None:
-    """Until it is given up. The masks are made without the lock; the steps wait for them all the same."""
+    """Advances a matcher until it gives up; its masks are made without the lock, but the steps wait for them anyway."""
     matcher, draw = grammars.compile_alone(Constraint(kind="grammar", text=_AMBIGUOUS)).matcher(), random.Random(1)
     token_ids = tokenizer.encode("a") + tokenizer.encode("b")
     while matcher.failure is None and matcher.advance([draw.choice(token_ids)]):
@@ -77,14 +77,16 @@ def follow(tokenizer: Tokenizer, grammars: Grammars) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(demo.__file__).with_name("model"), help="whose tokenizer")
-    parser.add_argument("--runs", type=int, default=3, help="of each (%(default)s)")
+    parser.add_argument(
+        "--model", type=Path, default=Path(demo.__file__).with_name("model"), help="the model whose tokenizer is used"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="runs per kind of work (default: %(default)s)")
     arguments = parser.parse_args()
     tokenizer = Tokenizer(arguments.model)
     vocab_size = -(-tokenizer.vocab_size // 32) * 32
     eos_token_ids = frozenset(filter(tokenizer.knows, tokenizer.eos_token_ids))
     grammars = Grammars(arguments.model / "tokenizer.json", vocab_size, eos_token_ids)
-    tokenizer.render_chat([{"role": "user", "content": "a"}])  # as a server does at its start
+    tokenizer.render_chat([{"role": "user", "content": "a"}])  # as a server does at startup
     for name, work in works(tokenizer, grammars).items():
         stalls, seconds = [], []
         for _ in range(arguments.runs):
@@ -94,7 +96,7 @@ def main() -> None:
                 seconds.append(time.perf_counter() - started)
             stalls.append(sleeper.longest_seconds)
         still, took = (statistics.median(values) * 1e3 for values in (stalls, seconds))
-        print(f"{name:40} {took:8.1f} ms, others stood still for {still:7.1f} ms", flush=True)
+        print(f"{name:40} {took:8.1f} ms, other threads stalled for {still:7.1f} ms", flush=True)
 
 
 if __name__ == "__main__":

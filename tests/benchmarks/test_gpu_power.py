@@ -1,4 +1,4 @@
-"""What benchmarks say of a GPU's clock and power, with a management library that is played."""
+"""Tests the readings of GPU clock and power in benchmarks, with a fake management library."""
 
 import time
 
@@ -10,7 +10,7 @@ from tests.waiting import wait_for
 
 
 class Nvml:
-    """Two GPUs: the second one works at its limit."""
+    """A fake of two GPUs, the second of which runs at its power limit."""
 
     NVML_CLOCK_SM = 1
 

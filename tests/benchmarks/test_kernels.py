@@ -1,4 +1,4 @@
-"""`meshserve bench kernels` on small shapes."""
+"""Tests `meshserve bench kernels` on small shapes."""
 
 import json
 

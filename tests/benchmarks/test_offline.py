@@ -1,4 +1,4 @@
-"""The offline benchmarks: workloads that others can draw, token times, and the peers' table, with tiny shapes."""
+"""Tests the offline benchmarks with tiny shapes: reproducible workloads, token times, and the baselines' table."""
 
 import json
 import subprocess
@@ -57,10 +57,10 @@ def test_settings_are_options_of_the_server():
         "tp": 2, "memory_fraction": 0.5, "prefix_cache": False, "attention": "cuda",
     }  # fmt: skip
     wrong = {
-        "tpp=2": "no option is called 'tpp'",
-        "tp=two": "'two' is no int",
-        "model=demo": "say it with --model",
-        "random_weights=true": "say it with --random-weights",
+        "tpp=2": "there is no option 'tpp'",
+        "tp=two": "'two' is not of type int",
+        "model=demo": "use --model instead",
+        "random_weights=true": "use --random-weights instead",
     }
     for pair, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
@@ -86,7 +86,7 @@ def test_throughput_counts_every_token(tiny: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_workload_that_is_too_long_for_the_model():
-    with pytest.raises(ConfigError, match="up to 3000 tokens, the model was made for 1024. Take --workload fixed"):
+    with pytest.raises(ConfigError, match="up to 3000 tokens, the model supports 1024. Use --workload fixed"):
         throughput.main(["--model=demo", "--workload=fixed", "--input-tokens=2000", "--output-tokens=1000"])
 
 
@@ -104,8 +104,7 @@ def test_a_long_request_decodes_among_short_ones(tiny: Path, capsys: pytest.Capt
 
 
 def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
-    """Hugging Face, batched, in a process that sees nothing of ours but the benchmarks, and ours without the packages
-    that only the server needs."""
+    """Compares Hugging Face, in a process that sees only our benchmarks, and ours, without server-only packages."""
     blocked = tiny / "blocked"
     blocked.mkdir()
     for name in ("grpc_health", "grpc_reflection", "llguidance"):
@@ -186,7 +185,7 @@ __version__ = "0"
 
 
 def test_vllms_outputs_are_counted_once(tiny: Path, monkeypatch: pytest.MonkeyPatch):
-    """Against a stand-in that, like vLLM, tells all tokens so far at each step."""
+    """Tests with a stand-in that, like vLLM, reports all tokens so far at each step."""
     (tiny / "vllm.py").write_text(VLLM)
     monkeypatch.syspath_prepend(tiny)
     from meshserve.benchmarks.baselines import vllm_engine
@@ -198,7 +197,7 @@ def test_vllms_outputs_are_counted_once(tiny: Path, monkeypatch: pytest.MonkeyPa
         settings={"enforce_eager": True},
     )  # fmt: skip
     version, run = vllm_engine.start(job)
-    for _ in range(2):  # request ids go on
+    for _ in range(2):  # request ids continue
         times = run(batch)
         assert (times.num_tokens, len(times.first_seconds), len(times.gap_seconds)) == (8, 2, 6)
     options = vllm_engine.vllm.LLM.last.options
@@ -223,4 +222,4 @@ def test_speculation_compares_the_same_tokens(tiny: Path, capsys: pytest.Capture
     cases = json.loads((tiny / "cases.json").read_text())
     assert [case["num_requests"] for case in cases] == [1, 2]
     assert all(case["num_changed"] == 0 and case["num_drafts"] >= case["num_accepted"] for case in cases)
-    assert "up to 3 drafts" in capsys.readouterr().out
+    assert "up to 3 draft tokens" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The padding of simulated traffic: every token is served, and shares are of what the steps took."""
+"""Tests the padding benchmark: every token of the simulated traffic is served, and shares are relative to the steps."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`meshserve bench prefill` and the benchmark of its attention, on small shapes."""
+"""Tests `meshserve bench prefill` and the benchmark of prefill attention on small shapes."""
 
 import json
 
@@ -46,6 +46,6 @@ def test_attention_of_a_step_and_its_work(capsys):
     ]
     requests = (prefill_kernels.Requests.parse("2x3/5"), prefill_kernels.Requests.parse("6"))
     step = prefill_kernels.Step(name="", requests=requests, kv_heads=1, group=2, head_dim=16, page_size=16)
-    # The first of two new tokens sees 4 keys, the second 5; those of the other request 1 to 6.
+    # The first of two new tokens attends to 4 keys, the second to 5; those of the other request to 1 to 6.
     assert step.flops == (3 * (4 + 5) + 21) * 2 * 16 * 4
     assert step.page_bytes == (3 * 5 + 6) * 16 * 4

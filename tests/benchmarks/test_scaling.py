@@ -1,4 +1,4 @@
-"""The benchmark of scaling: what a shard is, what is compared with what, what it writes."""
+"""Tests the scaling benchmark: the shapes of a shard, the comparisons, and the output."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The load generator: what it draws, what it counts, and that it counts right against a server."""
+"""Tests the load generator: its random draws, its figures, and its counts against a server."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def test_arrivals_are_a_poisson_process():
     times = traffic.arrivals(20.0)
     gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
     assert statistics.fmean(gaps) == pytest.approx(0.05, rel=0.05)
-    assert statistics.stdev(gaps) == pytest.approx(0.05, rel=0.05)  # as its mean: exponential
+    assert statistics.stdev(gaps) == pytest.approx(0.05, rel=0.05)  # equal to the mean, so exponential
     assert times == sorted(times) and set(traffic.arrivals(math.inf)) == {0.0}
 
 
@@ -69,7 +69,7 @@ def test_figures_by_hand():
     assert found.max_lateness_ms == pytest.approx(500)
     assert (found.ttft.mean, found.ttft.median) == (pytest.approx(550), pytest.approx(550))
     assert found.ttft.p99 == pytest.approx(991)
-    assert found.tpot.mean == pytest.approx(100)  # 0.3 s over three tokens; a single token has none
+    assert found.tpot.mean == pytest.approx(100)  # 0.3 s over three tokens; a request with a single token has none
     assert (found.itl.mean, found.itl.p99) == (pytest.approx(150), pytest.approx(199))
     assert found.e2el.median == pytest.approx(700)
     assert tokens_by_second(CALLS) == [4, 0, 1]
@@ -96,7 +96,7 @@ def test_loads_on_a_server(tmp_path: Path, capsys: pytest.CaptureFixture):
             "e2el:1e9", f"--json={tmp_path / 'figures.json'}", f"--plot={tmp_path / 'load.png'}",
         ]  # fmt: skip
         assert serve.main(arguments) == 0
-        assert server.engine.num_submits == 3 * 21  # a warm-up each
+        assert server.engine.num_submits == 3 * 21  # including a warm-up request each
     found = json.loads((tmp_path / "figures.json").read_text())
     assert [load["completed"] for load in found] == [20] * 3 and not any(load["failed"] for load in found)
     for load in found:
@@ -115,7 +115,7 @@ def test_the_same_load_twice_is_two_loads(tmp_path: Path):
     with running() as server:
         arguments = ["--rate", "inf", "inf", "--concurrency", "2", "2", "--requests=4", "--input-tokens=fixed:8"]
         assert serve.main([f"--target={server.target}", *arguments, "--output-tokens=fixed:2", f"--json={path}"]) == 0
-        assert server.engine.num_submits == 4 * 5  # a warm-up each
+        assert server.engine.num_submits == 4 * 5  # including a warm-up request each
     assert [load["load"] for load in json.loads(path.read_text())] == [
         "inf requests/s (Poisson)",
         "inf requests/s (Poisson), 2",

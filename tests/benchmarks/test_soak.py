@@ -1,4 +1,4 @@
-"""Mixed load on the demo model, every control among it: it ends, and nothing is left or compiled on the way."""
+"""Soaks the demo model with every logits processor and checks that nothing leaks or compiles late."""
 
 import json
 from pathlib import Path

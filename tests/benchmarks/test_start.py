@@ -1,4 +1,4 @@
-"""`meshserve bench start`: fresh processes, the second of which compiles nothing."""
+"""Tests `meshserve bench start`: new processes, of which the second compiles nothing."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ SMALL = [
 def test_the_second_start_finds_its_programs_and_faults_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags = [*SMALL, f"--cache-dir={tmp_path / 'cache'}"]
     assert start.main([*flags, "--starts=2", f"--json={tmp_path / 'out'}"]) == 0, capsys.readouterr().out
-    assert "2 of 2 starts are well" in capsys.readouterr().out
+    assert "2 of 2 starts succeeded" in capsys.readouterr().out
     cold, warm = json.loads((tmp_path / "out").read_text())
     assert cold["programs"] == warm["programs"] == 2
     assert cold["cache_misses"] > 0 and warm["cache_misses"] == 0 and warm["cache_hits"] == cold["cache_misses"]
@@ -24,7 +24,7 @@ def test_the_second_start_finds_its_programs_and_faults_are_counted(tmp_path: Pa
     assert cold["tokens"] == 48 * cold["requests"]
     assert start.main([*flags, "--num-pages=40", "--starts=1", "--fill=0.1"]) == 1
     text = capsys.readouterr().out
-    assert "the cache was never full" in text and "0 of 1 starts are well" in text
+    assert "the cache was never full" in text and "0 of 1 starts succeeded" in text
 
 
 def test_a_start_that_cannot_be_is_a_fault_with_its_reason(capsys: pytest.CaptureFixture[str]):

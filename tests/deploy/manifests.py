@@ -1,4 +1,4 @@
-"""What `kubectl kustomize` makes of a folder of `deploy/`, and the parts that tests look at."""
+"""Renders a folder of `deploy/` with `kubectl kustomize` and extracts the parts that tests check."""
 
 import functools
 import shutil
@@ -19,7 +19,7 @@ Resource = dict[str, Any]
 
 
 def tool(name: str) -> str | None:
-    """A program of the environment that runs the tests, or of PATH."""
+    """Returns the path of a program from the Python environment of the tests, or from PATH."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
 
 
@@ -34,7 +34,7 @@ def rendered(overlay: Path) -> tuple[Resource, ...]:
 
 
 def pod_templates(resource: Resource) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each pod template of a workload, and how many pods make one server, or one of its workers."""
+    """Yields each pod template of a workload, with the number of pods per server or per worker group."""
     spec = resource.get("spec", {})
     if resource["kind"] == "Deployment":
         yield spec["template"], 1
@@ -52,13 +52,13 @@ def workloads(resources: tuple[Resource, ...]) -> Iterator[tuple[dict[str, Any],
 
 
 def containers(template: dict[str, Any], name: str = "") -> list[dict[str, Any]]:
-    """All of a pod, those that start first included; or those of that name."""
+    """Returns all containers of a pod, including init containers, or only those with the given name."""
     found = [*template["spec"].get("initContainers", ()), *template["spec"]["containers"]]
     return [container for container in found if not name or container["name"] == name]
 
 
 def arguments(container: dict[str, Any]) -> list[str]:
-    """With $(NAME) replaced, as the kubelet does."""
+    """Returns the container's arguments with $(NAME) replaced, as the kubelet does."""
     replaced = []
     for argument in container.get("args", ()):
         for variable in container.get("env", ()):

@@ -1,4 +1,4 @@
-"""What manifests, configs, scripts, dashboards and alerts say of the server agrees with its code."""
+"""Checks that manifests, configs, scripts, dashboards and alerts agree with the server's code."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ overlays = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.na
 
 
 def served(overlay: Path, folder: Path) -> tuple[ServeConfig, dict[str, Any], int]:
-    """The config that the pods of an overlay serve with, their template, and their number. Writes to `folder`."""
+    """Returns the config of an overlay's pods, their template and their number; writes the configs to `folder`."""
     for item in rendered(overlay):
         if item["kind"] == "ConfigMap" and item["metadata"]["name"] == "meshserve-configs":
             for name, text in item["data"].items():
@@ -137,7 +137,7 @@ def test_configs_can_be_served(path: Path):
 
 
 def plan(config: ServeConfig) -> tuple[float, int]:
-    """GiB of weights and tokens of cache of each device with 80 GB. Raises if the degree or the size does not do."""
+    """Returns GiB of weights and cache tokens per 80 GB device; raises if the TP size or the memory does not fit."""
     name = Path(config.model).name.lower()
     config = dataclasses.replace(config, model=name)
     found = planner_of(Asked(config=config, target=f"h100:{config.tp}", jax_fraction=0.92)).plan()
@@ -180,7 +180,7 @@ def test_commands_in_scripts_and_the_runbook_have_flags_that_there_are():
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-    """What a Dockerfile installs."""
+    """The packages that a Dockerfile installs."""
 
     python: str
     requirements: tuple[str, ...]
@@ -213,14 +213,15 @@ def test_images_pin_what_they_install(name: str):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["cuda", "tpu"])
 def test_pins_go_together_and_nothing_else_is_installed(name: str, tmp_path: Path):
-    """Asks the package index, as wheels of the image's Python alone. Minutes."""
+    """Resolves the image's packages against the package index, restricted to wheels for its Python; takes minutes."""
     pytest.importorskip("promql_parser", reason="make test-deploy installs it")
     image, report = Image.named(name), tmp_path / "report.json"
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run"),
             *("--report", str(report), "--target", str(tmp_path / "nowhere")),
-            # pip holds what a package asks of Python against its own: whether there is a wheel for the image's must do.
+            # pip checks a package's Python requirement against pip's own Python, so only test that a wheel for the
+            # image's exists.
             *("--python-version", image.python, "--only-binary", ":all:", "--ignore-requires-python"),
             *("--constraint", str(image.constraints), *image.requirements),
         ],
@@ -240,7 +241,7 @@ SCRIPTS = {"slurm/serve.sbatch": ("SLURM_JOB_NUM_NODES", "2"), "tpu/start.sh": (
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("is_group", [False, True])
 def test_scripts_start_a_server_with_their_config(name: str, is_group: bool, tmp_path: Path):
-    """With stand-ins for srun and meshserve, which print what they were given."""
+    """Replaces srun and meshserve by scripts that print their arguments."""
     for program in ("srun", "meshserve"):
         (tmp_path / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
         (tmp_path / program).chmod(0o755)
@@ -258,7 +259,7 @@ def test_scripts_start_a_server_with_their_config(name: str, is_group: bool, tmp
 
 
 def metric_names() -> set[str]:
-    """Everything that /metrics may show, histograms by their parts."""
+    """Returns all names that /metrics may show, including the parts of histograms."""
     metrics = Metrics()
     record = {field.name: 0 for field in dataclasses.fields(StepRecord)} | {"queue_seconds": (0.1,), "max_running": 1}
     metrics.record_step(StepRecord(**record))

@@ -1,4 +1,4 @@
-"""The demo model: what its directory holds, how the plays are read, and how likely it finds their text."""
+"""Tests the demo model: the contents of its directory, the parsing of the plays, and the likelihood of their text."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from meshserve.deploy.demo.network import NetworkConfig, forward, parameter_shap
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 MAX_DIRECTORY_BYTES = 8_000_000
 
-# From a play that was held out of training.
+# From a play that was held out from training.
 VERSE = """MACBETH:
 Is this a dagger which I see before me,
 The handle toward my hand? Come, let me clutch thee:--
@@ -186,7 +186,7 @@ def test_tokenizer_training_covers_every_byte():
 
 
 def test_held_out_verse_is_likely(tokenizer):
-    """Our forward pass alone (no torch): well below ln(2048) = 7.62 nats per token, that of a uniform guess."""
+    """Our forward pass (without torch) is well below ln(2048) = 7.62 nats per token, the loss of a uniform guess."""
     ids = np.asarray([[0, *tokenizer(VERSE).input_ids]])
     losses = token_losses(forward(load_parameters(MODEL), ids[:, :-1], NetworkConfig()), ids[:, 1:])
     assert float(losses.mean()) < 0.6 * math.log(2048)

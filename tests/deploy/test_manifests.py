@@ -1,4 +1,4 @@
-"""Every overlay renders, and Kubernetes would take it: schemas of its own resources, and of the custom ones."""
+"""Checks that every overlay renders and validates against Kubernetes' schemas and those of the custom resources."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ def check_native(resource: Resource) -> None:
 
 
 def check(resource: Resource) -> None:
-    """Raises if the API server would refuse it."""
+    """Raises if the API server would refuse the resource."""
     schema = SCHEMAS.get(resource["kind"])
     if schema is None:
         check_native(resource)
@@ -79,7 +79,7 @@ def test_names_that_resources_say_of_each_other_exist(overlay: Path):
             wanted = {
                 name: value
                 for name, value in selector.get("matchLabels", selector).items()
-                if name.startswith(("app.", "meshserve/"))  # the orchestrators add their own
+                if name.startswith(("app.", "meshserve/"))  # the orchestrators add their own labels
             }
             assert wanted and any(wanted.items() <= pod["metadata"]["labels"].items() for pod in pods), item
         if item["kind"] == "HorizontalPodAutoscaler":

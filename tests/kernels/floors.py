@@ -1,4 +1,4 @@
-"""What filters keep of rows of logits, in float64 and by sorting; and rows to ask about."""
+"""Checks in float64, by sorting, what sampling filters keep of rows of logits, and provides such rows."""
 
 import numpy as np
 
@@ -10,13 +10,13 @@ OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def parameters(num: int, **filters: float) -> dict[str, np.ndarray]:
-    """The same for each of `num` rows."""
+    """Returns the same filter parameters for each of `num` rows."""
     values = {**OFF, **filters}
     return {name: np.full(num, value, np.int32 if name == "top_k" else np.float32) for name, value in values.items()}
 
 
 def rows(num: int, vocab: int, seed: int = 0) -> np.ndarray:
-    """[num, vocab] float32: spread, flat, dominated, full of ties, with tokens that are out, huge, tiny."""
+    """Returns [num, vocab] float32 rows: spread, flat, dominated, with ties, with excluded tokens, huge, tiny."""
     draw = np.random.default_rng(seed)
     normal = draw.standard_normal((num, vocab)).astype(np.float32)
     kinds = [
@@ -35,10 +35,12 @@ def key_of(x: np.ndarray) -> np.ndarray:
 def is_well(
     row: np.ndarray, floor: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> bool:
-    """Whether a row's floor keeps what the filters keep; rounding may decide about tokens at the very edge of top-p's
-    and min-p's set."""
+    """Returns whether a row's threshold keeps what the filters keep.
+
+    Rounding may decide about tokens at the very edge of the sets of top-p and min-p.
+    """
     values = row.astype(np.float64)
-    is_kept = (key_of(row) >= floor) & np.isfinite(values)  # what is out already is never drawn
+    is_kept = (key_of(row) >= floor) & np.isfinite(values)  # excluded tokens are never drawn
     weights = np.exp((values - values.max()) / temperature)
     may = np.isfinite(values)
     if min_p:

@@ -1,4 +1,4 @@
-"""Steps whose heads are to be prepared, and what the model's own operations make of them."""
+"""Provides steps whose heads are to be prepared, and the results of the model's own operations for them."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,9 @@ from meshserve.runtime.model.qwen3 import rms_norm
 from meshserve.runtime.model.rope import rotate
 
 NUM_LAYERS, LAYER = 3, 1
-STEP = 2.0**-7  # of bfloat16: what another order of the sum of squares may change, relative to a head's largest element
+STEP = (
+    2.0**-7
+)  # of bfloat16: possible change by a different summation order of the squares, relative to a head's largest element
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Case:
     group: int
     kv_heads: int
     page_size: int
-    chunks: tuple[tuple[int, int], ...]  # of each request: first position, tokens
+    chunks: tuple[tuple[int, int], ...]  # (first position, number of tokens) of each request
     num_padding: int = 0
 
 
@@ -41,7 +43,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """On the default device. The cache is full of NaN, its pages in no order."""
+    """Makes inputs on the default device; the cache is full of NaN, with its pages in random order."""
     draw = np.random.default_rng(seed)
     positions = [first + i for first, count in case.chunks for i in range(count)] + [-1] * case.num_padding
     requests = [index for index, (_, count) in enumerate(case.chunks) for _ in range(count)] + [0] * case.num_padding
@@ -61,7 +63,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def expected(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """q and the cache, operation by operation on a CPU."""
+    """Computes q and the cache with separate operations on a CPU."""
     inputs_here = jax.device_put((inputs.rows, inputs.cache, inputs.batch, inputs.settings), jax.devices("cpu")[0])
     rows, cache, batch, settings = inputs_here
     heads = rows.reshape(rows.shape[0], cache.shape[2], -1, cache.shape[5])
@@ -71,7 +73,7 @@ def expected(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(inputs: Inputs, q: np.ndarray, cache: np.ndarray) -> None:
-    """Keys and queries but for rounding, values to the bit, and not a word of the cache beside them."""
+    """Checks keys and queries up to rounding, values exactly, and that the rest of the cache is unchanged."""
     wanted_q, wanted = expected(inputs)
     is_real = np.asarray(inputs.batch.positions) >= 0
     _assert_close(q[is_real], wanted_q[is_real])

@@ -1,9 +1,9 @@
-"""Runs the TPU kernels in Pallas' interpreter on 8 virtual devices; the tests start it as a process of its own.
+"""Runs the TPU kernels in Pallas' interpreter on 8 virtual devices; tests start it as a separate process.
 
-The interpreter's callbacks wait for each other. With as few threads as a small machine has cores they wait for ever, so
-the process must be started with NPROC=16 in its environment (seen with jax 0.10.2 on 2 cores).
+The interpreter's callbacks wait for each other. With as few threads as a small machine has cores they deadlock, so the
+process must be started with NPROC=16 in its environment (seen with jax 0.10.2 on 2 cores).
 
-    NPROC=16 python -m tests.kernels.interpret_tpu cases NAME...     # a line of JSON a case
+    NPROC=16 python -m tests.kernels.interpret_tpu cases NAME...     # one line of JSON per case
     NPROC=16 python -m tests.kernels.interpret_tpu faults
     NPROC=16 python -m tests.kernels.interpret_tpu split
 """
@@ -25,17 +25,19 @@ from meshserve.kernels.paged_attention import PagedBatch, cases, tpu, tpu_body, 
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, use_cpu_devices
 
 NUM_DEVICES = 8
-# jax 0.12 raises where races were only counted before.
+# jax 0.12 raises on races that earlier versions only counted.
 ON_RACE = {"on_race": "warn"} if "on_race" in {f.name for f in dataclasses.fields(pltpu.InterpretParams)} else {}
-CHECKED = pltpu.InterpretParams(detect_races=True, **ON_RACE)  # a copy is done when it is waited for, at the latest
-EAGER = dataclasses.replace(CHECKED, dma_execution_mode="eager")  # done at once: a race shows as such
+CHECKED = pltpu.InterpretParams(detect_races=True, **ON_RACE)  # a copy completes when it is awaited, at the latest
+EAGER = dataclasses.replace(
+    CHECKED, dma_execution_mode="eager"
+)  # copies complete at once, so a race is reported as such
 FAULTS = ("none", "no_wait", "no_wait_eager", "wrong_page", "out_of_bounds")
 
 
 def run(
     inputs: list[cases.Inputs], interpret: pltpu.InterpretParams = CHECKED, **options: object
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Writes and attends, each device on the KV heads of its own inputs. Returns caches and results, a device each."""
+    """Writes and attends, each device with the KV heads of its own inputs; returns caches and results per device."""
     mesh = make_mesh(NUM_DEVICES)
     batch = inputs[0].batch
     layer, scale = inputs[0].layer, inputs[0].scale
@@ -58,7 +60,7 @@ def races_found() -> bool:
 
 
 def check(case: cases.Case) -> dict[str, object]:
-    """Every device has values of its own; the pages are the same, as in the server."""
+    """Checks a case; every device has its own values, but the same pages, as in the server."""
     first = cases.make_inputs(case, seed=1)
     rng = np.random.default_rng(2)
     inputs = [first]
@@ -85,14 +87,14 @@ TILING = tpu_body.Tiling(items=2, block_pages=1, slots=3, tile_tokens=4, tile_pa
 
 @contextlib.contextmanager
 def no_wait() -> Iterator[None]:
-    """Pages are used without waiting for their copies."""
+    """Removes the waits for page copies."""
     with mock.patch.object(tpu_body.Kernel, "_await_pages", lambda *_: None):
         yield
 
 
 @contextlib.contextmanager
 def wrong_page() -> Iterator[None]:
-    """The page after the right one is copied."""
+    """Copies the page after the correct one."""
     copy = tpu_body.Kernel._copy_pages
     with mock.patch.object(
         tpu_body.Kernel, "_copy_pages", lambda self, token, start, *rest: copy(self, token, start + 1, *rest)
@@ -101,7 +103,7 @@ def wrong_page() -> Iterator[None]:
 
 
 def fault(name: str) -> dict[str, object]:
-    """Plants a fault; says what came of it."""
+    """Injects a fault and returns what it caused."""
     inputs = cases.make_inputs(MIXED, seed=1)
     if name == "out_of_bounds":
         table = np.where(np.arange(3) == 1, inputs.cache.shape[1], np.asarray(inputs.batch.page_table))
@@ -110,7 +112,7 @@ def fault(name: str) -> dict[str, object]:
     with planted():
         try:
             _, outs = run([inputs] * NUM_DEVICES, EAGER if name == "no_wait_eager" else CHECKED, tiling=TILING)
-        except Exception as error:  # jax wraps the interpreter's IndexError in types of its own
+        except Exception as error:  # jax wraps the interpreter's IndexError in other types
             return {"fault": name, "raised": str(error)}
     expected = cases.expected_attention(inputs) if name != "out_of_bounds" else np.zeros_like(outs[0])
     is_right = bool(np.allclose(outs[0], expected, atol=1e-4))
@@ -118,7 +120,7 @@ def fault(name: str) -> dict[str, object]:
 
 
 def split(num_table_rows: int) -> dict[str, object]:
-    """Chunks before decodes, padding between them, and so many rows of the page table to a call."""
+    """Runs chunks before decodes, with padding between them, and `num_table_rows` rows of the page table per call."""
     case = cases.Case(name="split", requests=((5, 20), (1, 9), (1, 3), (3, 17)), kv_heads=1)
     inputs = cases.make_inputs(case, seed=3)
     positions = np.array(inputs.batch.positions)

@@ -1,4 +1,4 @@
-"""A decode step's layers over a mesh, each device with its block, for tests on CPUs and on GPUs."""
+"""Runs a decode step's layers over a mesh, each device with its shard, for tests on CPUs and on GPUs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,13 +19,13 @@ def mesh_of(devices: list[jax.Device]) -> Mesh:
 
 
 def spec(name: str) -> PartitionSpec:
-    """Of an argument of the layers."""
+    """Returns the partition spec of an argument of the layers."""
     dimension = cases.CUT_DIMENSIONS.get(name)
     return PartitionSpec() if dimension is None else PartitionSpec(*[None] * dimension, AXIS)
 
 
 def placed(inputs: cases.Inputs, mesh: Mesh) -> tuple[object, ...]:
-    """x, weights, cache, batch and frequencies on the mesh."""
+    """Places x, weights, cache, batch and frequencies on the mesh."""
 
     def place(name: str, array: jax.Array) -> jax.Array:
         return jax.device_put(array, NamedSharding(mesh, spec(name)))
@@ -43,7 +43,7 @@ def placed(inputs: cases.Inputs, mesh: Mesh) -> tuple[object, ...]:
 def layers_over(
     mesh: Mesh, kernels: DecodeKernels, inputs: cases.Inputs, p2p: P2PGroup
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The program: every device's x, one above the other, and the cache."""
+    """Returns the program, which computes the stacked x of every device, and the cache."""
     weights = LayerWeights(*(spec(name) for name in LayerWeights._fields))
     return jax.jit(
         jax.shard_map(

@@ -1,4 +1,4 @@
-"""CUDA sources compiled for the host, beside files that stand in for CUDA: every CUDA thread is a thread."""
+"""Compiles CUDA sources for the host, with files that replace CUDA; every CUDA thread is a host thread."""
 
 import ctypes
 import shutil
@@ -22,9 +22,9 @@ def compiled(
     replaced: Sequence[tuple[str, str]] = (),
     flags: tuple[str, ...] = (),
 ) -> ctypes.CDLL:
-    """The program of tests/kernels/`stand_ins` with the sources `kernels` of kernels/cuda, built in an empty folder.
+    """Builds the program of tests/kernels/`stand_ins` with the sources `kernels` of kernels/cuda, in an empty folder.
 
-    `replaced`: parts of the last of them, each of which it has once, and what takes their place.
+    `replaced` lists (old, new) texts in the last source; each old text must occur there exactly once.
     """
     assert COMPILER is not None
     for source in (Path(__file__).parent / stand_ins).iterdir():

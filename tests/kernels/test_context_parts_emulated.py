@@ -1,5 +1,5 @@
-"""The source of kernels/cuda/context_parts.cuh compiled for the host: which part of which request each cluster has, and
-how the parts of one are merged.
+"""Tests kernels/cuda/context_parts.cuh compiled for the host: the assignment of request parts to clusters, and
+merging.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ pytestmark = on_host.needs_compiler
 
 
 class Cuts(ctypes.Structure):
-    """As in context_parts.cuh."""
+    """Mirrors the struct in context_parts.cuh."""
 
     _fields_ = [
         ("positions", ctypes.c_void_p),
@@ -31,14 +31,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def find_parts(
     library: ctypes.CDLL, lengths: list[int], fewest_shares: int = 16, least_share: int = 256, max_context: int = 32768
 ) -> list[int]:
-    """Each request's number of parts. Every part must be some cluster's, one after the other."""
+    """Returns each request's number of parts, after checking that consecutive clusters cover every part."""
     num_clusters = library.count_clusters(len(lengths), fewest_shares, least_share, max_context)
     positions = np.asarray(lengths, np.int32) - 1
     parts = np.full((num_clusters, 3), -7, np.int32)
     cuts = Cuts(positions.ctypes.data, len(lengths), num_clusters, fewest_shares, least_share)
     library.find_parts(ctypes.byref(cuts), ctypes.c_void_p(parts.ctypes.data))
     num_busy = int((parts[:, 0] >= 0).sum())
-    assert (parts[num_busy:] == (-1, 0, 0)).all(), "those without work come last"
+    assert (parts[num_busy:] == (-1, 0, 0)).all(), "clusters without work come last"
     found, cluster = {}, 0
     while cluster < num_busy:
         request, _, num_parts = (int(value) for value in parts[cluster])
@@ -50,7 +50,7 @@ def find_parts(
     num_shares = max(np.count_nonzero(lengths), fewest_shares)
     share = max(least_share, -(-sum(lengths) // num_shares))
     order = [(num_parts == 1, lengths[request] <= share // 2) for request, num_parts in found.items()]
-    assert num_clusters == len(lengths) or order == sorted(order), "the long come first"
+    assert num_clusters == len(lengths) or order == sorted(order), "long requests come first"
     return [found[request] for request in range(len(lengths))]
 
 
@@ -111,7 +111,11 @@ def test_the_last_part_merges_them_all_once_a_call(library, num_parts, group):
     parts[..., :head_dim] = out = rng.standard_normal((num_calls, num_parts, group, head_dim))
     parts[..., head_dim] = largest = rng.uniform(-30, 30, (num_calls, num_parts, group))
     parts[..., head_dim + 1] = total = rng.uniform(1, 50, (num_calls, num_parts, group))
-    parts[0, 0, :, :head_dim], parts[0, 0, :, head_dim], parts[0, 0, :, head_dim + 1] = 0, -np.inf, 0  # saw no token
+    parts[0, 0, :, :head_dim], parts[0, 0, :, head_dim], parts[0, 0, :, head_dim + 1] = (
+        0,
+        -np.inf,
+        0,
+    )  # attended to no token
     largest[0, 0] = -np.inf
     merged = np.full((num_calls, group, head_dim), np.nan, ml_dtypes.bfloat16)
     library.merge(num_parts, group, num_calls, ctypes.c_void_p(parts.ctypes.data), ctypes.c_void_p(merged.ctypes.data))

@@ -1,4 +1,4 @@
-"""The reference decode layers against a plain float64 computation, one request and one head at a time."""
+"""Tests the reference decode layers against a plain float64 computation, one request and one head at a time."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def rotate(x, position, inverse_frequencies, scale):
 
 
 def naive_layers(inputs: cases.Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """x after all layers, of the rows that are no padding, and the cache."""
+    """Returns x after all layers, for the requests that are not padding, and the cache."""
     weights = jax.tree.map(lambda a: np.asarray(a, np.float64), inputs.weights)
     cache = np.asarray(inputs.cache, np.float64)
     num_layers, _, kv_heads, _, page_size, head_dim = cache.shape
@@ -72,7 +72,7 @@ def test_reference_is_the_float64_computation(case):
     real = np.asarray(inputs.batch.positions) >= 0
     np.testing.assert_allclose(np.asarray(x)[real], expected_x[real], rtol=2e-4, atol=2e-4)
     assert np.isfinite(np.asarray(x)).all()
-    np.testing.assert_allclose(np.asarray(cache), expected_cache, rtol=1e-3, atol=1e-3)  # NaN only where it was
+    np.testing.assert_allclose(np.asarray(cache), expected_cache, rtol=1e-3, atol=1e-3)  # NaN only where it was before
 
 
 def test_a_range_of_layers_continues_where_the_last_one_ended():

@@ -1,4 +1,4 @@
-"""The CUDA decode layers against the reference in float32, on a Hopper GPU."""
+"""Tests the CUDA decode layers against the reference in float32, on a Hopper GPU."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from meshserve.kernels.decode_layers import DecodeBatch, cases, gpu, reference
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-BOUND = 1e-2  # of ||out - reference|| / ||reference||; bfloat16 rounding alone gives 2e-3 to 5e-3
+BOUND = 1e-2  # limit of ||out - reference|| / ||reference||; bfloat16 rounding alone gives 2e-3 to 5e-3
 case_parameter = pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 
 
@@ -23,7 +23,7 @@ def inputs_of(case: cases.Case) -> cases.Inputs:
 
 
 def expect(function, *arguments, **known):
-    """The reference's result in float32, computed on the CPU: nothing of the GPU's arithmetic is in it."""
+    """Returns the reference's result in float32, computed on the CPU, without the GPU's arithmetic."""
     arguments = jax.device_put(arguments, jax.devices("cpu")[0])
     arguments = jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, arguments)
     return jax.jit(functools.partial(function, **known))(*arguments)
@@ -35,7 +35,7 @@ def relative_error(out, expected) -> float:
 
 
 def check_cache(inputs: cases.Inputs, cache, expected, num_layers_written: int):
-    """The written places are close, all others keep their bits."""
+    """Checks that the written positions are close and that all others are bitwise unchanged."""
     before, after, expected = (np.asarray(a, np.float32) for a in (inputs.cache, cache, expected))
     written = np.isnan(before) & ~np.isnan(expected)
     head_dim = before.shape[-1]
@@ -57,10 +57,12 @@ def test_whole_stack(case):
     out, expected = np.asarray(x, np.float32)[real], np.asarray(expected_x)[real]
     assert np.isfinite(np.asarray(x, np.float32)).all()
     assert relative_error(out, expected) < BOUND
-    assert relative_error(out - before, expected - before) < 2 * BOUND  # what the layers add, not the residual alone
+    assert (
+        relative_error(out - before, expected - before) < 2 * BOUND
+    )  # compares what the layers add, without the residual
     check_cache(inputs, cache, expected_cache, case.num_layers)
     again = run(*arguments)
-    np.testing.assert_array_equal(np.asarray(again[0]), np.asarray(x))  # the same bits: nothing races
+    np.testing.assert_array_equal(np.asarray(again[0]), np.asarray(x))  # bitwise equal: no races
 
 
 @case_parameter
@@ -101,7 +103,7 @@ def test_attention_does_not_depend_on_its_splits(name, splits):
     inputs = inputs_of(case)
     shape = (len(case.lengths), case.kv_heads, case.group, case.head_dim)
     q = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
-    cache = jnp.where(jnp.isnan(inputs.cache), 0.5, inputs.cache)  # the current tokens' places too
+    cache = jnp.where(jnp.isnan(inputs.cache), 0.5, inputs.cache)  # including the current tokens' positions
     known = {"settings": inputs.settings, "layer": 1}
     out = gpu.attention(q, cache, inputs.batch, launch=gpu.LaunchShape(attention_splits=splits), **known)
     assert relative_error(out, expect(reference.attention, q, cache, inputs.batch, **known)) < BOUND
@@ -134,7 +136,7 @@ def test_projections_do_not_depend_on_their_launch(name, splits, blocks_per_stag
 
 def test_more_ranges_than_blocks_are_refused():
     inputs = inputs_of(next(case for case in cases.CASES if case.name == "batch-16"))
-    launch = gpu.LaunchShape(down_splits=8)  # of 384 columns
+    launch = gpu.LaunchShape(down_splits=8)  # the projection has 384 columns
     with pytest.raises(jax.errors.JaxRuntimeError, match="down: at most one range for each 64 columns"):
         jax.block_until_ready(
             gpu.decode_layers(

@@ -1,4 +1,4 @@
-"""The source of kernels/cuda/floor.cuh compiled for the host, where each of 64 CUDA threads is a thread."""
+"""Tests kernels/cuda/floor.cuh compiled for the host, where each of 64 CUDA threads is a host thread."""
 
 import ctypes
 
@@ -13,7 +13,7 @@ pytestmark = on_host.needs_compiler
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel's source beside a cuda_runtime.h for the host, with fewer threads and less shared memory."""
+    """Compiles the kernel's source with a cuda_runtime.h for the host, fewer threads and less shared memory."""
     folder = tmp_path_factory.mktemp("emulated")
     return on_host.compiled(
         folder,
@@ -22,7 +22,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "floor.cuh",
         replaced=[
             ("kThreads = 1024", "kThreads = 64"),
-            ("kListed = 40 * 1024", "kListed = 256"),  # so that rows with more alike are tried, too
+            ("kListed = 40 * 1024", "kListed = 256"),  # small, to cover rows with more equal values than fit
             ("extern __shared__ uint32_t list[];", "static uint32_t list[kListed];"),
         ],
         flags=(f"-I{folder}",),
@@ -53,7 +53,7 @@ def test_rows_without_filters_and_greedy_rows_keep_everything(library: ctypes.CD
 
 
 def test_top_k_is_exact_among_neighbours(library: ctypes.CDLL) -> None:
-    """Floats one after another, on both sides of zero: every bit of the keys decides."""
+    """Uses consecutive floats on both sides of zero, so that every bit of the keys matters."""
     keys = np.concatenate([np.arange(40, dtype=np.uint32) + 0x80000000, 0x7FFFFFFF - np.arange(40, dtype=np.uint32)])
     bits = np.where(keys >> 31, keys & 0x7FFFFFFF, ~keys).astype(np.uint32)
     logits = np.random.default_rng(1).permutation(bits.view(np.float32))[None]

@@ -1,4 +1,4 @@
-"""The kernel that finds what the filters of sampling keep, on a Hopper GPU: against sorting, and in the sampler."""
+"""Tests the kernel that finds the sampling threshold on a Hopper GPU, against sorting and in the sampler."""
 
 from functools import partial
 
@@ -29,13 +29,16 @@ def test_a_row_keeps_what_its_filters_keep(vocab: int, filters: dict[str, float]
     for index, (row, floor) in enumerate(zip(logits, floors, strict=True)):
         assert is_well(row, floor, **filters), f"row {index}"
     again = np.asarray(find(np.concatenate([logits[::-1]] * 8), **parameters(8 * 22, **filters)))
-    np.testing.assert_array_equal(again[:22][::-1], floors)  # nor does it matter what other rows there are
+    np.testing.assert_array_equal(again[:22][::-1], floors)  # independent of the other rows
     assert (again.reshape(8, 22) == again[:22]).all()
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_samples_are_those_of_xlas_search(filters: dict[str, float]) -> None:
-    """By the mode compiled in, and chosen on the device; rounding may move a row's least token in or out."""
+    """Checks both the compiled-in mode and the mode chosen on the device.
+
+    Rounding may add or remove a row's least likely token.
+    """
     num, vocab = 64, 151_936
     values = parameters(num, **filters)
     seeds = np.arange(num, dtype=np.uint32)

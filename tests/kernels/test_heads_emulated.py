@@ -1,4 +1,4 @@
-"""The source of kernels/cuda/heads.cuh compiled for the host, where each of 128 CUDA threads is a thread."""
+"""Tests kernels/cuda/heads.cuh compiled for the host, where each of 128 CUDA threads is a host thread."""
 
 import ctypes
 
@@ -11,7 +11,7 @@ pytestmark = on_host.needs_compiler
 
 
 class Args(ctypes.Structure):
-    """As in heads.cuh."""
+    """Mirrors the struct in heads.cuh."""
 
     _fields_ = [
         *(
@@ -25,7 +25,7 @@ class Args(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel's source beside a ptx.cuh for the host, with fewer threads."""
+    """Compiles the kernel's source with a ptx.cuh for the host, and fewer threads."""
     folder = tmp_path_factory.mktemp("emulated")
     fewer_threads = [("kThreads = 256", "kThreads = 128")]
     return on_host.compiled(folder, "emulated", "heads.cpp", "heads.cuh", replaced=fewer_threads)

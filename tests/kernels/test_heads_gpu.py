@@ -1,4 +1,4 @@
-"""The CUDA kernel that prepares heads, on a Hopper GPU, in a cache full of NaN."""
+"""Tests the CUDA kernel that prepares heads on a Hopper GPU, in a cache full of NaN."""
 
 import jax
 import numpy as np

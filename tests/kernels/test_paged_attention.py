@@ -1,4 +1,4 @@
-"""The reference paged attention against a float64 computation, case by case, in a cache full of NaN."""
+"""Tests the reference paged attention against a float64 computation, case by case, in a cache full of NaN."""
 
 import dataclasses
 from functools import partial
@@ -25,7 +25,7 @@ def write_and_attend(q, k, v, cache, batch, *, layer, scale):
 
 
 def run(inputs: cases.Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """The cache and the attention that a step gives."""
+    """Returns the cache and the attention of a step."""
     arrays = (inputs.q, inputs.k, inputs.v, inputs.cache)
     cache, attended = write_and_attend(*arrays, inputs.batch, layer=inputs.layer, scale=inputs.scale)
     return np.asarray(cache), np.asarray(attended)
@@ -41,7 +41,7 @@ def test_the_cache_gets_each_key_and_value_and_nothing_else(case):
 
 @every_small_case
 def test_attention_is_the_float64_computation(case):
-    """No NaN of the cache, which holds nothing else beside the requests' own keys and values, comes through."""
+    """The cache contains only the requests' own keys and values and NaN, and no NaN reaches the result."""
     inputs = cases.make_inputs(case, seed=1)
     _, attended = run(inputs)
     expected = cases.expected_attention(inputs)
@@ -70,7 +70,7 @@ def test_large_scores_do_not_overflow():
     inputs = dataclasses.replace(inputs, q=inputs.q * 1e4)
     _, attended = run(inputs)
     expected = cases.expected_attention(inputs)
-    # A score of 1e5 has an error of 1e-2 in float32, which tips some near ties; most weights are 0 or 1 all the same.
+    # A score of 1e5 has an error of 1e-2 in float32, which decides some near ties, but most weights are 0 or 1 anyway.
     assert np.isfinite(attended).all()
     assert np.mean(np.isclose(attended, expected, atol=1e-3)) > 0.9
 
@@ -108,7 +108,9 @@ class CountingCache:
     ids=str,
 )
 def test_no_more_pages_are_gathered_than_the_longest_request_owns(requests, num_pages):
-    """However wide the page table, which is as wide as the longest context. Loops run in Python and are counted."""
+    """Holds for any width of the page table, which is that of the longest context; loops run in Python and are
+    counted.
+    """
     num_padding = 4 - sum(num_new for num_new, _ in requests)
     inputs = cases.make_inputs(cases.Case(name="", requests=requests, num_padding_tokens=num_padding), seed=5)
     page_table = jnp.pad(inputs.batch.page_table, ((0, 0), (0, 8 - inputs.batch.page_table.shape[1])))
@@ -123,7 +125,7 @@ def test_no_more_pages_are_gathered_than_the_longest_request_owns(requests, num_
 
 
 def test_inputs_are_what_the_cases_promise():
-    """Pages are shuffled, every request has its own, and NaN fills the rest."""
+    """Pages are in random order, every request has its own, and the rest is NaN."""
     inputs = cases.make_inputs(MIXED, seed=6)
     owned = [
         page

@@ -1,4 +1,4 @@
-"""The CUDA kernel of mixed steps against float64, on a Hopper GPU, in a cache full of NaN."""
+"""Tests the CUDA kernel of mixed steps against float64 on a Hopper GPU, in a cache full of NaN."""
 
 import dataclasses
 from functools import partial
@@ -13,7 +13,7 @@ from meshserve.kernels.paged_attention import PagedBatch, cases, gpu, write_kv
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-BOUND = 5e-3  # of ||out - expected|| / ||expected||; bfloat16 rounding of weights and result alone gives 2e-3 to 3e-3
+BOUND = 5e-3  # limit of ||out - expected|| / ||expected||; bfloat16 rounding of weights and result alone: 2e-3 to 3e-3
 CASES = (
     *(case for case in cases.CASES if case.dtype == "bfloat16" and case.num_kv_tokens <= 40_000),
     *cases.MATRIX_CASES,
@@ -34,7 +34,7 @@ def run(inputs: cases.Inputs) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_attention_is_the_float64_computation(case):
-    """No NaN of the cache, which holds nothing else beside the requests' own keys and values, comes through."""
+    """The cache contains only the requests' own keys and values and NaN, and no NaN reaches the result."""
     inputs = cases.make_inputs(case, seed=1)
     _, attended = run(inputs)
     expected = cases.expected_attention(inputs)
@@ -52,7 +52,7 @@ def test_attention_is_the_float64_computation(case):
     "name", ["more-tiles-than-blocks", "block-borders-group-4", "head-64-page-128", "parts-of-chunks"]
 )
 def test_the_same_bits_again(name):
-    """Nothing races, and what lies elsewhere in the cache changes nothing."""
+    """There are no races, and the rest of the cache has no effect."""
     inputs = cases.make_inputs(next(case for case in CASES if case.name == name), seed=2)
     _, expected = run(inputs)
     for garbage in (np.nan, np.inf, 0.0, -3e38):
@@ -62,7 +62,7 @@ def test_the_same_bits_again(name):
 
 
 def test_a_token_does_not_depend_on_the_rest_of_its_step():
-    """Whole, in chunks, beside others: the same bits, as long as a tile begins at the same token."""
+    """Computes tokens whole, in chunks, and with others; the bits are the same if a tile begins at the same token."""
     case = cases.Case(
         name="", requests=((384, 384), (1, 500)), kv_heads=2, group=4, head_dim=128, page_size=64, dtype="bfloat16"
     )

@@ -1,5 +1,6 @@
-"""The source of kernels/cuda/prefill_parts.cuh compiled for the host: tiles of long contexts in the parts that
-`plan_parts` makes, left behind by blocks of threads that run at once, and merged by whoever is last.
+"""Tests kernels/cuda/prefill_parts.cuh compiled for the host: long contexts are split and merged correctly.
+
+The parts are those of `plan_parts`. Blocks of concurrent threads leave partial results, and the last block merges them.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ EXP2 = ('asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));', "y = std::exp2(
 
 
 class Args(ctypes.Structure):
-    """As in prefill_parts.cuh."""
+    """Mirrors the struct in prefill_parts.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "parts page_table positions out unmerged next_item num_arrived".split()),
@@ -30,7 +31,7 @@ class Args(ctypes.Structure):
 
 
 class Inputs(ctypes.Structure):
-    """As in emulated/parts.cpp."""
+    """Mirrors the struct in emulated/parts.cpp."""
 
     _fields_ = [*((name, ctypes.c_void_p) for name in "qkv"), ("max_keys", ctypes.c_int)]
 
@@ -42,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, scale: float) -> np.ndarray:
-    """[K, G, H] float64, of one token: q [K, G, H], k and v [keys, K, H]."""
+    """Returns the attention of one token, [K, G, H] float64, from q [K, G, H] and k and v [keys, K, H]."""
     scores = np.einsum("kgh,nkh->kgn", q, k[: position + 1]) * scale
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.einsum("kgn,nkh->kgh", weights / weights.sum(axis=-1, keepdims=True), v[: position + 1])
@@ -53,8 +54,8 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, scale:
     ("requests", "group", "head_dim"),
     [
         (((1, 1024), (1, 2047), (1, 100)), 4, 64),
-        (((20, 1300), (1, 1025)), 4, 64),  # 80 rows: both warpgroups
-        (((3, 1100),), 5, 128),  # fewer tokens than a tile has room for
+        (((20, 1300), (1, 1025)), 4, 64),  # 80 rows use both warpgroups
+        (((3, 1100),), 5, 128),  # fewer tokens than a tile can hold
     ],
     ids=str,
 )

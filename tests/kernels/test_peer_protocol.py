@@ -1,10 +1,10 @@
-"""The protocol of kernels/cuda/peers.cuh and two_shot.cuh as a model, in every order in which its steps can happen.
+"""Models the protocol of kernels/cuda/peers.cuh and two_shot.cuh and checks every possible order of its steps.
 
-A rank that has ended a round sends a word of the next one to every inbox; a word arrives at any later time. The kernel
-of a round takes one word from each slot of its own, its own one first, the others in any order. Kernels of the rounds
-to come may have started, too, and take what they find. A slot whose word was taken is empty for certain when
-the kernel ends that took it; here, where the worst is looked for, not before. No word may fall on a slot before it is
-empty, and nobody may take another round's.
+A rank that has ended a round sends one word of the next round to every inbox; a word arrives at any later time. The
+kernel of a round takes one word from each of its rank's slots, its own first and the others in any order. Kernels of
+later rounds may already have started and take the words they find. A slot whose word was taken is guaranteed to be
+empty only when the kernel that took it ends; the model assumes this worst case. No word may arrive in a slot that is
+not empty, and no kernel may take a word of another round.
 """
 
 import itertools
@@ -13,19 +13,19 @@ from collections.abc import Iterator
 import pytest
 
 EMPTY = -1
-_TAKEN = -2  # less the round of the word: the slot is not empty yet
+_TAKEN = -2  # minus the round of the word: the slot is not empty yet
 
 
 class BrokenError(AssertionError):
-    """The protocol lost or mistook a word."""
+    """The protocol lost or confused a word."""
 
 
 class Protocol:
-    """A state: each rank's round and whom its kernels took from, the slots, and the words under way."""
+    """The protocol's states: each rank's round and the ranks its kernels took from, the slots, and words in transit."""
 
     def __init__(self, num_ranks: int, num_rounds: int, num_buffers: int, num_kernels: int, rounds_of_a_kernel: int):
         self.num_ranks, self.num_rounds, self.num_buffers = num_ranks, num_rounds, num_buffers
-        self.num_kernels = num_kernels  # of rounds in a row, that may run at once
+        self.num_kernels = num_kernels  # kernels of consecutive rounds that may run at the same time
         self.rounds_of_a_kernel = rounds_of_a_kernel
 
     def slot(self, to: int, number: int, by: int) -> int:
@@ -69,7 +69,7 @@ class Protocol:
             yield replaced(ranks, rank, after), slots_after, flying | sent
 
     def emptied(self, slots: tuple, rank: int, number: int) -> tuple:
-        """Of the rank's slots those that it took from in this round or before."""
+        """Empties those of the rank's slots that it took from in this round or before."""
         width = self.num_ranks * self.num_buffers
         own = slots[rank * width : (rank + 1) * width]
         own = tuple(EMPTY if _TAKEN - number <= word <= _TAKEN else word for word in own)
@@ -79,14 +79,14 @@ class Protocol:
 def explore(
     num_ranks: int, num_rounds: int, num_buffers: int, num_kernels: int = 1, rounds_of_a_kernel: int = 1
 ) -> int:
-    """Visits every state; returns how many there are."""
+    """Visits every state and returns the number of states."""
     protocol = Protocol(num_ranks, num_rounds, num_buffers, num_kernels, rounds_of_a_kernel)
     seen, open_states = {protocol.start()}, [protocol.start()]
     while open_states:
         state = open_states.pop()
         nexts = {*protocol.arrivals(*state), *protocol.takings(*state)}
         if not nexts and any(number < num_rounds for number, _ in state[0]):
-            raise BrokenError("nobody can go on")
+            raise BrokenError("deadlock: no rank can continue")
         open_states += nexts - seen
         seen |= nexts
     return len(seen)
@@ -108,18 +108,18 @@ def test_one_slot_a_rank_does_not() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "num_rounds"), [(2, 6), (3, 3)])
 def test_two_do_where_the_kernel_of_the_next_round_has_started(num_ranks: int, num_rounds: int) -> None:
-    """Both gathers of a layer may run at once."""
+    """Both gathers of a layer may run at the same time."""
     assert explore(num_ranks, num_rounds, 2, num_kernels=2) > 100
 
 
 def test_they_do_not_where_the_kernel_of_the_round_after_next_has_started() -> None:
-    """Why the projection to query, key and value lets no kernel start before the gather before it has ended."""
+    """This is why the QKV projection lets no kernel start before the preceding gather has ended."""
     with pytest.raises(BrokenError, match=r"took a word of round 0 in round 2"):
         explore(2, 6, 2, num_kernels=3)
 
 
 @pytest.mark.parametrize("num_buffers", [2, 3, 4])
 def test_no_number_of_slots_suffices_for_many_rounds_in_a_kernel(num_buffers: int) -> None:
-    """Why a call of two shots uses no place twice."""
+    """This is why a two-shot call uses no slot twice."""
     with pytest.raises(BrokenError, match=r"was to empty"):
         explore(2, 6, num_buffers, rounds_of_a_kernel=6)

@@ -1,7 +1,6 @@
-"""The source of the kernels of kernels/cuda/peers.cuh and two_shot.cuh, compiled for the host: every CUDA thread is a
-thread.
+"""Tests the kernels of kernels/cuda/peers.cuh and two_shot.cuh compiled for the host, with a thread per CUDA thread.
 
-It shows that words go where they belong, in every order that threads happen to take; not what a GPU makes of it.
+This shows that words reach their destination in every order that the threads happen to take, but not how a GPU behaves.
 """
 
 import ctypes
@@ -18,7 +17,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels' source beside a ptx.cuh for the host."""
+    """Compiles the kernels' source with a ptx.cuh for the host."""
     return on_host.compiled(tmp_path_factory.mktemp("emulated"), "emulated", "mesh.cpp", "peers.cuh", "two_shot.cuh")
 
 
@@ -27,7 +26,7 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def added(shares: np.ndarray) -> np.ndarray:
-    """Over the first axis, in float32, one after another."""
+    """Sums over the first axis in float32, in order."""
     total = shares[0].astype(np.float32)
     for share in shares[1:]:
         total = total + share.astype(np.float32)
@@ -48,10 +47,10 @@ def test_sums_are_added_in_the_order_of_the_ranks(library: ctypes.CDLL, num: int
 def test_sums_in_two_shots_are_added_in_the_order_of_the_ranks(
     library: ctypes.CDLL, num: int, chunk: int, blocks: int
 ) -> None:
-    """Of up to ten turns a thread; some threads have none."""
+    """Runs up to ten turns per thread, with some idle threads."""
     repeats = 3
     shares = np.random.default_rng(num).standard_normal((num, repeats, num * chunk * 8)).astype(BFLOAT16)
-    shares[:, :, ::9] = np.array(0xFFFF, np.uint16).view(BFLOAT16)  # what looks like an empty slot, in part
+    shares[:, :, ::9] = np.array(0xFFFF, np.uint16).view(BFLOAT16)  # looks like part of an empty slot
     shares[:, :, 8:16] = np.array(0xFFFF, np.uint16).view(BFLOAT16)
     out = np.zeros_like(shares)
     assert library.run_two_shots(num, chunk, repeats, blocks, pointer(shares), pointer(out)) == 1

@@ -1,6 +1,6 @@
-"""Sums and layers over meshes of 2 and 4 Hopper GPUs that are peers, against the same on one device.
+"""Tests all-reduces and layers over meshes of 2 and 4 P2P-connected Hopper GPUs against the same on one device.
 
-One test starts a process of its own, so memory must be left: run with XLA_PYTHON_CLIENT_PREALLOCATE=false.
+One test starts another process, so memory must be left free: run with XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from .mesh_layers import AXIS, layers_over, mesh_of, placed
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 PATIENCE_SECONDS = 8.0
-BOUND = 1e-2  # of ||out - reference|| / ||reference||, as on one device
-KILOBYTES = (4, 8, 10, 64, 320, 512, 1024, 2048, 2112, 8192, 33000)  # more than 2048 in two shots
+BOUND = 1e-2  # limit of ||out - reference|| / ||reference||, as on one device
+KILOBYTES = (4, 8, 10, 64, 320, 512, 1024, 2048, 2112, 8192, 33000)  # above 2048 with two shots
 
 
 @pytest.fixture(params=[4, 2], ids=["on-4", "on-2"], scope="module")
@@ -44,7 +44,7 @@ def p2p(mesh: Mesh) -> P2PGroup:
 
 
 def over(mesh: Mesh, function, num_results: int = 1):
-    """Runs on every device with its rank; results one above the other."""
+    """Runs the function on every device with its rank and returns the stacked results."""
     out = PartitionSpec(AXIS)
     specs = out if num_results == 1 else (out,) * num_results
     ranks = jnp.arange(mesh.size, dtype=jnp.int32)
@@ -70,7 +70,7 @@ def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, p2p: P2PGroup, kilobytes: 
 
 @pytest.mark.parametrize("kilobytes", [8, 64, 512, 4096])
 def test_thousands_of_sums_are_all_right(mesh: Mesh, p2p: P2PGroup, kilobytes: int) -> None:
-    """Every element of each compared on the device with the sum of what all ranks drew, bit for bit."""
+    """Compares every element on the device with the sum of what all ranks drew, bit for bit."""
     add = partial(p2p_gpu.p2p_all_reduce, p2p=p2p)
     count = wrong_elements(mesh, add, num_elements=kilobytes * 512, tolerance=0.0, num_sums=3000)
     assert not np.asarray(count(0)).any()
@@ -117,7 +117,7 @@ def test_layers_over_a_mesh_are_the_layers_on_one_device(mesh: Mesh, p2p: P2PGro
     rows = np.asarray(rows, np.float32).reshape(mesh.size, *inputs.x.shape)
     for row in rows[1:]:
         np.testing.assert_array_equal(row, rows[0])
-    for _ in range(20):  # again and again the same bits
+    for _ in range(20):  # repetitions give the same bits
         again, _ = program(*on_mesh)
         np.testing.assert_array_equal(np.asarray(again, np.float32).reshape(rows.shape), rows)
 

@@ -1,4 +1,4 @@
-"""What peers do, on one Hopper GPU whose streams play the ranks (one_gpu_mesh.cu), where there is no second GPU."""
+"""Tests the P2P kernels on one Hopper GPU whose streams act as ranks (one_gpu_mesh.cu), without a second GPU."""
 
 import ctypes
 import dataclasses
@@ -16,11 +16,11 @@ from meshserve.kernels.decode_layers import cases, reference
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-BOUND = 1e-2  # of ||out - reference|| / ||reference||, as on one device
+BOUND = 1e-2  # limit of ||out - reference|| / ||reference||, as on one device
 
 
 class Shapes(ctypes.Structure):
-    """As in launch.cuh."""
+    """Mirrors the struct in launch.cuh."""
 
     _fields_ = [
         (name, ctypes.c_int)
@@ -29,7 +29,7 @@ class Shapes(ctypes.Structure):
 
 
 class Ranks(ctypes.Structure):
-    """As in one_gpu_mesh.cu."""
+    """Mirrors the struct in one_gpu_mesh.cu."""
 
     _fields_ = [
         ("num", ctypes.c_int),
@@ -64,8 +64,8 @@ CASES = [
     for case in cases.CASES
     if case.name in ("one-token", "page-borders", "padding-rows", "batch-16", "batch-30")
 ]
-# One layer: the blocks of a second layer's attention, waiting, would leave no room for the rank they wait for. A batch
-# of 128 waits in vain in the first already: it needs two GPUs.
+# Only one layer: waiting blocks of a second layer's attention would leave no room for the rank they wait for. A batch
+# of 128 deadlocks even in the first layer, and needs two GPUs.
 CASES += [
     dataclasses.replace(case, kv_heads=4, mlp=512, embed=256, num_layers=1)
     for case in cases.CASES

@@ -1,4 +1,4 @@
-"""How the GPU kernel's work is cut, against the plain way to do it, and what it refuses. Runs anywhere."""
+"""Tests how the GPU kernel's work is split into tiles and parts, and which shapes it refuses; needs no GPU."""
 
 import importlib.util
 
@@ -13,7 +13,7 @@ from meshserve.kernels.paged_attention.tiles import count_shares, most_slots, pl
 
 
 def tiles_one_by_one(batch: PagedBatch, tile_tokens: int) -> list[tuple[int, int, int, int]]:
-    """First token, number of tokens, first position, request: in the order of the tokens."""
+    """Returns (first token, number of tokens, first position, request) per tile, in token order."""
     tiles: list[tuple[int, int, int, int]] = []
     for token, (position, request) in enumerate(zip(*map(np.asarray, batch[:2]), strict=True)):
         if position < 0:
@@ -27,7 +27,7 @@ def tiles_one_by_one(batch: PagedBatch, tile_tokens: int) -> list[tuple[int, int
 
 
 def batch_of(requests, *, padding_after=(), num_rows: int | None = None) -> PagedBatch:
-    """`padding_after` names requests that three padding tokens follow."""
+    """Makes a batch; `padding_after` lists the requests that are followed by three padding tokens."""
     positions, token_request = [], []
     for request, (num_new, total) in enumerate(requests):
         positions += range(total - num_new, total)
@@ -57,7 +57,7 @@ def batch_of(requests, *, padding_after=(), num_rows: int | None = None) -> Page
 def test_every_token_is_in_one_tile_and_every_block_of_its_keys_in_one_part(batch, tile_tokens, num_shares):
     parts = np.asarray(plan_parts(batch, tile_tokens=tile_tokens, num_shares=num_shares))
     used = parts[parts[:, 1] > 0]
-    assert not parts[len(used) :].any(), "unused places stand last"
+    assert not parts[len(used) :].any(), "unused entries come last"
     tiles, cuts = np.unique(used[:, :4], axis=0), {}
     assert sorted(map(tuple, tiles.tolist())) == sorted(tiles_one_by_one(batch, tile_tokens))
     for *tile, index, num_parts, first_slot, unused in used.tolist():
@@ -70,7 +70,7 @@ def test_every_token_is_in_one_tile_and_every_block_of_its_keys_in_one_part(batc
 
 
 def num_blocks_of(parts: np.ndarray) -> np.ndarray:
-    """Of 128 keys, in each used part."""
+    """Returns the number of blocks of 128 keys in each used part."""
     num_blocks = -(-(parts[:, 1] + parts[:, 2]) // 128)
     index, num_parts = parts[:, 4], parts[:, 5]
     return (index + 1) * num_blocks // num_parts - index * num_blocks // num_parts
@@ -95,7 +95,7 @@ def test_the_longest_come_first_and_none_is_much_longer_than_a_multiprocessors_s
     num_blocks = num_blocks_of(used)
     assert (np.diff(num_blocks) <= 0).all()
     share = kv_heads * num_blocks.sum() / 132
-    assert num_blocks[0] <= max(1.5 * share + 1, 7), "fewer than 8 blocks are not worth a cut"
+    assert num_blocks[0] <= max(1.5 * share + 1, 7), "fewer than 8 blocks are not worth splitting"
     assert (num_blocks[used[:, 5] > 1] >= 4).all()
 
 
@@ -105,7 +105,7 @@ def test_short_contexts_keep_no_memory_for_parts():
 
 
 def test_a_program_of_many_layers_plans_once():
-    """The kernel's call asks for the tiles in each layer; XLA must find that they are the same."""
+    """Each layer's kernel call plans the tiles; XLA must detect that the plans are equal."""
     batch = batch_of([(40, 40), (1, 300)])
 
     @jax.jit

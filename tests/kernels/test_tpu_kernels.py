@@ -1,4 +1,6 @@
-"""The TPU kernels in Pallas' interpreter on 8 devices: results, races, bounds, and that planted faults are noticed."""
+"""Tests the TPU kernels in Pallas' interpreter on 8 devices: results, races, bounds, and detection of injected
+faults.
+"""
 
 import json
 import os
@@ -13,17 +15,17 @@ from meshserve.kernels.paged_attention import cases, implementation, tpu
 from tests.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
-# `make test` runs these; --every-case all that an interpreter can finish.
+# `make test` runs these; --every-case runs all that an interpreter can finish.
 QUICK = ("decodes-beside-chunks", "rows-without-tokens", "padding", "bfloat16-head-128")
 EVERY = tuple(case.name for case in cases.CASES if case.num_kv_tokens <= 400)
 TOLERANCE = {
     "float32": 1e-5,
     "bfloat16": 5e-3,
-}  # of the norm; weights are rounded to 8 bits before they meet the values
+}  # relative to the norm; weights are rounded to 8 bits before they are multiplied with the values
 
 
 def interpret(*arguments: str) -> list[dict]:
-    """The lines that `interpret_tpu.py` prints."""
+    """Returns the lines that `interpret_tpu.py` prints."""
     environment = {**os.environ, "NPROC": "16", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.interpret_tpu", *arguments],
@@ -53,7 +55,7 @@ def test_without_a_fault_the_step_is_right(faults):
 
 
 def test_a_missing_wait_is_noticed(faults):
-    """By the result where copies are done late, as a race where they are done early."""
+    """It shows in the result if copies complete late, and as a race if they complete early."""
     assert not faults["no_wait"]["is_right"]
     assert faults["no_wait_eager"]["races"]
 
@@ -67,7 +69,7 @@ def test_a_page_out_of_bounds_is_refused(faults):
 
 
 def test_any_order_any_padding_and_a_page_table_that_is_split():
-    """Decodes need not stand first, nor padding last, nor need the page table fit scalar memory."""
+    """Decodes need not come first, padding need not come last, and the page table need not fit into scalar memory."""
     for line in interpret("split"):
         assert line["error"] <= TOLERANCE["float32"] and not line["races"], line
 

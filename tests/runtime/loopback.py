@@ -1,4 +1,4 @@
-"""A server on a loopback port, with an engine whose tokens can be worked out by hand.
+"""Runs a server on a loopback port, with a fake engine whose tokens are easy to predict.
 
 Token i of a request is (last prompt token + 1 + i) modulo the vocabulary, and its text is the number and a space.
 """
@@ -43,11 +43,11 @@ INFO = ModelInfo(
     server_version="0.1.0",
     supports_chat=True,
 )
-LISTEN = Listen(drain_seconds=WAIT_SECONDS)  # or less: it ends with the last request
+LISTEN = Listen(drain_seconds=WAIT_SECONDS)  # an upper bound; draining ends with the last request
 
 
 class Letters:
-    """A tokenizer: one token for each ASCII character."""
+    """A tokenizer with one token per ASCII character."""
 
     max_token_chars = 200
 
@@ -75,9 +75,9 @@ class Job:
 
 @dataclass
 class FakeEngine:
-    """One token for each open request a step, until max_tokens. All samples of a request are the same.
+    """Gives each open request one token per step, up to max_tokens; all samples of a request are equal.
 
-    A request that `is_held` gets none: it stays open, however slow the machine is.
+    A request for which `is_held` is true gets none, so it stays open, however slow the machine is.
     """
 
     deliver: Callable[[list[Output]], None]
@@ -163,7 +163,7 @@ class FakeEngine:
 
     @contextlib.contextmanager
     def holding(self, max_tokens: int) -> Iterator[None]:
-        """Requests for so many tokens get the first of them, and the others when this is over."""
+        """Gives requests with this `max_tokens` only their first token until the block ends."""
         self.is_held, before = lambda job: job.params.max_tokens == max_tokens and job.num_output > 0, self.is_held
         try:
             yield
@@ -171,7 +171,7 @@ class FakeEngine:
             self.is_held = before
 
     def end(self, reason: FinishReason, message: str) -> None:
-        """Ends every open request from within, as a live engine that gives one up."""
+        """Ends every open request from within, like a running engine that gives one up."""
         with self.lock:
             self.pending += [self.last(job, reason, message=message) for job in self.jobs.values()]
             self.jobs.clear()
@@ -179,7 +179,7 @@ class FakeEngine:
 
 @functools.cache
 def demo_grammars() -> Grammars:
-    """Of another vocabulary than the engine's, which does not care."""
+    """Compiles grammars for a different vocabulary than the engine's, which makes no difference to it."""
     return Grammars(Path(demo.__file__).with_name("model") / "tokenizer.json", 2048, (0, 2))
 
 
@@ -214,7 +214,7 @@ class Running:
 
 @contextlib.contextmanager
 def serving(edge: Edge, room: OutputQueues, listen: Listen = LISTEN) -> Iterator[Running]:
-    """A server of what `edge` has, until the block ends."""
+    """Serves `edge` until the block ends."""
     handles: list[ServerHandle] = []
     errors: list[BaseException] = []
     ready = threading.Event()
@@ -232,7 +232,7 @@ def serving(edge: Edge, room: OutputQueues, listen: Listen = LISTEN) -> Iterator
         yield Running(room, handles[0], edge, f"127.0.0.1:{handles[0].port}", errors, thread)
     finally:
         handles[0].request_stop()
-        handles[0].request_stop()  # twice: without draining
+        handles[0].request_stop()  # the second request stops without draining
         thread.join(WAIT_SECONDS)
 
 
@@ -240,7 +240,9 @@ def serving(edge: Edge, room: OutputQueues, listen: Listen = LISTEN) -> Iterator
 def running(
     *, max_undelivered_tokens: int = 2**20, tokens: Path | None = None, listen: Listen = LISTEN, **options: Any
 ) -> Iterator[Running]:
-    """A server until the block ends, with patience for slow readers. `options` are those of FakeEngine."""
+    """Runs a server until the block ends, by default with a large buffer for slow readers; `options` go to
+    FakeEngine.
+    """
     room = OutputQueues(max_undelivered_tokens=max_undelivered_tokens)
     engine = FakeEngine(room.deliver, **options)
     thread = threading.Thread(target=engine.run)
@@ -254,10 +256,10 @@ def running(
 
 
 def logged_errors(records: Sequence[logging.LogRecord]) -> list[logging.LogRecord]:
-    """What an operator would see as an error.
+    """Returns the records that an operator would see as an error.
 
-    Not of the poller that grpc.aio has for all event loops of a process: it complains when the loop it would wake is
-    one that an earlier test has closed. A server has one loop, for as long as it lives.
+    Excludes messages of the poller that grpc.aio uses for all event loops of a process: it complains if it tries to
+    wake a loop that an earlier test has closed. A server has only one loop.
     """
     errors = [record for record in records if record.levelno >= logging.ERROR and is_worth_a_line(record)]
     return [record for record in errors if "PollerCompletionQueue" not in record.getMessage()]

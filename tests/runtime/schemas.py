@@ -1,4 +1,4 @@
-"""Random JSON schemas and regular expressions, all of which are supported and allow outputs of bounded length only."""
+"""Generates random JSON schemas and regular expressions that are supported and only allow outputs of bounded length."""
 
 import random
 from typing import Any
@@ -13,13 +13,13 @@ _STRINGS = (
 _NUMBERS = (
     {"type": "integer", "minimum": -5, "maximum": 120}, {"type": "integer", "exclusiveMinimum": 0, "maximum": 9},
     {"type": "integer", "minimum": 0, "maximum": 1000, "multipleOf": 7},
-    {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.125},  # else its digits would have no end
+    {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.125},  # otherwise its digits would be unbounded
     {"type": "number", "exclusiveMinimum": -3.5, "exclusiveMaximum": 20, "multipleOf": 0.5},
 )  # fmt: skip
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> Schema:
-    """A schema whose keywords a validator can hold an output against."""
+    """Returns a schema whose keywords a validator can check an output against."""
     makers = [_string, _number, _enum, _simple]
     if depth:
         makers += [_array, _object, _object, _any_of]
@@ -27,7 +27,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> Schema:
 
 
 def random_document_schema(rng: random.Random) -> Schema:
-    """A schema as callers send them: an object, at times with definitions."""
+    """Returns a schema as callers send them: an object, sometimes with definitions."""
     schema = _object(rng, 2)
     if rng.random() < 0.3:
         schema["$defs"] = {"part": random_schema(rng, 1)}
@@ -77,7 +77,9 @@ def _any_of(rng: random.Random, depth: int) -> Schema:
 
 
 def random_regex(rng: random.Random, depth: int = 3) -> str:
-    """In the syntax that Python's `re` and the Rust crate `regex` share; matches texts of bounded length."""
+    """Returns a regex in the common syntax of Python's `re` and Rust's `regex`, which matches texts of bounded
+    length.
+    """
     if not depth or rng.random() < 0.2:
         return rng.choice(["a", "bc", "[a-z]", "[^x\\n]", "\\.", "[0-9]", "é", "世", "(?:yes|no)", "[A-F]{2}", "\\s"])
     parts = [random_regex(rng, depth - 1) for _ in range(rng.randint(1, 3))]

@@ -1,9 +1,9 @@
-"""A device without a model, and an engine loop that keeps steps in flight, to drive the scheduler through its life.
+"""Simulates a device without a model, and an engine loop with steps in flight, to test the scheduler.
 
-The device is driven by the packed vectors of `batch.py` alone. It keeps its own page table and, for each place in each
-page, a hash of all tokens up to the one whose key and value lie there. Each chunk must find there all positions before
-its own, so a hole, a repeated or skipped position, a page in two hands, shared too early or handed on too early shows
-at once. Tokens depend on (request seed, position) alone; hence so must the output of every request.
+The device is driven only by the packed vectors of `batch.py`. It keeps its own page table and, for each position of
+each page, a hash of all tokens up to the one whose key and value are stored there. Each chunk must find all positions
+before its own, so holes, repeated or skipped positions, and pages that have two owners or are shared or reused too
+early are detected at once. Tokens depend only on (request seed, position), so the output of every request must as well.
 """
 
 from collections import deque
@@ -21,12 +21,14 @@ from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import Progress, StepPlan
 
 EOS_TOKEN_ID = 0
-VOCAB_SIZE = 40  # hence one sampled token in 40 ends its request
+VOCAB_SIZE = 40  # one sampled token in 40 ends its request
 _MASK = 2**64 - 1
 
 
 def token_of(seed: int, position: int) -> int:
-    """What the model samples for this position of the request with this seed. Some repeat themselves."""
+    """Returns what the model samples at this position of the request with this seed; some seeds give repeating
+    tokens.
+    """
     if seed % 3 == 0:
         position %= 11
     mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) & _MASK
@@ -35,7 +37,7 @@ def token_of(seed: int, position: int) -> int:
 
 
 def chained(before: int, token_id: int) -> int:
-    """The hash of a sequence with one more token."""
+    """Returns the hash of a sequence with one more token."""
     return (before * 6364136223846793005 + token_id + 1) & _MASK
 
 
@@ -46,7 +48,7 @@ def make_limits(**changes: float) -> SchedulerLimits:
 
 @st.composite
 def tight_limits(draw: st.DrawFn) -> tuple[SchedulerLimits, int]:
-    """Limits and a number of pages: from a cache that holds one request to one that holds many."""
+    """Draws limits and a number of pages, from a cache with room for one request to one with room for many."""
     max_running = draw(st.integers(1, 6))
     page_size = draw(st.integers(1, 5))
     max_context = draw(st.integers(2, 24))
@@ -86,7 +88,7 @@ def make_request(
 
 
 def output_alone(request: Request, max_context: int) -> tuple[list[int], FinishReason]:
-    """What the request must give, in whatever company it is served."""
+    """Returns the expected output of the request, whatever else is served."""
     num_prompt_tokens = len(request.prompt_token_ids)
     tokens: list[int] = []
     for position in range(num_prompt_tokens, min(num_prompt_tokens + request.params.max_tokens, max_context)):
@@ -98,7 +100,7 @@ def output_alone(request: Request, max_context: int) -> tuple[list[int], FinishR
 
 
 class FakeDevice:
-    """Runs steps at once and in order; the host chooses when to look at the tokens."""
+    """Runs steps immediately and in order; the host chooses when to read the tokens."""
 
     def __init__(self, limits: SchedulerLimits, num_pages: int):
         max_request_pages = limits.num_pages_for(limits.max_context)
@@ -122,7 +124,7 @@ class FakeDevice:
         self.cache = np.zeros((num_pages, limits.page_size), np.uint64)
         self.page_table = np.full((limits.max_running, max_request_pages), -1, np.int32)
         self.last_tokens = np.full(limits.max_running, -1, np.int32)
-        self.expected: dict[int, np.ndarray] = {}  # the hash at every position of the request with this seed
+        self.expected: dict[int, np.ndarray] = {}  # the hash at every position, by the request's seed
 
     def expect(self, request: Request) -> None:
         num_prompt_tokens, before, hashes = len(request.prompt_token_ids), 0, []
@@ -134,7 +136,9 @@ class FakeDevice:
         self.expected[request.seed] = np.array(hashes, np.uint64)
 
     def run(self, batch: Batch) -> list[list[int]]:
-        """The token of each place that is sampled from, padding included, in each step; nonsense where none is."""
+        """Returns the sampled token of each position of each step, including padding; other positions get arbitrary
+        values.
+        """
         bucket, packed, page_table_rows, _ = batch
         for slot, *pages in page_table_rows:
             self.page_table[slot] = pages
@@ -149,7 +153,7 @@ class FakeDevice:
         slots, positions = fields["slots"].tolist(), fields["positions"].tolist()
         token_request, token_ids = fields["token_request"].tolist(), fields["token_ids"].tolist()
         num_steps = fields["num_steps"].tolist() if "num_steps" in fields else [1] * len(slots)
-        drafts_end: dict[int, int] = {}  # of each row, where its first draft that does not hold lies
+        drafts_end: dict[int, int] = {}  # for each request, the end of its first rejected draft token
         for token, position in enumerate(positions):
             request = token_request[token]
             if position >= 0 and step < num_steps[request]:
@@ -169,7 +173,7 @@ class FakeDevice:
                 drafts_end[slot] = min(end, drafts_end.get(slot, end))
             sampled[place] = token_of(seeds[owner], end)
             if end >= drafts_end.get(slot, end + 1):
-                sampled[place] = -end  # no model would sample that
+                sampled[place] = -end  # no model would sample this
                 continue
             pages = self.page_table[slot, : -(-end // self.page_size)]
             found, expected = self.cache[pages].reshape(-1)[:end], self.expected[seeds[owner]][:end]
@@ -187,7 +191,7 @@ class FakeDevice:
 
 
 class Simulation:
-    """An engine loop with steps in flight; every action ends with `audit()`. A step takes a second."""
+    """An engine loop with steps in flight; every action ends with `audit()`, and a step takes a second."""
 
     def __init__(self, limits: SchedulerLimits, num_pages: int, num_steps_ahead: int = 1):
         self.limits = limits
@@ -236,7 +240,7 @@ class Simulation:
         return plan
 
     def _check_first(self, unfinished: list[Request], plan: StepPlan | None) -> None:
-        """The first in rank takes part in every step, unless it waits for its own tokens in flight."""
+        """Checks that the highest-ranked request is in every step, unless it waits for its own tokens in flight."""
         alive = [request for request in unfinished if not request.is_finished]
         if not alive:
             return
@@ -246,7 +250,7 @@ class Simulation:
         assert first in planned or is_awaited, first
 
     def _check_precedence(self, plan: StepPlan, running: list[Request]) -> None:
-        """No running request waits without a reason, and nobody gives way to a request behind it."""
+        """Checks that no running request waits without a reason, and none is preempted for a lower-ranked request."""
         planned = {chunk.request for chunk in plan.chunks}
         idle = [request for request in running if request not in planned and request.slot is not None]
         last = max((request for request in self.scheduler.requests if request.slot is not None), key=lambda r: r.rank)
@@ -284,7 +288,7 @@ class Simulation:
         self.scheduler.audit()
 
     def step(self) -> None:
-        """One turn of the engine: dispatch a step, then collect the oldest if enough are in flight."""
+        """Runs one iteration of the engine: dispatches a step, then collects the oldest if enough are in flight."""
         plan = self.dispatch()
         if self.in_flight and (plan is None or len(self.in_flight) > self.num_steps_ahead):
             self.collect()
@@ -292,15 +296,15 @@ class Simulation:
             assert not self.scheduler.has_work, "work is left, nothing is in flight, and nothing can be planned"
 
     def drain(self) -> None:
-        """Runs to the end and checks what everyone got."""
-        # The first in rank gets a token's worth of work in every step, but for those in which it waits for its tokens
-        # in flight: at most once after it gave way and once at its end.
+        """Runs to the end and checks every request's output."""
+        # The highest-ranked request progresses by at least a token in every step, except while it waits for its tokens
+        # in flight: at most once after a preemption and once at its end.
         bound = self.num_steps + sum(
             request.max_total_tokens + 2 * self.num_steps_ahead + 2 for request in self.scheduler.requests
         )
         while self.scheduler.has_work or self.in_flight:
             self.step()
-            assert self.num_steps <= bound, "no end in sight"
+            assert self.num_steps <= bound, "the simulation does not end"
         assert self.allocator.num_free_pages == self.allocator.num_pages
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for request in self.accepted:

@@ -1,7 +1,7 @@
-"""Traffic as a server sees it: who asks for what and when. Drives the simulation and the real engine alike.
+"""Generates traffic as a server sees it, for the simulation and the real engine.
 
 Lengths are log-normal, arrivals Poisson with bursts. Some prompts begin with one of a few long system prompts, some
-go on with an earlier conversation, its output included; the rest is new.
+continue an earlier conversation including its output, and the rest are new.
 """
 
 import math
@@ -13,7 +13,7 @@ from meshserve.runtime.api.request import RequestOptions
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: what is asked for, after how many steps, and whether the caller leaves before the end."""
+    """One request, with its arrival step, and the number of steps after which the caller cancels it, if any."""
 
     step: int
     prompt: tuple[int, ...]
@@ -26,7 +26,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """How much of what."""
+    """The parameters of the traffic."""
 
     num_requests: int
     max_context: int
@@ -38,7 +38,7 @@ class Traffic:
 
 
 def make_trace(rng: random.Random, traffic: Traffic) -> list[Arrival]:
-    """`num_requests` samples (an arrival with n samples counts n times), in order of time."""
+    """Returns arrivals in order of time, with `num_requests` samples (an arrival with n samples counts n times)."""
     shared = [
         (salt, _tokens(rng, traffic.vocab, rng.randint(traffic.max_context // 8, traffic.max_context // 3)))
         for salt in ("", "", "tenant a", "tenant b")[: traffic.num_shared_prompts]

@@ -1,4 +1,4 @@
-"""What config.json may say, and how options of serving are given, checked and explained."""
+"""Tests the parsing of config.json, and how serving options are given, checked and explained."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from meshserve.runtime.commands.cli import main
 from meshserve.runtime.model.rope import inverse_frequencies
 from meshserve.runtime.weights.registry import named_model, read_model
 
-# The config.json of Qwen/Qwen3-0.6B, as transformers 4.51 wrote it.
+# The config.json of Qwen/Qwen3-0.6B, as written by transformers 4.51.
 PUBLISHED = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
     "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
@@ -81,7 +81,7 @@ def test_what_transformers_saves_of_every_size_is_read_back(name: str, tmp_path:
 def test_an_option_nobody_knows_is_named():
     message = refusal(attention_sinks=4, residual_scale=0.5)
     assert "does not know: attention_sinks, residual_scale. It refuses what it cannot honour" in message
-    ModelConfig.from_dict(published(attention_sinks=None))  # null asks for nothing
+    ModelConfig.from_dict(published(attention_sinks=None))  # null requests nothing
 
 
 def test_quantized_weights_are_refused_by_name():
@@ -267,7 +267,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def test_yarn_allows_its_factor_times_the_original_context():
-    """As Qwen3's model card has it: made for 40,960 positions, 131,072 tokens with YaRN."""
+    """Uses the numbers of Qwen3's model card: made for 40,960 positions, 131,072 tokens with YaRN."""
     plain, scaled = ModelConfig.from_dict(PUBLISHED), ModelConfig.from_dict(published(rope_scaling=YARN))
     assert (plain.longest_context, scaled.longest_context) == (40960, 131072)
     assert context_tokens(ServeConfig(max_context=131072), scaled) == 131072

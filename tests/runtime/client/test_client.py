@@ -1,4 +1,4 @@
-"""The client against a scripted service: what it sends, and what it makes of the answers."""
+"""Tests the client against a scripted service: the requests it sends, and how it interprets the responses."""
 
 import asyncio
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def test_what_is_left_out_is_not_sent(script, client):
     sent = pb.SamplingParams(temperature=0.0, top_k=0, seed=0, ignore_eos=False, stop=["x", "y"])
     expected = pb.GenerateRequest(request_id="a", token_ids=pb.TokenIds(token_ids=[1, 2]), sampling=sent)
     assert script.requests[-1] == expected
-    client.complete([])  # no tokens, but token ids: the server is to say what it thinks of that
+    client.complete([])  # an empty list of token ids is sent, for the server to judge
     assert script.requests[-1].WhichOneof("prompt") == "token_ids"
 
 

@@ -1,4 +1,4 @@
-"""Streams that break off and go on: against a script that breaks where it likes, and through restarts of servers."""
+"""Tests the resumption of interrupted streams, against a scripted server and through restarts of servers."""
 
 import asyncio
 import contextlib
@@ -29,8 +29,10 @@ TOKENS = TOKENIZER.encode(TEXT)
 
 
 class Breaking(pb_grpc.InferenceServiceServicer):
-    """Says TOKENS, two a message, and breaks off where it is told. Knows the prompt "p" only, whose token is 1, and
-    takes up what was resumed as the server does."""
+    """Sends TOKENS, two per message, and breaks off where it is told to.
+
+    Knows only the prompt "p", whose token is 1, and accepts resumed outputs as the server does.
+    """
 
     def __init__(self) -> None:
         self.breaks: list[tuple[int, grpc.StatusCode]] = []
@@ -46,7 +48,7 @@ class Breaking(pb_grpc.InferenceServiceServicer):
         self.requests.append(request)
         prompt, sampling = list(request.token_ids.token_ids), request.sampling
         done = sampling.num_resumed_tokens
-        assert prompt == [1, *TOKENS[:done]], "resumed with other tokens than were sent"
+        assert prompt == [1, *TOKENS[:done]], "resumed with different tokens than were sent"
         text = TextStream(TOKENIZER, tuple(sampling.stop))
         text.push(TOKENS[:done])
         last = min(len(TOKENS), done + sampling.max_tokens)
@@ -118,7 +120,7 @@ def test_it_gives_up_when_no_token_comes_in_between(breaking):
 
 
 def test_it_waits_no_longer_than_the_call_may_take(monkeypatch):
-    """The server's hint is 2.5 s."""
+    """The server's retry hint is 2.5 s."""
     delays: list[float] = []
     monkeypatch.setattr(resume.time, "sleep", delays.append)
     with running(is_full=True) as server, Client(server.target, resumes=2) as client, pytest.raises(CallError):
@@ -127,7 +129,7 @@ def test_it_waits_no_longer_than_the_call_may_take(monkeypatch):
 
 
 class Replica:
-    """A server that can be restarted at its port. It drains for less time than its requests need."""
+    """A server that can be restarted at its port, with a drain time too short for its requests."""
 
     def __init__(self, port: int, is_held: Callable[[Job], bool]):
         self.port, self._is_held, self._context = port, is_held, contextlib.ExitStack()
@@ -147,9 +149,9 @@ class Replica:
 
 
 def test_a_rolling_restart_fails_no_request():
-    """Two replicas, of which the busier one restarts, four times, under 240 requests, 60 at a time.
+    """Restarts the busier of two replicas four times under 240 requests, 60 at a time.
 
-    Until then requests stand still after a few tokens, so that each restart meets 30 of them or more.
+    Until then, requests are held after a few tokens, so that each restart affects at least 30 of them.
     """
     is_over = threading.Event()
 

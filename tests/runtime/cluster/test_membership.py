@@ -1,4 +1,4 @@
-"""Which processes serve together; what each of them reads."""
+"""Tests which processes form a cluster, and which weights each of them reads."""
 
 import json
 import socket
@@ -40,7 +40,7 @@ def test_leader_worker_set_names_a_cluster():
     [
         (SLURM, Membership(coordinator="node3", num_processes=2, process_id=1)),
         (
-            # On TPUs the set names the hosts of the slice as GKE does, and jax is asked.
+            # On TPUs the LeaderWorkerSet sets the slice's hosts as GKE does, and jax is queried.
             LWS | {"TPU_WORKER_HOSTNAMES": "localhost,t-1", "TPU_WORKER_ID": "1"},
             Membership(coordinator="localhost", num_processes=2, process_id=1),
         ),
@@ -58,7 +58,9 @@ def test_what_jax_knows_names_a_cluster(monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", "TPU_WORKER_ID" in environment)
-    monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.get_metadata", lambda key: ("", 404))  # of the machine
+    monkeypatch.setattr(
+        "jax._src.clusters.cloud_tpu_cluster.get_metadata", lambda key: ("", 404)
+    )  # instead of this machine's metadata
     found = find_membership("auto", 1, 0, environment)
     assert found is not None and found.coordinator.rpartition(":")[2].isdigit()
     assert (found.host, found.num_processes, found.process_id) == (
@@ -67,7 +69,7 @@ def test_what_jax_knows_names_a_cluster(monkeypatch, environment, expected):
 
 
 def test_a_port_in_use_is_an_error():
-    """jax would end the process."""
+    """Without this check, jax would abort the process."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         coordinator = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ClusterError, match=f"cannot meet at {coordinator}: the port is in use. Free it"):
@@ -127,7 +129,7 @@ def test_each_process_reads_and_holds_its_own_shards_only():
         processes = [subprocess.Popen([*command, str(index)], stdout=subprocess.PIPE, text=True) for index in range(2)]
         said = [json.loads(process.communicate(timeout=WAIT_SECONDS)[0].splitlines()[-1]) for process in processes]
     for one in said:
-        assert one["mesh"] == [0, 0, 1, 1]  # of three devices each, as many of either
+        assert one["mesh"] == [0, 0, 1, 1]  # of three devices each, the same number of either process
         assert one["devices"] == sorted(one["own"])
-        # Norms are replicated, padding is not read: a little more and less than half of everything.
+        # Norms are replicated and padding is not read, so the shares are slightly above and below one half.
         assert 0.45 * one["all"] < one["copied"] <= one["held"] < 0.6 * one["all"]

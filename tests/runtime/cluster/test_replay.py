@@ -1,4 +1,4 @@
-"""Whatever one process's runner is told, another's is told as well, and both returns are compared."""
+"""Tests that a follower's runner replays every call of process 0's runner, and that the results are compared."""
 
 import threading
 
@@ -22,7 +22,7 @@ BUCKET = Bucket(4, 2, 1, is_decode=True)
 
 
 class FakeRunner:
-    """Remembers what it was told. Its tokens are `offset` beside what they should be."""
+    """Records its calls; `offset` is added to its tokens."""
 
     def __init__(self, offset: int = 0):
         self.told: list[tuple] = []
@@ -47,7 +47,7 @@ class FakeRunner:
 
 
 class Pair:
-    """A leading runner and a follower that replays."""
+    """A leading runner and a follower that replays its calls."""
 
     def __init__(self, offset: int = 0):
         self.watches = [Watch(Limits(600.0), exit=lambda status: None) for _ in range(2)]
@@ -111,7 +111,7 @@ def test_a_followers_metrics_tell_what_it_replayed_and_how_long_ago():
         assert line in lines, line
     early = exposition(membership, None, now=100.0, **told | {"is_ready": False})
     assert "meshserve_follower_ready 0" in early and "followed" not in early
-    assert "meshserve_ready " not in early, "the alerts add that up: only process 0 takes requests"
+    assert "meshserve_ready " not in early, "the alerts sum it, and only process 0 serves requests"
 
 
 def test_a_follower_whose_device_computes_something_else_is_noticed():

@@ -1,4 +1,4 @@
-"""The step stream: two ends in one process, over loopback, with a proxy between them that can spoil things."""
+"""Tests the step stream with both ends in one process, over loopback, with a proxy that can corrupt messages."""
 
 import contextlib
 import threading
@@ -20,12 +20,12 @@ from meshserve.runtime.cluster.stream_server import Leader
 from meshserve.runtime.cluster.watchdog import FAILED, Limits, Watch
 from tests.waiting import WAIT_SECONDS, wait_for
 
-PATIENT = Limits(100 * WAIT_SECONDS)  # where nothing is meant to be overdue
+PATIENT = Limits(100 * WAIT_SECONDS)  # for tests in which nothing may time out
 
 
 @dataclass
 class Ends:
-    """A leader, its followers, and the reasons that each one's watch gave. Nothing beats unless a test looks."""
+    """A leader, its followers, and the failures that each watch reported; nothing beats unless a test calls it."""
 
     leader: Leader
     followers: list[Follower]
@@ -34,7 +34,7 @@ class Ends:
     failures: list[list[str]] = field(default_factory=list)
 
     def failed(self, index: int) -> str:
-        """Why process `index` failed; waits for it."""
+        """Waits for process `index` to fail and returns the reason."""
         wait_for(lambda: self.failures[index])
         return self.failures[index][0]
 
@@ -177,13 +177,13 @@ def test_a_process_that_goes_away_ends_the_others(lost):
 
 
 def test_silence_and_steps_under_way_are_overdue_after_half_the_limit():
-    """On a clock that stands still between what is done here."""
+    """Uses a clock that only the test advances."""
     now = 0.0
     with cluster(limits=Limits(10.0), clock=lambda: now) as ends:
         leader, [follower] = ends.leader, ends.followers
 
         def called() -> int:
-            """A call that this end has done. It has overtaken nothing: all beats before it have arrived."""
+            """Makes a call that this end has completed; all beats before it have arrived."""
             sequence = leader.call("run", number(1))
             assert next(follower.calls()).sequence == sequence
             leader.acknowledge(sequence, b"")
@@ -193,7 +193,7 @@ def test_silence_and_steps_under_way_are_overdue_after_half_the_limit():
             follower.acknowledge(sequence, b"")
             wait_for(lambda: leader.stats.num_acknowledged == sequence + 1)
 
-        assert leader._look(29.0) is None  # of starting processes more is expected
+        assert leader._look(29.0) is None  # processes that are starting have more time
         for watch in ends.watches:
             watch.ready()
         for end in (leader, follower):
@@ -235,12 +235,12 @@ def test_the_watch_looks_again_and_again():
 
 
 def test_whoever_looks_is_called_as_soon_as_the_processes_serve():
-    """And not a beat later: a guard begins then."""
+    """It does not wait for the next beat, because the watchdog process begins then."""
     watch, has_looked = Watch(PATIENT, exit=lambda status: None), threading.Event()
     watch.look(lambda now: has_looked.set())
     watch.start()
     watch.ready()
-    assert has_looked.wait(WAIT_SECONDS)  # of five times as much between two beats
+    assert has_looked.wait(WAIT_SECONDS)  # five beat intervals are longer than this
     watch.stop()
 
 
@@ -252,7 +252,7 @@ def test_the_watch_ends_the_process_after_the_first_failure_only():
     watch.listen(reasons.append)
     watch.fail("first")
     watch.fail("second")
-    watch.listen(reasons.append)  # late
+    watch.listen(reasons.append)  # registered late
     assert has_ended.wait(WAIT_SECONDS)
     assert (reasons, statuses) == (["first", "first"], [FAILED])
 
@@ -345,6 +345,8 @@ def test_callers_that_do_not_say_who_they_are_keep_nobody_out(monkeypatch, caplo
         expected = grpc.StatusCode.CANCELLED if says == "nothing" else grpc.StatusCode.INVALID_ARGUMENT
         assert {call.code() for call in calls} == {expected}
         never.set()
-    assert watch.failure is None and quiet.failure is None and not caplog.records[1:]  # the first: "process 1 joined"
+    assert (
+        watch.failure is None and quiet.failure is None and not caplog.records[1:]
+    )  # the first record: "process 1 joined"
     follower.close()
     leader.stop()

@@ -1,4 +1,4 @@
-"""`meshserve chat` as a process of its own, on a pipe and on a terminal, against a server on loopback."""
+"""Tests `meshserve chat` as a separate process, on a pipe and on a terminal, against a server on loopback."""
 
 import contextlib
 import os
@@ -47,7 +47,7 @@ def test_errors_are_printed_and_the_conversation_goes_on(server):
 
 
 def test_the_conversation_is_kept_until_it_is_reset(server):
-    """The toy's context of 64 tokens tells: two short turns fit, the third does not, and after a reset it does."""
+    """Uses the fake model's context of 64 tokens: two short turns fit, the third only fits after a reset."""
     done = piped(server.target, "123456789\n123456789\n123456789\n/reset\n123456789\n", "--max-tokens=3", "--system=s")
     assert done.stdout == "11 12 13 \n11 12 13 \n11 12 13 \n"
     assert done.stderr.count("INVALID_ARGUMENT") == 1
@@ -71,7 +71,7 @@ def test_a_secured_server_is_shown_a_token(tmp_path: Path):
         assert (done.stderr, done.returncode) == ("meshserve: /nowhere cannot be read: No such file or directory.\n", 2)
 
 
-# Makes its standard input the controlling terminal, so that Ctrl-C there becomes a signal, and runs the rest.
+# Makes its standard input the controlling terminal, so that Ctrl-C there becomes a signal, and runs the given command.
 ON_TERMINAL = """
 import fcntl, os, sys, termios
 os.setsid()
@@ -94,7 +94,9 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def wait_for(self, pattern: str, keys: str = "") -> None:
-        """Until the chat has printed it, after what was waited for before. Types the keys, again if nothing comes."""
+        """Waits until the chat prints the pattern after the previous match; types the keys, repeatedly if nothing
+        comes.
+        """
         end = time.monotonic() + WAIT_SECONDS
         self.type(keys)
         while (found := re.search(pattern, self.said)) is None:
@@ -127,7 +129,7 @@ def test_a_terminal_can_stop_an_answer_and_go_on(server):
         terminal.wait_for(r"\[stopped\]")
         wait_for(lambda: server.room.num_open == 0)  # the request was cancelled
         terminal.wait_for("> ")
-        # At the prompt: nothing to stop. Python's readline may miss one that comes just before it waits for keys.
+        # At the prompt there is nothing to stop. Python's readline may miss a signal just before it waits for keys.
         terminal.wait_for("/quit or Ctrl-D exits", "\x03")
         terminal.type("/reset\n")
         terminal.type("hi\n")
@@ -148,11 +150,11 @@ def test_a_pipe_ends_at_a_signal_between_answers(server):
     process.stdin.flush()
     assert process.stdout.readline() == "11 \n"
     said = " [stopped]\n"
-    while said:  # one that comes before the answer's end stops only the answer
+    while said:  # a signal before the answer's end only stops the answer
         assert said == " [stopped]\n"
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write("\n")  # wakes one that began to wait for a line just when the signal came
+            process.stdin.write("\n")  # wakes the chat if it started to wait for a line just when the signal came
             process.stdin.flush()
         said = process.stdout.readline()
     assert process.wait(WAIT_SECONDS) == 130

@@ -1,4 +1,4 @@
-"""`meshserve generate`: what a file of prompts may hold, and what is written for each of its lines."""
+"""Tests `meshserve generate`: the allowed contents of a file of prompts, and the output for each of its lines."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ VOCAB_SIZE = 100
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes the input file."""
+    """Returns a function that writes the input file."""
 
     def write_text(text: str) -> Path:
         path = tmp_path / "in.jsonl"
@@ -59,7 +59,7 @@ def test_prompts_are_text_or_tokens_with_sampling_fields(write):
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085"])
 def test_only_newlines_end_a_line(write, separator: str):
-    """JSON strings may hold these characters as they are."""
+    """JSON strings may contain these characters unescaped."""
     path = write(json.dumps({"prompt": f"one{separator}prompt"}, ensure_ascii=False) + '\r\n{"prompt": "two"}\n')
     assert [prompt.prompt for prompt in read_prompts(path)] == [f"one{separator}prompt", "two"]
 
@@ -111,7 +111,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path):
 
 
 class FakeEngine:
-    """Answers each prompt with its tokens plus 1, each from a thread of its own; dies at the prompt [13]."""
+    """Answers each prompt with its tokens plus 1, each from a separate thread; fails at the prompt [13]."""
 
     def __init__(self, deliver: Deliver):
         self.failure: str | None = None
@@ -157,7 +157,7 @@ class Letters:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServeConfig, FakeEngine]]:
-    """What has been launched in place of a real engine."""
+    """The engines launched in place of real ones."""
     found = []
 
     def launch(config: ServeConfig, deliver: Deliver) -> Any:
@@ -188,7 +188,7 @@ def test_one_line_for_each_prompt_in_the_same_order(write, launched, tmp_path: P
         for index in range(40)
     ]
     ((config, engine),) = launched
-    assert config.max_waiting == 40, "the whole file fits the queue"
+    assert config.max_waiting == 40, "the whole file fits into the queue"
     assert engine.calls == ["start", "stop"]
 
 
@@ -248,7 +248,7 @@ def test_what_there_is_by_ctrl_c_is_written(write, launched, monkeypatch, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         generate_file(ServeConfig(), write('{"prompt": "A"}\n'), target)
     assert [line["text"] for line in output_lines(target)] == ["B"]
-    assert launched[0][1].calls == ["start", "stop"]  # or jax would abort the process
+    assert launched[0][1].calls == ["start", "stop"]  # otherwise jax would abort the process
 
 
 def test_a_faulty_file_is_reported_before_anything_is_launched(write, launched, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The engine's loop on a device that can be stopped, broken and worked out by hand.
+"""Tests the engine's loop with a fake device that can be paused and broken, and whose tokens are easy to predict.
 
 The next token is always the last one plus 1, modulo 128, and its text is its ASCII character: after "a" comes "bcdef".
 """
@@ -36,7 +36,7 @@ VOCAB_SIZE = 128
 
 
 class Letters:
-    """A tokenizer: one token for each ASCII character."""
+    """A tokenizer with one token per ASCII character."""
 
     @staticmethod
     def token_bytes(token_id: int) -> bytes:
@@ -44,9 +44,9 @@ class Letters:
 
 
 class Device:
-    """A runner. It keeps each row's last token, as the real one does, and notes what is dispatched and collected.
+    """A runner that keeps each slot's last token, as the real one does, and records what is dispatched and collected.
 
-    While `is_ready` is clear, whoever collects a step's tokens has to wait; `is_awaited` says that somebody does.
+    While `is_ready` is clear, collecting a step's tokens blocks; `is_awaited` is set while a thread waits for them.
     """
 
     def __init__(self, max_running: int):
@@ -56,11 +56,11 @@ class Device:
         self.is_ready.set()
         self.is_awaited = threading.Event()
         self.fails_at = ""  # an event: "dispatch 3"
-        self._last_tokens = np.zeros(max_running + 1, np.int32)  # the last row is for padding
+        self._last_tokens = np.zeros(max_running + 1, np.int32)  # the last slot is for padding
         self._changed = threading.Condition()
 
     def set_page_row(self, page_slot: np.ndarray) -> None:
-        """This device has no pages: a token follows from the one before it."""
+        """Does nothing; this device has no pages, since a token follows from the one before it."""
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> "Tokens":
         step = sum(event.startswith("dispatch") for event in self.events)
@@ -75,7 +75,7 @@ class Device:
         return Tokens(self, step, sampled)
 
     def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled["Tokens"]:
-        """The tokens of the last step, or the lowest that the masks allow instead."""
+        """Returns the tokens of the last step, or the lowest ones that the masks allow instead."""
         step = sum(event.startswith("dispatch") for event in self.events) - 1
         self.note(f"sample {step}")
         shape = next(shape for size in range(1, 9) if (shape := ProcessorShape(size)).size == len(packed))
@@ -116,7 +116,7 @@ class Tokens:
 
 @functools.cache
 def letter_grammars(eos: str) -> Grammars:
-    """For the vocabulary of `Letters`."""
+    """Compiles grammars for the vocabulary of `Letters`."""
     letters = tokenizers.Tokenizer(tokenizers.models.BPE({char: byte for char, byte in ascii_tokens()}, []))
     letters.decoder = tokenizers.decoders.ByteLevel()
     with tempfile.TemporaryDirectory() as directory:
@@ -125,14 +125,14 @@ def letter_grammars(eos: str) -> Grammars:
 
 
 def ascii_tokens() -> Iterator[tuple[str, int]]:
-    """Each byte as byte-level BPE writes it: printable ones as they are, the others from U+0100 on."""
+    """Yields each byte as byte-level BPE writes it: printable ones unchanged, the others from U+0100 on."""
     others = itertools.count(0x100)
     for byte in range(VOCAB_SIZE):
         yield chr(byte if 0x21 <= byte < 0x7F else next(others)), byte
 
 
 class Serving:
-    """A running engine and everything it has delivered."""
+    """A running engine and everything that it has delivered."""
 
     def __init__(self, *, num_pages: int = 32, eos: str = "", has_text: bool = True, **limits: int):
         values = dict(page_size=4, max_running=4, max_step_tokens=16, max_waiting=64, max_context=64) | limits
@@ -179,7 +179,7 @@ class Serving:
         self.engine.submit(request_id, tuple(prompt.encode()), SamplingParams(**params), DEFAULT_OPTIONS, grammar)
 
     def outputs(self, request_id: str) -> list[Output]:
-        """All outputs of a request, once it has ended: the last one, and no other, has a finish reason."""
+        """Returns all outputs of a request, once it has ended; only the last one has a finish reason."""
         with self._changed:
             outputs = self._outputs[request_id]
             assert self._changed.wait_for(lambda: outputs and outputs[-1].finish_reason, WAIT_SECONDS), "no end came"
@@ -187,14 +187,14 @@ class Serving:
             return list(outputs)
 
     def result(self, request_id: str) -> tuple[str, str, FinishReason | None]:
-        """The tokens as characters, the text, and why it ended."""
+        """Returns the tokens as characters, the text, and the finish reason."""
         outputs = self.outputs(request_id)
         tokens = bytes(token for output in outputs for token in output.token_ids).decode()
         return tokens, "".join(output.text for output in outputs), outputs[-1].finish_reason
 
     @property
     def free_load(self) -> Load:
-        """That of an engine with nothing to do."""
+        """The load of an idle engine."""
         num_pages = self.engine.load().num_pages
         return Load(num_running=0, num_waiting=0, num_pages=num_pages, num_free_pages=num_pages)
 
@@ -208,7 +208,7 @@ def engine_threads() -> list[threading.Thread]:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts engines, and stops them after the test. None leaves a thread behind."""
+    """Starts engines, stops them after the test, and checks that none leaves a thread behind."""
     started: list[Serving] = []
 
     def start_one(**options: object) -> Serving:
@@ -254,7 +254,7 @@ def test_the_host_waits_for_the_device_with_two_steps_under_way(start: Start):
     serving = start()
     serving.device.is_ready.clear()
     serving.submit("r", max_tokens=10)
-    assert serving.device.is_awaited.wait(WAIT_SECONDS)  # and not before a third dispatch, were there one
+    assert serving.device.is_awaited.wait(WAIT_SECONDS)  # a third dispatch would have come before
     assert serving.device.events == ["dispatch 0", "dispatch 1"]
     assert serving.deliveries == []
     serving.device.is_ready.set()
@@ -345,14 +345,14 @@ def test_a_preempted_request_goes_on_in_its_grammar(start: Start):
 
 
 def test_a_token_that_breaks_the_grammar_is_an_error(start: Start, monkeypatch: pytest.MonkeyPatch):
-    """As when bans and the grammar together leave nothing."""
+    """Simulates the case that bans and the grammar together leave no token."""
     serving = start(eos="~")
     sample = serving.device.sample
     monkeypatch.setattr(serving.device, "sample", lambda packed, masks=None: sample(packed))
     serving.submit("r", regex="bx", max_tokens=9)
     assert serving.result("r")[2] is FinishReason.ERROR
     assert "both allow" in serving.outputs("r")[-1].message
-    serving.submit("ends", "}", regex="x", max_tokens=9)  # with an end token
+    serving.submit("ends", "}", regex="x", max_tokens=9)  # fails at an end token
     assert serving.result("ends") == ("", "", FinishReason.ERROR)
 
 
@@ -364,9 +364,9 @@ def test_an_end_token_costs_one_wasted_step_and_is_no_output(start: Start):
     serving.submit("r", max_tokens=36)
     assert serving.result("r") == ("bcd", "bcd", FinishReason.STOP)
     assert serving.outputs("r")[-1].num_output_tokens == 3
-    serving.device.wait_for("collect 4")  # step 3 sampled the "e", and step 4 was on its way
+    serving.device.wait_for("collect 4")  # step 3 sampled the "e", and step 4 was already dispatched
     assert serving.device.events[-2:] == ["collect 3", "collect 4"]
-    serving.submit("next", "m", max_tokens=2)  # it takes the row of the first
+    serving.submit("next", "m", max_tokens=2)  # takes the slot of the first
     assert serving.result("next") == ("no", "no", FinishReason.LENGTH)
     assert serving.scheduler.num_wasted_tokens == 1
 
@@ -485,11 +485,11 @@ def test_when_the_device_fails_every_open_request_is_told_why(start: Start, fail
     for thread in engine_threads():
         thread.join(WAIT_SECONDS)
     assert engine_threads() == []
-    serving.engine.stop()  # does nothing more
+    serving.engine.stop()  # has no further effect
 
 
 def test_a_failure_while_pages_are_shared_is_told_too(start: Start, monkeypatch: pytest.MonkeyPatch):
-    """Ending a request shares its pages, which is what has failed."""
+    """Ending a request shares its pages, which is what failed."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("no key")
@@ -497,14 +497,14 @@ def test_a_failure_while_pages_are_shared_is_told_too(start: Start, monkeypatch:
     serving = start()
     serving.device.is_ready.clear()
     serving.submit("runs", prompt="a" * 12, max_tokens=9)
-    serving.device.wait_for("dispatch 1")  # it has its pages, and shares the first at the next token it gets
+    serving.device.wait_for("dispatch 1")  # it has its pages, and shares the first at its next token
     monkeypatch.setattr(running, "extend_page_keys", fail)
     serving.device.is_ready.set()
     assert serving.outputs("runs")[-1].message == "RuntimeError: no key"
 
 
 class Arriving:
-    """Log-probabilities that are on their way until the test lets them come."""
+    """Log-probabilities that do not arrive until the test allows it."""
 
     def __init__(self) -> None:
         self.is_awaited, self.is_there = threading.Event(), threading.Event()
@@ -526,11 +526,11 @@ def test_a_failure_is_told_while_log_probabilities_are_on_their_way(start: Start
     assert serving.outputs("r")[-1].message == "a peer is lost"
     values.is_there.set()
     serving.engine.stop()
-    assert values.came_in_time, "the failure was told after they had come"
+    assert values.came_in_time, "the failure was reported only after they had arrived"
 
 
 def test_who_ends_in_the_step_that_fails_is_told_too(start: Start, monkeypatch: pytest.MonkeyPatch):
-    """The scheduler has ended it when the failure comes, and its caller has not heard."""
+    """The scheduler has ended the request before the failure, but its caller has not been told."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("no text")
@@ -547,7 +547,7 @@ def test_who_ends_in_the_step_that_fails_is_told_too(start: Start, monkeypatch: 
 
 
 class Panic(BaseException):
-    """As libraries in Rust raise them: no Exception."""
+    """A panic as raised by Rust libraries; not a subclass of Exception."""
 
 
 def test_a_panic_is_told_too(start: Start, monkeypatch: pytest.MonkeyPatch):
@@ -561,7 +561,7 @@ def test_a_panic_is_told_too(start: Start, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_nothing_comes_after_the_end_that_a_failure_brings(start: Start):
-    """Outputs that the engine's thread has taken come before those that the failure brings, however slow they are."""
+    """Outputs taken by the engine's thread are delivered before those of the failure, even if delivery is slow."""
     serving, deliver = start(), threading.Event()
     plain = serving.engine._deliver
 
@@ -576,7 +576,7 @@ def test_nothing_comes_after_the_end_that_a_failure_brings(start: Start):
     serving.device.wait_for("delivers")
     failing = threading.Thread(target=serving.engine.fail, args=("a peer is lost",))
     failing.start()
-    failing.join(0.1)  # which is time enough to deliver first, if it did
+    failing.join(0.1)  # enough time to deliver first, if it wrongly did
     deliver.set()
     failing.join(WAIT_SECONDS)
     serving.engine.stop()
@@ -616,7 +616,7 @@ def test_stopping_ends_open_requests_and_the_thread(start: Start):
 
 
 def test_a_crowd_with_cancellations_from_other_threads(start: Start):
-    """A cache that is too small for all, so requests are preempted. Each ends once, with the tokens it must have."""
+    """The cache is too small for all requests, so some are preempted; each ends once, with the expected tokens."""
     serving = start(num_pages=16, eos="~")
     rng = random.Random(1)
     jobs = {f"r{index}": (chr(rng.randrange(48, 123)), rng.randint(1, 55)) for index in range(64)}
@@ -629,7 +629,7 @@ def test_a_crowd_with_cancellations_from_other_threads(start: Start):
     serving.device.is_ready.clear()
     for name, (prompt, max_tokens) in jobs.items():
         serving.submit(name, prompt, max_tokens=max_tokens)
-    cancel_some(list(jobs)[::-1])  # these wait, or run without any token yet
+    cancel_some(list(jobs)[::-1])  # these wait, or run without a token so far
     threads = [threading.Thread(target=cancel_some, args=(list(jobs)[part::3],)) for part in range(3)]
     serving.device.is_ready.set()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and outputs as Hugging Face has them, and controlled requests at every degree."""
+"""Tests log-probabilities against Hugging Face, and requests with logits processors, at every TP size."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from meshserve.runtime.commands.cli import main
 from tests import checkpoints
 
 TP_SIZES = (1, 2, 4, 8)
-# 4 tokens a step: prompts come in many chunks, beside decodes. The cache is too small for all, so some are preempted.
+# With 4 tokens per step, prompts need many chunks, mixed with decodes. The cache is too small, so some are preempted.
 OPTIONS = ("--dtype=float32", "--max-running=4", "--max-step-tokens=4", "--page-size=16", "--num-pages=14")
 MAX_TOKENS = 10
 PROMPTS = checkpoints.random_prompts((1, 2, 17, 64, 150), vocab_size=320)
@@ -40,12 +40,12 @@ def generate(model: Path, directory: Path, tp: int, lines: list[dict[str, Any]])
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its vocabulary divides by no degree but 1 and 3."""
+    """The vocabulary size is divisible by no TP size except 1."""
     return checkpoints.save_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=333, tie_word_embeddings=False)
 
 
 class Answers(dict[int, list[dict[str, Any]]]):
-    """At each degree, made when they are first asked for."""
+    """The answers at each TP size, computed on first use."""
 
     def __init__(self, make: Callable[[int], list[dict[str, Any]]]):
         self._make = make
@@ -57,14 +57,14 @@ class Answers(dict[int, list[dict[str, Any]]]):
 
 @pytest.fixture(scope="module")
 def answers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """All in one batch: greedy ones with log-probabilities, then controlled ones that draw."""
+    """All requests in one batch: greedy ones with log-probabilities, then sampled ones with logits processors."""
     directory = tmp_path_factory.mktemp("answers")
     lines = [{**GREEDY, "prompt_token_ids": prompt, "logprobs": 5, "prompt_logprobs": 20} for prompt in PROMPTS]
     lines += [
         {"max_tokens": 24, "seed": 7 * index, "prompt_token_ids": PROMPTS[3], **fields}
         for index, fields in enumerate(DRAWN)
     ]
-    # Shares the last prompt's pages, but must not take them.
+    # Has the last prompt's pages available, but must not use them.
     lines.append({**GREEDY, "prompt_token_ids": PROMPTS[-1], "prompt_logprobs": 0, "n": 2})
     return Answers(lambda tp: generate(model, directory, tp, lines))
 
@@ -80,7 +80,7 @@ def test_they_are_those_of_hugging_face(tp: int, model: Path, answers) -> None:
     for prompt, answer in zip(PROMPTS, answers[tp], strict=False):
         tokens = [*prompt, *answer["token_ids"]]
         _, logits = checkpoints.hidden_states(model, tokens)
-        expected = log_softmax(logits.numpy())  # at t: of token t + 1
+        expected = log_softmax(logits.numpy())  # at position t, of token t + 1
         found = [*answer.get("prompt_logprobs", []), *answer["logprobs"]]
         assert [position["token_id"] for position in found] == tokens[1:]
         assert len(answer["logprobs"]) == MAX_TOKENS
@@ -101,7 +101,7 @@ def test_a_shared_prompt_is_computed_again_for_its_log_probabilities(tp: int, an
     assert [position["token_id"] for position in first["prompt_logprobs"]] == PROMPTS[-1][1:]
     for found, wanted in zip(first["prompt_logprobs"], expected, strict=True):
         assert found["top"] == [] and abs(found["logprob"] - wanted["logprob"]) < 1e-4
-    assert "prompt_logprobs" not in second, "they come with the first sample"
+    assert "prompt_logprobs" not in second, "they are part of the first sample"
     assert first["token_ids"] == second["token_ids"] == answers[tp][len(PROMPTS) - 1]["token_ids"]
 
 
@@ -117,8 +117,10 @@ def test_every_control_is_kept_to(answers) -> None:
     assert {5, 6} & set(drawn[2]), "a bias of 4 makes them likely"
     assert min(drawn[3]) >= 200
     assert set(drawn[4]) <= set(range(100, 140))
-    assert 7 <= len(drawn[5]) < 24 and min(drawn[5]) >= 64, "neither before the 7th, nor in the output"
+    assert 7 <= len(drawn[5]) < 24 and min(drawn[5]) >= 64, "neither before the 7th token, nor in the output"
     assert len({tuple(tokens) for tokens in drawn}) == len(drawn)
     first = answers[4][len(PROMPTS) + 4]["logprobs"]
     assert all(len(position["top"]) == 2 for position in first)
-    assert any(position["logprob"] < position["top"][-1][1] for position in first), "tops are of the bare distribution"
+    assert any(position["logprob"] < position["top"][-1][1] for position in first), (
+        "the top log-probabilities are those of the unprocessed distribution"
+    )

@@ -1,4 +1,4 @@
-"""Several decode steps in one dispatch: the tokens of as many dispatches, in every sampling mode."""
+"""Tests that multi-step decode gives the same tokens as single steps, in every sampling mode."""
 
 import numpy as np
 import pytest
@@ -24,13 +24,13 @@ def runner() -> StepRunner:
 
 
 def sample(runner: StepRunner, bucket: Bucket, mode: SamplingMode, position: int) -> list[int]:
-    """One dispatch of a request, whose first token is at position 0."""
+    """Runs one dispatch of a request, whose first token is at position 0."""
     packed = np.zeros(bucket.size, np.int32)
     fields = {name: packed[place] for name, place in bucket.fields.items()}
     fields["token_ids"][:] = 40 if position == 0 else ON_DEVICE
     fields["positions"][:] = position
     fields["sample_position"][:] = position + 1
-    fields["page_slot"][:] = 0 if position == 0 else 1  # row 1 is no request's: nothing is new
+    fields["page_slot"][:] = 0 if position == 0 else 1  # slot 1 is unused: no new page
     fields["page"][:] = 1
     for name in PARAM_FIELDS:
         fields[name][:] = np.float32(PARAMS[name]).view(np.int32) if name in PARAMS else 7

@@ -1,4 +1,4 @@
-"""Pages shared between requests: what is found, what is computed, and what it costs."""
+"""Tests the sharing of pages between requests: which pages are found, which tokens are computed, and the cost."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import StepPlan
 from tests.runtime.simulation import EOS_TOKEN_ID, Simulation, make_limits, make_request
 
-PROMPT = tuple(range(1, 11))  # two pages of 4 tokens and a half
+PROMPT = tuple(range(1, 11))  # two and a half pages of 4 tokens
 
 
 def make_scheduler(num_pages: int = 32, **changes: float) -> Scheduler:
@@ -77,7 +77,7 @@ def test_salts_keep_requests_apart():
 
 
 def test_a_conversation_finds_its_whole_history():
-    """The output of the first turn included, as far as its pages are full."""
+    """Includes the output of the first turn, as far as its pages are full."""
     simulation = Simulation(make_limits(page_size=4, max_context=64, max_step_tokens=32), num_pages=32)
     first = make_request(1, max_tokens=9, ignore_eos=True, prompt=PROMPT)
     simulation.add(first)
@@ -101,7 +101,7 @@ def test_a_page_is_not_shared_before_its_tokens_are_known():
     assert request.num_computed_tokens == 5 and request.num_published_pages == 0
     assert plans[0] is not None
     scheduler.account(plans[0], [7], 0.0)
-    assert request.num_published_pages == 1  # positions 0 to 3, the token at 3 is 7
+    assert request.num_published_pages == 1  # positions 0 to 3; the token at 3 is 7
     ask(scheduler, 2, (*PROMPT[:3], 7, 9))
     assert prefills(scheduler.plan(0.0)) == [("r2", 4, 1)]
 
@@ -117,8 +117,8 @@ def test_a_preempted_request_finds_its_own_pages():
     simulation.add(make_request(3, max_tokens=2, priority=1))
     simulation.drain()
     assert low.num_preemptions == 1
-    assert simulation.num_prefill_tokens < 10 + 1 + 3 + 8  # at most a page and what was in flight was computed again
-    assert low.num_cached_tokens == 0  # nobody else had computed any of its prompt
+    assert simulation.num_prefill_tokens < 10 + 1 + 3 + 8  # recomputes at most one page and what was in flight
+    assert low.num_cached_tokens == 0  # no other request had computed any of its prompt
 
 
 def test_samples_of_one_prompt_compute_it_once():

@@ -1,4 +1,4 @@
-"""Constraints in the real engine with the demo model: every output keeps to its own, whoever else is served."""
+"""Tests constraints in the real engine with the demo model: every output obeys its own, whatever else is served."""
 
 import dataclasses
 import json
@@ -22,12 +22,12 @@ from meshserve.runtime.text.grammar import compiled
 from tests.runtime.schemas import random_document_schema, random_regex
 
 PROMPT = "Thou art a scholar; speak to it, Horatio.\n"
-PATIENCE_SECONDS = 3000.0  # for 1,000 outputs and more
+PATIENCE_SECONDS = 3000.0  # enough for 1,000 outputs and more
 NUM_PAGES = 256
 
 
 class Serving:
-    """An engine and what it has delivered."""
+    """An engine and the outputs that it has delivered."""
 
     def __init__(self) -> None:
         config = ServeConfig(
@@ -63,19 +63,19 @@ class Serving:
         return name
 
     def wait(self, num_ended: int | None = None) -> None:
-        """Until so many have ended, or all."""
+        """Waits until the given number of requests have ended, or all."""
         needed = self._num_submitted if num_ended is None else num_ended
         with self._changed:
             is_done = self._changed.wait_for(lambda: len(self.ends) >= needed, PATIENCE_SECONDS)
             assert is_done, self.launched.engine.failure
 
     def preempt_all(self) -> None:
-        """Running requests lose their pages and rows, wherever they are in their grammars."""
+        """Preempts all running requests, wherever they are in their grammars."""
         engine = self.launched.engine
         engine.rebuild(lambda: (engine.runner, NUM_PAGES))
 
     def run(self, *all_params: SamplingParams) -> list[tuple[str, list[int], Output]]:
-        """Text, tokens and the last output of each, all served together."""
+        """Serves all requests together and returns text, tokens and last output of each."""
         names = [self.submit(params) for params in all_params]
         self.wait()
         return [(self.texts[name], self.tokens[name], self.ends[name]) for name in names]
@@ -130,7 +130,7 @@ COMPANY = [
 
 
 def test_company_does_not_change_a_token(serving: Serving):
-    """Nor does it matter whether others are constrained, too, in the rows beside it and at the same time."""
+    """Other requests with constraints in the same batch have no effect either."""
     alone = [serving.run(params)[0][:2] for params in COMPANY]
     together = [(text, tokens) for text, tokens, _ in serving.run(*COMPANY)]
     assert together == alone
@@ -166,7 +166,7 @@ def test_the_grammar_ends_the_output(serving: Serving):
     params = SamplingParams(constraint=choices, ignore_eos=True, max_tokens=100)
     for text, tokens, end in serving.run(*(dataclasses.replace(params, seed=seed) for seed in range(8))):
         assert text in choices.choices and end.finish_reason is FinishReason.STOP
-        assert end.num_output_tokens == len(tokens)  # no end token among them
+        assert end.num_output_tokens == len(tokens)  # the end token is not included
 
 
 def test_with_ignore_eos_the_output_goes_on_while_it_may(serving: Serving):
@@ -192,7 +192,7 @@ def test_no_token_left_is_an_error_and_not_a_wrong_output(serving: Serving):
 
 
 def test_nobody_ends_because_others_have_filled_the_grammar(serving: Serving, monkeypatch: pytest.MonkeyPatch):
-    """Its lexer has room for the states that one or two of these outputs need, and not for those of all."""
+    """Its lexer has room for the states of one or two of these outputs, but not of all."""
     regex = "|".join(f"{letter}[a-z {letter.upper()}]{{100}}!" for letter in "abcdefgh")
     several = [held_to("regex", regex, seed=seed) for seed in range(12)]
     expected = [tokens for _, tokens, _ in serving.run(*several)]
@@ -219,7 +219,7 @@ def test_an_output_that_was_complete_when_it_broke_off_ends_at_once(serving: Ser
 
 
 def test_a_grammar_that_is_given_up_says_so(serving: Serving):
-    """After the first brace it has more items than llguidance takes."""
+    """After the first brace, the grammar has more items than llguidance allows."""
     properties = {f"k{index}": {"type": "string"} for index in range(600)}
     schema = json.dumps({"type": "object", "properties": properties, "additionalProperties": False})
     [(_, _, end)] = serving.run(held_to("json_schema", schema))
