@@ -119,7 +119,7 @@ def test_without_the_compiler_the_command_says_what_brings_it(capsys):
     assert main(["plan", "--model=qwen3-8b", "--target=h100:1", "--compile"]) == 2
     error = capsys.readouterr().err
     assert "programs for NVIDIA H100 80GB HBM3 need XLA's CUDA compiler" in error
-    assert "the extra [cuda], or, where nvcc and ptxas are on PATH, jax[cuda13-local]; neither needs a GPU" in error
+    assert "the extra [cuda], or, if nvcc and ptxas are on PATH, jax[cuda13-local]; neither needs a GPU" in error
 
 
 @needs_compiler

@@ -363,4 +363,4 @@ def test_the_benchmarks_are_listed_with_what_they_are_for(capsys: pytest.Capture
         main(["bench", "--help"])
     assert ended.value.code == 0
     lines = dict(re.findall(r"^  (\w+) +(\S.+)$", capsys.readouterr().out.partition("benchmarks:")[2], re.MULTILINE))
-    assert len(lines) == 12 and "Load on a running server" in lines["serve"]
+    assert len(lines) == 12 and "load on a running server" in lines["serve"]

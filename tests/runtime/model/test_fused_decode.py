@@ -140,11 +140,11 @@ def test_long_sums_are_cut_into_a_part_a_rank(num_bytes: int, num_ranks: int, is
 @pytest.mark.parametrize(
     ("operation", "shape", "dtype", "reason"),
     [(p2p_gpu.p2p_all_reduce, (MAX_BYTES,), "bfloat16",
-      r"a sum of bfloat16\[2097152\] over 3 GPUs.* 2 or 4 GPUs alone"),
-     (p2p_gpu.p2p_all_reduce, (64,), "float32", "it takes bfloat16 in multiples of 8 bytes"),
-     (p2p_gpu.p2p_all_gather, (MAX_BYTES // 4 + 2,), "int32", "at most 2097152 of them")],
+      r"bfloat16\[2097152\] over 3 GPUs.* only over 2 or 4 GPUs"),
+     (p2p_gpu.p2p_all_reduce, (64,), "float32", "It takes bfloat16 in multiples of 8 bytes"),
+     (p2p_gpu.p2p_all_gather, (MAX_BYTES // 4 + 2,), "int32", "at most 2097152 bytes")],
 )  # fmt: skip
-def test_what_peers_do_not_take_is_refused_with_a_reason(
+def test_p2p_operations_refuse_what_they_do_not_support(
     operation: Callable[..., jax.Array], shape: tuple[int, ...], dtype: str, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):

@@ -281,7 +281,7 @@ INVALID = {
     "top_p": (request(sampling={"top_p": 0.0}), "sampling.top_p", "above 0"),
     "seed": (request(sampling={"seed": 2**63}), "sampling.seed", "0 to"),
     "stop": (request(sampling={"stop": [""]}), "sampling.stop", "1 to 256"),
-    "stops": (request(sampling={"stop": ["a"] * 17}), "sampling.stop", "17 strings"),
+    "stops": (request(sampling={"stop": ["a"] * 17}), "sampling.stop", "got 17 items"),
     "huge stop": (request(sampling={"stop": ["\u4e16" * 100_000]}), "sampling.stop", "got"),
 }
 
