@@ -127,9 +127,9 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 # selects the CPU. Some tests need two or four GPUs. Preallocation is off because one test starts a second process.
 test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py tests/kernels/test_heads_gpu.py \
-	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_floor_gpu.py \
-	    tests/kernels/test_peers_on_one_gpu.py tests/kernels/test_peers_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py tests/kernels/test_qk_norm_rope_gpu.py \
+	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_threshold_gpu.py \
+	    tests/kernels/test_p2p_on_one_gpu.py tests/kernels/test_p2p_gpu.py
 
 # The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON directly, not .venv: it must have
 # jax's CUDA build.

@@ -25,12 +25,12 @@ TARGETS = (
     "meshserve_decode_qkv",
     "meshserve_paged_attention",
     "meshserve_prefill_attention",
-    "meshserve_prepare_heads",
+    "meshserve_qk_norm_rope",
     "meshserve_project_residual",
     "meshserve_decode_gate_up",
-    "meshserve_sampling_floor",
-    "meshserve_peer_sum",
-    "meshserve_peer_exchange",
+    "meshserve_sampling_threshold",
+    "meshserve_p2p_all_reduce",
+    "meshserve_p2p_all_gather",
 )
 _MAX_ERROR_BYTES = 1000
 

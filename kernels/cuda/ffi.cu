@@ -1,15 +1,16 @@
 // The XLA FFI calls. decode_layers runs a range of layers in one call, on one GPU or on each GPU of a mesh with an open
 // P2P group. decode_qkv, paged_attention, project_residual and decode_gate_up are its parts, for meshes where XLA sums
-// after the o and down projections. prepare_heads and prefill_attention are for steps without fused layers.
-// sampling_floor finds the sampling threshold. peer_sum is the P2P all-reduce, peer_exchange the P2P all-gather. Every
-// call only launches kernels on XLA's stream, always the same ones for the same shapes, so it can be captured in a
-// command buffer. Weights are stacked over layers, with the layer as an attribute, because a slice would be a copy.
-#include "floor.cuh"
-#include "heads.cuh"
+// after the o and down projections. qk_norm_rope and prefill_attention are for steps without fused layers.
+// sampling_threshold finds the smallest key that the sampling filters keep. p2p_all_reduce and p2p_all_gather are
+// single collectives. Every call only launches kernels on XLA's stream, always the same ones for the same shapes, so it
+// can be captured in a command buffer. Weights are stacked over layers, with the layer as an attribute, because a slice
+// would be a copy.
 #include "launch.cuh"
-#include "peers_host.cuh"
+#include "p2p_host.cuh"
 #include "prefill_launch.cuh"
 #include "preload.cuh"
+#include "qk_norm_rope.cuh"
+#include "threshold.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace meshserve {
@@ -60,11 +61,11 @@ ffi::Error too_small(size_t needed) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, "the scratch buffer needs " + std::to_string(needed) + " bytes");
 }
 
-// Gets the peers of the device that the call runs on.
-ffi::Error find_peers(Ints ordinals, Channel channel, size_t num_bytes, Peers* peers) {
-  std::string error = PeerMeshes::all().peers(ordinals.begin(), static_cast<int>(ordinals.size()), channel, peers);
+// Gets the P2P group from the point of view of the device that the call runs on.
+ffi::Error find_p2p_group(Ints ordinals, Channel channel, size_t num_bytes, P2PGroup* p2p) {
+  std::string error = P2PMeshes::all().group(ordinals.begin(), static_cast<int>(ordinals.size()), channel, p2p);
   if (error.empty() && num_bytes > kSlotBytes) {
-    error = std::to_string(num_bytes) + " bytes go to peers; " + std::to_string(kSlotBytes) + " are the most";
+    error = std::to_string(num_bytes) + " bytes are to be sent by P2P; " + std::to_string(kSlotBytes) + " is the limit";
   }
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kFailedPrecondition, error);
 }
@@ -80,9 +81,9 @@ ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_
   shapes.group = size(qkv, 2) / shapes.head_dim - 2;
   shapes.mlp = size(gate_up, 2);
   const bool is_mesh = ordinals.size() > 1;
-  Peers peers = {};
+  P2PGroup p2p = {};
   if (is_mesh) {
-    ffi::Error error = find_peers(ordinals, Channel::kLayers, x.size_bytes(), &peers);
+    ffi::Error error = find_p2p_group(ordinals, Channel::kLayers, x.size_bytes(), &p2p);
     if (error.failure()) return error;
   }
   Step step(shapes, tuning_of(tuning), stream);
@@ -96,7 +97,7 @@ ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_
   size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
   if (needed > scratch->element_count()) return too_small(needed);
 
-  step.layers(data<bf16>(x), data<bf16>(x_out), first_layer, num_layers, is_mesh ? &peers : nullptr);
+  step.layers(data<bf16>(x), data<bf16>(x_out), first_layer, num_layers, is_mesh ? &p2p : nullptr);
   return result(step);
 }
 
@@ -210,12 +211,12 @@ ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In parts, In p
   return result(prefill::launch(call, stream));
 }
 
-ffi::Error prepare_heads(cudaStream_t stream, In rows, In q_norm, In k_norm, In cosines, In sines, In cache,
-                         In page_table, In positions, In requests, Out q, Out cache_out, int32_t layer, float epsilon) {
+ffi::Error qk_norm_rope(cudaStream_t stream, In rows, In q_norm, In k_norm, In cosines, In sines, In cache,
+                        In page_table, In positions, In requests, Out q, Out cache_out, int32_t layer, float epsilon) {
   Shapes shapes;
   add_cache(shapes, cache, page_table);
   const size_t norm = static_cast<size_t>(layer) * shapes.head_dim;
-  heads::Args args = {};
+  rope::Args args = {};
   args.rows = data<bf16>(rows);
   args.q_gain = data<bf16>(q_norm) + norm;
   args.k_gain = data<bf16>(k_norm) + norm;
@@ -232,44 +233,45 @@ ffi::Error prepare_heads(cudaStream_t stream, In rows, In q_norm, In k_norm, In 
   args.max_pages = shapes.max_pages;
   args.page_size = shapes.page_size;
   args.epsilon = epsilon;
-  const auto kernel = shapes.head_dim == 128 ? heads::prepare_kernel<128> : heads::prepare_kernel<64>;
+  const auto kernel = shapes.head_dim == 128 ? rope::qk_norm_rope_kernel<128> : rope::qk_norm_rope_kernel<64>;
   const int num_threads = args.num_tokens * args.kv_heads * (shapes.head_dim / 4);
-  kernel<<<(num_threads + heads::kThreads - 1) / heads::kThreads, heads::kThreads, 0, stream>>>(args);
+  kernel<<<(num_threads + rope::kThreads - 1) / rope::kThreads, rope::kThreads, 0, stream>>>(args);
   return result(cudaGetLastError());
 }
 
-ffi::Error sampling_floor(cudaStream_t stream, In logits, In temperature, In top_k, In top_p, In min_p, Out floor) {
-  const sampling::Rows rows = {data<float>(logits), data<float>(temperature), data<float>(top_p), data<float>(min_p),
-                               data<int>(top_k),    data<uint32_t>(floor),    size(logits, 1)};
+ffi::Error sampling_threshold(cudaStream_t stream, In logits, In temperature, In top_k, In top_p, In min_p,
+                              Out threshold) {
+  const sampling::Args args = {data<float>(logits), data<float>(temperature),  data<float>(top_p), data<float>(min_p),
+                               data<int>(top_k),    data<uint32_t>(threshold), size(logits, 1)};
   constexpr int kBytes = sampling::kListed * sizeof(uint32_t);
   cudaError_t status =
-      cudaFuncSetAttribute(sampling::floor_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      cudaFuncSetAttribute(sampling::threshold_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status == cudaSuccess) {
-    sampling::floor_kernel<<<size(logits, 0), sampling::kThreads, kBytes, stream>>>(rows);
+    sampling::threshold_kernel<<<size(logits, 0), sampling::kThreads, kBytes, stream>>>(args);
     status = cudaGetLastError();
   }
   return result(status);
 }
 
 template <bool kIsSum>
-ffi::Error single(cudaStream_t stream, In x, Out out, Ints ordinals) {
-  SingleArgs args = {};
-  ffi::Error error = find_peers(ordinals, Channel::kSingle, x.size_bytes(), &args.peers);
+ffi::Error one_shot(cudaStream_t stream, In x, Out out, Ints ordinals) {
+  OneShotArgs args = {};
+  ffi::Error error = find_p2p_group(ordinals, Channel::kOneShot, x.size_bytes(), &args.p2p);
   if (error.failure()) return error;
   if (x.size_bytes() % 8 != 0) return ffi::Error(ffi::ErrorCode::kInvalidArgument, "a multiple of 8 bytes is needed");
   args.in = data<uint2>(x);
   args.out = data<uint2>(out);
   args.num_pairs = static_cast<int>(x.size_bytes() / 8);
-  const int blocks = std::min((args.num_pairs + kPeerThreads - 1) / kPeerThreads, kMaxPeerBlocks);
-  single_kernel<kIsSum><<<blocks, kPeerThreads, 0, stream>>>(args);
+  const int blocks = std::min((args.num_pairs + kP2PThreads - 1) / kP2PThreads, kMaxP2PBlocks);
+  one_shot_kernel<kIsSum><<<blocks, kP2PThreads, 0, stream>>>(args);
   return result(cudaGetLastError());
 }
 
-ffi::Error two_shots(cudaStream_t stream, In x, Out out, Ints ordinals) {
+ffi::Error two_shot(cudaStream_t stream, In x, Out out, Ints ordinals) {
   TwoShotArgs args = {};
-  ffi::Error error = find_peers(ordinals, Channel::kTwoShot, 0, &args.peers);
+  ffi::Error error = find_p2p_group(ordinals, Channel::kTwoShot, 0, &args.p2p);
   if (error.failure()) return error;
-  const int num = args.peers.num;
+  const int num = args.p2p.num;
   if (!has_two_shots(num) || x.size_bytes() % (num * sizeof(uint4)) != 0) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "2 or 4 GPUs and a multiple of 16 bytes for each are needed");
   }
@@ -277,17 +279,17 @@ ffi::Error two_shots(cudaStream_t stream, In x, Out out, Ints ordinals) {
     args.in = data<uint4>(x) + at / sizeof(uint4);
     args.out = data<uint4>(out) + at / sizeof(uint4);
     args.chunk = static_cast<int>(std::min(kTwoShotBytes, x.size_bytes() - at) / sizeof(uint4) / num);
-    const int blocks = std::min((args.chunk + kTwoShotThreads - 1) / kTwoShotThreads, kMaxPeerBlocks);
+    const int blocks = std::min((args.chunk + kTwoShotThreads - 1) / kTwoShotThreads, kMaxP2PBlocks);
     (num == 2 ? two_shot_kernel<2> : two_shot_kernel<4>)<<<blocks, kTwoShotThreads, 0, stream>>>(args);
   }
   return result(cudaGetLastError());
 }
 
-ffi::Error peer_sum(cudaStream_t stream, In x, Out out, Ints ordinals) {
-  return x.size_bytes() <= kSlotBytes ? single<true>(stream, x, out, ordinals) : two_shots(stream, x, out, ordinals);
+ffi::Error p2p_all_reduce(cudaStream_t stream, In x, Out out, Ints ordinals) {
+  return x.size_bytes() <= kSlotBytes ? one_shot<true>(stream, x, out, ordinals) : two_shot(stream, x, out, ordinals);
 }
-ffi::Error peer_exchange(cudaStream_t stream, In x, Out out, Ints ordinals) {
-  return single<false>(stream, x, out, ordinals);
+ffi::Error p2p_all_gather(cudaStream_t stream, In x, Out out, Ints ordinals) {
+  return one_shot<false>(stream, x, out, ordinals);
 }
 
 using Stream = ffi::PlatformStream<cudaStream_t>;
@@ -372,7 +374,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prefill_attention, prefill_attention,
                                   .Attr<float>("scale"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prepare_heads, prepare_heads,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_qk_norm_rope, qk_norm_rope,
                               ffi::Ffi::Bind()
                                   .Ctx<Stream>()
                                   .Arg<In>()  // rows
@@ -416,7 +418,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_gate_up, decode_gate_up,
                                   .Attr<Ints>("tuning"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_sampling_floor, sampling_floor,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_sampling_threshold, sampling_threshold,
                               ffi::Ffi::Bind()
                                   .Ctx<Stream>()
                                   .Arg<In>()  // logits
@@ -427,11 +429,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_sampling_floor, sampling_floor,
                                   .Ret<In>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_peer_sum, peer_sum,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_p2p_all_reduce, p2p_all_reduce,
                               ffi::Ffi::Bind().Ctx<Stream>().Arg<In>().Ret<In>().Attr<Ints>("ordinals"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_peer_exchange, peer_exchange,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_p2p_all_gather, p2p_all_gather,
                               ffi::Ffi::Bind().Ctx<Stream>().Arg<In>().Ret<In>().Attr<Ints>("ordinals"),
                               {ffi::Traits::kCmdBufferCompatible});
 
@@ -444,16 +446,16 @@ extern "C" int meshserve_load_kernels(const int* ordinals, int num, char* error,
 
 // Opens the P2P group of a mesh, given its CUDA device ordinals by rank. Writes a failure to `error`; returns whether
 // opening succeeded.
-extern "C" int meshserve_open_peers(const int* ordinals, int num, double patience_seconds, char* error, int size) {
-  std::string text = num < 2 || num > kMaxPeers ? std::to_string(num) + " devices; 2 to 8 can be peers"
-                                                : PeerMeshes::all().open(ordinals, num, patience_seconds);
+extern "C" int meshserve_open_p2p_group(const int* ordinals, int num, double patience_seconds, char* error, int size) {
+  std::string text = num < 2 || num > kMaxRanks ? std::to_string(num) + " devices; a P2P group has 2 to 8"
+                                                : P2PMeshes::all().open(ordinals, num, patience_seconds);
   snprintf(error, size, "%s", text.c_str());
   return text.empty();
 }
 
 // Returns 1 + the rank for which `rank` timed out waiting, or 0.
-extern "C" int meshserve_stalled_peer(const int* ordinals, int num, int rank) {
-  return PeerMeshes::all().stalled(ordinals, num, rank);
+extern "C" int meshserve_stalled_rank(const int* ordinals, int num, int rank) {
+  return P2PMeshes::all().stalled(ordinals, num, rank);
 }
 
 // Returns the bytes of scratch memory that calls with these shapes need.

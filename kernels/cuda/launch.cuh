@@ -91,27 +91,27 @@ class Step {
 
   // Runs `num_layers` layers from `first` on. On a mesh, the P2P all-reduce takes two rounds per layer, so every call
   // begins with round 0.
-  void layers(const bf16* x, bf16* out, int first, int num_layers, const Peers* peers) {
+  void layers(const bf16* x, bf16* out, int first, int num_layers, const P2PGroup* p2p) {
     const Scratch& s = scratch;
     auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes_.embed; };
-    is_mesh_ = peers != nullptr;
+    is_mesh_ = p2p != nullptr;
     prepare(x, gain(weights.input_norm, first), true);
     for (int layer = first; layer < first + num_layers; ++layer) {
       qkv(layer, s.q);
       attention(layer, s.q, s.attended);
       const bf16* next_gain = gain(weights.post_norm, layer);
-      if (peers != nullptr) {
-        share_output(layer, s.attended, *peers, 0);
-        gather(*peers, 0, x, out, next_gain);
+      if (p2p != nullptr) {
+        share_output(layer, s.attended, *p2p, 0);
+        gather(*p2p, 0, x, out, next_gain);
       } else {
         output(layer, s.attended, x, out, next_gain);
       }
       x = out;
       gate_up(layer, s.activated);
       next_gain = layer + 1 == first + num_layers ? nullptr : gain(weights.input_norm, layer + 1);
-      if (peers != nullptr) {
-        share_down(layer, s.activated, *peers, 1);
-        gather(*peers, 1, x, out, next_gain);
+      if (p2p != nullptr) {
+        share_down(layer, s.activated, *p2p, 1);
+        gather(*p2p, 1, x, out, next_gain);
       } else {
         down(layer, s.activated, x, out, next_gain);
       }
@@ -216,20 +216,20 @@ class Step {
   }
 
   // On a mesh: sends this GPU's summand of attended o^T or activated down^T to every GPU; `gather` adds them.
-  void share_output(int layer, const bf16* attended, const Peers& peers, int round) {
-    project<Epilogue::kShare>("o", share_args(layer, peers, round), weights.o, shapes_.embed, shapes_.q_columns(),
+  void share_output(int layer, const bf16* attended, const P2PGroup& p2p, int round) {
+    project<Epilogue::kShare>("o", share_args(layer, p2p, round), weights.o, shapes_.embed, shapes_.q_columns(),
                               attended, shapes_.embed / kTileRows, tuning_.o_splits);
   }
 
-  void share_down(int layer, const bf16* activated, const Peers& peers, int round) {
-    project<Epilogue::kShare>("down", share_args(layer, peers, round), weights.down, shapes_.embed, shapes_.mlp,
+  void share_down(int layer, const bf16* activated, const P2PGroup& p2p, int round) {
+    project<Epilogue::kShare>("down", share_args(layer, p2p, round), weights.down, shapes_.embed, shapes_.mlp,
                               activated, shapes_.embed / kTileRows, tuning_.down_splits);
   }
 
   // out = residual + the summands of all GPUs. If `next_gain` is given, also computes the inputs of the next norm.
-  void gather(const Peers& peers, int round, const bf16* residual, bf16* out, const bf16* next_gain) {
+  void gather(const P2PGroup& p2p, int round, const bf16* residual, bf16* out, const bf16* next_gain) {
     GatherArgs args = {};
-    args.peers = peers;
+    args.p2p = p2p;
     args.round = round;
     args.residual = residual;
     args.out = out;
@@ -239,8 +239,8 @@ class Step {
     args.batch = shapes_.batch;
     args.columns = shapes_.embed;
     const int num_warps = shapes_.batch * (shapes_.embed / kTileRows);
-    const int blocks = std::min((num_warps + kPeerThreads / 32 - 1) / (kPeerThreads / 32), kMaxPeerBlocks);
-    launch("gather", gather_kernel, dim3(blocks), kPeerThreads, 0, 1, args);
+    const int blocks = std::min((num_warps + kP2PThreads / 32 - 1) / (kP2PThreads / 32), kMaxP2PBlocks);
+    launch("gather", gather_kernel, dim3(blocks), kP2PThreads, 0, 1, args);
   }
 
  private:
@@ -265,12 +265,12 @@ class Step {
     return args;
   }
 
-  ShareArgs share_args(int layer, const Peers& peers, int round) const {
+  ShareArgs share_args(int layer, const P2PGroup& p2p, int round) const {
     ShareArgs args = {};
     static_cast<ProjectionArgs&>(args) = base();
     args.row_base = layer * shapes_.embed;
     args.out_columns = shapes_.embed;
-    args.peers = peers;
+    args.p2p = p2p;
     args.round = round;
     return args;
   }

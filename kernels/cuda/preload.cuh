@@ -1,17 +1,17 @@
 // Loads every kernel onto the GPUs that will run it, before any program runs.
 //
 // Otherwise CUDA would load a kernel at its first launch. That may happen while XLA captures a command buffer, or when
-// XLA has taken all device memory. Loading also waits for the device, which on a mesh may itself be waiting for a peer
+// XLA has taken all device memory. Loading also waits for the device, which on a mesh may itself be waiting for another
 // whose kernels are launched later.
 #pragma once
 #include <string>
 #include <type_traits>
 #include <vector>
 
-#include "floor.cuh"
-#include "heads.cuh"
 #include "launch.cuh"
 #include "prefill_launch.cuh"
+#include "qk_norm_rope.cuh"
+#include "threshold.cuh"
 #include "two_shot.cuh"
 
 namespace meshserve {
@@ -35,15 +35,15 @@ inline std::vector<const void*> all_kernels() {
   add(attention_kernel<128>);
   add(prefill::attention_kernel<64>);
   add(prefill::attention_kernel<128>);
-  add(heads::prepare_kernel<64>);
-  add(heads::prepare_kernel<128>);
+  add(rope::qk_norm_rope_kernel<64>);
+  add(rope::qk_norm_rope_kernel<128>);
   add(prepare_kernel);
   add(gather_kernel);
-  add(single_kernel<true>);
-  add(single_kernel<false>);
+  add(one_shot_kernel<true>);
+  add(one_shot_kernel<false>);
   add(two_shot_kernel<2>);
   add(two_shot_kernel<4>);
-  add(sampling::floor_kernel);
+  add(sampling::threshold_kernel);
   return kernels;
 }
 

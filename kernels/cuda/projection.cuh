@@ -16,7 +16,7 @@
 #pragma once
 #include <type_traits>
 
-#include "peers.cuh"
+#include "p2p.cuh"
 #include "wgmma.cuh"
 
 namespace meshserve {
@@ -76,12 +76,12 @@ struct ProjectionArgs {
   const int* page_table;
   const int* positions;
   int max_pages, page_size, kv_heads, group, head_dim;
-  bool holds_back;  // on a mesh: the next kernel starts only after the gather before this one, see peers.cuh
+  bool holds_back;  // on a mesh: the next kernel starts only after the gather before this one, see p2p.cuh
 };
 
 // kShare: the result, rounded to bf16, is sent to the inboxes of the mesh's GPUs.
 struct ShareArgs : ProjectionArgs {
-  Peers peers;
+  P2PGroup p2p;
   int round;
 };
 
@@ -222,7 +222,7 @@ __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int 
 
 __device__ __forceinline__ void finish_share(const ShareArgs& args, int tile, int token, int lane, float4 sum) {
   size_t at = static_cast<size_t>(token) * args.out_columns + tile * kTileRows + 4 * lane;
-  send(args.peers, args.round, at * sizeof(bf16), make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)));
+  send(args.p2p, args.round, at * sizeof(bf16), make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w)));
 }
 
 // The lower half of the tile's rows is gate, the upper half the same rows of up: 16 lanes each.

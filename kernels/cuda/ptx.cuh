@@ -163,23 +163,23 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
 
 // ---- other GPUs ---------------------------------------------------------------------------------------------------
 // Stores and loads visible to other GPUs. They are unordered, but each word is written whole.
-__device__ __forceinline__ void store_for_peers(void* to, uint2 v) {
+__device__ __forceinline__ void store_p2p(void* to, uint2 v) {
   asm volatile("st.relaxed.sys.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
 }
-__device__ __forceinline__ void store_for_peers(void* to, uint4 v) {
+__device__ __forceinline__ void store_p2p(void* to, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 template <class Words>
-__device__ Words load_from_peers(const void* from);
+__device__ Words load_p2p(const void* from);
 template <>
-__device__ __forceinline__ uint2 load_from_peers(const void* from) {
+__device__ __forceinline__ uint2 load_p2p(const void* from) {
   uint2 v;
   asm volatile("ld.relaxed.sys.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
   return v;
 }
 template <>
-__device__ __forceinline__ uint4 load_from_peers(const void* from) {
+__device__ __forceinline__ uint4 load_p2p(const void* from) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)

@@ -1,4 +1,4 @@
-"""P2P operations on the Hopper GPUs of one host, by plain stores over NVLink, not multicast: see ../cuda/peers.cuh."""
+"""P2P operations on the Hopper GPUs of one host, by plain stores over NVLink, not multicast: see ../cuda/p2p.cuh."""
 
 import ctypes
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def open_p2p_group(axis: str, devices: Sequence[jax.Device], *, patience_seconds
     ordinals = tuple(int(device.local_hardware_id) for device in devices)
     error = ctypes.create_string_buffer(_MAX_ERROR_BYTES)
     patience = ctypes.c_double(patience_seconds)
-    if not library.meshserve_open_peers(_array(ordinals), len(ordinals), patience, error, _MAX_ERROR_BYTES):
+    if not library.meshserve_open_p2p_group(_array(ordinals), len(ordinals), patience, error, _MAX_ERROR_BYTES):
         raise P2PError(f"GPUs {ordinals} cannot open P2P memory: {error.value.decode()}")
     p2p = P2PGroup(axis=axis, ordinals=ordinals)
     if p2p not in _opened:
@@ -53,8 +53,8 @@ def open_p2p_group(axis: str, devices: Sequence[jax.Device], *, patience_seconds
     return p2p
 
 
-def complaint() -> str | None:
-    """Returns which GPUs timed out waiting for which peers, over all groups that this process has opened.
+def timeouts() -> str | None:
+    """Returns which GPUs timed out waiting for which others, over all groups that this process has opened.
 
     After a timeout the running program has failed, and no program can run on these GPUs any more. GPUs are named by
     their CUDA ordinals.
@@ -63,12 +63,12 @@ def complaint() -> str | None:
       A message, or None if no GPU has timed out.
     """
     waits = [
-        f"GPU {ordinals[rank]} for GPU {ordinals[awaited - 1]}"
+        f"GPU {ordinals[rank]} waited for GPU {ordinals[awaited - 1]}"
         for ordinals in (p2p.ordinals for p2p in _opened)
         for rank in range(len(ordinals))
-        if (awaited := build.load().meshserve_stalled_peer(_array(ordinals), len(ordinals), rank))
+        if (awaited := build.load().meshserve_stalled_rank(_array(ordinals), len(ordinals), rank))
     ]
-    return f"waited in vain: {', '.join(waits)}" if waits else None
+    return f"P2P timeout: {', '.join(waits)}" if waits else None
 
 
 def attribute(p2p: P2PGroup | None) -> np.ndarray:
@@ -84,7 +84,7 @@ def p2p_all_reduce(x: jax.Array, p2p: P2PGroup) -> jax.Array:
             f"the P2P all-reduce got {x.dtype}{list(x.shape)} over {num_ranks} GPUs. It takes bfloat16 in multiples of "
             f"8 bytes; above {MAX_BYTES} bytes, only over 2 or 4 GPUs and in multiples of 16 bytes per GPU."
         )
-    return _call("meshserve_peer_sum", x, x.shape, p2p)
+    return _call("meshserve_p2p_all_reduce", x, x.shape, p2p)
 
 
 def p2p_all_gather(x: jax.Array, p2p: P2PGroup) -> jax.Array:
@@ -94,7 +94,7 @@ def p2p_all_gather(x: jax.Array, p2p: P2PGroup) -> jax.Array:
             f"the P2P all-gather got {x.dtype}{list(x.shape)}. It takes 4-byte elements, in multiples of 8 bytes "
             f"and at most {MAX_BYTES} bytes."
         )
-    return _call("meshserve_peer_exchange", x, (len(p2p.ordinals), *x.shape), p2p)
+    return _call("meshserve_p2p_all_gather", x, (len(p2p.ordinals), *x.shape), p2p)
 
 
 def _call(name: str, x: jax.Array, shape: tuple[int, ...], p2p: P2PGroup) -> jax.Array:

@@ -72,7 +72,7 @@ def write_kv(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *,
     )
 
 
-class HeadSettings(NamedTuple):
+class RopeSettings(NamedTuple):
     """Parameters of the heads' RMSNorm and rotary embedding, shared by all layers of a step."""
 
     q_norm: jax.Array  # [L, H]: gain of the query heads' RMSNorm
@@ -82,11 +82,17 @@ class HeadSettings(NamedTuple):
     epsilon: float  # added to the mean square in each RMSNorm
 
 
-class PrepareHeads(Protocol):
+class QKNormRope(Protocol):
     """The interface of an operation that does everything between the QKV projection and attention in one pass."""
 
     def __call__(
-        self, rows: jax.Array, cache: jax.Array, batch: PagedBatch, settings: HeadSettings, *, layer: int | jax.Array
+        self,
+        rows: jax.Array,
+        cache: jax.Array,
+        batch: PagedBatch,
+        settings: RopeSettings,
+        *,
+        layer: int | jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Normalizes and rotates queries and keys, and writes keys and values to the cache.
 
@@ -113,7 +119,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 # Implementations that are faster than XLA's own scatter, `write_kv`.
 WRITERS: dict[str, WriteKV] = {"tpu": tpu_write.write_kv, "tpu_interpreted": tpu_write.interpreted}
 # Implementations for which a single pass over the heads is faster than XLA's separate operations.
-PREPARERS: dict[str, PrepareHeads] = {"cuda": gpu.prepare_heads}
+QK_NORM_ROPE: dict[str, QKNormRope] = {"cuda": gpu.qk_norm_rope}
 
 
 def implementation(name: str, device: jax.Device | None = None) -> PagedAttention:

@@ -1,4 +1,4 @@
-"""Paged attention on an NVIDIA Hopper GPU, in bfloat16, with the kernels of ../cuda/prefill.cuh and ../cuda/heads.cuh.
+"""Paged attention on an NVIDIA Hopper GPU, in bfloat16: see ../cuda/prefill.cuh and qk_norm_rope.cuh.
 
 One call handles prefill chunks and decodes. Besides the result, it needs a table of the work and at most 12 MB (176
 tiles of 128 rows, in float32) for the partial results of long contexts, whose keys are split into parts.
@@ -15,7 +15,7 @@ from meshserve.kernels.cuda import build, operands
 from .tiles import count_shares, most_slots, plan_parts
 
 if TYPE_CHECKING:
-    from . import HeadSettings, PagedBatch
+    from . import PagedBatch, RopeSettings
 
 unavailable_reason = build.unavailable_reason
 _TILE_ROWS = 128  # rows of a kernel tile: tokens times query heads per kv head
@@ -58,10 +58,10 @@ def paged_attention(
     return attended
 
 
-def prepare_heads(
-    rows: jax.Array, cache: jax.Array, batch: "PagedBatch", settings: "HeadSettings", *, layer: int | jax.Array
+def qk_norm_rope(
+    rows: jax.Array, cache: jax.Array, batch: "PagedBatch", settings: "RopeSettings", *, layer: int | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """See `PrepareHeads`. Supports the same shapes and raises the same errors as `paged_attention`."""
+    """See `QKNormRope`. Supports the same shapes and raises the same errors as `paged_attention`."""
     num_tokens, kv_heads, head_dim = rows.shape[0], cache.shape[2], cache.shape[5]
     group = rows.shape[1] // (kv_heads * head_dim) - 2
     _check(group, rows.dtype, cache, layer)
@@ -70,7 +70,7 @@ def prepare_heads(
         jax.ShapeDtypeStruct((num_tokens, kv_heads, group, head_dim), rows.dtype),
         jax.ShapeDtypeStruct(cache.shape, cache.dtype),
     )
-    q, cache = jax.ffi.ffi_call("meshserve_prepare_heads", results, input_output_aliases={5: 1})(
+    q, cache = jax.ffi.ffi_call("meshserve_qk_norm_rope", results, input_output_aliases={5: 1})(
         rows,
         settings.q_norm,
         settings.k_norm,

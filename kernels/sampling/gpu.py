@@ -1,4 +1,4 @@
-"""Finds the sampling thresholds on an NVIDIA Hopper GPU: see ../cuda/floor.cuh.
+"""Finds the sampling thresholds on an NVIDIA Hopper GPU: see ../cuda/threshold.cuh.
 
 One thread block handles each request, with three passes over its logits for top-p alone and five for all filters. The
 result is exact and bitwise reproducible.
@@ -26,4 +26,4 @@ def find_threshold(
         raise ValueError(f"the vocabulary has {logits.shape[1]} tokens; the kernel takes at most {MAX_VOCAB}")
     build.load()
     threshold = jax.ShapeDtypeStruct(logits.shape[:1], jnp.uint32)
-    return jax.ffi.ffi_call("meshserve_sampling_floor", threshold)(logits, temperature, top_k, top_p, min_p)
+    return jax.ffi.ffi_call("meshserve_sampling_threshold", threshold)(logits, temperature, top_k, top_p, min_p)

@@ -76,9 +76,9 @@ class _Flight:
 
 def _reason_of(error: BaseException) -> str:
     """Describes why the loop failed: the exception and, for the P2P all-reduce, the GPU that did not answer."""
-    complaint = p2p_gpu.complaint()
+    timeouts = p2p_gpu.timeouts()
     raised = f"{type(error).__name__}: {error}"
-    return raised if complaint is None else f"{complaint}; {raised}"
+    return raised if timeouts is None else f"{timeouts}; {raised}"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from flax import nnx
 
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
 from meshserve.kernels.p2p import P2PGroup, P2POperations
-from meshserve.kernels.paged_attention import HeadSettings, PagedAttention, PagedBatch, PrepareHeads, WriteKV, write_kv
+from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, QKNormRope, RopeSettings, WriteKV, write_kv
 from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, P2PAllReduce, all_gather, all_reduce
 from meshserve.sharding.layout import GATE, UP, ShardLayout, split_group
@@ -48,7 +48,7 @@ class Kernels:
 
     attend: PagedAttention
     write: WriteKV = write_kv
-    prepare: PrepareHeads | None = None  # replaces `write` and the norms and rotation before it
+    prepare: QKNormRope | None = None  # replaces `write` and the norms and rotation before it
     decode: DecodeKernels | None = None  # fused layers for small decode steps
     is_unrolled: bool = False  # unrolls the layers instead of looping over them
     has_statistics_apart: bool = False  # in large steps without `prepare`; see `Attention`
@@ -85,7 +85,7 @@ class StepContext(NamedTuple):
     sin: jax.Array
     attend: PagedAttention
     write: WriteKV = write_kv
-    prepare: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # `PrepareHeads` with its settings
+    prepare: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # `QKNormRope` with its settings
     p2p_all_reduce: P2PAllReduce | None = None
     has_statistics_apart: bool = False
 
@@ -158,7 +158,7 @@ class Attention(nnx.Module):
     def _prepare(
         self, rows: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes `PrepareHeads` with XLA operations."""
+        """Computes `QKNormRope` with XLA operations."""
         heads = rows.reshape(rows.shape[0], self.qkv.shape[0], -1, self.head_dim)
         q, k, v = split_group(heads)
         of_q = of_k = None
@@ -270,7 +270,7 @@ class Qwen3(nnx.Module):
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         prepare = None
         if kernels.prepare is not None:
-            settings = HeadSettings(weights.q_norm, weights.k_norm, cos, sin, self.config.rms_norm_eps)
+            settings = RopeSettings(weights.q_norm, weights.k_norm, cos, sin, self.config.rms_norm_eps)
             prepare = partial(kernels.prepare, settings=settings)
         is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
         context = StepContext(batch, cos, sin, kernels.attend, kernels.write, prepare, kernels.p2p_all_reduce, is_apart)

@@ -117,7 +117,7 @@ def choose_kernels(config: ServeConfig, model: ModelConfig, mesh: Mesh, *, are_d
     return Kernels(
         attend=paged_attention.implementation(attention, device),
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
-        prepare=paged_attention.PREPARERS.get(attention),
+        prepare=paged_attention.QK_NORM_ROPE.get(attention),
         decode=None if decode == "off" else decode_layers.implementation(decode, device),
         is_unrolled=is_gpu,
         has_output_buffers=is_gpu,
@@ -167,7 +167,7 @@ def _sums_refusal(mesh: Mesh) -> str | None:
     try:
         num_wrong = check.num_wrong_elements(mesh, p2p, p2p_gpu, p2p_max_bytes(mesh.size))
     except jax.errors.JaxRuntimeError as error:
-        reason = p2p_gpu.complaint() or str(error)
+        reason = p2p_gpu.timeouts() or str(error)
         raise ConfigError(f"the GPUs do not add up as peers: {reason}. Start with --all-reduce xla.") from error
     if num_wrong == 0:
         return None

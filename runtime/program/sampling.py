@@ -122,7 +122,7 @@ def _temperature(params: SamplingBatch) -> jax.Array:
 
 
 def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, threshold: _Threshold) -> jax.Array:
-    """Scores whose largest is a sample: greedy rows keep their logits, tokens below the floor get -inf."""
+    """Scores whose largest is a sample: greedy rows keep their logits, tokens below the threshold get -inf."""
     scaled = logits / _temperature(params)[:, None]
     is_kept = _sortable(logits) >= threshold(logits, params)[:, None]
     drawn = jnp.where(is_kept, scaled + _gumbel(params, token_ids), -jnp.inf)

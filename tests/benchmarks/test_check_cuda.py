@@ -159,7 +159,7 @@ def test_small_operands_have_no_room_in_the_memory_of_the_sampled_tokens(kind, s
     dry = DryServer.on(plan.target, plan.model, config=plan.config)
     bucket = next(bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == (kind, size))
     text = dry.compile(bucket, plan.cache_shape(1000)).as_text()
-    calls = [line for line in text.splitlines() if re.search(r'"meshserve_(decode|prefill|prepare)_\w+"', line)]
+    calls = [line for line in text.splitlines() if re.search(r'"meshserve_(decode|prefill|qk)_\w+"', line)]
     assert len(calls) == (1 if bucket.is_decode else 4)
     for call in calls:
         shapes = [[int(size) for size in shape.split(",")] for shape in re.findall(r"s32\[([\d,]+)\]", call)]
@@ -168,10 +168,10 @@ def test_small_operands_have_no_room_in_the_memory_of_the_sampled_tokens(kind, s
 
 
 @needs_compiler
-def test_a_server_of_one_request_has_products_of_the_library_too():
+def test_a_server_of_one_request_uses_library_gemms_too():
     """Otherwise XLA autotunes its own for every step size.
 
-    The head's rows are padded, so that its table keeps its shape.
+    The rows of the logits projection are padded, so that its table keeps its shape.
     """
     plan = server(num_layers=2)
     dry = DryServer.on(plan.target, plan.model, config=plan.config)

@@ -87,7 +87,7 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])
-def test_layers_over_peers_are_the_layers_on_one_device(num_devices):
+def test_layers_over_a_p2p_group_are_the_layers_on_one_device(num_devices):
     case = dataclasses.replace(cases.CASES[2], kv_heads=4, mlp=512)
     inputs = cases.make_inputs(case, seed=3, dtype=jnp.float32)
     whole, whole_cache = reference.decode_layers(

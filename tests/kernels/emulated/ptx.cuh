@@ -164,14 +164,14 @@ inline float4 unpack_bf16(uint2 v) {
 
 inline float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-inline void store_for_peers(void* to, uint2 v) {
+inline void store_p2p(void* to, uint2 v) {
   uint32_t* words = static_cast<uint32_t*>(to);
   std::atomic_ref<uint32_t>(words[1]).store(v.y, std::memory_order_relaxed);
   std::atomic_ref<uint32_t>(words[0]).store(v.x, std::memory_order_relaxed);
 }
-inline void store_for_peers(void* to, uint4 v) {
-  store_for_peers(static_cast<uint32_t*>(to) + 2, uint2{v.z, v.w});
-  store_for_peers(to, uint2{v.x, v.y});
+inline void store_p2p(void* to, uint4 v) {
+  store_p2p(static_cast<uint32_t*>(to) + 2, uint2{v.z, v.w});
+  store_p2p(to, uint2{v.x, v.y});
 }
 inline uint32_t load_word(const void* from, int index) {
   uint32_t* words = static_cast<uint32_t*>(const_cast<void*>(from));
@@ -180,13 +180,13 @@ inline uint32_t load_word(const void* from, int index) {
   return word;
 }
 template <class Words>
-Words load_from_peers(const void* from);
+Words load_p2p(const void* from);
 template <>
-inline uint2 load_from_peers(const void* from) {
+inline uint2 load_p2p(const void* from) {
   return {load_word(from, 0), load_word(from, 1)};
 }
 template <>
-inline uint4 load_from_peers(const void* from) {
+inline uint4 load_p2p(const void* from) {
   return {load_word(from, 0), load_word(from, 1), load_word(from, 2), load_word(from, 3)};
 }
 inline uint2 load_past_l1(const bf16* from) { return *reinterpret_cast<const uint2*>(from); }

@@ -584,11 +584,11 @@ def test_nothing_comes_after_the_end_that_a_failure_brings(start: Start):
 
 
 def test_callers_hear_which_gpu_did_not_answer(start: Start, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(p2p_gpu, "complaint", lambda: "waited in vain: GPU 2 for GPU 1")
+    monkeypatch.setattr(p2p_gpu, "timeouts", lambda: "P2P timeout: GPU 2 waited for GPU 1")
     serving = start()
     serving.device.fails_at = "collect 0"
     serving.submit("runs", max_tokens=9)
-    assert serving.outputs("runs")[-1].message == "waited in vain: GPU 2 for GPU 1; RuntimeError: device lost"
+    assert serving.outputs("runs")[-1].message == "P2P timeout: GPU 2 waited for GPU 1; RuntimeError: device lost"
     assert serving.engine.failure == serving.outputs("runs")[-1].message
 
 

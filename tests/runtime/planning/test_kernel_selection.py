@@ -97,8 +97,8 @@ def test_gpus_that_stop_in_a_sum_end_the_start_with_a_way_out(host: pytest.Monke
         raise jax.errors.JaxRuntimeError("INTERNAL: launch failed")
 
     host.setattr(kernel_selection.check, "num_wrong_elements", stop)
-    host.setattr(kernel_selection.p2p_gpu, "complaint", lambda: "waited in vain: GPU 0 for GPU 1")
-    with pytest.raises(ConfigError, match="waited in vain: GPU 0 for GPU 1. Start with --all-reduce xla."):
+    host.setattr(kernel_selection.p2p_gpu, "timeouts", lambda: "P2P timeout: GPU 0 waited for GPU 1")
+    with pytest.raises(ConfigError, match="P2P timeout: GPU 0 waited for GPU 1. Start with --all-reduce xla."):
         all_reduce_here()
 
 

@@ -160,11 +160,11 @@ def awkward_logits(num_columns: int) -> np.ndarray:
 def keeper(tp: int, name: str) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
     """Logits and values of a parameter, a row each -> the same logits, what the filter drops at -inf. By the
     searches of a loop, and by those that are written out, which must agree."""
-    floor = {"top_k": sampling._top_k_threshold, "top_p": sampling._top_p_threshold}[name]
+    find = {"top_k": sampling._top_k_threshold, "top_p": sampling._top_p_threshold}[name]
 
     def kept(logits: jax.Array, values: jax.Array, *, is_unrolled: bool) -> jax.Array:
         params = SamplingBatch(*[jnp.ones(len(logits))] * 7)._replace(**{name: values})
-        least = floor(logits, params, sampling._no_threshold(logits, params), is_unrolled=is_unrolled)
+        least = find(logits, params, sampling._no_threshold(logits, params), is_unrolled=is_unrolled)
         return jnp.where(sampling._sortable(logits) >= least[:, None], logits, -jnp.inf)
 
     looped, unrolled = (over_shards(tp, functools.partial(kept, is_unrolled=way), 1) for way in (False, True))

@@ -1,4 +1,4 @@
-"""Tests kernels/cuda/floor.cuh compiled for the host, where each of 64 CUDA threads is a host thread."""
+"""Tests kernels/cuda/threshold.cuh compiled for the host, where each of 64 CUDA threads is a host thread."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from . import on_host
-from .floors import FILTERS, is_well, key_of, parameters, rows
+from .thresholds import FILTERS, keeps_the_right_tokens, key_of, parameters, rows
 
 pytestmark = on_host.needs_compiler
 
@@ -17,9 +17,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
     return on_host.compiled(
         folder,
-        "emulated_floor",
-        "rows.cpp",
-        "floor.cuh",
+        "emulated_threshold",
+        "threshold.cpp",
+        "threshold.cuh",
         replaced=[
             ("kThreads = 1024", "kThreads = 64"),
             ("kListed = 40 * 1024", "kListed = 256"),  # small, to cover rows with more equal values than fit
@@ -29,12 +29,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     )
 
 
-def floors(library: ctypes.CDLL, logits: np.ndarray, **filters: float) -> np.ndarray:
+def find_thresholds(library: ctypes.CDLL, logits: np.ndarray, **filters: float) -> np.ndarray:
     num, vocab = logits.shape
     arrays = parameters(num, **filters)
     found = np.zeros(num, np.uint32)
     inputs = (logits, arrays["temperature"], arrays["top_k"], arrays["top_p"], arrays["min_p"], found)
-    library.find_floors(num, vocab, *(ctypes.c_void_p(array.ctypes.data) for array in inputs))
+    library.find_thresholds(num, vocab, *(ctypes.c_void_p(array.ctypes.data) for array in inputs))
     return found
 
 
@@ -42,14 +42,14 @@ def floors(library: ctypes.CDLL, logits: np.ndarray, **filters: float) -> np.nda
 @pytest.mark.parametrize("vocab", [1_000, 1_003])
 def test_a_row_keeps_what_its_filters_keep(library: ctypes.CDLL, vocab: int, filters: dict[str, float]) -> None:
     logits = rows(11, vocab)
-    for index, (row, floor) in enumerate(zip(logits, floors(library, logits, **filters), strict=True)):
-        assert is_well(row, floor, **filters), f"row {index}"
+    for index, (row, threshold) in enumerate(zip(logits, find_thresholds(library, logits, **filters), strict=True)):
+        assert keeps_the_right_tokens(row, threshold, **filters), f"row {index}"
 
 
 def test_rows_without_filters_and_greedy_rows_keep_everything(library: ctypes.CDLL) -> None:
     logits = rows(4, 100)
-    assert not floors(library, logits).any()
-    assert not floors(library, logits, temperature=0.0, top_k=3, top_p=0.5, min_p=0.5).any()
+    assert not find_thresholds(library, logits).any()
+    assert not find_thresholds(library, logits, temperature=0.0, top_k=3, top_p=0.5, min_p=0.5).any()
 
 
 def test_top_k_is_exact_among_neighbours(library: ctypes.CDLL) -> None:
@@ -59,4 +59,4 @@ def test_top_k_is_exact_among_neighbours(library: ctypes.CDLL) -> None:
     logits = np.random.default_rng(1).permutation(bits.view(np.float32))[None]
     order = np.sort(key_of(logits[0]))[::-1]
     for k in (1, 2, 39, 40, 41, 79, 80):
-        assert floors(library, logits, top_k=k)[0] == order[k - 1]
+        assert find_thresholds(library, logits, top_k=k)[0] == order[k - 1]

@@ -8,7 +8,7 @@
 #include "ptx.cuh"
 
 namespace meshserve {
-namespace heads {
+namespace rope {
 
 constexpr int kThreads = 256, kMaxGroup = 8;
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint2 norm_and_rotate(uint2 v, float4 gain, float4 c,
 }
 
 template <int H>
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kThreads) qk_norm_rope_kernel(const __grid_constant__ Args args) {
   constexpr int kLanes = H / 4;
   const int lane = threadIdx.x % kLanes, num_items = args.num_tokens * args.kv_heads;
   const int item = (blockIdx.x * kThreads + threadIdx.x) / kLanes;
@@ -99,5 +99,5 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   }
 }
 
-}  // namespace heads
+}  // namespace rope
 }  // namespace meshserve

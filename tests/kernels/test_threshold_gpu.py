@@ -14,7 +14,7 @@ from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.program.sampling import SamplingBatch, sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
-from .floors import FILTERS, is_well, parameters, rows
+from .thresholds import FILTERS, keeps_the_right_tokens, parameters, rows
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_row_keeps_what_its_filters_keep(vocab: int, filters: dict[str, float]) -> None:
     logits = rows(22, vocab)
     find = jax.jit(gpu.find_threshold)
-    floors = np.asarray(find(logits, **parameters(22, **filters)))
-    for index, (row, floor) in enumerate(zip(logits, floors, strict=True)):
-        assert is_well(row, floor, **filters), f"row {index}"
+    thresholds = np.asarray(find(logits, **parameters(22, **filters)))
+    for index, (row, threshold) in enumerate(zip(logits, thresholds, strict=True)):
+        assert keeps_the_right_tokens(row, threshold, **filters), f"row {index}"
     again = np.asarray(find(np.concatenate([logits[::-1]] * 8), **parameters(8 * 22, **filters)))
-    np.testing.assert_array_equal(again[:22][::-1], floors)  # independent of the other rows
+    np.testing.assert_array_equal(again[:22][::-1], thresholds)  # independent of the other rows
     assert (again.reshape(8, 22) == again[:22]).all()
 
 

@@ -1,4 +1,4 @@
-// What floor.cuh needs of CUDA, on a host: a CUDA thread is a thread of the system, and one block runs at a time.
+// What threshold.cuh needs of CUDA, on a host: a CUDA thread is a thread of the system, and one block runs at a time.
 #pragma once
 #include <algorithm>
 #include <atomic>

@@ -1,4 +1,4 @@
-"""Tests the kernels of kernels/cuda/peers.cuh and two_shot.cuh compiled for the host, with a thread per CUDA thread.
+"""Tests the kernels of kernels/cuda/p2p.cuh and two_shot.cuh compiled for the host, with a thread per CUDA thread.
 
 This shows that words reach their destination in every order that the threads happen to take, but not how a GPU behaves.
 """
@@ -18,7 +18,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Compiles the kernels' source with a ptx.cuh for the host."""
-    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "emulated", "mesh.cpp", "peers.cuh", "two_shot.cuh")
+    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "emulated", "p2p.cpp", "p2p.cuh", "two_shot.cuh")
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
@@ -38,7 +38,7 @@ def test_sums_are_added_in_the_order_of_the_ranks(library: ctypes.CDLL, num: int
     repeats = 4
     shares = np.random.default_rng(num).standard_normal((num, repeats, 4 * pairs)).astype(BFLOAT16)
     out = np.full((num, repeats, 4 * pairs), np.nan, BFLOAT16)
-    assert library.run_singles(num, pairs, repeats, blocks, 1, pointer(shares), pointer(out)) == 1
+    assert library.run_one_shots(num, pairs, repeats, blocks, 1, pointer(shares), pointer(out)) == 1
     for row in out:
         np.testing.assert_array_equal(row.view(np.uint16), added(shares).astype(BFLOAT16).view(np.uint16))
 
@@ -64,7 +64,7 @@ def test_what_looks_like_an_empty_slot_arrives(library: ctypes.CDLL) -> None:
     words = np.random.default_rng(5).integers(0, 2**32, (num, repeats, 2 * pairs), np.uint32)
     words[:, :, ::7] = 0xFFFFFFFF
     out = np.zeros((num, repeats, num, 2 * pairs), np.uint32)
-    assert library.run_singles(num, pairs, repeats, 1, 0, pointer(words), pointer(out)) == 1
+    assert library.run_one_shots(num, pairs, repeats, 1, 0, pointer(words), pointer(out)) == 1
     expected = np.where(words == 0xFFFFFFFF, 0x7FFF7FFF, words).swapaxes(0, 1)
     for row in out:
         np.testing.assert_array_equal(row, expected)

@@ -25,11 +25,11 @@ constexpr float kScale = 4398046511104.0f;  // 2^42, the scale of weights
 constexpr float kFaintest = 30.0f;          // exp(-30) * kScale rounds to 0
 constexpr int kListed = 40 * 1024;          // keys that fit into shared memory
 
-// Operands of all rows: logits [B, vocab], the others [B].
-struct Rows {
+// Operands: logits [B, vocab], the others [B].
+struct Args {
   const float *logits, *temperature, *top_p, *min_p;
   const int* top_k;
-  uint32_t* floor;
+  uint32_t* threshold;
   int vocab;
 };
 
@@ -52,14 +52,16 @@ __device__ inline float logit_of(uint32_t key) { return __uint_as_float(key >> 3
 template <bool kIsTopP>
 struct Search {
   float highest;
-  float per_logit;  // powers of two of weight per unit of logit
-  float per_unit;   // bins per unit of logit
-  uint32_t floor;   // smaller keys do not count
+  float per_logit;     // powers of two of weight per unit of logit
+  float per_unit;      // bins per unit of logit
+  uint32_t threshold;  // smaller keys do not count
 
   // Tokens with logits below `lowest` do not count either.
-  __device__ Search(float highest, float lowest, float temperature, uint32_t floor)
-      : highest(highest), per_logit(static_cast<float>(M_LOG2E) / temperature), floor(max(floor, key_of(lowest))) {
-    const float range = fminf(highest - logit_of(this->floor), FLT_MAX);
+  __device__ Search(float highest, float lowest, float temperature, uint32_t threshold)
+      : highest(highest),
+        per_logit(static_cast<float>(M_LOG2E) / temperature),
+        threshold(max(threshold, key_of(lowest))) {
+    const float range = fminf(highest - logit_of(this->threshold), FLT_MAX);
     per_unit = range > 0.0f ? kBins / range : 0.0f;
   }
 
@@ -159,7 +161,7 @@ __device__ inline unsigned long long sum_weights(const float* logits, int vocab,
   if (threadIdx.x == 0) shared.sum = 0;
   __syncthreads();
   for_each_logit(logits, vocab, [&](float logit) {
-    if (key_of(logit) >= search.floor) sum += search.weight(logit);
+    if (key_of(logit) >= search.threshold) sum += search.weight(logit);
   });
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(~0u, sum, distance);
   if (threadIdx.x % 32 == 0) atomicAdd(&shared.sum, sum);
@@ -177,7 +179,7 @@ __device__ uint32_t find_key(const float* logits, int vocab, const Search<kIsTop
   unsigned long long of_lane = 0;
   clear_bins(shared);
   for_each_logit(logits, vocab, [&](float logit) {
-    if (key_of(logit) < search.floor) return;
+    if (key_of(logit) < search.threshold) return;
     if (const unsigned long long weight = search.weight(logit)) add_to_bin(shared, search.bin(logit), weight);
   });
   if (sum_bins(shared, &of_lane) < target) return 0;
@@ -193,7 +195,7 @@ __device__ uint32_t find_key(const float* logits, int vocab, const Search<kIsTop
 
   for_each_logit(logits, vocab, [&](float logit) {
     const uint32_t key = key_of(logit);
-    if (key < search.floor || search.bin(logit) != picked || !search.weight(logit)) return;
+    if (key < search.threshold || search.bin(logit) != picked || !search.weight(logit)) return;
     const uint32_t here = __activemask();
     const int lane = threadIdx.x % 32, first = __ffs(here) - 1;
     int at = 0;
@@ -231,14 +233,14 @@ __device__ uint32_t find_key(const float* logits, int vocab, const Search<kIsTop
 }
 
 // Grid: one block per row of logits.
-__global__ void __launch_bounds__(kThreads) floor_kernel(Rows args) {
+__global__ void __launch_bounds__(kThreads) threshold_kernel(Args args) {
   extern __shared__ uint32_t list[];
   __shared__ Shared shared;
   const float* logits = args.logits + static_cast<size_t>(blockIdx.x) * args.vocab;
   const float temperature = fmaxf(args.temperature[blockIdx.x], 1e-30f);
   const float top_p = args.top_p[blockIdx.x], min_p = args.min_p[blockIdx.x];
   const int top_k = args.top_k[blockIdx.x];
-  uint32_t floor = 0;
+  uint32_t threshold = 0;
   if (args.temperature[blockIdx.x] > 0.0f && (top_k > 0 || top_p < 1.0f || min_p > 0.0f)) {
     if (threadIdx.x == 0) {
       shared.least = ~0u;
@@ -259,25 +261,25 @@ __global__ void __launch_bounds__(kThreads) floor_kernel(Rows args) {
     }
     __syncthreads();
     const float highest = logit_of(shared.most), lowest = logit_of(shared.least);
-    if (min_p > 0.0f) floor = key_of(highest + temperature * logf(min_p));
+    if (min_p > 0.0f) threshold = key_of(highest + temperature * logf(min_p));
     if (top_k > 0) {
-      const Search<false> by_count(highest, lowest, temperature, floor);
-      floor = max(floor, find_key(logits, args.vocab, by_count, top_k, shared, list));
+      const Search<false> by_count(highest, lowest, temperature, threshold);
+      threshold = max(threshold, find_key(logits, args.vocab, by_count, top_k, shared, list));
     }
     if (top_p < 1.0f) {
       const float faintest = fmaxf(lowest, highest - kFaintest * temperature);
       const unsigned long long sum =
-          sum_weights(logits, args.vocab, Search<true>(highest, faintest, temperature, floor), shared);
+          sum_weights(logits, args.vocab, Search<true>(highest, faintest, temperature, threshold), shared);
       const double target = ceil(static_cast<double>(top_p) * static_cast<double>(sum));
       // All tokens below this probability together have less than half of the probability that may be dropped.
       const float droppable = 0.5f * (1.0f - top_p) * (static_cast<float>(sum) / kScale) / args.vocab;
       const float unlikely = fmaxf(faintest, highest + temperature * logf(fminf(droppable, 1.0f)));
-      const Search<true> by_weight(highest, unlikely, temperature, floor);
-      floor = max(floor, find_key(logits, args.vocab, by_weight, max(1ull, static_cast<unsigned long long>(target)),
-                                  shared, list));
+      const Search<true> by_weight(highest, unlikely, temperature, threshold);
+      threshold = max(threshold, find_key(logits, args.vocab, by_weight,
+                                          max(1ull, static_cast<unsigned long long>(target)), shared, list));
     }
   }
-  if (threadIdx.x == 0) args.floor[blockIdx.x] = floor;
+  if (threadIdx.x == 0) args.threshold[blockIdx.x] = threshold;
 }
 
 }  // namespace sampling

@@ -1,17 +1,18 @@
-"""Tests kernels/cuda/heads.cuh compiled for the host, where each of 128 CUDA threads is a host thread."""
+"""Tests kernels/cuda/qk_norm_rope.cuh compiled for the host, where each of 128 CUDA threads is a host thread."""
 
 import ctypes
 
 import numpy as np
 import pytest
 
-from . import heads, on_host
+from . import on_host
+from . import qk_norm_rope as steps
 
 pytestmark = on_host.needs_compiler
 
 
 class Args(ctypes.Structure):
-    """Mirrors the struct in heads.cuh."""
+    """Mirrors the struct in qk_norm_rope.cuh."""
 
     _fields_ = [
         *(
@@ -28,12 +29,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Compiles the kernel's source with a ptx.cuh for the host, and fewer threads."""
     folder = tmp_path_factory.mktemp("emulated")
     fewer_threads = [("kThreads = 256", "kThreads = 128")]
-    return on_host.compiled(folder, "emulated", "heads.cpp", "heads.cuh", replaced=fewer_threads)
+    return on_host.compiled(folder, "emulated", "qk_norm_rope.cpp", "qk_norm_rope.cuh", replaced=fewer_threads)
 
 
-@pytest.mark.parametrize("case", heads.CASES, ids=str)
-def test_heads_are_normalised_turned_and_written(library: ctypes.CDLL, case: heads.Case) -> None:
-    inputs = heads.make_inputs(case)
+@pytest.mark.parametrize("case", steps.CASES, ids=str)
+def test_heads_are_normalized_rotated_and_written(library: ctypes.CDLL, case: steps.Case) -> None:
+    inputs = steps.make_inputs(case)
     settings, batch = inputs.settings, inputs.batch
     num_tokens = inputs.rows.shape[0]
     q = np.full((num_tokens, case.kv_heads, case.group, case.head_dim), np.nan, inputs.rows.dtype)
@@ -41,11 +42,11 @@ def test_heads_are_normalised_turned_and_written(library: ctypes.CDLL, case: hea
     arrays = [
         np.asarray(array)
         for array in (
-            inputs.rows, settings.q_norm[heads.LAYER], settings.k_norm[heads.LAYER], settings.cos, settings.sin,
+            inputs.rows, settings.q_norm[steps.LAYER], settings.k_norm[steps.LAYER], settings.cos, settings.sin,
             batch.positions, batch.token_request, batch.page_table,
         )
     ]  # fmt: skip
-    pointers = (array.ctypes.data for array in (*arrays, q, cache[heads.LAYER]))
+    pointers = (array.ctypes.data for array in (*arrays, q, cache[steps.LAYER]))
     numbers = (num_tokens, case.kv_heads, case.group, batch.page_table.shape[1], case.page_size, settings.epsilon)
-    library.prepare_heads(case.head_dim, ctypes.byref(Args(*pointers, *numbers)))
-    heads.check(inputs, q, cache)
+    library.qk_norm_rope(case.head_dim, ctypes.byref(Args(*pointers, *numbers)))
+    steps.check(inputs, q, cache)

@@ -1,4 +1,4 @@
-"""Tests the P2P kernels on one Hopper GPU whose streams act as ranks (one_gpu_mesh.cu), without a second GPU."""
+"""Tests the P2P kernels on one Hopper GPU whose streams act as ranks (p2p_on_one_gpu.cu), without a second GPU."""
 
 import ctypes
 import dataclasses
@@ -29,7 +29,7 @@ class Shapes(ctypes.Structure):
 
 
 class Ranks(ctypes.Structure):
-    """Mirrors the struct in one_gpu_mesh.cu."""
+    """Mirrors the struct in p2p_on_one_gpu.cu."""
 
     _fields_ = [
         ("num", ctypes.c_int),
@@ -40,7 +40,7 @@ class Ranks(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     built = tmp_path_factory.mktemp("one_gpu") / "mesh.so"
-    source = Path(__file__).parent / "one_gpu_mesh.cu"
+    source = Path(__file__).parent / "p2p_on_one_gpu.cu"
     subprocess.run([build.find_nvcc(), *build.FLAGS, f"-I{build.SOURCES}", source, "-o", built], check=True)
     return ctypes.CDLL(str(built))
 
@@ -132,7 +132,7 @@ def test_every_sum_is_the_float32_sum(
     sums = jnp.full_like(shares, jnp.nan)
     error = ctypes.create_string_buffer(200)
     if is_one_shot:
-        status = run_singles(library, shares, sums, kilobytes * 128, is_sum=True, error=error)
+        status = run_one_shots(library, shares, sums, kilobytes * 128, is_sum=True, error=error)
     else:
         jax.block_until_ready((shares, sums))
         addresses = (ctypes.c_void_p(array.unsafe_buffer_pointer()) for array in (shares, sums))
@@ -152,17 +152,17 @@ def test_an_exchange_brings_what_every_rank_has(library: ctypes.CDLL) -> None:
     draw = np.random.default_rng(2).integers(-(2**31), 2**31 - 1, (num, repeats, pairs * 2), np.int32)
     got = jnp.zeros((num, repeats, num, pairs * 2), jnp.int32)
     error = ctypes.create_string_buffer(200)
-    status = run_singles(library, jnp.asarray(draw), got, pairs, is_sum=False, error=error)
+    status = run_one_shots(library, jnp.asarray(draw), got, pairs, is_sum=False, error=error)
     assert status == 0, error.value
     expected = np.where(draw == -1, 0x7FFF7FFF, draw).swapaxes(0, 1)  # [repeats, num, words]
     for rank in range(num):
         np.testing.assert_array_equal(np.asarray(jnp.array(got, copy=True))[rank], expected)
 
 
-def run_singles(
+def run_one_shots(
     library: ctypes.CDLL, sent: jax.Array, got: jax.Array, pairs: int, *, is_sum: bool, error: ctypes.Array
 ) -> int:
     num, repeats = sent.shape[:2]
     jax.block_until_ready((sent, got))
     addresses = (ctypes.c_void_p(array.unsafe_buffer_pointer()) for array in (sent, got))
-    return library.run_singles(num, pairs, repeats, int(is_sum), *addresses, error, 200)
+    return library.run_one_shots(num, pairs, repeats, int(is_sum), *addresses, error, 200)

@@ -1,4 +1,4 @@
-// A mesh whose ranks are streams of one GPU, for testing what peers do where there is one GPU. The shapes must be
+// A mesh whose ranks are streams of one GPU, for testing the P2P kernels on a machine with one GPU. The shapes must be
 // small: all blocks of all ranks run at once, or a rank that waits would keep the one it waits for from starting. So
 // would a kernel that CUDA loads at its first launch, for which it waits for the device: all are loaded before.
 #include <vector>
@@ -14,17 +14,17 @@ namespace {
 // Inboxes of `num` ranks for one channel, empty; and a stream each.
 struct Mesh {
   explicit Mesh(int num) : Mesh(num, 2 * num * kSlotBytes) {}
-  Mesh(int num, size_t bytes) : streams(num), peers(num) {
+  Mesh(int num, size_t bytes) : streams(num), groups(num) {
     int device = 0;
     cudaGetDevice(&device);
     load_kernels(&device, 1);
     cudaMalloc(&memory, num * (bytes + 256));
     cudaMemset(memory, 0xFF, num * bytes);
     cudaMemset(memory + num * bytes, 0, num * 256);
-    cudaHostAlloc(&stalled, kMaxPeers * sizeof(int), cudaHostAllocMapped);
+    cudaHostAlloc(&stalled, kMaxRanks * sizeof(int), cudaHostAllocMapped);
     for (int rank = 0; rank < num; ++rank) {
       cudaStreamCreateWithFlags(&streams[rank], cudaStreamNonBlocking);
-      Peers& p = peers[rank];
+      P2PGroup& p = groups[rank];
       p = {};
       for (int i = 0; i < num; ++i) p.inboxes[i] = memory + (rank + i) % num * bytes;
       p.num = num;
@@ -41,7 +41,7 @@ struct Mesh {
     cudaFreeHost(stalled);
   }
   std::vector<cudaStream_t> streams;
-  std::vector<Peers> peers;
+  std::vector<P2PGroup> groups;
   uint8_t* memory = nullptr;
   int* stalled = nullptr;
 };
@@ -77,7 +77,7 @@ extern "C" int run_layers(const Ranks* ranks, const Shapes* shapes, float epsilo
       step.rotary_scale = rotary_scale;
       step.scratch.carve(*shapes, scratch[rank]);
       step.layers(static_cast<const bf16*>(ranks->xs[rank]), static_cast<bf16*>(x_out[rank]), 0, shapes->layers,
-                  &mesh.peers[rank]);
+                  &mesh.groups[rank]);
       if (!step.error().empty()) return snprintf(error, size, "%s", step.error().c_str()), 1;
     }
   }
@@ -87,19 +87,19 @@ extern "C" int run_layers(const Ranks* ranks, const Shapes* shapes, float epsilo
 }
 
 // Adds up (or exchanges) `repeats` times: input [num, repeats, pairs], output [num, repeats, pairs or num * pairs].
-extern "C" int run_singles(int num, int pairs, int repeats, int is_sum, const uint2* in, uint2* out, char* error,
-                           int size) {
+extern "C" int run_one_shots(int num, int pairs, int repeats, int is_sum, const uint2* in, uint2* out, char* error,
+                             int size) {
   Mesh mesh(num);
-  const int blocks = std::min((pairs + kPeerThreads - 1) / kPeerThreads, kMaxPeerBlocks / num);
+  const int blocks = std::min((pairs + kP2PThreads - 1) / kP2PThreads, kMaxP2PBlocks / num);
   const size_t out_pairs = is_sum ? pairs : num * pairs;
   for (int repeat = 0; repeat < repeats; ++repeat) {
     for (int rank = 0; rank < num; ++rank) {
       const size_t call = static_cast<size_t>(rank) * repeats + repeat;
-      SingleArgs args = {mesh.peers[rank], in + call * pairs, out + call * out_pairs, pairs};
+      OneShotArgs args = {mesh.groups[rank], in + call * pairs, out + call * out_pairs, pairs};
       if (is_sum) {
-        single_kernel<true><<<blocks, kPeerThreads, 0, mesh.streams[rank]>>>(args);
+        one_shot_kernel<true><<<blocks, kP2PThreads, 0, mesh.streams[rank]>>>(args);
       } else {
-        single_kernel<false><<<blocks, kPeerThreads, 0, mesh.streams[rank]>>>(args);
+        one_shot_kernel<false><<<blocks, kP2PThreads, 0, mesh.streams[rank]>>>(args);
       }
     }
   }
@@ -111,11 +111,11 @@ extern "C" int run_singles(int num, int pairs, int repeats, int is_sum, const ui
 extern "C" int run_two_shots(int num, int chunk, int repeats, const uint4* in, uint4* out, char* error, int size) {
   Mesh mesh(num, two_shot_inbox_bytes(num));
   const auto kernel = num == 2 ? two_shot_kernel<2> : two_shot_kernel<4>;
-  const int blocks = std::min((chunk + kTwoShotThreads - 1) / kTwoShotThreads, kMaxPeerBlocks / num);
+  const int blocks = std::min((chunk + kTwoShotThreads - 1) / kTwoShotThreads, kMaxP2PBlocks / num);
   for (int repeat = 0; repeat < repeats; ++repeat) {
     for (int rank = 0; rank < num; ++rank) {
       const size_t first = (static_cast<size_t>(rank) * repeats + repeat) * num * chunk;
-      const TwoShotArgs args = {mesh.peers[rank], in + first, out + first, chunk};
+      const TwoShotArgs args = {mesh.groups[rank], in + first, out + first, chunk};
       kernel<<<blocks, kTwoShotThreads, 0, mesh.streams[rank]>>>(args);
     }
   }

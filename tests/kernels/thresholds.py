@@ -32,15 +32,15 @@ def key_of(x: np.ndarray) -> np.ndarray:
     return np.where(bits >> 31, ~bits, bits | 0x80000000).astype(np.uint32)
 
 
-def is_well(
-    row: np.ndarray, floor: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+def keeps_the_right_tokens(
+    row: np.ndarray, threshold: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> bool:
     """Returns whether a row's threshold keeps what the filters keep.
 
     Rounding may decide about tokens at the very edge of the sets of top-p and min-p.
     """
     values = row.astype(np.float64)
-    is_kept = (key_of(row) >= floor) & np.isfinite(values)  # excluded tokens are never drawn
+    is_kept = (key_of(row) >= threshold) & np.isfinite(values)  # excluded tokens are never drawn
     weights = np.exp((values - values.max()) / temperature)
     may = np.isfinite(values)
     if min_p:

@@ -141,8 +141,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from meshserve.kernels.p2p import gpu
 mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-peers = gpu.open_peers("x", jax.devices()[:2], patience_seconds=1.0)
-add = lambda x: gpu.peer_sum(x, peers)
+p2p = gpu.open_p2p_group("x", jax.devices()[:2], patience_seconds=1.0)
+add = lambda x: gpu.p2p_all_reduce(x, p2p)
 absent = lambda x: jax.lax.cond(jax.lax.axis_index("x") == 1, lambda x: x, add, x)
 run = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("x"), check_vma=False))
 print(np.asarray(run(add)(jnp.ones(256, jnp.bfloat16)), np.float32)[0], flush=True)
@@ -150,7 +150,7 @@ try:
     jax.block_until_ready(run(absent)(jnp.ones(256, jnp.bfloat16)))
 except jax.errors.JaxRuntimeError as error:
     print("failed:", str(error).splitlines()[0][:200], flush=True)
-print(gpu.complaint(), flush=True)
+print(gpu.timeouts(), flush=True)
 """
 
 
@@ -162,4 +162,4 @@ def test_a_lost_device_is_an_error_and_not_a_hang() -> None:
     )
     assert done.stdout.startswith("2.0"), done.stderr[-3000:]
     assert "failed:" in done.stdout, done.stdout + done.stderr[-3000:]
-    assert "waited in vain: GPU 0 for GPU 1" in done.stdout
+    assert "P2P timeout: GPU 0 waited for GPU 1" in done.stdout

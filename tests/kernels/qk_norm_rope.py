@@ -1,4 +1,4 @@
-"""Provides steps whose heads are to be prepared, and the results of the model's own operations for them."""
+"""Provides inputs of the fused QK-norm and RoPE kernel, and the results of the model's own operations for them."""
 
 from dataclasses import dataclass
 
@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshserve.kernels.paged_attention import HeadSettings, PagedBatch, write_kv
+from meshserve.kernels.paged_attention import PagedBatch, RopeSettings, write_kv
 from meshserve.runtime.model.qwen3 import rms_norm
 from meshserve.runtime.model.rope import rotate
 
 NUM_LAYERS, LAYER = 3, 1
-STEP = (
-    2.0**-7
-)  # of bfloat16: possible change by a different summation order of the squares, relative to a head's largest element
+# Tolerance relative to a head's largest element: one bfloat16 step, because the squares are summed in another order.
+STEP = 2.0**-7
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Inputs:
     rows: jax.Array
     cache: jax.Array
     batch: PagedBatch
-    settings: HeadSettings
+    settings: RopeSettings
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -58,7 +57,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         rows=jnp.asarray(draw.standard_normal((len(positions), width)), jnp.bfloat16),
         cache=jnp.full(shape, jnp.nan, jnp.bfloat16),
         batch=PagedBatch(*(jnp.asarray(array, jnp.int32) for array in (positions, requests, table))),
-        settings=HeadSettings(*gains, *(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)), 1e-6),
+        settings=RopeSettings(*gains, *(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)), 1e-6),
     )
 
 

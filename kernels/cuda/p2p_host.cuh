@@ -1,4 +1,4 @@
-// The host side of peers.cuh: allocates the inboxes of a mesh once, before anything is compiled or run, and passes
+// The host side of p2p.cuh: allocates the inboxes of a mesh once, before anything is compiled or run, and passes
 // their addresses to each GPU's calls. One process drives all GPUs of a mesh.
 #pragma once
 #include <algorithm>
@@ -11,17 +11,17 @@
 
 namespace meshserve {
 
-class PeerMesh {
+class P2PMesh {
  public:
-  PeerMesh(const int* ordinals, int num, double patience_seconds)
+  P2PMesh(const int* ordinals, int num, double patience_seconds)
       : ordinals_(ordinals, ordinals + num),
         patience_nanoseconds_(static_cast<unsigned long long>(patience_seconds * 1e9)) {}
 
-  ~PeerMesh() {
+  ~P2PMesh() {
     for (uint8_t* memory : memory_) cudaFree(memory);
     if (stalled_ != nullptr) cudaFreeHost(stalled_);
   }
-  PeerMesh(const PeerMesh&) = delete;
+  P2PMesh(const P2PMesh&) = delete;
 
   bool is(const int* ordinals, int num) const {
     return num == size() && std::equal(ordinals_.begin(), ordinals_.end(), ordinals);
@@ -31,16 +31,16 @@ class PeerMesh {
   std::string open() {
     int before = 0;
     check(cudaGetDevice(&before), "cudaGetDevice");
-    check(cudaHostAlloc(&stalled_, kMaxPeers * sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable),
+    check(cudaHostAlloc(&stalled_, kMaxRanks * sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable),
           "host memory");
-    if (error_.empty()) std::fill(stalled_, stalled_ + kMaxPeers, 0);
+    if (error_.empty()) std::fill(stalled_, stalled_ + kMaxRanks, 0);
     for (int ordinal : ordinals_) open_one(ordinal);
     check(cudaSetDevice(before), "cudaSetDevice");
     return error_;
   }
 
   // Gets the channel for the calling thread's device. Returns false if the device is not in the mesh.
-  bool peers(Channel channel, Peers* out) const {
+  bool group(Channel channel, P2PGroup* out) const {
     int ordinal = -1;
     if (cudaGetDevice(&ordinal) != cudaSuccess) return false;
     const int rank = std::find(ordinals_.begin(), ordinals_.end(), ordinal) - ordinals_.begin(), num = size();
@@ -104,39 +104,39 @@ class PeerMesh {
 };
 
 // All meshes that were opened. They stay open until the process ends, because programs hold their addresses.
-class PeerMeshes {
+class P2PMeshes {
  public:
-  static PeerMeshes& all() {
-    static PeerMeshes* meshes = new PeerMeshes;  // never destroyed, because CUDA may shut down first
+  static P2PMeshes& all() {
+    static P2PMeshes* meshes = new P2PMeshes;  // never destroyed, because CUDA may shut down first
     return *meshes;
   }
 
   std::string open(const int* ordinals, int num, double patience_seconds) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (find(ordinals, num) != nullptr) return "";
-    auto mesh = std::make_unique<PeerMesh>(ordinals, num, patience_seconds);
+    auto mesh = std::make_unique<P2PMesh>(ordinals, num, patience_seconds);
     std::string error = mesh->open();
     if (error.empty()) meshes_.push_back(std::move(mesh));
     return error;
   }
 
-  // Gets the peers of a channel. Returns an empty string or an error.
-  std::string peers(const int* ordinals, int num, Channel channel, Peers* out) {
+  // Gets the P2P group for a channel. Returns an empty string or an error.
+  std::string group(const int* ordinals, int num, Channel channel, P2PGroup* out) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const PeerMesh* mesh = find(ordinals, num);
-    if (mesh == nullptr) return "the mesh's peers were not opened in this process";
-    return mesh->peers(channel, out) ? "" : "the call runs on a device that is not in its mesh";
+    const P2PMesh* mesh = find(ordinals, num);
+    if (mesh == nullptr) return "the mesh's P2P group was not opened in this process";
+    return mesh->group(channel, out) ? "" : "the call runs on a device that is not in its mesh";
   }
 
   // Returns 1 + the rank for which `rank` timed out waiting, or 0.
   int stalled(const int* ordinals, int num, int rank) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const PeerMesh* mesh = find(ordinals, num);
+    const P2PMesh* mesh = find(ordinals, num);
     return mesh == nullptr ? 0 : *const_cast<const volatile int*>(mesh->stalled() + rank);
   }
 
  private:
-  const PeerMesh* find(const int* ordinals, int num) const {
+  const P2PMesh* find(const int* ordinals, int num) const {
     for (const auto& mesh : meshes_) {
       if (mesh->is(ordinals, num)) return mesh.get();
     }
@@ -144,7 +144,7 @@ class PeerMeshes {
   }
 
   std::mutex mutex_;
-  std::vector<std::unique_ptr<PeerMesh>> meshes_;
+  std::vector<std::unique_ptr<P2PMesh>> meshes_;
 };
 
 }  // namespace meshserve

@@ -1,4 +1,4 @@
-// The kernels of kernels/cuda/peers.cuh and two_shot.cuh on a host: each rank is a thread that starts its kernels one
+// The kernels of kernels/cuda/p2p.cuh and two_shot.cuh on a host: each rank is a thread that starts its kernels one
 // after another, and each of their CUDA threads is one, too.
 #include "two_shot.cuh"
 
@@ -17,8 +17,8 @@ class Mesh {
     for (int rank = 0; rank < num; ++rank) inboxes_.emplace_back(inbox_bytes, 0xFF);
   }
 
-  Peers peers(int rank) {
-    Peers p = {};
+  P2PGroup group(int rank) {
+    P2PGroup p = {};
     for (int i = 0; i < num_; ++i) p.inboxes[i] = inboxes_[(rank + i) % num_].data();
     p.num = num_;
     p.rank = rank;
@@ -29,9 +29,9 @@ class Mesh {
   }
 
   // Runs `body` for every rank at once.
-  void run(const std::function<void(int, const Peers&)>& body) {
+  void run(const std::function<void(int, const P2PGroup&)>& body) {
     std::vector<std::jthread> ranks;
-    for (int rank = 0; rank < num_; ++rank) ranks.emplace_back([&, rank] { body(rank, peers(rank)); });
+    for (int rank = 0; rank < num_; ++rank) ranks.emplace_back([&, rank] { body(rank, group(rank)); });
   }
 
   // Whether every slot has been emptied.
@@ -45,11 +45,11 @@ class Mesh {
   int num_;
   std::vector<std::vector<uint8_t>> inboxes_;
   std::vector<RoundCounter> counters_;
-  int stalled_[kMaxPeers] = {};
+  int stalled_[kMaxRanks] = {};
 };
 
 template <class Args>
-void launch(void (*kernel)(Args), int blocks, const Args& args, unsigned num_threads = kPeerThreads) {
+void launch(void (*kernel)(Args), int blocks, const Args& args, unsigned num_threads = kP2PThreads) {
   std::vector<std::unique_ptr<Block>> state;
   std::vector<std::jthread> threads;
   for (int b = 0; b < blocks; ++b) {
@@ -69,14 +69,14 @@ void launch(void (*kernel)(Args), int blocks, const Args& args, unsigned num_thr
 }  // namespace
 
 // in [num, repeats, pairs], out [num, repeats, pairs or num * pairs]. Returns whether all slots are empty in the end.
-extern "C" int run_singles(int num, int pairs, int repeats, int blocks, int is_sum, const uint2* in, uint2* out) {
+extern "C" int run_one_shots(int num, int pairs, int repeats, int blocks, int is_sum, const uint2* in, uint2* out) {
   Mesh mesh(num, 2 * num * kSlotBytes);
   const size_t out_pairs = is_sum ? pairs : num * pairs;
-  mesh.run([&](int rank, const Peers& peers) {
+  mesh.run([&](int rank, const P2PGroup& p2p) {
     for (int repeat = 0; repeat < repeats; ++repeat) {
       const size_t call = static_cast<size_t>(rank) * repeats + repeat;
-      SingleArgs args = {peers, in + call * pairs, out + call * out_pairs, pairs};
-      launch(is_sum ? single_kernel<true> : single_kernel<false>, blocks, args);
+      OneShotArgs args = {p2p, in + call * pairs, out + call * out_pairs, pairs};
+      launch(is_sum ? one_shot_kernel<true> : one_shot_kernel<false>, blocks, args);
     }
   });
   return mesh.is_empty();
@@ -85,10 +85,10 @@ extern "C" int run_singles(int num, int pairs, int repeats, int blocks, int is_s
 // in and out [num, repeats, num, chunk]. Returns whether all slots are empty in the end.
 extern "C" int run_two_shots(int num, int chunk, int repeats, int blocks, const uint4* in, uint4* out) {
   Mesh mesh(num, two_shot_inbox_bytes(num));
-  mesh.run([&](int rank, const Peers& peers) {
+  mesh.run([&](int rank, const P2PGroup& p2p) {
     for (int repeat = 0; repeat < repeats; ++repeat) {
       const size_t first = (static_cast<size_t>(rank) * repeats + repeat) * num * chunk;
-      TwoShotArgs args = {peers, in + first, out + first, chunk};
+      TwoShotArgs args = {p2p, in + first, out + first, chunk};
       launch(num == 2 ? two_shot_kernel<2> : two_shot_kernel<4>, blocks, args, kTwoShotThreads);
     }
   });
@@ -101,14 +101,14 @@ extern "C" int run_gathers(int num, int rounds, int batch, int columns, int bloc
                            const bf16* gain, bf16* scaled, float* sums) {
   Mesh mesh(num, 2 * num * kSlotBytes);
   const size_t elements = static_cast<size_t>(batch) * columns;
-  mesh.run([&](int rank, const Peers& peers) {
+  mesh.run([&](int rank, const P2PGroup& p2p) {
     for (int round = 0; round < rounds; ++round) {
       const uint2* share = shares + (static_cast<size_t>(rank) * rounds + round) * elements / 4;
       std::jthread projection([&] {
-        for (size_t i = 0; i < elements / 4; ++i) send(peers, round % 2, 8 * i, share[i]);
+        for (size_t i = 0; i < elements / 4; ++i) send(p2p, round % 2, 8 * i, share[i]);
       });
       GatherArgs args = {};
-      args.peers = peers;
+      args.p2p = p2p;
       args.round = round % 2;
       args.residual = args.out = x + rank * elements;
       args.next_gain = gain;

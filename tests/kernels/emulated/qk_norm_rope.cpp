@@ -1,0 +1,25 @@
+// The kernel of qk_norm_rope.cuh on a host, a block after the other.
+#include "qk_norm_rope.cuh"
+
+#include <thread>
+#include <vector>
+
+using namespace meshserve;
+
+extern "C" void qk_norm_rope(int head_dim, const rope::Args* args) {
+  const auto kernel = head_dim == 128 ? rope::qk_norm_rope_kernel<128> : rope::qk_norm_rope_kernel<64>;
+  const int num_threads = args->num_tokens * args->kv_heads * (head_dim / 4);
+  Block state(rope::kThreads);
+  std::vector<std::jthread> threads;
+  for (unsigned t = 0; t < rope::kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      threadIdx = {t};
+      block = &state;
+      for (int first = 0; first < num_threads; first += rope::kThreads) {
+        blockIdx = {static_cast<unsigned>(first / rope::kThreads)};
+        kernel(*args);
+        __syncthreads();
+      }
+    });
+  }
+}

@@ -1,0 +1,24 @@
+// The kernel of threshold.cuh on a host, a row of logits after the other.
+#include "threshold.cuh"
+
+#include <thread>
+
+using namespace meshserve::sampling;
+
+extern "C" void find_thresholds(int num_rows, int vocab, const float* logits, const float* temperature,
+                                const int* top_k, const float* top_p, const float* min_p, uint32_t* threshold) {
+  const Args args = {logits, temperature, top_p, min_p, top_k, threshold, vocab};
+  Block state(kThreads);
+  std::vector<std::jthread> threads;
+  for (unsigned t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      threadIdx = {t};
+      block = &state;
+      for (int i = 0; i < num_rows; ++i) {
+        blockIdx = {static_cast<unsigned>(i)};
+        threshold_kernel(args);
+        __syncthreads();
+      }
+    });
+  }
+}
