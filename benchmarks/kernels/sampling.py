@@ -24,7 +24,8 @@ from jax.sharding import Mesh, PartitionSpec
 from meshserve.benchmarks.lib.timing import timed_ms
 from meshserve.kernels.sampling import implementation
 from meshserve.runtime.api.sampling_params import SamplingMode
-from meshserve.runtime.program.logits_processors import ProcessorState, sample_processed
+from meshserve.runtime.processors.contract import ProcessorState
+from meshserve.runtime.program.logits_processors import sample_processed
 from meshserve.runtime.program.processor_batch import ADJUSTS, SAMPLES, ProcessorShape
 from meshserve.runtime.program.sampling import SamplingBatch, sample
 from meshserve.runtime.weights.registry import named_model

@@ -18,9 +18,8 @@ State: the history and the bias of each running request, token by token, sharded
 when a request that needs it gets its row (`SlotAdjustments`), and counts its tokens itself from then on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,31 +28,14 @@ from flax import nnx
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.sampling_params import MAX_LOGPROBS
-from .processor_batch import (
-    ADJUSTS,
-    COUNT,
-    ENDS,
-    IN_PROMPT,
-    MUST_GO_ON,
-    SAMPLES,
-    WORD_BITS,
-    Logprobs,
-    ProcessorShape,
-    Sampled,
-)
+from ..processors import PROCESSORS
+from ..processors.contract import ProcessorState
+from .packing import DTYPES
+from .processor_batch import ADJUSTS, SAMPLES, WORD_BITS, Logprobs, ProcessorShape, Sampled
 from .sampling import SamplingBatch, local_token_ids
 
 _CHUNK_TOKENS = 128  # of the vocabulary, whose largest logit stands for them in the search for the top ones
 _BLOCK_TOKENS = 64  # of a prompt, whose logits exist at the same time
-
-Leaf = TypeVar("Leaf")
-
-
-class ProcessorState(NamedTuple, Generic[Leaf]):
-    """What adjusted rows keep on the devices. Its leaves are arrays, or what describes them."""
-
-    history: Leaf  # [max_running, V] int32, see `processor_batch`
-    bias: Leaf  # [max_running, V] float32
 
 
 def sample_processed(
@@ -76,11 +58,14 @@ def sample_processed(
       masks: [B, ceil(V / 32)] uint32, the same on every shard.
       choose: `sampling.sample`, of logits, parameters and mode.
     """
-    fields = {name: packed[place] for name, place in shape.fields.items()}
+    fields = {name: packed[place].view(DTYPES.get(name, jnp.int32)) for name, place in shape.fields.items()}
     slots, flags = fields["slots"], fields["flags"]
     token_ids = local_token_ids(logits.shape[1])
-    history = state.history.at[slots].get(mode="clip")
-    adjusted = _adjust(logits, history, state.bias.at[slots].get(mode="clip"), fields)
+    kept = ProcessorState(*(array.at[slots].get(mode="clip") for array in state))
+    columns = {name: values[:, None] for name, values in fields.items()}
+    adjusted = logits
+    for processor in PROCESSORS:
+        adjusted = processor.apply(adjusted, kept, columns)
     allowed = jnp.where((flags & ADJUSTS != 0)[:, None], adjusted, logits)
     allowed = jnp.where(_local_bits(masks, logits.shape[1]), allowed, -jnp.inf)
     params = SamplingBatch.unpacked(fields)
@@ -98,22 +83,6 @@ def sample_processed(
     history = state.history.at[slots, column].add(1, mode="drop")
     last_tokens = last_tokens.at[slots].set(tokens, mode="drop")
     return ProcessorState(history, state.bias), last_tokens, Sampled(tokens, logprobs)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _adjust(logits: jax.Array, history: jax.Array, bias: jax.Array, fields: Mapping[str, jax.Array]) -> jax.Array:
-    """Bias and bans, then repetition penalty, then the others, as vLLM has them. All [B, V / shards]."""
-    must_go_on = fields["flags"] & MUST_GO_ON != 0
-    logits = jnp.where(must_go_on[:, None] & (history & ENDS != 0), -jnp.inf, logits + bias)
-    count = history & COUNT
-    repetition = _float(fields["repetition_penalty"])[:, None]
-    repeated = jnp.where(logits > 0.0, logits / repetition, logits * repetition)
-    logits = jnp.where((history & IN_PROMPT != 0) | (count > 0), repeated, logits)
-    frequency, presence = _float(fields["frequency_penalty"])[:, None], _float(fields["presence_penalty"])[:, None]
-    return logits - frequency * count.astype(jnp.float32) - presence * (count > 0)
 
 
 def _local_bits(words: jax.Array, num_local: int) -> jax.Array:

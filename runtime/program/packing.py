@@ -6,18 +6,17 @@ import numpy as np
 
 from ..api.sampling_params import SamplingParams, Stage, params_at
 
-# The sampling parameters that the sampler of every step reads, and those that the logits processors read.
+# The sampling parameters that the sampler of every step reads.
 SAMPLER_PARAMS = params_at(Stage.SAMPLER)
-PENALTIES = params_at(Stage.PENALTY)
 
 # What is packed of each request for the sampler: its parameters, and the two halves of its seed.
 PARAM_FIELDS = (*SAMPLER_PARAMS, "seed_low", "seed_high")
 
 _DEFAULTS = SamplingParams()
-_PACKED = (*SAMPLER_PARAMS, *PENALTIES)
+_PACKED = params_at(Stage.SAMPLER, Stage.PENALTY)
 _MAX_INT32 = np.iinfo(np.int32).max
 
-# The type of each field on the device; the packed vector holds its bits as int32.
+# The type of each field on the device, if it is not int32; the packed vector holds its bits as int32.
 DTYPES: Mapping[str, type[np.number]] = {
     **{name: np.float32 if isinstance(getattr(_DEFAULTS, name), float) else np.int32 for name in _PACKED},
     "seed_low": np.uint32,
@@ -26,7 +25,7 @@ DTYPES: Mapping[str, type[np.number]] = {
 
 
 def consecutive(sizes: Iterable[tuple[str, int]]) -> dict[str, slice]:
-    """Where fields of these sizes lie."""
+    """Returns where fields of these sizes lie in a vector."""
     fields, start = {}, 0
     for name, size in sizes:
         fields[name] = slice(start, start + size)
@@ -35,9 +34,13 @@ def consecutive(sizes: Iterable[tuple[str, int]]) -> dict[str, slice]:
 
 
 def packed_params(params: SamplingParams, names: Sequence[str]) -> list[int]:
-    """The values of the parameters `names` as int32: floats as the bits of float32, large integers clipped."""
-    values = (getattr(params, name) for name in names)
+    """Packs the sampling parameters `names`; see `packed_values`."""
+    return packed_values(names, [getattr(params, name) for name in names])
+
+
+def packed_values(names: Sequence[str], values: Iterable[float]) -> list[int]:
+    """Packs the values of the fields `names` as int32: float32 as its bits, large integers clipped."""
     return [
-        int(np.float32(value).view(np.int32)) if DTYPES[name] is np.float32 else min(value, _MAX_INT32)
+        int(np.float32(value).view(np.int32)) if DTYPES.get(name) is np.float32 else int(min(value, _MAX_INT32))
         for name, value in zip(names, values, strict=True)
     ]

@@ -15,20 +15,17 @@ import numpy as np
 
 from ..api.request import Request
 from ..api.sampling_params import SamplingMode
+from ..processors import PROCESSORS
+from ..processors.contract import ProcessorState
 from ..scheduler.step_plan import StepPlan
-from .packing import PARAM_FIELDS, PENALTIES, consecutive, packed_params
-
-# A token of a row's history: how often it stands in the output, and beside that:
-IN_PROMPT = 1 << 30  # it stands in the prompt
-ENDS = 1 << 29  # it ends the request, which min_tokens forbids
-COUNT = ENDS - 1
+from .packing import PARAM_FIELDS, consecutive, packed_values
 
 # Flags of a request in a step:
-SAMPLES = 1  # the token counts; else it has no meaning
-ADJUSTS = 2  # its row of the state holds its history and bias
-MUST_GO_ON = 4  # no end token yet
+SAMPLES = 1  # the sampled token counts; otherwise it has no meaning
+ADJUSTS = 2  # logits processors apply: the request's slot holds its history and bias
 
-_REQUEST_FIELDS = ("slots", "flags", "sample_position", *PARAM_FIELDS, *PENALTIES)
+_PROCESSOR_FIELDS = tuple(name for processor in PROCESSORS for name in processor.fields)
+_REQUEST_FIELDS = ("slots", "flags", "sample_position", *PARAM_FIELDS, *_PROCESSOR_FIELDS)
 _STEP_FIELDS = ("mode", "has_logprobs")
 _SIZE_RATIO = 8
 
@@ -112,9 +109,8 @@ class ProcessorBatchBuilder:
         self._eos_token_ids = eos_token_ids
         self._sizes, self._no_slot = processor_sizes(max_running), max_running
         self._needs_processors = np.zeros(max_running, bool)
-        self._penalties = np.zeros((len(PENALTIES), max_running), np.int32)
+        self._values = np.zeros((len(_PROCESSOR_FIELDS), max_running), np.int32)
         self._flags = np.zeros(max_running, np.int32)
-        self._first_end = np.zeros(max_running, np.int32)  # position from which on end tokens are allowed
         self._modes = np.zeros(max_running, np.int32)
         self._has_logprobs = np.zeros(max_running, bool)
 
@@ -123,17 +119,21 @@ class ProcessorBatchBuilder:
         slot, params = request.slot, request.params
         self._needs_processors[slot] = request.needs_processors
         self._modes[slot] = params.mode
-        # These are read of every row of a step with any controlled one, so no earlier holder's may be left.
-        self._flags[slot], self._first_end[slot], self._has_logprobs[slot] = 0, 0, False
+        # Steps that need processors read these for all of their slots, so those of the slot's last request must go.
+        self._flags[slot], self._has_logprobs[slot] = 0, False
         if not request.needs_processors:
             return None
-        self._penalties[:, slot] = packed_params(params, PENALTIES)
-        self._flags[slot] = ADJUSTS if params.has_adjustments else 0
-        num_fresh_tokens = len(request.prompt_token_ids) - params.num_resumed_tokens
-        self._first_end[slot] = min(num_fresh_tokens + params.min_tokens, np.iinfo(np.int32).max)
         self._has_logprobs[slot] = params.logprobs is not None
+        if not params.has_adjustments:
+            return None
         assert slot is not None, request.request_id
-        return SlotAdjustments(slot, self._history(request), self._bias(request)) if params.has_adjustments else None
+        self._flags[slot] = ADJUSTS
+        values = [value for processor in PROCESSORS for value in processor.values(request)]
+        self._values[:, slot] = packed_values(_PROCESSOR_FIELDS, values)
+        state = ProcessorState(np.zeros(self._vocab_size, np.int32), np.zeros(self._vocab_size, np.float32))
+        for processor in PROCESSORS:
+            processor.write_slot(request, state, self._eos_token_ids)
+        return SlotAdjustments(slot, *state)
 
     def mode(self, slots: np.ndarray) -> int:
         """What the step's own sampler must do: nothing much, if `processors` does it again."""
@@ -158,31 +158,11 @@ class ProcessorBatchBuilder:
         slots = step["slots"][: plan.num_requests]
         samples = np.ones(len(slots), np.int32)
         samples[len(plan.decodes) :] = [chunk.is_sampling for chunk in plan.prefills]
-        must_go_on = step["sample_position"][: len(slots)] < self._first_end[slots]
-        fields["flags"][: len(slots)] = self._flags[slots] | SAMPLES * samples | MUST_GO_ON * must_go_on
-        for name, values in zip(PENALTIES, self._penalties, strict=True):
+        fields["flags"][: len(slots)] = self._flags[slots] | SAMPLES * samples
+        for name, values in zip(_PROCESSOR_FIELDS, self._values, strict=True):
             fields[name][: len(slots)] = values[slots]
         fields["mode"][0] = self._modes[slots].max()
         fields["has_logprobs"][0] = self._has_logprobs[slots].any()
-
-    def _history(self, request: Request) -> np.ndarray:
-        """As it is now: with every output token that the host knows, which is all when a request gets its row."""
-        params, prompt = request.params, request.prompt_token_ids
-        num_fresh_tokens = len(prompt) - params.num_resumed_tokens
-        output = [*prompt[num_fresh_tokens:], *request.output_token_ids]
-        history = np.bincount(output, minlength=self._vocab_size).astype(np.int32)
-        history[np.array(prompt[:num_fresh_tokens], np.int32)] |= IN_PROMPT
-        ends = params.stop_token_ids if params.ignore_eos else {*self._eos_token_ids, *params.stop_token_ids}
-        history[list(ends)] |= ENDS
-        return history
-
-    def _bias(self, request: Request) -> np.ndarray:
-        params = request.params
-        bias = np.full(self._vocab_size, -np.inf if params.allowed_token_ids else 0.0, np.float32)
-        bias[list(params.allowed_token_ids)] = 0.0
-        bias[list(params.logit_bias)] += list(params.logit_bias.values())
-        bias[list(params.bad_token_ids)] = -np.inf
-        return bias
 
     @staticmethod
     def _prompt_targets(plan: StepPlan, step: dict[str, np.ndarray]) -> np.ndarray | None:

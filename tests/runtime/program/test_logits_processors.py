@@ -11,18 +11,9 @@ import scipy.stats
 from jax.sharding import PartitionSpec
 
 from meshserve.runtime.api.sampling_params import SamplingMode
+from meshserve.runtime.processors.contract import ENDS, IN_PROMPT, ProcessorState
 from meshserve.runtime.program import logits_processors
-from meshserve.runtime.program.logits_processors import ProcessorState
-from meshserve.runtime.program.processor_batch import (
-    ADJUSTS,
-    ENDS,
-    IN_PROMPT,
-    MUST_GO_ON,
-    SAMPLES,
-    ProcessorShape,
-    next_size,
-    processor_sizes,
-)
+from meshserve.runtime.program.processor_batch import ADJUSTS, SAMPLES, ProcessorShape, next_size, processor_sizes
 from meshserve.runtime.program.sampling import sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
@@ -96,7 +87,7 @@ class Case:
 
     def packed(self, shape: ProcessorShape, seeds: np.ndarray, positions: np.ndarray, rows: np.ndarray) -> np.ndarray:
         packed = np.zeros(shape.size, np.int32)
-        flags = SAMPLES | ADJUSTS | (MUST_GO_ON if self.must_go_on else 0)
+        flags = SAMPLES | ADJUSTS
         seed = seeds.astype(np.uint64)
         floats = {
             "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p,
@@ -106,6 +97,7 @@ class Case:
         values = {name: np.full(len(rows), value, np.float32).view(np.int32) for name, value in floats.items()}
         values |= {
             "slots": rows, "flags": np.full(len(rows), flags), "sample_position": positions,
+            "first_end": positions + self.must_go_on,
             "top_k": np.full(len(rows), self.top_k), "seed_low": (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32),
             "seed_high": (seed >> np.uint64(32)).astype(np.uint32).view(np.int32),
         }  # fmt: skip

@@ -12,13 +12,10 @@ from meshserve.runtime.api.errors import InvalidRequestError
 from meshserve.runtime.api.request import FinishReason, Output, Request, TokenLogprobs
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams, Stage, params_at
 from meshserve.runtime.client import messages, resume
+from meshserve.runtime.processors.contract import COUNT, ENDS, IN_PROMPT
 from meshserve.runtime.program.batch import BatchBuilder, declare_buckets
 from meshserve.runtime.program.processor_batch import (
     ADJUSTS,
-    COUNT,
-    ENDS,
-    IN_PROMPT,
-    MUST_GO_ON,
     SAMPLES,
     ProcessorBatch,
     ProcessorBatchBuilder,
@@ -281,7 +278,8 @@ def test_end_tokens_are_held_off_for_so_many_tokens():
     for _ in range(4):
         plan, _, processors = loop.step()
         assert processors is not None
-        must_go_on.append(bool(unpacked(processors)["flags"][0] & MUST_GO_ON))
+        fields = unpacked(processors)
+        must_go_on.append(bool(fields["sample_position"][0] < fields["first_end"][0]))
         loop.account(plan)
     assert must_go_on == [True, True, False, False] and len(request.output_token_ids) == 4
 

@@ -1,0 +1,19 @@
+"""Allowed and bad tokens: excludes all tokens but the allowed ones, and the bad ones.
+
+It writes a bias of minus infinity, which `Bias` applies.
+"""
+
+import numpy as np
+
+from ..api.request import Request
+from .contract import HostState, LogitsProcessor
+
+
+class Bans(LogitsProcessor):
+    params = ("allowed_token_ids", "bad_token_ids")
+
+    def write_slot(self, request: Request, state: HostState, eos_token_ids: frozenset[int]) -> None:
+        allowed = request.params.allowed_token_ids
+        if allowed:
+            state.bias[np.isin(np.arange(len(state.bias)), allowed, invert=True)] = -np.inf
+        state.bias[list(request.params.bad_token_ids)] = -np.inf
