@@ -19,7 +19,7 @@ class FindThreshold(Protocol):
     def __call__(
         self, logits: jax.Array, *, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
     ) -> jax.Array:
-        """Returns each request's threshold. `runtime.api.request.SamplingParams` describes the parameters.
+        """Returns each request's threshold. `runtime.api.sampling_params.SamplingParams` describes the parameters.
 
         Args:
           logits: [B, V] float32.

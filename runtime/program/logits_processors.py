@@ -1,21 +1,20 @@
-"""Sampling that looks at more than a row's logits, and log-probabilities: programs of their own, after the step's.
+"""Step 7 of 10, for requests that need more than the step's own sampler: logits processors and log-probabilities.
 
-Step 7 of 10, where a row asks for it. In: the logits of a step, and what the host says of its rows (`processor_batch`).
-Out: its tokens again, now under penalties, bias, bans and masks, and their log-probabilities.
+In: the logits of a step, and what `processor_batch` packed of its requests. Out: the tokens, sampled again from logits
+that the families of `runtime/processors` and grammar masks have changed, and log-probabilities.
 
-    run (forward; samples as if nobody wanted more)  ->  sample (here; its tokens replace the step's)
+    run (the step; samples without processors)  ->  sample (here; its tokens replace those of the step)
 
-Both are dispatched one behind the other; steps whose rows want nothing of this consist of the first alone, which knows
-nothing of the second but that its logits are an output. So only the head of a controlled step waits for the host: the
-layers of step k+1 run while the host makes what depends on the token of step k, a grammar's mask, and `sample` comes
-when it is there.
+These are programs of their own, dispatched after the step, which knows nothing of them except that its logits are an
+output. Steps that need no processors consist of the first program alone. Of a constrained step, only the sampling waits
+for the host: the layers of step k+1 run while the host computes the grammar mask that follows from the token of step k.
 
-A mask says which tokens a request may take in this step: `masks[i]` is for the i-th request of the plan (its decodes,
-then its prefill chunks), ceil(V / 32) words of uint32, token t in bit t % 32 of word t // 32. Rows without a grammar
-are all ones. Where a mask leaves no token the first one of the vocabulary is taken.
+`masks[i]` says which tokens the i-th request of the plan (its decodes, then its prefill chunks) may take: ceil(V / 32)
+words of uint32, token t in bit t % 32 of word t // 32. It is all ones for requests without a grammar. If no token is
+allowed, the first one of the vocabulary is taken.
 
-State: the history and the bias of each running request, token by token, sharded like the vocabulary. A row is written
-when a request that needs it gets its row (`SlotAdjustments`), and counts its tokens itself from then on.
+The state of a slot (`ProcessorState`) is written when a request is assigned to it; the program then counts the tokens
+that it samples.
 """
 
 from collections.abc import Callable
@@ -34,8 +33,8 @@ from .packing import DTYPES
 from .processor_batch import ADJUSTS, SAMPLES, WORD_BITS, Logprobs, ProcessorShape, Sampled
 from .sampling import SamplingBatch, local_token_ids
 
-_CHUNK_TOKENS = 128  # of the vocabulary, whose largest logit stands for them in the search for the top ones
-_BLOCK_TOKENS = 64  # of a prompt, whose logits exist at the same time
+_CHUNK_TOKENS = 128  # the top tokens are searched by the largest logit of each such chunk of the vocabulary
+_BLOCK_TOKENS = 64  # prompt tokens whose logits are in memory at the same time
 
 
 def sample_processed(
@@ -49,14 +48,14 @@ def sample_processed(
     vocab_size: int,
     choose: Callable[[jax.Array, SamplingBatch, jax.Array], jax.Array],
 ) -> tuple[ProcessorState[jax.Array], jax.Array, Sampled[jax.Array]]:
-    """Samples a step's rows anew, written per shard.
+    """Samples the tokens of a step again, after the logits processors. Written per shard.
 
     Args:
-      state, last_tokens: consumed; the next ones are returned.
-      logits: [B, V / shards] float32, of the step.
-      packed: see `ProcessorShape.fields`.
+      state, last_tokens: consumed; the updated ones are returned.
+      logits: [B, V / shards] float32, from the step.
+      packed: the fields of `ProcessorShape.fields`.
       masks: [B, ceil(V / 32)] uint32, the same on every shard.
-      choose: `sampling.sample`, of logits, parameters and mode.
+      choose: `sampling.sample` as a function of logits, parameters and mode.
     """
     fields = {name: packed[place].view(DTYPES.get(name, jnp.int32)) for name, place in shape.fields.items()}
     slots, flags = fields["slots"], fields["flags"]
@@ -79,14 +78,14 @@ def sample_processed(
     )
     is_here = (tokens >= token_ids[0]) & (tokens <= token_ids[-1])
     counts = (flags & SAMPLES != 0) & (flags & ADJUSTS != 0) & is_here
-    column = jnp.where(counts, tokens - token_ids[0], logits.shape[1])  # else outside, and dropped
+    column = jnp.where(counts, tokens - token_ids[0], logits.shape[1])  # others lie outside and are dropped
     history = state.history.at[slots, column].add(1, mode="drop")
     last_tokens = last_tokens.at[slots].set(tokens, mode="drop")
     return ProcessorState(history, state.bias), last_tokens, Sampled(tokens, logprobs)
 
 
 def _local_bits(words: jax.Array, num_local: int) -> jax.Array:
-    """This shard's part of bits that stand in words for the whole vocabulary: [B, V / shards] bool."""
+    """Returns this shard's part, [B, V / shards] bool, of bits packed in words for the whole vocabulary."""
     num_words = num_local // WORD_BITS + 2  # a shard may begin and end within a word
     first = jax.lax.axis_index(TENSOR_AXIS) * num_local
     padded = jnp.pad(words, ((0, 0), (0, num_words + jax.lax.axis_size(TENSOR_AXIS))))
@@ -96,7 +95,7 @@ def _local_bits(words: jax.Array, num_local: int) -> jax.Array:
 
 
 def _logprobs(logits: jax.Array, tokens: jax.Array, *, vocab_size: int) -> Logprobs[jax.Array]:
-    """Of the given tokens [B], and the likeliest, from this shard's logits [B, V / shards]."""
+    """Returns those of the given tokens [B] and of the most likely ones, from this shard's logits [B, V / shards]."""
     token_ids = local_token_ids(logits.shape[1])
     logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
     highest = jax.lax.pmax(logits.max(axis=1), TENSOR_AXIS)
@@ -113,7 +112,7 @@ def _no_logprobs(tokens: jax.Array, vocab_size: int) -> Logprobs[jax.Array]:
 
 
 def _top(logits: jax.Array, token_ids: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
-    """Ids and values [B, num_top] of each row's largest logits over all shards, the lowest id first among equals.
+    """Returns ids and values [B, num_top] of each row's largest logits over all shards, lowest id first among equals.
 
     Exact without sorting the vocabulary: the `num_top` largest lie in the `num_top` chunks with the largest maxima.
     """
@@ -137,8 +136,10 @@ def _top(logits: jax.Array, token_ids: jax.Array, num_top: int) -> tuple[jax.Arr
 def prompt_logprobs(
     structure: nnx.GraphDef, params: nnx.State, hidden: jax.Array, targets: jax.Array
 ) -> Logprobs[jax.Array]:
-    """Of the tokens `targets` [T] after a step's tokens, whose hidden states are [T, D] (`model.Forward`); written per
-    shard."""
+    """Returns those of `targets` [T], the tokens after the step's, from its hidden states [T, D] (`model.Forward`).
+
+    Written per shard.
+    """
     model = nnx.merge(structure, params)
     hidden = model.after_last_mlp(hidden)
     num_tokens = len(targets)
@@ -157,8 +158,12 @@ def prompt_logprobs(
 def set_slot_adjustments(
     state: ProcessorState[jax.Array], slot: jax.Array, history: jax.Array, bias: jax.Array
 ) -> ProcessorState[jax.Array]:
-    """The state with one row new, written per shard. `slot` [1] is its index; history and bias are of the padded
-    vocabulary [V], the same on every shard."""
+    """Returns the state with that of one slot replaced. Written per shard.
+
+    Args:
+      slot: [1] int32, its index.
+      history, bias: [V], for the padded vocabulary, the same on every shard.
+    """
     num_local = state.history.shape[1]
     first = jax.lax.axis_index(TENSOR_AXIS) * num_local
     parts = [jax.lax.dynamic_slice_in_dim(whole, first, num_local) for whole in (history, bias)]

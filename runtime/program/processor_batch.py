@@ -1,7 +1,7 @@
-"""Packs what the logits processors of a step need to know of its requests: step 5 of 10.
+"""Step 5 of 10, for the logits processors: packs what they need to know about the requests of a step.
 
-In: StepPlan, and the packed step. Out: one more packed vector, the rows that its state needs anew, and the prompt
-tokens whose log-probabilities are wanted. numpy only.
+In: StepPlan, and the packed step. Out: one more packed vector, the state of slots that were newly assigned, and the
+prompt tokens whose log-probabilities are requested. Uses numpy only.
 """
 
 import itertools
@@ -36,24 +36,24 @@ Leaf = TypeVar("Leaf")
 
 @dataclass(frozen=True, order=True)
 class ProcessorShape:
-    """The shape of a control vector: one compiled program."""
+    """The shape of the packed vector; each shape has one compiled program."""
 
     num_requests: int
 
     @cached_property
     def fields(self) -> dict[str, slice]:
-        """Where each field lies in the packed vector."""
+        """Returns where each field lies in the packed vector."""
         by_request = ((name, self.num_requests) for name in _REQUEST_FIELDS)
         return consecutive(itertools.chain(by_request, ((name, 1) for name in _STEP_FIELDS)))
 
     @cached_property
     def size(self) -> int:
-        """Length of the packed vector."""
+        """Returns the length of the packed vector."""
         return max(place.stop for place in self.fields.values())
 
 
 def processor_sizes(largest: int, smallest: int = 1) -> tuple[int, ...]:
-    """The sizes that control programs exist in: few, because each is compiled."""
+    """Returns the sizes that the programs are compiled for, ascending: few, because each takes time to compile."""
     sizes = [smallest]
     while sizes[-1] * _SIZE_RATIO < largest:
         sizes.append(sizes[-1] * _SIZE_RATIO)
@@ -61,47 +61,47 @@ def processor_sizes(largest: int, smallest: int = 1) -> tuple[int, ...]:
 
 
 def next_size(sizes: Sequence[int], needed: int) -> int:
-    """The smallest of `sizes`, ascending, that is enough."""
+    """Returns the smallest of the ascending `sizes` that is at least `needed`."""
     return sizes[bisect_left(sizes, needed)]
 
 
 class SlotAdjustments(NamedTuple):
-    """What the device keeps of a request whose logits are adjusted, token by token of the vocabulary."""
+    """The state of a slot whose request has its logits changed, for each token of the vocabulary."""
 
     slot: int
     history: np.ndarray  # [V] int32
-    bias: np.ndarray  # [V] float32, -inf for tokens that are out
+    bias: np.ndarray  # [V] float32, -inf for excluded tokens
 
 
 class ProcessorBatch(NamedTuple):
-    """The controls of a dispatch, in this order: rows, then the vector."""
+    """The input of a step's logits processors, in the order of dispatch."""
 
     slots: Sequence[SlotAdjustments]
-    packed: np.ndarray | None  # int32, see `ProcessorShape`; None: the step samples for itself
-    prompt_targets: np.ndarray | None  # [T] int32: the prompt token after each of the step's, -1 where not wanted
+    packed: np.ndarray | None  # int32, see `ProcessorShape`; None: the step's own sample is used
+    prompt_targets: np.ndarray | None  # [T] int32: the prompt token after each token of the step, or -1
 
 
 class Logprobs(NamedTuple, Generic[Leaf]):
-    """Of the model's own distribution at each of [...] positions."""
+    """Log-probabilities in the model's unchanged distribution, at each of [...] positions."""
 
-    token: Leaf  # [...] float32, of the token that stands there
-    top_ids: Leaf  # [..., N] int32, the likeliest first; of equals the lowest id
+    token: Leaf  # [...] float32, of the token at the position
+    top_ids: Leaf  # [..., N] int32, most likely first, the lowest id first among equals
     top: Leaf  # [..., N] float32
 
 
 class Sampled(NamedTuple, Generic[Leaf]):
-    """What `processors.sample_processed` brings. The log-probabilities are zeros where nobody asked."""
+    """The result of `logits_processors.sample_processed`. Log-probabilities that no request asked for are zeros."""
 
     tokens: Leaf  # [B] int32
     logprobs: Logprobs[Leaf]
 
 
 class ProcessorBatchBuilder:
-    """Keeps what the running requests want, by row.
+    """Packs steps, and keeps the parameters of the running requests by slot.
 
     Args:
-      vocab_size: of the model.
-      eos_token_ids: end every request that does not ignore them.
+      vocab_size: the model's, without padding.
+      eos_token_ids: the tokens that end every request that does not ignore them.
     """
 
     def __init__(self, *, max_running: int, vocab_size: int, eos_token_ids: frozenset[int]):
@@ -115,7 +115,7 @@ class ProcessorBatchBuilder:
         self._has_logprobs = np.zeros(max_running, bool)
 
     def admit(self, request: Request) -> SlotAdjustments | None:
-        """A request got its row. Returns what the device must be told of it before it is next sampled."""
+        """Records a request that was assigned a slot. Returns the state that the device needs for it, if any."""
         slot, params = request.slot, request.params
         self._needs_processors[slot] = request.needs_processors
         self._modes[slot] = params.mode
@@ -136,13 +136,16 @@ class ProcessorBatchBuilder:
         return SlotAdjustments(slot, *state)
 
     def mode(self, slots: np.ndarray) -> int:
-        """What the step's own sampler must do: nothing much, if `processors` does it again."""
+        """Returns the mode of the step's own sampler, which is the cheapest one if its sample is replaced."""
         return SamplingMode.GREEDY if self._needs_processors[slots].any() else int(self._modes[slots].max(initial=0))
 
     def build(
         self, plan: StepPlan, num_requests: int, step: dict[str, np.ndarray], slots: Sequence[SlotAdjustments]
     ) -> ProcessorBatch | None:
-        """The controls of a plan whose step is packed in `step`; None if nobody wants any. Books the prompt tokens."""
+        """Returns the input for a plan whose step is packed in `step`, or None if no request needs it.
+
+        Records that the log-probabilities of the step's prompt tokens were requested.
+        """
         targets = self._prompt_targets(plan, step)
         real = step["slots"][: plan.num_requests]
         packed, shape = None, ProcessorShape(next_size(self._sizes, num_requests))
@@ -169,7 +172,7 @@ class ProcessorBatchBuilder:
         targets, place = None, len(plan.decodes) + plan.num_drafts
         for request, start, num_tokens, _ in plan.prefills:
             if request.num_prompt_logprobs_left:
-                first = max(start, request.num_prompt_logprobs)  # position t gives the one of token t + 1
+                first = max(start, request.num_prompt_logprobs)  # position t gives that of token t + 1
                 last = min(start + num_tokens, len(request.prompt_token_ids) - 1)
                 if first < last:
                     if targets is None:

@@ -1,7 +1,7 @@
-"""The compiled control programs of a server, and their state. Serves step 7 of 10; `processors` is what they compute.
+"""Compiles the programs of `logits_processors` and holds their state. Serves step 7 of 10.
 
-A step comes in many shapes, and compiling a sampler takes about as long as compiling a step of a small model. So these
-programs exist in few sizes, and the logits and hidden states of a step are padded to the next one.
+Steps come in many shapes, and compiling a sampler takes about as long as compiling a step of a small model. These
+programs are therefore compiled for few sizes, and the logits and hidden states of a step are padded to the next one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +33,12 @@ _VOCAB_AXES = (None, "vocab")
 _REPLICATED = PartitionSpec()
 _PADDING = ("pad logits", "pad hidden")
 _ALLOCATING = ("allocate", "no masks")
-_MIN_PROMPT_TOKENS = 64  # fewer cost as much: the head's weights are read in any case
+_MIN_PROMPT_TOKENS = 64  # fewer cost as much, because the unembedding's weights are read in any case
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorPrograms:
-    """What is compiled, and for which shapes. `params` may be shapes with shardings."""
+    """Declares the programs and their shapes. `params` may be shapes with shardings."""
 
     structure: nnx.GraphDef
     params: nnx.State
@@ -48,12 +48,12 @@ class ProcessorPrograms:
     real_vocab_size: int  # without padding to whole shards
     is_unrolled: bool
     find_threshold: FindThreshold | None = None
-    has_output_buffers: bool = False  # steps do, see `kept`
-    has_library_gemms: bool = False  # in the MLP and the head of prompts' tokens, as in steps with as many
+    has_output_buffers: bool = False  # see `output_buffers`
+    has_library_gemms: bool = False  # for the MLP and logits of prompt tokens, as in steps of that size
 
     @property
     def vocab_size(self) -> int:
-        """Padded to whole shards."""
+        """Returns the size of the vocabulary padded to whole shards."""
         return self._logits(1).shape[1]
 
     @cached_property
@@ -74,18 +74,18 @@ class ProcessorPrograms:
 
     @cached_property
     def state_shapes(self) -> ProcessorState[jax.ShapeDtypeStruct]:
-        """The state with its shardings."""
+        """Returns the shapes of the state, with shardings."""
         history = self._shape((self.max_running, self.vocab_size), jnp.int32, _VOCAB_AXES)
         return ProcessorState(history, self._shape(history.shape, jnp.float32, _VOCAB_AXES))
 
     @property
     def resident_bytes(self) -> int:
-        """What `LogitsProcessors.allocate` takes on each device."""
+        """Returns the memory that `LogitsProcessors.allocate` takes on each device."""
         return shard_bytes((self.state_shapes, [self._masks(size) for size in self.sampler_sizes]))
 
     @property
     def step_output_bytes(self) -> int:
-        """What the largest step leaves on each device for these programs to work on, unless it keeps it anyway."""
+        """Returns the size of the largest step's outputs on each device, or 0 if these have buffers of their own."""
         if self.has_output_buffers:
             return 0
         return max(
@@ -94,16 +94,19 @@ class ProcessorPrograms:
         )
 
     def scratch_bytes(self, added: Mapping[ProgramKey, int]) -> int:
-        """What must be free on each device for any of them to run after a step, of what each adds to its arguments.
+        """Returns the memory that must be free on each device for any program to run after a step.
 
-        They work on what the step has left, which may have to be padded first.
+        That includes the step's outputs, which may have to be padded first.
+
+        Args:
+          added: the bytes that each program needs besides its arguments.
         """
         padding = max((num_bytes for (kind, _), num_bytes in added.items() if kind in _PADDING), default=0)
         others = max(num_bytes for (kind, _), num_bytes in added.items() if kind not in (*_PADDING, *_ALLOCATING))
         return self.step_output_bytes + padding + others
 
     def to_lower(self) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
-        """All of them, by what they do and their size."""
+        """Returns how to lower each program, by its kind and size."""
         programs: dict[ProgramKey, Callable[[], jax.stages.Lowered]] = {
             ("allocate", 0): self._lower_allocate,
             ("set row", 0): self._lower_set_row,
@@ -182,7 +185,7 @@ class ProcessorPrograms:
         return sharded.lower(self.params, self._hidden(num_tokens), self._shape((num_tokens,)))
 
     def _lower_padding(self, shape: jax.ShapeDtypeStruct, num_rows: int) -> jax.stages.Lowered:
-        """Zeros at the end, up to `num_rows`."""
+        """Lowers a program that appends zeros up to `num_rows`."""
         padding = (0, num_rows - shape.shape[0])
         return jax.jit(lambda x: jnp.pad(x, (padding, (0, 0))), out_shardings=shape.sharding).lower(shape)
 
@@ -195,7 +198,11 @@ class ProcessorPrograms:
 
 
 class LogitsProcessors:
-    """Compiles on construction (`num_threads`: see `compiles.compile_all`); call `allocate` before anything else."""
+    """Runs the programs. Construction compiles them; call `allocate` before any other method.
+
+    Args:
+      num_threads: see `compile_cache.compile_all`.
+    """
 
     def __init__(self, declared: ProcessorPrograms, num_threads: int = 0):
         self._declared = declared
@@ -205,28 +212,28 @@ class LogitsProcessors:
 
     @property
     def device_bytes(self) -> int:
-        """What `allocate` takes on each device."""
+        """Returns the memory that `allocate` takes on each device."""
         return self._declared.resident_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """What must be free on each device for any of them to run after a step."""
+        """Returns the memory that must be free on each device for any program to run after a step."""
         return self._declared.scratch_bytes({key: added_bytes(program) for key, program in self._programs.items()})
 
     def allocate(self) -> None:
-        """Takes the memory for the state, and waits for it."""
+        """Allocates the state and waits until this is done."""
         self._state = self._programs["allocate", 0]()
-        # What rows without a grammar may take: all. Kept on the devices, so that it need not travel every step.
+        # The masks of steps without a grammar stay on the devices, so that they need no transfer.
         self._no_masks = {size: self._programs["no masks", size]() for size in self._declared.sampler_sizes}
         jax.block_until_ready((self._state, self._no_masks))
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         for array in (*self._state, *self._no_masks.values()):
             array.delete()
 
     def set_row(self, row: int, history: np.ndarray, bias: np.ndarray) -> None:
-        """Dispatches what is to be known of an adjusted request."""
+        """Dispatches the state of a slot; see `processor_batch.SlotAdjustments`."""
         padding = (0, self._declared.vocab_size - len(history))
         history, bias = np.pad(history, padding), np.pad(bias, padding)
         self._state = self._programs["set row", 0](self._state, np.array([row], np.int32), history, bias)
@@ -234,9 +241,11 @@ class LogitsProcessors:
     def sample(
         self, packed: np.ndarray, logits: jax.Array, last_tokens: jax.Array, masks: np.ndarray | None
     ) -> tuple[jax.Array, Sampled[jax.Array]]:
-        """Dispatches the sampling of a step. Returns the next table of last tokens; `last_tokens` is consumed.
+        """Dispatches the sampling of a step. Returns the updated table of last tokens, and the result.
 
-        `masks` are of the plan's first requests, or of all; None: every token is allowed.
+        Args:
+          last_tokens: consumed.
+          masks: for the plan's first requests, or for all; None allows every token.
         """
         size = next_size(self._declared.sampler_sizes, len(logits))
         if masks is not None:
@@ -253,7 +262,7 @@ class LogitsProcessors:
         return last_tokens, sampled
 
     def prompt_logprobs(self, params: nnx.State, hidden: jax.Array, targets: np.ndarray) -> Logprobs[jax.Array]:
-        """Dispatches the log-probabilities of the prompt tokens [T] that follow a step's; those of -1 mean nothing."""
+        """Dispatches the log-probabilities of `targets` [T], the tokens after a step's; those of -1 are undefined."""
         num_tokens = len(targets)
         size = next_size(self._declared.prompt_sizes, num_tokens)
         targets = np.pad(targets, (0, size - num_tokens), constant_values=-1)
@@ -262,7 +271,7 @@ class LogitsProcessors:
         return found
 
     def _padded(self, kind: str, x: jax.Array) -> jax.Array:
-        """As it is where its size is one that programs exist in."""
+        """Pads to the next size that the programs are compiled for."""
         program = self._programs.get((kind, len(x)))
         return program(x) if program is not None else x
 

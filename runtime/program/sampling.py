@@ -1,16 +1,17 @@
-"""Choosing the next token from logits that lie in vocabulary shards.
+"""Chooses the next token from logits that are sharded over the vocabulary.
 
-Step 7 of 10. In: float32 logits of this shard's vocabulary. Out: one token a row, the same on every shard.
+Step 7 of 10. In: float32 logits of this shard's part of the vocabulary. Out: one token per request, the same on every
+shard.
 
-The logits are never gathered. Top-k and top-p find the one logit value that separates kept from dropped tokens by a
-search over the bits of its float, four bits a round, with one small `psum` a round: exact for every k and p, no sort.
-Where one GPU has the whole vocabulary, a kernel searches (`kernels.sampling`).
-Tokens whose logit equals the threshold are all kept. Sampling is the Gumbel-max trick; its noise comes from a counter
-(request seed, position, token id), so a token depends neither on the batch, nor the step, nor the number of shards.
+The logits are never gathered. Top-k and top-p find the logit that separates kept from dropped tokens, the threshold, by
+a search over the bits of its float, four bits per round, with one small `psum` per round. This is exact for every k and
+p, without sorting. Where one GPU holds the whole vocabulary, a kernel searches (`kernels.sampling`). Tokens whose logit
+equals the threshold are all kept. Tokens are drawn by the Gumbel-max trick with noise from a counter (request seed,
+position, token id), so that a token depends neither on the batch, nor the step, nor the number of shards.
 
-The host knows what the rows of a step want, and says so in one number (`SamplingMode`): the program has one flat
-switch, or is made for one mode. What needs a row's earlier tokens, masks or log-probabilities is a program of its own:
-`processors`.
+The host knows what the requests of a step need, and passes it as one number (`SamplingMode`): the program branches on
+it, or is compiled for one mode. Penalties, grammar masks and log-probabilities have programs of their own, see
+`logits_processors`.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,11 +31,11 @@ from .packing import DTYPES, PARAM_FIELDS
 _DIGIT_BITS = 4
 _THREEFRY_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _THREEFRY_PARITY = 0x1BD11BDA
-_MIN_TEMPERATURE = 1e-30  # greedy in all but name; logits divided by less overflow
+_MIN_TEMPERATURE = 1e-30  # practically greedy; dividing logits by less would overflow
 
 
 class SamplingBatch(NamedTuple):
-    """One set of parameters a row, each [B]. See `request.SamplingParams` for their meaning."""
+    """The parameters of each request, each [B]. See `sampling_params.SamplingParams` for their meaning."""
 
     temperature: jax.Array  # float32; 0 is greedy
     top_p: jax.Array  # float32
@@ -42,16 +43,16 @@ class SamplingBatch(NamedTuple):
     min_p: jax.Array  # float32; 0 is off
     seed_low: jax.Array  # uint32
     seed_high: jax.Array  # uint32
-    position: jax.Array  # int32: of the token to be sampled
+    position: jax.Array  # int32: position of the token to be sampled
 
     @classmethod
     def unpacked(cls, fields: Mapping[str, jax.Array]) -> Self:
-        """From the packed fields of a step, int32 [B] each."""
+        """Takes the parameters from the packed fields of a step, each [B]."""
         params = {name: fields[name].view(DTYPES[name]) for name in PARAM_FIELDS}
         return cls(**params, position=fields["sample_position"])
 
 
-# logits [B, V / shards], and their rows' parameters -> the least key [B] uint32 (see `_sortable`) of the kept tokens
+# Takes logits [B, V / shards] and parameters; returns the smallest key [B] uint32 (see `_sortable`) of the kept tokens.
 _Threshold = Callable[[jax.Array, SamplingBatch], jax.Array]
 
 
@@ -65,20 +66,20 @@ def sample(
     exchange: Exchange = all_gather,
     find_threshold: FindThreshold | None = None,
 ) -> jax.Array:
-    """One token a row. Call inside `shard_map`.
+    """Returns one token per request. Call inside `shard_map`.
 
     Args:
       logits: [B, V / shards] float32, this shard's part of the padded vocabulary.
-      params: per row.
-      mode: a `SamplingMode` that is enough for every row; a row's token does not depend on it. An int32 array: the
-        program has them all and chooses on the device.
-      vocab_size: of the model; padding beyond it is never chosen.
-      is_unrolled: write out the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
-      exchange: tells the shards each other's best token.
-      find_threshold: a kernel that does the searches where one shard has the whole vocabulary.
+      params: the requests' parameters.
+      mode: a `SamplingMode` that suffices for every request; tokens do not depend on it. With an int32 array, the
+        program contains all modes and chooses on the device.
+      vocab_size: the model's; padding beyond it is never chosen.
+      is_unrolled: unrolls the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
+      exchange: gathers the best token of every shard.
+      find_threshold: a kernel that replaces the searches where one shard has the whole vocabulary.
 
     Returns:
-      [B] int32 token ids, equal on every shard. Greedy rows take the largest logit, the lowest id among equals.
+      [B] int32 token ids, equal on every shard. Greedy requests take the largest logit, the lowest id among equals.
     """
     token_ids = local_token_ids(logits.shape[1])
     if logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
@@ -112,17 +113,17 @@ def sample(
 
 
 def local_token_ids(num_local: int) -> jax.Array:
-    """The ids of this shard's part of the vocabulary."""
+    """Returns the token ids of this shard's part of the vocabulary."""
     return jax.lax.axis_index(TENSOR_AXIS) * num_local + jnp.arange(num_local, dtype=jnp.int32)
 
 
 def _temperature(params: SamplingBatch) -> jax.Array:
-    """What logits are divided by [B]; of greedy rows anything."""
+    """Returns the divisors of the logits, [B]; those of greedy requests are not used."""
     return jnp.where(params.temperature > 0.0, jnp.maximum(params.temperature, _MIN_TEMPERATURE), 1.0)
 
 
 def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, threshold: _Threshold) -> jax.Array:
-    """Scores whose largest is a sample: greedy rows keep their logits, tokens below the threshold get -inf."""
+    """Returns scores whose largest is the sample: logits if greedy, else with noise, and -inf below the threshold."""
     scaled = logits / _temperature(params)[:, None]
     is_kept = _sortable(logits) >= threshold(logits, params)[:, None]
     drawn = jnp.where(is_kept, scaled + _gumbel(params, token_ids), -jnp.inf)
@@ -136,8 +137,11 @@ def _no_threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
 def _by_kernel(
     find_threshold: FindThreshold, logits: jax.Array, params: SamplingBatch, *, is_chosen_later: bool
 ) -> _Threshold:
-    """All filters by the kernel. Where the device chooses the mode it runs before, so that no branch holds a kernel:
-    for rows without filters it has nothing to do."""
+    """Returns a function that applies all filters by the kernel.
+
+    Where the device chooses the mode, the kernel runs before the branch, so that no branch contains a kernel. It
+    returns at once for requests without filters.
+    """
 
     def threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
         return find_threshold(
@@ -151,19 +155,19 @@ def _by_kernel(
 
 
 def _threshold_of_all(logits: jax.Array, params: SamplingBatch, *, is_unrolled: bool) -> jax.Array:
-    """min-p, then top-k, then top-p of what is left."""
+    """Applies min-p, then top-k, then top-p to the remaining tokens."""
     threshold = _min_p_threshold(logits, params)
     threshold = _top_k_threshold(logits, params, threshold, is_unrolled=is_unrolled)
     return _top_p_threshold(logits, params, threshold, is_unrolled=is_unrolled)
 
 
 def _min_p_threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
-    """Rows keep the tokens that are at least `min_p` times as likely as the likeliest."""
+    """Keeps the tokens that are at least `min_p` times as likely as the most likely one."""
     return _sortable(_highest(logits) + _temperature(params) * jnp.log(params.min_p))
 
 
 def _top_k_threshold(logits: jax.Array, params: SamplingBatch, least: jax.Array, *, is_unrolled: bool) -> jax.Array:
-    """Of the tokens from `least` on, rows with top_k > 0 keep the k largest; fewer than k real tokens are all kept."""
+    """Keeps the k largest of the tokens with keys of at least `least`, or all if there are fewer. 0 is off."""
     keys = _sortable(logits)
     is_counted = jnp.isfinite(logits) & (keys >= least[:, None])
     weights = is_counted.astype(jnp.float32)  # counts below 2^24 are exact
@@ -174,7 +178,7 @@ def _top_k_threshold(logits: jax.Array, params: SamplingBatch, least: jax.Array,
 def _top_p_threshold(
     logits: jax.Array, params: SamplingBatch, least: jax.Array | None = None, *, is_unrolled: bool
 ) -> jax.Array:
-    """Of the tokens from `least` on, rows with top_p < 1 keep the smallest set of most likely ones that reaches p."""
+    """Keeps the smallest set of most likely tokens, of those from `least` on, whose probability reaches p. 1 is off."""
     least = _no_threshold(logits, params) if least is None else least
     keys = _sortable(logits)
     weights = jnp.exp((logits - _highest(logits)[:, None]) / _temperature(params)[:, None])
@@ -190,16 +194,16 @@ def _highest(logits: jax.Array) -> jax.Array:
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-    """float32 -> uint32 in the same order; -0.0 equals 0.0."""
+    """Maps float32 to uint32 keys of the same order; -0.0 equals 0.0."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits & sign != 0, ~bits, bits | sign)
 
 
 def _threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, is_unrolled: bool) -> jax.Array:
-    """The largest key t of each row such that the weights of all keys >= t, over all shards, reach the target.
+    """Returns each row's largest key t such that the weights of all keys >= t, over all shards, reach the target.
 
-    keys, weights [B, V / shards]; target [B] -> [B] uint32. 0 where rounding keeps even the whole row below the target.
+    keys, weights [B, V / shards]; target [B] -> [B] uint32. 0 if rounding keeps the whole sum below the target.
     """
     digits = jnp.arange(1, 1 << _DIGIT_BITS, dtype=jnp.uint32)
     sums = _sums_in_one_pass if is_unrolled else _sums
@@ -207,7 +211,7 @@ def _threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, is_unr
     def fix_digit(index: jax.Array, prefix: jax.Array) -> jax.Array:
         shift = jnp.uint32(32 - _DIGIT_BITS) - jnp.uint32(_DIGIT_BITS) * index.astype(jnp.uint32)
         candidates = prefix[:, None] | (digits << shift)  # [B, 15], ascending
-        # What is reached falls along the candidates: as many reach the target as the digit says.
+        # Sums decrease along the candidates, so the number that reach the target is the digit.
         reached = jax.lax.psum(sums(keys, weights, candidates), TENSOR_AXIS)
         digit = (reached >= target).sum(axis=0, dtype=jnp.uint32)
         return prefix | (digit << shift)
@@ -217,13 +221,13 @@ def _threshold(keys: jax.Array, weights: jax.Array, target: jax.Array, *, is_unr
 
 
 def _sums(keys: jax.Array, weights: jax.Array, candidates: jax.Array) -> jax.Array:
-    """The weights of each row's keys from each of its candidates on. [B, V], [B, V], [B, C] -> [C, B]."""
+    """Sums the weights of each row's keys >= each of its candidates. [B, V], [B, V], [B, C] -> [C, B]."""
     is_above = keys[:, None, :] >= candidates[:, :, None]
     return jnp.where(is_above, weights[:, None, :], 0.0).sum(axis=2).T
 
 
 def _sums_in_one_pass(keys: jax.Array, weights: jax.Array, candidates: jax.Array) -> jax.Array:
-    """The same as one reduction of many values, of which a GPU's compiler makes one pass over the row, not C."""
+    """Computes `_sums` as one reduction of many values, which XLA compiles for GPUs to one pass over the row, not C."""
     columns = jnp.split(candidates, candidates.shape[1], axis=1)
     above = [jnp.where(keys >= column, weights, 0.0) for column in columns]
     sums = jax.lax.reduce(above, [jnp.float32(0.0)] * len(above), partial(jax.tree.map, jax.lax.add), dimensions=(1,))
@@ -231,7 +235,7 @@ def _sums_in_one_pass(keys: jax.Array, weights: jax.Array, candidates: jax.Array
 
 
 def _gumbel(params: SamplingBatch, token_ids: jax.Array) -> jax.Array:
-    """Standard Gumbel noise [B, V / shards], a function of (seed, position, token id) alone."""
+    """Returns standard Gumbel noise [B, V / shards], a function of (seed, position, token id) alone."""
     shape = (params.position.shape[0], token_ids.shape[0])
     position = jnp.broadcast_to(params.position.astype(jnp.uint32)[:, None], shape)
     token = jnp.broadcast_to(token_ids.astype(jnp.uint32)[None, :], shape)
@@ -241,9 +245,9 @@ def _gumbel(params: SamplingBatch, token_ids: jax.Array) -> jax.Array:
 
 
 def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """The first word of Threefry-2x32 with 20 rounds (Salmon et al., 2011), elementwise over uint32 arrays.
+    """Returns the first word of Threefry-2x32 with 20 rounds (Salmon et al., 2011), elementwise over uint32 arrays.
 
-    Written out so that XLA fuses it with its use; jax's own primitive is a kernel of its own on GPUs.
+    It is written out so that XLA fuses it with its use; on GPUs, jax's own primitive would be a separate kernel.
     """
     keys = (key_low, key_high, key_low ^ key_high ^ jnp.uint32(_THREEFRY_PARITY))
     x, y = low + keys[0], high + keys[1]
@@ -257,7 +261,7 @@ def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.
 
 
 def _best_of_shards(score: jax.Array, token_id: jax.Array, exchange: Exchange) -> jax.Array:
-    """The token of each row's largest score [B] over all shards; the lowest id among equals."""
+    """Returns the token of each row's largest score [B] over all shards, the lowest id among equals."""
     if jax.lax.axis_size(TENSOR_AXIS) == 1:
         return token_id
     packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), token_id], axis=1)
