@@ -209,7 +209,7 @@ class Bench:
         num_bytes = self.layer_bytes(batch, context) + 2 * self.embedding.size
         self.record("step", batch, context, num_bytes, figures)
 
-    def head(self, batch: int) -> None:
+    def logits(self, batch: int) -> None:
         x = random_array((batch, self.model.embed), 7)
 
         @jax.jit
@@ -220,7 +220,7 @@ class Bench:
                 x = embedding[jnp.argmax(logits, axis=-1)]
             return x
 
-        self.record("head", batch, 0, 2 * self.embedding.size, self.time(lambda x: run(self.embedding, x), x, 4))
+        self.record("logits", batch, 0, 2 * self.embedding.size, self.time(lambda x: run(self.embedding, x), x, 4))
 
     def parts(self, batch: int) -> None:
         """Times sequences of one projection over the layers; each output feeds the next call through a narrow sum."""
@@ -259,10 +259,10 @@ class Bench:
             self.record(part, batch, 0, num_bytes, figures)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3-8b"])
-    parser.add_argument("--what", nargs="+", choices=("step", "stack", "splits", "parts", "head"), default=["step"])
+    parser.add_argument("--what", nargs="+", choices=("step", "stack", "splits", "parts", "logits"), default=["step"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument(
         "--context", nargs="+", type=int, default=[1024], help="context length of every request, in tokens"
@@ -281,22 +281,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="measured time per figure")
     parser.add_argument("--bandwidth", type=float, default=3.35, help="the roofline's memory bandwidth, TB/s")
     parser.add_argument("--json", help="file to write the rows to")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = []
-    for name in arguments.model:
-        bench = Bench(name, arguments)
-        for what in arguments.what:
-            for batch in arguments.batch:
-                if what in ("parts", "head"):
+    for name in options.model:
+        bench = Bench(name, options)
+        for what in options.what:
+            for batch in options.batch:
+                if what in ("parts", "logits"):
                     getattr(bench, what)(batch)
                     continue
-                for context in arguments.context:
+                for context in options.context:
                     getattr(bench, what)(batch, context)
         rows += bench.rows
-    if arguments.json:
-        with open(arguments.json, "w") as file:
+    if options.json:
+        with open(options.json, "w") as file:
             json.dump(rows, file, indent=1)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

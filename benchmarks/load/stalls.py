@@ -12,7 +12,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshserve.deploy import demo
@@ -75,21 +75,21 @@ def follow(tokenizer: Tokenizer, grammars: Grammars) -> None:
         grammars.renew_masks([matcher])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", type=Path, default=Path(demo.__file__).with_name("model"), help="the model whose tokenizer is used"
     )
     parser.add_argument("--runs", type=int, default=3, help="runs per kind of work (default: %(default)s)")
-    arguments = parser.parse_args()
-    tokenizer = Tokenizer(arguments.model)
+    options = parser.parse_args(arguments)
+    tokenizer = Tokenizer(options.model)
     vocab_size = -(-tokenizer.vocab_size // 32) * 32
     eos_token_ids = frozenset(filter(tokenizer.knows, tokenizer.eos_token_ids))
-    grammars = Grammars(arguments.model / "tokenizer.json", vocab_size, eos_token_ids)
+    grammars = Grammars(options.model / "tokenizer.json", vocab_size, eos_token_ids)
     tokenizer.render_chat([{"role": "user", "content": "a"}])  # as a server does at startup
     for name, work in works(tokenizer, grammars).items():
         stalls, seconds = [], []
-        for _ in range(arguments.runs):
+        for _ in range(options.runs):
             with Sleeper() as sleeper:
                 started = time.perf_counter()
                 work()
@@ -97,7 +97,8 @@ def main() -> None:
             stalls.append(sleeper.longest_seconds)
         still, took = (statistics.median(values) * 1e3 for values in (stalls, seconds))
         print(f"{name:40} {took:8.1f} ms, other threads stalled for {still:7.1f} ms", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

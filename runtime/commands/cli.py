@@ -20,14 +20,7 @@ from ..telemetry.logs import configure_logs, drop_output
 
 _EXIT_USAGE = 2
 _MAX_TOKEN_DAYS = 36_500
-# Benchmarks of `meshserve bench`, and the subpackage of meshserve.benchmarks that each is in.
-_BENCHMARKS = {
-    **dict.fromkeys(("decode", "loading", "prefill", "scaling", "speculation", "start", "throughput"), "engine"),
-    **dict.fromkeys(("kernels", "sampling"), "kernels"),
-    "baselines": "",
-    "serve": "load",
-    "soak": "checks",
-}
+_BENCHMARK_FOLDERS = ("load", "engine", "kernels", "checks")  # of meshserve.benchmarks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench", help="benchmark this machine", add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    bench.add_argument("benchmark", choices=sorted(_BENCHMARKS), help="benchmark to run")
+    bench.add_argument("benchmark", help="benchmark to run")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark; its --help lists them")
     bench.add_argument("-h", "--help", action=_BenchHelp, nargs=0, help="list the benchmarks and exit")
     bench.set_defaults(run=_bench)
@@ -135,23 +128,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _benchmark_module(name: str) -> str:
-    return ".".join(part for part in ("meshserve.benchmarks", _BENCHMARKS[name], name) if part)
+def benchmarks() -> dict[str, tuple[str, str]]:
+    """Finds the benchmarks: each module of the folders above that defines `main(arguments)`, and `baselines`.
+
+    The source files are read, because the benchmarks are slow to import.
+
+    Returns:
+      By name: the module, and the first line of its docstring.
+    """
+    spec = importlib.util.find_spec("meshserve.benchmarks")
+    roots = [Path(root) for root in spec.submodule_search_locations or ()] if spec is not None else []
+    found = {}
+    for root in roots:
+        paths = [path for folder in _BENCHMARK_FOLDERS for path in root.glob(f"{folder}/*.py")]
+        for path in [*paths, root / "baselines" / "__init__.py"]:
+            text = path.read_text(encoding="utf-8")
+            if "\ndef main(arguments" in text:
+                parts = [part for part in path.relative_to(root).with_suffix("").parts if part != "__init__"]
+                about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+                found[parts[-1]] = ".".join(("meshserve.benchmarks", *parts)), about
+    return found
 
 
 class _BenchHelp(argparse.Action):
-    """Prints the help of `bench` with the first docstring line of each benchmark.
-
-    The docstrings are read from the source files, because the benchmarks are slow to import.
-    """
+    """Prints the help of `bench` with the first docstring line of each benchmark."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:  # type: ignore[no-untyped-def]
         lines = ["benchmarks:"]
-        for name in sorted(_BENCHMARKS):
-            spec = importlib.util.find_spec(_benchmark_module(name))
-            assert spec is not None and spec.origin is not None
-            about = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-            lines.append(f"  {name:12} {about.partition(chr(10))[0]}")
+        lines += [f"  {name:16} {about}" for name, (_, about) in sorted(benchmarks().items())]
         parser.epilog = "\n".join(lines)
         parser.print_help()
         parser.exit()
@@ -263,7 +267,9 @@ def _plan(namespace: argparse.Namespace) -> int:
 
 
 def _bench(namespace: argparse.Namespace) -> int:
-    return importlib.import_module(_benchmark_module(namespace.benchmark)).main(namespace.arguments)
+    if (found := benchmarks().get(namespace.benchmark)) is None:
+        raise ConfigError(f"there is no benchmark {namespace.benchmark!r}; `meshserve bench --help` lists them.")
+    return importlib.import_module(found[0]).main(namespace.arguments)
 
 
 def _token(namespace: argparse.Namespace) -> int:
