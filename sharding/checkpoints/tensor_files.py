@@ -4,7 +4,7 @@ A file is eight bytes with the length of a JSON header, the header (dtype, shape
 tensors' bytes (https://huggingface.co/docs/safetensors#format). Rows that are contiguous both in the file
 and in a shard are read straight into the shard. Columns go through a buffer of `_BLOCK_BYTES` that each thread reuses.
 The safetensors library makes one more copy of every slice, holds the interpreter lock meanwhile, and maps the whole
-file: docs/decisions/033-libraries-for-weights.md has the figures.
+file: docs/decisions/033-weight-libraries.md has the figures.
 """
 
 import json
