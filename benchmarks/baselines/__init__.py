@@ -1,6 +1,6 @@
 """Runs the same token-id workloads on Hugging Face, vLLM and meshserve, on one device, each in its own process.
 
-    meshserve bench baselines      # Qwen3-0.6B, 4 prompts of 32 ids, 100 new tokens: the table of the README
+    meshserve bench baselines      # Qwen3-0.6B, 4 prompts of 32 ids, 100 new tokens
     meshserve bench baselines --python-vllm /opt/vllm/bin/python --workload nano-vllm --engines hf-batched vllm ours
 
 A baseline is another engine that serves the same models.
