@@ -1,8 +1,8 @@
 """The sampling parameters of a request. Each is written once, here, with its range and how the device receives it.
 
 Decoding of the public messages, the gateway, offline files, validation and packing all read this table. A new
-parameter takes a field here, one in inference.proto (and in the client's `SamplingFields`), and the code in
-`runtime/program` that applies it.
+parameter takes a field here, one in inference.proto and in the client's `SamplingFields`, and the code that applies it:
+a module of `runtime/processors`, or `program/sampling.py`.
 """
 
 import dataclasses

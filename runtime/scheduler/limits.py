@@ -59,14 +59,7 @@ class SchedulerLimits:
         """
         max_context = self.max_context
         num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens == 0:
-            raise InvalidRequestError("prompt", "has no tokens; at least 1 is required. Send a non-empty prompt.")
-        if num_prompt_tokens >= max_context:
-            raise InvalidRequestError(
-                "prompt",
-                f"has {num_prompt_tokens} tokens; this server accepts {max_context - 1} (max_context minus one output "
-                "token). Shorten it or restart with a larger --max-context.",
-            )
+        check_prompt_length("prompt", num_prompt_tokens, max_context)
         max_total_tokens = min(num_prompt_tokens + request.params.max_tokens, max_context)
         num_needed = self.num_pages_for(max_total_tokens - 1)  # the last token's keys and values are never needed
         if num_needed > num_pages:
@@ -80,3 +73,18 @@ class SchedulerLimits:
                 "restart with a larger cache (--num-pages, --memory-fraction).",
             )
         return max_total_tokens
+
+
+def check_prompt_length(field: str, num_tokens: int, max_context: int) -> None:
+    """
+    Raises:
+      InvalidRequestError: A prompt of `num_tokens` is empty or too long. The error names the request's `field`.
+    """
+    if num_tokens == 0:
+        raise InvalidRequestError(field, "has 0 tokens; at least 1 is required. Send a non-empty prompt.")
+    if num_tokens >= max_context:
+        raise InvalidRequestError(
+            field,
+            f"has {num_tokens} tokens; this server accepts {max_context - 1} (max_context minus one output token). "
+            "Shorten it or restart with a larger --max-context.",
+        )

@@ -13,6 +13,7 @@ from ..api.constraint import Constraint
 from ..api.engine_api import ModelInfo
 from ..api.errors import InvalidRequestError
 from ..api.sampling_params import SamplingParams
+from ..scheduler.limits import check_prompt_length
 from ..text import chat_messages
 from ..text.grammar import Grammar, Grammars, compiled
 from ..text.tokenizer import Tokenizer
@@ -84,22 +85,12 @@ class Intake:
         return self._tokenizer.encode(self._tokenizer.render_chat(messages, **options))
 
     def checked(self, field: str, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens of a prompt, if this server can serve it.
+        """Returns the tokens of a prompt that this server can serve.
 
         Raises:
           InvalidRequestError: there are none, too many, or one is outside the vocabulary.
         """
-        if not token_ids:
-            raise InvalidRequestError(
-                field, "the prompt has 0 tokens; allowed is 1 or more. Send something to continue."
-            )
-        max_context = self._info.max_context_tokens
-        if len(token_ids) >= max_context:
-            raise InvalidRequestError(
-                field,
-                f"the prompt has {len(token_ids)} tokens; this server accepts {max_context - 1} (max_context "
-                f"{max_context}, less one for the output). Shorten it or restart with --max-context.",
-            )
+        check_prompt_length(field, len(token_ids), self._info.max_context_tokens)
         self._check_vocabulary(field, token_ids)
         return token_ids
 

@@ -30,7 +30,7 @@ def add_all(scheduler: Scheduler, *requests: Request) -> None:
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "max_tokens", "fault"),
     [
-        (0, 4, "^prompt: has no tokens"),
+        (0, 4, "^prompt: has 0 tokens"),
         (32, 4, r"^prompt: has 32 tokens; this server accepts 31 \(max_context.*Shorten it or restart"),
         (20, 9, "^sampling.max_tokens: 20 prompt tokens and up to 9 output tokens need 7 pages.*has 6. Ask for 5"),
         (25, 9, "^prompt: 25 prompt tokens and up to 7 output tokens need 8 pages.*has 6. Shorten the prompt"),
