@@ -1,6 +1,7 @@
-// A mesh whose ranks are streams of one GPU, for testing the P2P kernels on a machine with one GPU. The shapes must be
-// small: all blocks of all ranks run at once, or a rank that waits would keep the one it waits for from starting. So
-// would a kernel that CUDA loads at its first launch, for which it waits for the device: all are loaded before.
+// A mesh whose ranks are streams of one GPU, for testing the P2P kernels on a machine with one GPU. Shapes must be
+// small enough for all blocks of all ranks to run at once; otherwise a waiting rank would keep the one it waits for
+// from starting. All kernels are loaded first, because CUDA waits for the device when it loads a kernel at its first
+// launch.
 #include <vector>
 
 #include "launch.cuh"
@@ -11,7 +12,7 @@ using namespace meshserve;
 
 namespace {
 
-// Inboxes of `num` ranks for one channel, empty; and a stream each.
+// Empty inboxes of `num` ranks for one channel, and a stream per rank.
 struct Mesh {
   explicit Mesh(int num) : Mesh(num, 2 * num * kSlotBytes) {}
   Mesh(int num, size_t bytes) : streams(num), groups(num) {
@@ -58,7 +59,7 @@ struct Ranks {
   const float* inverse_frequencies;
 };
 
-// Runs all layers `repeats` times on the same x; every time's result is left in x_out[rank]. 0, or CUDA's error.
+// Runs all layers `repeats` times on the same x, with the result in x_out[rank]. Returns 0 or CUDA's error.
 extern "C" int run_layers(const Ranks* ranks, const Shapes* shapes, float epsilon, float scale, float rotary_scale,
                           void* const* x_out, int repeats, char* error, int size) {
   Mesh mesh(ranks->num);
@@ -86,7 +87,7 @@ extern "C" int run_layers(const Ranks* ranks, const Shapes* shapes, float epsilo
   return snprintf(error, size, "%s", cudaGetErrorString(status)), status;
 }
 
-// Adds up (or exchanges) `repeats` times: input [num, repeats, pairs], output [num, repeats, pairs or num * pairs].
+// All-reduces (or all-gathers) `repeats` times: in [num, repeats, pairs], out [num, repeats, pairs or num * pairs].
 extern "C" int run_one_shots(int num, int pairs, int repeats, int is_sum, const uint2* in, uint2* out, char* error,
                              int size) {
   Mesh mesh(num);
@@ -107,7 +108,7 @@ extern "C" int run_one_shots(int num, int pairs, int repeats, int is_sum, const 
   return snprintf(error, size, "%s", cudaGetErrorString(status)), status;
 }
 
-// Adds up in two shots `repeats` times: input and output [num, repeats, num, chunk].
+// All-reduces in two shots `repeats` times: in and out [num, repeats, num, chunk].
 extern "C" int run_two_shots(int num, int chunk, int repeats, const uint4* in, uint4* out, char* error, int size) {
   Mesh mesh(num, two_shot_inbox_bytes(num));
   const auto kernel = num == 2 ? two_shot_kernel<2> : two_shot_kernel<4>;

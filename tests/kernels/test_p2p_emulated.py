@@ -34,7 +34,7 @@ def added(shares: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("num", "pairs", "blocks"), [(2, 300, 2), (3, 128, 1), (4, 131, 1)])
-def test_sums_are_added_in_the_order_of_the_ranks(library: ctypes.CDLL, num: int, pairs: int, blocks: int) -> None:
+def test_one_shot_all_reduce_sums_in_rank_order(library: ctypes.CDLL, num: int, pairs: int, blocks: int) -> None:
     repeats = 4
     shares = np.random.default_rng(num).standard_normal((num, repeats, 4 * pairs)).astype(BFLOAT16)
     out = np.full((num, repeats, 4 * pairs), np.nan, BFLOAT16)
@@ -44,9 +44,7 @@ def test_sums_are_added_in_the_order_of_the_ranks(library: ctypes.CDLL, num: int
 
 
 @pytest.mark.parametrize(("num", "chunk", "blocks"), [(2, 4700, 2), (2, 3, 1), (4, 1600, 1)])
-def test_sums_in_two_shots_are_added_in_the_order_of_the_ranks(
-    library: ctypes.CDLL, num: int, chunk: int, blocks: int
-) -> None:
+def test_two_shot_all_reduce_sums_in_rank_order(library: ctypes.CDLL, num: int, chunk: int, blocks: int) -> None:
     """Runs up to ten turns per thread, with some idle threads."""
     repeats = 3
     shares = np.random.default_rng(num).standard_normal((num, repeats, num * chunk * 8)).astype(BFLOAT16)
@@ -59,7 +57,7 @@ def test_sums_in_two_shots_are_added_in_the_order_of_the_ranks(
         np.testing.assert_array_equal(row, expected.astype(BFLOAT16).astype(np.float32))
 
 
-def test_what_looks_like_an_empty_slot_arrives(library: ctypes.CDLL) -> None:
+def test_words_that_look_like_an_empty_slot_arrive(library: ctypes.CDLL) -> None:
     num, pairs, repeats = 3, 40, 3
     words = np.random.default_rng(5).integers(0, 2**32, (num, repeats, 2 * pairs), np.uint32)
     words[:, :, ::7] = 0xFFFFFFFF
@@ -71,7 +69,7 @@ def test_what_looks_like_an_empty_slot_arrives(library: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize(("num", "batch", "columns", "blocks"), [(2, 1, 256, 1), (4, 3, 128, 1), (2, 5, 384, 2)])
-def test_a_gather_leaves_what_the_next_projection_reads(
+def test_gather_writes_the_inputs_of_the_next_projection(
     library: ctypes.CDLL, num: int, batch: int, columns: int, blocks: int
 ) -> None:
     rounds, draw = 5, np.random.default_rng(batch)

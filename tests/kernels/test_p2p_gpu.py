@@ -53,7 +53,7 @@ def over(mesh: Mesh, function, num_results: int = 1):
 
 
 @pytest.mark.parametrize("kilobytes", KILOBYTES)
-def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, p2p: P2PGroup, kilobytes: int) -> None:
+def test_all_reduce_is_the_rounded_float64_sum(mesh: Mesh, p2p: P2PGroup, kilobytes: int) -> None:
     num_elements = kilobytes * 512
 
     def both(rank: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,7 +69,7 @@ def test_a_sum_is_the_float64_sum_rounded(mesh: Mesh, p2p: P2PGroup, kilobytes: 
 
 
 @pytest.mark.parametrize("kilobytes", [8, 64, 512, 4096])
-def test_thousands_of_sums_are_all_right(mesh: Mesh, p2p: P2PGroup, kilobytes: int) -> None:
+def test_thousands_of_all_reduces_are_right(mesh: Mesh, p2p: P2PGroup, kilobytes: int) -> None:
     """Compares every element on the device with the sum of what all ranks drew, bit for bit."""
     add = partial(p2p_gpu.p2p_all_reduce, p2p=p2p)
     count = wrong_elements(mesh, add, num_elements=kilobytes * 512, tolerance=0.0, num_sums=3000)
@@ -77,7 +77,7 @@ def test_thousands_of_sums_are_all_right(mesh: Mesh, p2p: P2PGroup, kilobytes: i
 
 
 @pytest.mark.parametrize("num_elements", [256, 3 << 20])
-def test_what_looks_like_an_empty_slot_arrives_too(mesh: Mesh, p2p: P2PGroup, num_elements: int) -> None:
+def test_words_that_look_like_an_empty_slot_arrive(mesh: Mesh, p2p: P2PGroup, num_elements: int) -> None:
     def add(rank: jax.Array) -> jax.Array:
         bits = jnp.where(jnp.arange(num_elements) % 3 == 0, 0xFFFF, 0x3F80).astype(jnp.uint16)
         return p2p_gpu.p2p_all_reduce(jax.lax.bitcast_convert_type(bits, jnp.bfloat16), p2p)[None]
@@ -87,7 +87,7 @@ def test_what_looks_like_an_empty_slot_arrives_too(mesh: Mesh, p2p: P2PGroup, nu
     assert (out[:, 1::3] == mesh.size).all()
 
 
-def test_an_exchange_is_an_all_gather(mesh: Mesh, p2p: P2PGroup) -> None:
+def test_all_gather(mesh: Mesh, p2p: P2PGroup) -> None:
     def both(rank: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = (jnp.arange(34, dtype=jnp.int32).reshape(17, 2) + 1) * (1 - 2 * rank[0]) - 1 - (rank[0] == 0)
         return p2p_gpu.p2p_all_gather(x, p2p)[None], reference.p2p_all_gather(x, p2p)[None]

@@ -120,7 +120,7 @@ def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize("num", [2, 4, 8])
 @pytest.mark.parametrize("is_one_shot", [True, False], ids=["one-shot", "two-shots"])
 @pytest.mark.parametrize(("kilobytes", "repeats"), [(4, 3000), (10, 500), (64, 300), (512, 60), (2048, 9), (16384, 3)])
-def test_every_sum_is_the_float32_sum(
+def test_all_reduce_is_the_float32_sum(
     library: ctypes.CDLL, kilobytes: int, repeats: int, is_one_shot: bool, num: int
 ) -> None:
     if is_one_shot and kilobytes > 2048:
@@ -147,7 +147,7 @@ def test_every_sum_is_the_float32_sum(
         np.testing.assert_array_equal(np.asarray(jnp.array(sums, copy=True), np.float32)[rank], expected)
 
 
-def test_an_exchange_brings_what_every_rank_has(library: ctypes.CDLL) -> None:
+def test_all_gather(library: ctypes.CDLL) -> None:
     num, repeats, pairs = 4, 200, 17
     draw = np.random.default_rng(2).integers(-(2**31), 2**31 - 1, (num, repeats, pairs * 2), np.int32)
     got = jnp.zeros((num, repeats, num, pairs * 2), jnp.int32)

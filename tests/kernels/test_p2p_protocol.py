@@ -97,29 +97,29 @@ def replaced(values: tuple, index: int, value: object) -> tuple:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_rounds"), [(2, 6), (3, 3)])
-def test_two_slots_a_rank_suffice(num_ranks: int, num_rounds: int) -> None:
+def test_two_slots_per_rank_suffice(num_ranks: int, num_rounds: int) -> None:
     assert explore(num_ranks, num_rounds, 2) > 100
 
 
-def test_one_slot_a_rank_does_not() -> None:
+def test_one_slot_per_rank_does_not_suffice() -> None:
     with pytest.raises(BrokenError, match=r"round"):
         explore(2, 3, 1)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_rounds"), [(2, 6), (3, 3)])
-def test_two_do_where_the_kernel_of_the_next_round_has_started(num_ranks: int, num_rounds: int) -> None:
+def test_two_slots_suffice_if_the_next_rounds_kernel_has_started(num_ranks: int, num_rounds: int) -> None:
     """Both gathers of a layer may run at the same time."""
     assert explore(num_ranks, num_rounds, 2, num_kernels=2) > 100
 
 
-def test_they_do_not_where_the_kernel_of_the_round_after_next_has_started() -> None:
+def test_two_slots_do_not_suffice_if_a_kernel_two_rounds_ahead_has_started() -> None:
     """This is why the QKV projection lets no kernel start before the preceding gather has ended."""
     with pytest.raises(BrokenError, match=r"took a word of round 0 in round 2"):
         explore(2, 6, 2, num_kernels=3)
 
 
 @pytest.mark.parametrize("num_buffers", [2, 3, 4])
-def test_no_number_of_slots_suffices_for_many_rounds_in_a_kernel(num_buffers: int) -> None:
+def test_no_number_of_slots_suffices_for_several_rounds_per_kernel(num_buffers: int) -> None:
     """This is why a two-shot call uses no slot twice."""
     with pytest.raises(BrokenError, match=r"was to empty"):
         explore(2, 6, num_buffers, rounds_of_a_kernel=6)

@@ -1,5 +1,4 @@
-// What every cluster of decode attention finds out from the lengths, and how parts are merged, by the source of
-// context_parts.cuh on a host.
+// Runs context_parts.cuh on the host: how the clusters of decode attention find their parts, and how parts are merged.
 #include "context_parts.cuh"
 
 #include <thread>
@@ -11,7 +10,7 @@ extern "C" int count_clusters(int batch, int fewest_shares, int least_share, int
   return most_clusters(batch, fewest_shares, least_share, max_context);
 }
 
-// parts [num_clusters]
+// Writes parts [num_clusters].
 extern "C" void find_parts(const ContextCuts* cuts, ContextPart* parts) {
   Block state(32);
   std::vector<std::jthread> lanes;
@@ -27,8 +26,8 @@ extern "C" void find_parts(const ContextCuts* cuts, ContextPart* parts) {
   }
 }
 
-// `num_calls` times, one after the other: parts [calls, parts, G, H + 4] as attention leaves them, each a block's, are
-// merged into out [calls, G, H] by blocks that run at once.
+// Merges parts [calls, parts, G, H + 4], as attention writes them, into out [calls, G, H]. Each part has a block, the
+// blocks of a call run at the same time, and the calls run one after another.
 extern "C" void merge(int num_parts, int group, int num_calls, const float* parts, bf16* out) {
   constexpr int H = 128, kThreads = 128;
   struct State {

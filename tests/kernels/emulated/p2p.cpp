@@ -1,5 +1,5 @@
-// The kernels of kernels/cuda/p2p.cuh and two_shot.cuh on a host: each rank is a thread that starts its kernels one
-// after another, and each of their CUDA threads is one, too.
+// Runs the kernels of kernels/cuda/p2p.cuh and two_shot.cuh on the host. Each rank is a host thread that starts its
+// kernels one after another; each CUDA thread is a host thread, too.
 #include "two_shot.cuh"
 
 #include <algorithm>
@@ -24,17 +24,17 @@ class Mesh {
     p.rank = rank;
     p.counter = &counters_[rank];
     p.stalled = stalled_;
-    p.patience_nanoseconds = 600000000000ull;  // threads, more than there are cores, on a machine that may be busy
+    p.patience_nanoseconds = 600000000000ull;  // long, because there are more threads than cores
     return p;
   }
 
-  // Runs `body` for every rank at once.
+  // Runs `body` for all ranks at the same time.
   void run(const std::function<void(int, const P2PGroup&)>& body) {
     std::vector<std::jthread> ranks;
     for (int rank = 0; rank < num_; ++rank) ranks.emplace_back([&, rank] { body(rank, group(rank)); });
   }
 
-  // Whether every slot has been emptied.
+  // Returns whether every slot is empty.
   bool is_empty() const {
     return std::all_of(inboxes_.begin(), inboxes_.end(), [](const auto& inbox) {
       return std::all_of(inbox.begin(), inbox.end(), [](uint8_t byte) { return byte == 0xFF; });
@@ -68,7 +68,7 @@ void launch(void (*kernel)(Args), int blocks, const Args& args, unsigned num_thr
 
 }  // namespace
 
-// in [num, repeats, pairs], out [num, repeats, pairs or num * pairs]. Returns whether all slots are empty in the end.
+// in [num, repeats, pairs], out [num, repeats, pairs or num * pairs]. Returns whether all slots are empty afterwards.
 extern "C" int run_one_shots(int num, int pairs, int repeats, int blocks, int is_sum, const uint2* in, uint2* out) {
   Mesh mesh(num, 2 * num * kSlotBytes);
   const size_t out_pairs = is_sum ? pairs : num * pairs;
@@ -82,7 +82,7 @@ extern "C" int run_one_shots(int num, int pairs, int repeats, int blocks, int is
   return mesh.is_empty();
 }
 
-// in and out [num, repeats, num, chunk]. Returns whether all slots are empty in the end.
+// in and out [num, repeats, num, chunk]. Returns whether all slots are empty afterwards.
 extern "C" int run_two_shots(int num, int chunk, int repeats, int blocks, const uint4* in, uint4* out) {
   Mesh mesh(num, two_shot_inbox_bytes(num));
   mesh.run([&](int rank, const P2PGroup& p2p) {
@@ -95,8 +95,8 @@ extern "C" int run_two_shots(int num, int chunk, int repeats, int blocks, const 
   return mesh.is_empty();
 }
 
-// Adds shares [num, rounds, batch, columns] to x [num, batch, columns], round after round; a thread plays the
-// projection that sends them while the gathering kernel runs. Leaves of the last round: scaled and the sums of squares.
+// Adds shares [num, rounds, batch, columns] to x [num, batch, columns], one round after another. A thread sends them,
+// as the projection would, while the gather kernel runs. `scaled` and `sums` are those of the last round.
 extern "C" int run_gathers(int num, int rounds, int batch, int columns, int blocks, const uint2* shares, bf16* x,
                            const bf16* gain, bf16* scaled, float* sums) {
   Mesh mesh(num, 2 * num * kSlotBytes);

@@ -1,5 +1,5 @@
-// Tiles whose keys are cut, merged by the source of prefill_parts.cuh on a host. What a part leaves behind is computed
-// here, plainly: the kernel takes tensor cores for it.
+// Merges the parts of tiles with prefill_parts.cuh on the host. The partial results are computed here in plain C++; the
+// kernel uses tensor cores for them.
 #include "prefill_parts.cuh"
 
 #include <thread>
@@ -10,14 +10,14 @@ using namespace meshserve::prefill;
 
 namespace {
 
-constexpr int kThreads = 128;  // of a block, which plays one warpgroup
+constexpr int kThreads = 128;  // per block, which stands for one warpgroup
 
 struct Inputs {
   const float *q, *k, *v;  // [T, K, G, H]; [B, keys, K, H] each
   int max_keys;
 };
 
-// One thread's row over a part's keys.
+// Computes one thread's row over the keys of a part.
 template <int H>
 void leave_row(const Inputs& inputs, const Part& part, const Item& item, int row, const Args& args) {
   const float* q = inputs.q + query_of(item, row, args) * H;

@@ -1,5 +1,4 @@
-// What these tests' kernels need of CUDA and of kernels/cuda/ptx.cuh, on a host: a CUDA thread is a thread of the
-// system.
+// Replaces CUDA and kernels/cuda/ptx.cuh for the kernels that are tested on the host. A CUDA thread is a host thread.
 #pragma once
 #include <sched.h>
 
@@ -49,7 +48,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// The threads of a block meet here.
+// State shared by the threads of a block.
 struct Block {
   explicit Block(int threads) : all(threads) {}
   std::barrier<> all;
@@ -102,7 +101,7 @@ inline float sum_over_lanes(float value, int lanes) {
   return value;
 }
 
-// What all lanes gave.
+// Returns the values of all lanes.
 template <class Read>
 auto read_lanes(uint32_t mine, Read read) {
   Block::Warp& warp = block->warps[threadIdx.x / 32];
@@ -176,7 +175,7 @@ inline void store_p2p(void* to, uint4 v) {
 inline uint32_t load_word(const void* from, int index) {
   uint32_t* words = static_cast<uint32_t*>(const_cast<void*>(from));
   const uint32_t word = std::atomic_ref<uint32_t>(words[index]).load(std::memory_order_relaxed);
-  if (word == 0xFFFFFFFFu) sched_yield();  // nothing yet: let others run
+  if (word == 0xFFFFFFFFu) sched_yield();  // the word has not arrived: let other threads run
   return word;
 }
 template <class Words>

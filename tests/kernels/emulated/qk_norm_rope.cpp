@@ -1,4 +1,4 @@
-// The kernel of qk_norm_rope.cuh on a host, a block after the other.
+// Runs the kernel of qk_norm_rope.cuh on the host, one block after another.
 #include "qk_norm_rope.cuh"
 
 #include <thread>

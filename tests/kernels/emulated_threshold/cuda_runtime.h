@@ -1,4 +1,4 @@
-// What threshold.cuh needs of CUDA, on a host: a CUDA thread is a thread of the system, and one block runs at a time.
+// Replaces CUDA for threshold.cuh on the host. A CUDA thread is a host thread; one block runs at a time.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -41,7 +41,7 @@ inline thread_local Block* block;
 
 inline void __syncthreads() { block->all.arrive_and_wait(); }
 
-// All lanes show each other a value.
+// Exchanges one value per lane.
 inline const unsigned long long* shown(unsigned long long value, bool ends) {
   Warp& warp = *block->warps[threadIdx.x / 32];
   if (!ends) warp.values[threadIdx.x % 32] = value;
@@ -68,7 +68,7 @@ inline uint32_t __reduce_min_sync(unsigned, uint32_t value) {
 }
 inline uint32_t __reduce_max_sync(unsigned, uint32_t value) { return ~__reduce_min_sync(0, ~value); }
 
-// Lanes of a branch go on one by one.
+// The lanes of a branch run one by one.
 inline unsigned __activemask() { return 1u << threadIdx.x % 32; }
 inline int __shfl_sync(unsigned, int value, int) { return value; }
 

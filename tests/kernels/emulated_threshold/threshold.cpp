@@ -1,4 +1,4 @@
-// The kernel of threshold.cuh on a host, a row of logits after the other.
+// Runs the kernel of threshold.cuh on the host, one row of logits after another.
 #include "threshold.cuh"
 
 #include <thread>
