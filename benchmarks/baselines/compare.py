@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     batches = _batches(options, config["vocab_size"])
     rows: dict[str, Row] = {}
     problems: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="meshserve-peers-") as folder:
+    with tempfile.TemporaryDirectory(prefix="meshserve-baselines-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for name in options.engines:
             found = _run_baseline(options, BASELINES[name], batches, Path(folder))

@@ -200,7 +200,7 @@ def test_products_of_the_library_read_weights_where_they_lie():
 
 
 @needs_compiler
-def test_a_server_on_peers_compiles_too():
+def test_a_server_with_p2p_compiles_too():
     plan = server("h200:4", num_layers=2)
     config = dataclasses.replace(plan.config, all_reduce="p2p")
     dry = DryServer.on(plan.target, plan.model, config=config)

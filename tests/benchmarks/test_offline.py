@@ -103,7 +103,7 @@ def test_a_long_request_decodes_among_short_ones(tiny: Path, capsys: pytest.Capt
     assert "batch    3 context     10 (one 30):" in capsys.readouterr().out
 
 
-def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
+def test_baselines_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
     """Compares Hugging Face, in a process that sees only our benchmarks, and ours, without server-only packages."""
     blocked = tiny / "blocked"
     blocked.mkdir()
@@ -136,7 +136,7 @@ def test_peers_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
     assert "vLLM: not installed" in said.err
 
 
-def test_a_peer_that_fails_is_named_with_its_words(tiny: Path, capsys: pytest.CaptureFixture):
+def test_a_baseline_that_fails_is_named_with_its_error(tiny: Path, capsys: pytest.CaptureFixture):
     (tiny / "broken").write_text("#!/bin/sh\necho no torch here; exit 3\n")
     (tiny / "broken").chmod(0o755)
     assert compare.main([f"--model={tiny}", "--engines", "hf-single", f"--python-hf={tiny / 'broken'}"]) == 1
