@@ -13,7 +13,9 @@ class Bans(LogitsProcessor):
     params = ("allowed_token_ids", "bad_token_ids")
 
     def write_slot(self, request: Request, state: HostState, eos_token_ids: frozenset[int]) -> None:
-        allowed = request.params.allowed_token_ids
+        allowed = list(request.params.allowed_token_ids)
         if allowed:
-            state.bias[np.isin(np.arange(len(state.bias)), allowed, invert=True)] = -np.inf
+            kept = state.bias[allowed]
+            state.bias[:] = -np.inf
+            state.bias[allowed] = kept
         state.bias[list(request.params.bad_token_ids)] = -np.inf

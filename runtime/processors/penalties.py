@@ -16,8 +16,8 @@ class Penalties(LogitsProcessor):
         """Counts every output token that the host knows, which is all of them when a request gets its slot."""
         prompt = request.prompt_token_ids
         num_fresh_tokens = len(prompt) - request.params.num_resumed_tokens
-        output = [*prompt[num_fresh_tokens:], *request.output_token_ids]
-        state.history[:] += np.bincount(output, minlength=len(state.history)).astype(np.int32)
+        output, counts = np.unique([*prompt[num_fresh_tokens:], *request.output_token_ids], return_counts=True)
+        state.history[output.astype(np.int32)] += counts.astype(np.int32)
         state.history[np.array(prompt[:num_fresh_tokens], np.int32)] |= IN_PROMPT
 
     def apply(self, logits: Array, state: ProcessorState[Array], fields: Mapping[str, Array]) -> Array:
