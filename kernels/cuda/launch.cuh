@@ -325,10 +325,12 @@ class Step {
   // Chooses the number of ranges of k, tuned on H200s for the shapes of Qwen3 and their shards. Two blocks fit on an
   // SM. Filling about three quarters of these places leaves room for the next kernel's weights, so the number of ranges
   // is chosen to fill that many, with at least 8 blocks of k per range, or more if the ranges are uneven. Too few
-  // blocks for the GPU are worse than ranges of 4. `tokens` is the kernel's N.
+  // blocks for the GPU are worse than ranges of 4; with 64 tokens, whose sums take longer, 64 blocks are enough.
+  // `tiles` counts a tile once for each group of N tokens, and `tokens` is the kernel's N.
   static int choose_splits(int tiles, int k_blocks, int tokens) {
     constexpr int kFewestBlocks = 120, kMostBlocks = 224, kMostUnevenBlocks = 208, kPlaces = 2 * kMultiprocessors;
     const bool is_narrow = tokens <= 16;
+    const int fewest = tokens < 64 ? kFewestBlocks : 64;
     const int uneven_range = is_narrow ? 24 : 12, short_range = is_narrow ? 16 : tokens == 32 ? 20 : 24;
     int splits = 1;
     for (int s = 2; s <= kMaxSplits; ++s) {
@@ -336,7 +338,7 @@ class Step {
       const bool fits = k_blocks % s == 0 ? tiles * s <= kMostBlocks && range >= 8
                                           : tiles * s <= kMostUnevenBlocks && range >= uneven_range &&
                                                 (is_narrow || tiles * s > kMultiprocessors);
-      const bool is_power = (s & (s - 1)) == 0, is_needed = tiles * splits < kFewestBlocks && is_power && range >= 4;
+      const bool is_power = (s & (s - 1)) == 0, is_needed = tiles * splits < fewest && is_power && range >= 4;
       if (fits || is_needed) splits = s;
     }
     auto blocks = [&] { return tiles * splits; };
@@ -363,7 +365,8 @@ class Step {
   void project_tiled(const char* name, ArgsOf<E>& args, const bf16* matrix, int rows, int columns, const bf16* input,
                      int tiles, int splits) {
     args.k_blocks = columns / kBlockK;
-    if (splits == 0) splits = choose_splits(tiles, args.k_blocks, N);
+    const int groups = (args.batch + N - 1) / N;
+    if (splits == 0) splits = choose_splits(tiles * groups, args.k_blocks, N);
     args.splits = splits;
     if (splits > std::min(kMaxSplits, args.k_blocks)) {
       if (error_.empty()) error_ = std::string(name) + ": at most one range for each 64 columns, and at most 8";
@@ -397,7 +400,7 @@ class Step {
         !map_matrix(&input_map, input, shapes_.batch, columns, N, args.blocks_per_stage)) {
       return;
     }
-    dim3 grid(splits, (args.batch + N - 1) / N, tiles);
+    dim3 grid(splits, groups, tiles);
     launch(name, projection_kernel<N, E>, grid, kProjectionThreads, args.ring_bytes + kOtherBytes<N> + sum_bytes,
            splits, weights_map, input_map, args);
   }
