@@ -10,7 +10,7 @@ CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests
 export PYTHONSAFEPATH := 1
 
 .PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-gateway test-gpu check check-cuda check-tpu fuzz simulate \
-    structured sample bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scheduler protos clean
+    structured sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -130,6 +130,10 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py tests/kernels/test_qk_norm_rope_gpu.py \
 	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_threshold_gpu.py \
 	    tests/kernels/test_p2p_on_one_gpu.py tests/kernels/test_p2p_gpu.py
+
+# The CUDA kernels under compute-sanitizer, on a machine with a Hopper GPU: memcheck, initcheck, racecheck, synccheck.
+sanitize:
+	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.checks.sanitize
 
 # The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON directly, not .venv: it must have
 # jax's CUDA build.

@@ -1,0 +1,48 @@
+"""Tests how compute-sanitizer's output is read, without a GPU."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from meshserve.benchmarks.checks import sanitize
+
+ROOT = Path(__file__).parents[2]
+
+MEMCHECK = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 16 bytes
+=========     at void meshserve::projection_kernel<64>+0x10
+========= ERROR SUMMARY: 1 error
+"""
+RACECHECK = """========= Error: Race reported between Write access at void meshserve::prefill_kernel<128>()+0x4d0
+=========     and Read access at void meshserve::prefill_kernel<128>()+0x8a0 [272 hazards]
+========= Error: Race reported between Write access at void meshserve::attention_kernel<128>()+0x10
+"""
+
+
+def test_reports_are_counted_by_their_first_line():
+    unknown, num_known = sanitize.classify("memcheck", MEMCHECK)
+    assert (unknown, num_known) == (Counter({"Invalid __global__ read of size 16 bytes": 1}), 0)
+
+
+def test_known_reports_are_those_of_the_tool_and_the_kernel():
+    unknown, num_known = sanitize.classify("racecheck", RACECHECK)
+    assert num_known == 1 and len(unknown) == 1 and "attention_kernel" in next(iter(unknown))
+    assert sanitize.classify("memcheck", RACECHECK)[1] == 0
+
+
+def test_lost_tests_are_told_from_reports():
+    assert sanitize.problem(0, "12 passed in 3 s") == ""
+    assert sanitize.problem(86, "12 passed in 3 s") == ""
+    assert "exit status -11" in sanitize.problem(-11, "....")
+    assert "exit status 1" in sanitize.problem(1, "1 failed, 3 passed in 3 s")
+
+
+@pytest.mark.parametrize("suite", sanitize.SUITES)
+def test_every_suite_selects_tests(suite: str):
+    path, expression = sanitize.SUITES[suite]
+    command = [sys.executable, "-m", "pytest", "--noconftest", "--collect-only", "-q", path, "-k", expression]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "::" in done.stdout, done.stdout + done.stderr
