@@ -25,6 +25,7 @@ _BENCHMARKS = {
     **dict.fromkeys(("decode", "loading", "prefill", "scaling", "speculation", "start", "throughput"), "engine"),
     **dict.fromkeys(("kernels", "sampling"), "kernels"),
     "baselines": "",
+    "full-load": "baselines",
     "serve": "load",
     "soak": "checks",
 }
@@ -136,7 +137,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _benchmark_module(name: str) -> str:
-    return ".".join(part for part in ("meshserve.benchmarks", _BENCHMARKS[name], name) if part)
+    parts = ("meshserve.benchmarks", _BENCHMARKS[name], name.replace("-", "_"))
+    return ".".join(part for part in parts if part)
 
 
 class _BenchHelp(argparse.Action):
