@@ -2,6 +2,7 @@
 
     meshserve bench baselines      # Qwen3-0.6B, 4 prompts of 32 ids, 100 new tokens
     meshserve bench baselines --python-vllm /opt/vllm/bin/python --workload nano-vllm --engines hf-batched vllm ours
+    meshserve bench full_load --python-vllm /opt/vllm/bin/python     # a server through gRPC beside vLLM
 
 A baseline is another engine that serves the same models.
 

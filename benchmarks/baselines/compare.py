@@ -1,27 +1,21 @@
 """Runs the baselines one after the other on the same machine and prints one table."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshserve.benchmarks.lib.token_times import percentile
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed, nano_vllm
-from meshserve.runtime.weights.registry import published_config
 
-from .job import Job, Report, read_report, write_job
+from .engine_process import model_config_json, run_engine
+from .job import Batch, Job, Report
 
 _GIB = 1 << 30
-_SAMPLE_SECONDS = 0.5
 _NANO_VLLM_LENGTHS = (100, 1024)
 
 
@@ -61,7 +55,7 @@ class Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison and returns 1 if a baseline failed; a baseline that is not installed is only reported."""
     options = _parser().parse_args(arguments)
-    config = _model_config(options.model)
+    config = model_config_json(options.model)
     batches = _batches(options, config["vocab_size"])
     rows: dict[str, Row] = {}
     problems: dict[str, str] = {}
@@ -117,11 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _model_config(model: str) -> dict[str, Any]:
-    path = Path(model) / "config.json"
-    return json.loads(path.read_text()) if path.is_file() else published_config(model)
-
-
 def _batches(options: argparse.Namespace, vocab_size: int) -> list[list[Work]]:
     """Returns the batches of all runs; the last batch has seed 0."""
     seeds = reversed(range(options.warmups + options.runs))
@@ -136,126 +125,30 @@ def _run_baseline(
     options: argparse.Namespace, baseline: Baseline, batches: list[list[Work]], folder: Path
 ) -> Row | str:
     """Returns the table row, or the reason why there is none."""
-    interpreter = getattr(options, baseline.interpreter)
-    environment = _environment(folder, baseline)
-    if shutil.which(interpreter) is None:
-        return f"interpreter {interpreter} not found"
-    if baseline.module == "vllm_engine" and not _has_vllm(interpreter):
-        return "not installed"
+    num_warmups = options.warmups
     job = Job(
+        model=options.model,
         model_dir=str(folder),
         dtype=options.dtype,
-        temperature=options.temperature,
         is_single=baseline.is_single,
-        num_warmups=options.warmups,
-        batches=batches,
-        settings=_settings(options, baseline),
+        batches=[
+            Batch(batch, options.temperature, is_timed=index >= num_warmups) for index, batch in enumerate(batches)
+        ],
+        settings=_settings(options, baseline, batches),
     )
-    write_job(job, folder / "job.json")
-    report = folder / "report.json"
-    report.unlink(missing_ok=True)
-    command = [
-        interpreter,
-        "-m",
-        f"meshserve.benchmarks.baselines.{baseline.module}",
-        str(folder / "job.json"),
-        str(report),
-    ]
-    with (folder / "log").open("w+") as log, _watched_memory() as watch:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        peak_bytes = _wait(process, options.timeout, watch)
-        log.seek(max(0, log.tell() - 4000))
-        tail = log.read()
-    if process.returncode != 0 or not report.is_file():
-        return f"failed with exit status {process.returncode}:\n{tail}"
-    return _row(baseline, read_report(report), peak_bytes)
+    found = run_engine(baseline.module, getattr(options, baseline.interpreter), job, folder, options.timeout)
+    return found if isinstance(found, str) else _row(baseline, *found)
 
 
-def _environment(folder: Path, baseline: Baseline) -> dict[str, str]:
-    """Returns the environment of the engine's process.
-
-    meshserve runs with this interpreter's packages. The other engines see our benchmarks and no other package of this
-    interpreter.
-    """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    if baseline.module != "ours":
-        package = folder / "packages" / "meshserve"
-        if not package.exists():
-            package.mkdir(parents=True)
-            (package / "benchmarks").symlink_to(Path(__file__).resolve().parents[1])
-        environment["PYTHONPATH"] = str(package.parent)
-    return environment
-
-
-def _has_vllm(interpreter: str) -> bool:
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    return subprocess.run([interpreter, "-c", code], capture_output=True).returncode == 0
-
-
-def _settings(options: argparse.Namespace, baseline: Baseline) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, baseline: Baseline, batches: list[list[Work]]) -> dict[str, Any]:
     if baseline.module == "ours":
         from meshserve.benchmarks.lib.offline_engine import parse_settings
 
         return parse_settings(options.set)
-    return json.loads(options.set_vllm) if baseline.module == "vllm_engine" else {}
-
-
-class _GpuMemory:
-    """Tracks the peak memory in use on all GPUs by nvidia-smi, above the initial use; 0 without nvidia-smi."""
-
-    def __init__(self) -> None:
-        self._first = self._read()
-        self._most = self._first
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    @property
-    def peak_bytes(self) -> int:
-        return (self._most - self._first) if self._first is not None and self._most is not None else 0
-
-    def start(self) -> None:
-        if self._first is not None:
-            self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(_SAMPLE_SECONDS):
-            self._most = max(self._most or 0, self._read() or 0)
-
-    @staticmethod
-    def _read() -> int | None:
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            return sum(int(line) << 20 for line in done.stdout.split())
-        except (OSError, subprocess.CalledProcessError, ValueError):
-            return None
-
-
-@contextlib.contextmanager
-def _watched_memory() -> Iterator[_GpuMemory]:
-    watch = _GpuMemory()
-    watch.start()
-    try:
-        yield watch
-    finally:
-        watch.stop()
-
-
-def _wait(process: subprocess.Popen, timeout: float, watch: _GpuMemory) -> int:
-    """Waits for the process to end and returns its peak memory: of the GPUs, or of the process if there is no GPU."""
-    timer = threading.Timer(timeout, process.kill)
-    timer.start()
-    try:
-        _, status, usage = os.wait4(process.pid, 0)
-    finally:
-        timer.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return watch.peak_bytes or usage.ru_maxrss * 1024
+    if baseline.module == "vllm_engine":
+        longest = max(len(work.prompt_token_ids) + work.max_tokens for batch in batches for work in batch)
+        return {"max_model_len": longest, "max_num_seqs": max(map(len, batches)), **json.loads(options.set_vllm)}
+    return {}
 
 
 def _row(baseline: Baseline, report: Report, peak_bytes: int) -> Row:

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 from meshserve.benchmarks.lib.token_times import RunTimes, TokenClock
 from meshserve.benchmarks.lib.workloads import Work
 
-from .job import Job, Run, serve_job
+from .job import Batch, Job, Started, serve_job
 
 
 class _Stamps(BaseStreamer):
@@ -45,7 +45,7 @@ class _Lengths(StoppingCriteria):
         return input_ids.shape[1] >= self._ends
 
 
-def start(job: Job) -> tuple[str, Run]:
+def start(job: Job) -> Started:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = AutoConfig.from_pretrained(job.model_dir)
     with device:
@@ -54,14 +54,14 @@ def start(job: Job) -> tuple[str, Run]:
         ).eval()
     model.generation_config.eos_token_id = None
 
-    def generate(works: list[Work], clock: TokenClock, first_index: int) -> None:
+    def generate(works: list[Work], temperature: float, clock: TokenClock, first_index: int) -> None:
         width = max(len(work.prompt_token_ids) for work in works)
         padded = [[0] * (width - len(work.prompt_token_ids)) + work.prompt_token_ids for work in works]
         mask = [[0] * (width - len(work.prompt_token_ids)) + [1] * len(work.prompt_token_ids) for work in works]
         lengths = [work.max_tokens for work in works]
         sampling: dict[str, Any] = {"do_sample": False}
-        if job.temperature > 0:
-            sampling = {"do_sample": True, "temperature": job.temperature, "top_k": 0, "top_p": 1.0}
+        if temperature > 0:
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         settings = GenerationConfig(max_new_tokens=max(lengths), eos_token_id=None, pad_token_id=0, **sampling)
         stamps = _Stamps(clock, lengths, first_index)
         ends = torch.tensor([width + length for length in lengths], device=device)
@@ -74,16 +74,16 @@ def start(job: Job) -> tuple[str, Run]:
                 stopping_criteria=StoppingCriteriaList([_Lengths(ends)]),
             )
 
-    def run(batch: list[Work]) -> RunTimes:
+    def run(batch: Batch) -> RunTimes:
         clock = TokenClock()
         began = time.perf_counter()
-        for index, works in enumerate([[work] for work in batch] if job.is_single else [batch]):
-            generate(works, clock, index)
+        for index, works in enumerate([[work] for work in batch.works] if job.is_single else [batch.works]):
+            generate(works, batch.temperature, clock, index)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return clock.times(time.perf_counter() - began)
 
-    return f"transformers {transformers.__version__}, torch {torch.__version__}", run
+    return Started(f"transformers {transformers.__version__}, torch {torch.__version__}", run)
 
 
 if __name__ == "__main__":

@@ -6,36 +6,59 @@ Uses only the standard library.
 import argparse
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshserve.benchmarks.lib.token_times import RunTimes
 from meshserve.benchmarks.lib.workloads import Work
 
-# Runs one batch.
-Run = Callable[[list[Work]], RunTimes]
+
+class Batch(NamedTuple):
+    """Requests that start together."""
+
+    works: list[Work]
+    temperature: float
+    is_timed: bool = True  # otherwise a warm-up, which is run and not reported
+    has_token_times: bool = True  # otherwise only the end of the batch matters, and an engine may report nothing before
+
+
+class Started(NamedTuple):
+    """A baseline that has loaded its model."""
+
+    version: str
+    run: Callable[[Batch], RunTimes]
+    kv_tokens: int = 0  # that fit in its KV cache; 0 if it does not say
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """The work of one baseline; the first `num_warmups` batches are run but not reported."""
+    """The work of one baseline."""
 
+    model: str  # a published size, or a folder with config.json
     model_dir: str  # has config.json; the weights are random
     dtype: str
-    temperature: float
     is_single: bool  # one request at a time, where the engine has the choice
-    num_warmups: int
-    batches: list[list[Work]]
+    batches: list[Batch]
     settings: dict[str, Any]  # specific to the engine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The results of one baseline."""
+    """The results of one baseline.
+
+    Attributes:
+      runs: Times of the timed batches, in their order.
+      spans: When each of them began and ended, by `time.perf_counter`, which processes of one host share.
+      start_seconds: From the start of the process until the model could serve.
+    """
 
     version: str
     runs: list[RunTimes]
+    spans: list[tuple[float, float]]
+    start_seconds: float
+    kv_tokens: int
 
 
 def write_job(job: Job, path: Path) -> None:
@@ -44,17 +67,28 @@ def write_job(job: Job, path: Path) -> None:
 
 def read_report(path: Path) -> Report:
     raw = json.loads(path.read_text())
-    return Report(version=raw["version"], runs=[RunTimes(**run) for run in raw["runs"]])
+    return Report(**{**raw, "runs": [RunTimes(**run) for run in raw["runs"]]})
 
 
-def serve_job(start: Callable[[Job], tuple[str, Run]]) -> None:
-    """Runs a baseline's job; `start` loads the model and returns its version and a function that runs one batch."""
+def serve_job(start: Callable[[Job], Started]) -> None:
+    """Runs a baseline's job: loads the model with `start`, then runs the batches in their order."""
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
     parser.add_argument("report", type=Path)
     options = parser.parse_args()
     raw = json.loads(options.job.read_text())
-    job = Job(**{**raw, "batches": [[Work(*work) for work in batch] for batch in raw["batches"]]})
-    version, run = start(job)
-    runs = [run(batch) for batch in job.batches][job.num_warmups :]
-    options.report.write_text(json.dumps(dataclasses.asdict(Report(version=version, runs=runs))))
+    batches = [Batch([Work(*work) for work in works], *rest) for works, *rest in raw["batches"]]
+    began = time.perf_counter()
+    started = start(Job(**{**raw, "batches": batches}))
+    start_seconds = time.perf_counter() - began
+    runs, spans = [], []
+    for batch in batches:
+        began = time.perf_counter()
+        times = started.run(batch)
+        if batch.is_timed:
+            runs.append(times)
+            spans.append((began, time.perf_counter()))
+    report = Report(
+        version=started.version, runs=runs, spans=spans, start_seconds=start_seconds, kv_tokens=started.kv_tokens
+    )
+    options.report.write_text(json.dumps(dataclasses.asdict(report)))

@@ -1,4 +1,4 @@
-"""Runs meshserve's engine with random weights, all requests at once."""
+"""Runs meshserve's engine without a server, with random weights, all requests at once."""
 
 import atexit
 
@@ -6,23 +6,24 @@ import jax
 
 from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for
 from meshserve.benchmarks.lib.token_times import RunTimes
-from meshserve.benchmarks.lib.workloads import Work
 from meshserve.runtime.startup.launch import open_model
 
-from .job import Job, Run, serve_job
+from .job import Batch, Job, Started, serve_job
 
 
-def start(job: Job) -> tuple[str, Run]:
+def start(job: Job) -> Started:
     model, make_params = open_model(job.model_dir, random_weights=True)
-    config = config_for(job.batches, {"model": job.model_dir, "dtype": job.dtype, **job.settings})
+    config = config_for(
+        [batch.works for batch in job.batches], {"model": job.model_dir, "dtype": job.dtype, **job.settings}
+    )
     engine = OfflineEngine(config, model, make_params)
     engine.engine.start()
     atexit.register(engine.engine.stop)
 
-    def run(batch: list[Work]) -> RunTimes:
-        return engine.run(batch, job.temperature)
+    def run(batch: Batch) -> RunTimes:
+        return engine.run(batch.works, batch.temperature)
 
-    return f"jax {jax.__version__}", run
+    return Started(f"jax {jax.__version__}", run)
 
 
 if __name__ == "__main__":

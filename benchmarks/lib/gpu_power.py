@@ -39,17 +39,21 @@ class PowerWatch:
     """A context manager that reads every GPU ten times per second.
 
     It reads nothing if JAX runs on another platform, or without NVIDIA's library.
+
+    Args:
+      is_gpu_expected: Do not ask JAX, which would take the GPU's memory for this process.
     """
 
-    def __init__(self, interval_seconds: float = 0.1):
+    def __init__(self, interval_seconds: float = 0.1, *, is_gpu_expected: bool = False):
         self._interval_seconds = interval_seconds
+        self._is_gpu_expected = is_gpu_expected
         self._readings: list[tuple[float, list[Reading]]] = []  # time, and a reading of each GPU
         self._devices: list[Any] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._read, name="power", daemon=True)
 
     def __enter__(self) -> Self:
-        if pynvml is not None and jax.default_backend() == "gpu":
+        if pynvml is not None and (self._is_gpu_expected or jax.default_backend() == "gpu"):
             try:
                 pynvml.nvmlInit()
                 self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]

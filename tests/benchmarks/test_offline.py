@@ -147,15 +147,14 @@ def test_a_baseline_that_fails_is_named_with_its_error(tiny: Path, capsys: pytes
 def test_hugging_face_ends_each_row_at_its_length(tiny: Path, is_single: bool):
     pytest.importorskip("torch")
     from meshserve.benchmarks.baselines.hugging_face import start
-    from meshserve.benchmarks.baselines.job import Job
+    from meshserve.benchmarks.baselines.job import Batch, Job
     from meshserve.benchmarks.lib.workloads import Work
 
-    batch = [Work([1, 2, 3], 5), Work([4], 2)]
+    batch = Batch([Work([1, 2, 3], 5), Work([4], 2)], temperature=0.0)
     job = Job(
-        model_dir=str(tiny), dtype="float32", temperature=0.0, is_single=is_single, num_warmups=0, batches=[batch],
-        settings={},
+        model="tiny", model_dir=str(tiny), dtype="float32", is_single=is_single, batches=[batch], settings={}
     )  # fmt: skip
-    times = start(job)[1](batch)
+    times = start(job).run(batch)
     assert (times.num_tokens, len(times.first_seconds), len(times.gap_seconds)) == (7, 2, 5)
 
 
@@ -168,6 +167,8 @@ class Output:
         self.request_id, self.token_ids, self.outputs = request_id, token_ids, [self]
 
 class Engine:
+    class vllm_config:
+        class cache_config: num_gpu_blocks, block_size = 7, 16
     open = {}
     def add_request(self, request_id, prompt, params): self.open[request_id] = [params.max_tokens, []]
     def has_unfinished_requests(self): return bool(self.open)
@@ -179,6 +180,8 @@ class Engine:
 
 class LLM:
     def __init__(self, **options): self.options, self.llm_engine = options, Engine(); LLM.last = self
+    def generate(self, prompts, params, use_tqdm):
+        assert len(prompts) == len(params) and all(each.ignore_eos for each in params)
 
 __version__ = "0"
 """
@@ -189,19 +192,21 @@ def test_vllms_outputs_are_counted_once(tiny: Path, monkeypatch: pytest.MonkeyPa
     (tiny / "vllm.py").write_text(VLLM)
     monkeypatch.syspath_prepend(tiny)
     from meshserve.benchmarks.baselines import vllm_engine
-    from meshserve.benchmarks.baselines.job import Job
+    from meshserve.benchmarks.baselines.job import Batch, Job
 
-    batch = fixed(0, 2, 3, 4, 99)
+    batch = Batch(fixed(0, 2, 3, 4, 99), temperature=0.6)
     job = Job(
-        model_dir=str(tiny), dtype="bfloat16", temperature=0.6, is_single=False, num_warmups=0, batches=[batch],
+        model="tiny", model_dir=str(tiny), dtype="bfloat16", is_single=False, batches=[batch],
         settings={"enforce_eager": True},
     )  # fmt: skip
-    version, run = vllm_engine.start(job)
+    started = vllm_engine.start(job)
     for _ in range(2):  # request ids continue
-        times = run(batch)
+        times = started.run(batch)
         assert (times.num_tokens, len(times.first_seconds), len(times.gap_seconds)) == (8, 2, 6)
+    whole = started.run(batch._replace(has_token_times=False))
+    assert (whole.num_tokens, whole.first_seconds) == (8, [])
     options = vllm_engine.vllm.LLM.last.options
-    assert version == "vllm 0" and options["enforce_eager"] and options["max_model_len"] == 7
+    assert (started.version, started.kv_tokens) == ("vllm 0", 112) and options["enforce_eager"]
     assert options["load_format"] == "dummy" and not options["enable_prefix_caching"]
 
 

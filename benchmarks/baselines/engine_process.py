@@ -1,0 +1,130 @@
+"""Runs one baseline's job in a process of its own, with the interpreter in which its engine is installed."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshserve.runtime.weights.registry import published_config
+
+from .job import Job, Report, read_report, write_job
+
+NOT_INSTALLED = "not installed"
+_SAMPLE_SECONDS = 0.5
+_OURS = ("ours", "ours_served")
+
+
+def model_config_json(model: str) -> dict[str, Any]:
+    """Returns the config.json of a published size, or of a folder that has one."""
+    path = Path(model) / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else published_config(model)
+
+
+def run_engine(module: str, interpreter: str, job: Job, folder: Path, timeout: float) -> tuple[Report, int] | str:
+    """Runs a job with a module of this package.
+
+    Returns:
+      The report and the peak memory in bytes, or the reason why there is none.
+    """
+    if shutil.which(interpreter) is None:
+        return f"interpreter {interpreter} not found"
+    if module == "vllm_engine" and not _has_vllm(interpreter):
+        return NOT_INSTALLED
+    write_job(job, folder / "job.json")
+    report = folder / "report.json"
+    report.unlink(missing_ok=True)
+    arguments = ["-m", f"meshserve.benchmarks.baselines.{module}", str(folder / "job.json"), str(report)]
+    with (folder / "log").open("w+") as log, _watched_memory() as watch:
+        process = subprocess.Popen(
+            [interpreter, *arguments], env=_environment(folder, module), stdout=log, stderr=subprocess.STDOUT
+        )
+        peak_bytes = _wait(process, timeout, watch)
+        log.seek(max(0, log.tell() - 4000))
+        tail = log.read()
+    if process.returncode != 0 or not report.is_file():
+        return f"failed with exit status {process.returncode}:\n{tail}"
+    return read_report(report), peak_bytes
+
+
+def _environment(folder: Path, module: str) -> dict[str, str]:
+    """Returns the environment of the engine's process.
+
+    meshserve runs with this interpreter's packages. The other engines see our benchmarks and no other package of this
+    interpreter.
+    """
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if module not in _OURS:
+        package = folder / "packages" / "meshserve"
+        if not package.exists():
+            package.mkdir(parents=True)
+            (package / "benchmarks").symlink_to(Path(__file__).resolve().parents[1])
+        environment["PYTHONPATH"] = str(package.parent)
+    return environment
+
+
+def _has_vllm(interpreter: str) -> bool:
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return subprocess.run([interpreter, "-c", code], capture_output=True).returncode == 0
+
+
+class _GpuMemory:
+    """Tracks the peak memory in use on all GPUs by nvidia-smi, above the initial use; 0 without nvidia-smi."""
+
+    def __init__(self) -> None:
+        self._first = self._read()
+        self._most = self._first
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @property
+    def peak_bytes(self) -> int:
+        return (self._most - self._first) if self._first is not None and self._most is not None else 0
+
+    def start(self) -> None:
+        if self._first is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_SAMPLE_SECONDS):
+            self._most = max(self._most or 0, self._read() or 0)
+
+    @staticmethod
+    def _read() -> int | None:
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            return sum(int(line) << 20 for line in done.stdout.split())
+        except (OSError, subprocess.CalledProcessError, ValueError):
+            return None
+
+
+@contextlib.contextmanager
+def _watched_memory() -> Iterator[_GpuMemory]:
+    watch = _GpuMemory()
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+
+
+def _wait(process: subprocess.Popen, timeout: float, watch: _GpuMemory) -> int:
+    """Waits for the process to end and returns its peak memory: of the GPUs, or of the process if there is no GPU."""
+    timer = threading.Timer(timeout, process.kill)
+    timer.start()
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    finally:
+        timer.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return watch.peak_bytes or usage.ru_maxrss * 1024

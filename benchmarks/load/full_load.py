@@ -1,0 +1,287 @@
+"""Compares meshserve, through gRPC, with vLLM: the same batches of token ids on the same GPU, one engine at a time.
+
+    meshserve bench full_load --models qwen3-0.6b qwen3-8b --python-vllm /opt/vllm/bin/python --markdown table.md
+
+Every engine runs with its own defaults; vLLM is only given a context of 4,096 tokens and no prefix cache, which prompts
+that never repeat cannot use. With --set, meshserve also runs with these options. A ratio above 1 means that meshserve
+is faster. All figures of a table come from one run of this command, and its heading says where and when it ran.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshserve.benchmarks.baselines.engine_process import model_config_json, run_engine
+from meshserve.benchmarks.baselines.job import Batch, Job, Report
+from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading
+from meshserve.benchmarks.lib.token_times import RunTimes, percentile
+from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed, nano_vllm
+from meshserve.runtime.api.errors import ConfigError
+
+_VLLM_SETTINGS = {"max_model_len": 4096}
+_WARM_UP_SEED = 1_000_000  # seeds from here on are never timed
+_PREFILL_SEED = 2_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests that start together.
+
+    Attributes:
+      title: Names it in the table.
+      draw: Makes the requests from a seed.
+      warm_up: Likewise, for the untimed runs.
+      num_warmups, num_runs: Each run has a seed of its own.
+      has_prefill: All requests are alike, so that the same requests with a single output token time the prefill.
+    """
+
+    title: str
+    draw: Callable[[int], list[Work]]
+    warm_up: Callable[[int], list[Work]]
+    temperature: float = 0.0
+    num_warmups: int = 1
+    num_runs: int = 3
+    has_prefill: bool = True
+
+    def batches(self) -> list[Batch]:
+        """Returns the warm-ups, the timed runs, and the timed prefills."""
+        warm_ups = [self.warm_up(_WARM_UP_SEED + run) for run in range(self.num_warmups)]
+        # Seed 0 runs last: with nano-vllm's workload it is the published draw, and finds every batch size warmed up.
+        runs = [self.draw(seed) for seed in reversed(range(self.num_runs))]
+        prefills = [self.draw(_PREFILL_SEED + run) for run in range(self.num_runs if self.has_prefill else 0)]
+        return [
+            *(Batch(works, self.temperature, is_timed=False, has_token_times=False) for works in warm_ups),
+            *(Batch(works, self.temperature, has_token_times=False) for works in runs),
+            *(Batch([Work(ids, 1) for ids, _ in works], self.temperature, has_token_times=False) for works in prefills),
+        ]
+
+    def figures(self, runs: Sequence[RunTimes]) -> dict[str, float]:
+        """Returns medians of the timed batches: tokens/s, and with `has_prefill` also its seconds and ms per step."""
+        whole, prefills = runs[: self.num_runs], runs[self.num_runs :]
+        found = {TOKENS_PER_SECOND: percentile([run.tokens_per_second for run in whole], 50)}
+        if prefills:
+            prefill = percentile([run.seconds for run in prefills], 50)
+            num_steps = whole[0].num_tokens // prefills[0].num_tokens - 1
+            seconds = percentile([run.seconds for run in whole], 50)
+            found |= {STEP_MS: 1e3 * (seconds - prefill) / num_steps, PREFILL_SECONDS: prefill}
+        return found
+
+
+TOKENS_PER_SECOND, STEP_MS, PREFILL_SECONDS = "output tokens/s", "ms per output token", "prefill, s"
+KV_TOKENS, START_SECONDS = "tokens that fit in the KV cache", "start, s"
+_MORE_IS_BETTER = (TOKENS_PER_SECOND, KV_TOKENS)
+
+
+def _alike(num_requests: int, num_in: int, num_out: int, **rest: Any) -> Workload:
+    def draw(seed: int) -> list[Work]:
+        return fixed(seed, num_requests, num_in, num_out, MAX_TOKEN_ID)
+
+    title = f"{num_requests} x {num_in:,} in, {num_out} out"
+    return Workload(title=title, draw=draw, warm_up=draw, **rest)
+
+
+NANO_VLLM = Workload(
+    title="nano-vllm's 256 requests",
+    draw=lambda seed: nano_vllm(seed, 256, 100, 1024, MAX_TOKEN_ID),
+    warm_up=lambda seed: nano_vllm(seed, 8, 4, 64, MAX_TOKEN_ID),
+    temperature=0.6,
+    num_runs=2,
+    has_prefill=False,
+)
+
+WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
+    "qwen3-0.6b": {"few": _alike(4, 32, 100, num_warmups=3, num_runs=10), "nano-vllm": NANO_VLLM},
+    "qwen3-8b": {
+        "one": _alike(1, 128, 256),
+        "32": _alike(32, 1024, 256),
+        "128": _alike(128, 1024, 256),
+        "256": _alike(256, 512, 512, num_runs=2),
+    },
+    "qwen3-32b": {"32": _alike(32, 1024, 256, num_runs=2)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """An engine of the comparison: a module of `benchmarks.baselines`, and its settings."""
+
+    title: str
+    module: str
+    settings: Mapping[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the comparison and returns 1 if an engine failed."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(arguments)
+    engines = _engines(options)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    failures = 0
+    with PowerWatch(is_gpu_expected=True) as watch, tempfile.TemporaryDirectory(prefix="meshserve-full-load-") as name:
+        for model in options.models:
+            chosen = _workloads(options, model)
+            for key in options.engines:
+                result = _run(options, engines[key], model, chosen, Path(name))
+                if isinstance(result, str):
+                    failures += 1
+                    print(f"{model}, {engines[key].title}: {result}", file=sys.stderr, flush=True)
+                    continue
+                found.setdefault(model, {})[key] = _results(result, chosen, watch)
+                print(f"{model}, {engines[key].title}: done", file=sys.stderr, flush=True)
+    text = _heading(arguments, found) + "\n\n" + table(found, {key: engines[key].title for key in options.engines})
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshserve bench full_load", description="Compare meshserve through gRPC with vLLM on one GPU."
+    )
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["qwen3-0.6b", "qwen3-8b"])
+    names = sorted({name for each in WORKLOADS.values() for name in each})
+    parser.add_argument("--workloads", nargs="+", choices=names, help="only these (default: all of the model)")
+    parser.add_argument(
+        "--engines", nargs="+", choices=("vllm", "ours", "tuned"), help="default: vllm, ours, and tuned with --set"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the tuned server")
+    parser.add_argument("--set-vllm", default="{}", metavar="JSON", help="additional arguments of vllm.LLM")
+    parser.add_argument(
+        "--set-all", action="append", default=[], metavar="KEY=VALUE",
+        help="an option of every meshserve server, such as cache_dir",
+    )  # fmt: skip
+    parser.add_argument("--python-vllm", default=sys.executable, help="interpreter for vLLM (default: the current one)")
+    parser.add_argument("--python-ours", default=sys.executable, help="interpreter for meshserve (likewise)")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="time limit per model and engine, in seconds")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    return parser
+
+
+def _engines(options: argparse.Namespace) -> dict[str, Engine]:
+    from meshserve.benchmarks.lib.offline_engine import parse_settings
+
+    shared = parse_settings(options.set_all)
+    if options.engines is None:
+        options.engines = ["vllm", "ours", *(["tuned"] if options.set else [])]
+    if "tuned" in options.engines and not options.set:
+        raise ConfigError("--engines tuned needs --set: without it, it would equal `ours`.")
+    return {
+        "vllm": Engine("vLLM", "vllm_engine", {**_VLLM_SETTINGS, **json.loads(options.set_vllm)}),
+        "ours": Engine("meshserve, defaults", "ours_served", shared),
+        "tuned": Engine(
+            f"meshserve, {' '.join(options.set)}", "ours_served", {**shared, **parse_settings(options.set)}
+        ),
+    }
+
+
+def _workloads(options: argparse.Namespace, model: str) -> dict[str, Workload]:
+    wanted = options.workloads or list(WORKLOADS[model])
+    return {name: workload for name, workload in WORKLOADS[model].items() if name in wanted}
+
+
+def _run(
+    options: argparse.Namespace, engine: Engine, model: str, workloads: Mapping[str, Workload], folder: Path
+) -> Report | str:
+    (folder / "config.json").write_text(json.dumps(model_config_json(model)))
+    job = Job(
+        model=model,
+        model_dir=str(folder),
+        dtype=options.dtype,
+        is_single=False,
+        batches=[batch for workload in workloads.values() for batch in workload.batches()],
+        settings=dict(engine.settings),
+    )
+    interpreter = options.python_vllm if engine.module == "vllm_engine" else options.python_ours
+    result = run_engine(engine.module, interpreter, job, folder, options.timeout)
+    return result if isinstance(result, str) else result[0]
+
+
+def _results(report: Report, workloads: Mapping[str, Workload], watch: PowerWatch) -> dict[str, Any]:
+    """Returns the figures of one engine and model, by workload, as `table` takes them."""
+    figures: dict[str, dict[str, float]] = {}
+    power: dict[str, Reading | None] = {}
+    runs, spans = list(report.runs), list(report.spans)
+    for workload in workloads.values():
+        num_timed = sum(batch.is_timed for batch in workload.batches())
+        figures[workload.title] = workload.figures(runs[:num_timed])
+        power[workload.title] = watch.between(spans[0][0], spans[workload.num_runs - 1][1])
+        runs, spans = runs[num_timed:], spans[num_timed:]
+    figures["the server"] = {KV_TOKENS: report.kv_tokens, START_SECONDS: report.start_seconds}
+    return {
+        "version": report.version,
+        "figures": figures,
+        "power": {title: str(reading) for title, reading in power.items() if reading is not None},
+    }
+
+
+def _heading(arguments: Sequence[str], found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    versions = sorted({result["version"] for results in found.values() for result in results.values()})
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    command = shlex.join(["meshserve", "bench", "full_load", *arguments])
+    return f"{_gpu()}, {day}; {', '.join(versions)}. Command: `{command}`"
+
+
+def _gpu() -> str:
+    command = ["nvidia-smi", "--query-gpu=name,power.limit", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "No GPU"
+    return "; ".join(done.stdout.strip().splitlines())
+
+
+def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]], titles: Mapping[str, str]) -> str:
+    """Formats the figures as Markdown: a row per model, workload and figure; ratios where vLLM has the figure.
+
+    Args:
+      found: By model and engine, `figures` by workload title and figure, and `power` by workload title.
+      titles: Of the engines, in the order of the columns.
+    """
+    ours = [key for key in titles if key != "vllm"]
+    columns = [*titles.values(), *(f"{titles[key]} : vLLM" for key in ours)]
+    lines = ["| model | workload | figure | " + " | ".join(columns) + " |", "|---" * (len(columns) + 3) + "|"]
+    for model, results in found.items():
+        first = next(iter(results.values()))["figures"]
+        for workload, names in first.items():
+            for name in names:
+                values = {
+                    key: result["figures"][workload][name]
+                    for key, result in results.items()
+                    if result["figures"].get(workload, {}).get(name)
+                }
+                cells = [_number(values[key], name) if key in values else "" for key in titles]
+                cells += [_ratio(values.get(key), values.get("vllm"), name) for key in ours]
+                lines.append(f"| {model} | {workload} | {name} | " + " | ".join(cells) + " |")
+            powers = [results[key]["power"].get(workload, "") if key in results else "" for key in titles]
+            if any(powers):
+                lines.append(
+                    f"| {model} | {workload} | clock, power | " + " | ".join([*powers, *("" for _ in ours)]) + " |"
+                )
+    return "\n".join(lines)
+
+
+def _number(value: float, name: str) -> str:
+    return f"{value:,.0f}" if name in _MORE_IS_BETTER else f"{value:.2f}"
+
+
+def _ratio(value: float | None, vllm: float | None, name: str) -> str:
+    if not value or not vllm:
+        return ""
+    return f"{value / vllm if name in _MORE_IS_BETTER else vllm / value:.2f}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""Tests the comparison with vLLM: its draws, its figures, its table, and a run with a real server."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshserve.benchmarks.lib.token_times import RunTimes
+from meshserve.benchmarks.lib.workloads import fixed
+from meshserve.benchmarks.load import full_load
+from meshserve.benchmarks.load.full_load import NANO_VLLM, WORKLOADS, Workload, table
+from meshserve.runtime.api.errors import ConfigError
+
+
+def run_times(seconds: float, num_tokens: int) -> RunTimes:
+    return RunTimes(seconds=seconds, num_tokens=num_tokens, first_seconds=[], gap_seconds=[])
+
+
+def test_no_prompt_repeats_and_the_published_draw_runs_last():
+    for workload in WORKLOADS["qwen3-0.6b"].values():
+        batches = workload.batches()
+        prompts = [tuple(work.prompt_token_ids) for batch in batches for work in batch.works]
+        assert len(set(prompts)) == len(prompts)
+        assert [batch.is_timed for batch in batches].count(False) == workload.num_warmups
+    assert NANO_VLLM.batches()[-1].works == NANO_VLLM.draw(0)
+    assert sum(work.max_tokens for work in NANO_VLLM.draw(0)) == 133_966
+
+
+def test_figures_by_hand():
+    workload = Workload(title="", draw=lambda seed: [], warm_up=lambda seed: [], num_runs=3)
+    runs = [run_times(seconds, 40) for seconds in (4.0, 2.0, 8.0)] + [run_times(1.0, 4)] * 3
+    # Four requests of ten tokens: the prefill gives one token each, nine steps give the rest.
+    assert workload.figures(runs) == {
+        "output tokens/s": 10.0, "ms per output token": pytest.approx(3000 / 9), "prefill, s": 1.0,
+    }  # fmt: skip
+
+
+def test_the_table_has_ratios_where_vllm_has_figures():
+    def result(rate: float, prefill: float) -> dict:
+        figures = {"work": {"output tokens/s": rate, "prefill, s": prefill}, "the server": {"start, s": 9.0}}
+        return {"version": "1", "figures": figures, "power": {"work": "1500 MHz"}}
+
+    lines = table(
+        {"m": {"vllm": result(1000, 3.0), "ours": result(1200, 2.0)}, "n": {"ours": result(5, 1.0)}},
+        {"vllm": "vLLM", "ours": "meshserve"},
+    ).splitlines()
+    assert lines[0] == "| model | workload | figure | vLLM | meshserve | meshserve : vLLM |"
+    assert lines[2] == "| m | work | output tokens/s | 1,000 | 1,200 | 1.20 |"
+    assert lines[3] == "| m | work | prefill, s | 3.00 | 2.00 | 1.50 |"
+    assert lines[4] == "| m | work | clock, power | 1500 MHz | 1500 MHz |  |"
+    assert lines[6] == "| n | work | output tokens/s |  | 5 |  |"
+
+
+def test_a_server_and_a_missing_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def draw(seed: int) -> list:
+        return fixed(seed, 3, 5, 4, 99)
+
+    monkeypatch.setitem(WORKLOADS, "demo", {"few": Workload(title="few", draw=draw, warm_up=draw, num_runs=2)})
+    monkeypatch.setattr(full_load, "model_config_json", lambda model: {})
+    options = {"cpu_devices": 1, "num_pages": 16, "cache_dir": "", "max_step_tokens": 8, "max_running": 4,
+               "logits_processors": "false", "max_context": 64}  # fmt: skip
+    arguments = [f"--set-all={name}={value}" for name, value in options.items()]
+    status = full_load.main(
+        ["--models", "demo", "--dtype=float32", *arguments, "--set", "page_size=16", "--engines", "vllm", "ours",
+         "tuned", f"--json={tmp_path / 'found.json'}", f"--markdown={tmp_path / 'table.md'}",
+         f"--python-vllm={sys.executable}"]
+    )  # fmt: skip
+    said = capsys.readouterr()
+    assert status == 1 and "demo, vLLM: not installed" in said.err
+    found = json.loads((tmp_path / "found.json").read_text())["demo"]
+    assert list(found) == ["ours", "tuned"], said.err
+    assert found["ours"]["figures"]["the server"]["tokens that fit in the KV cache"] == 16 * 32
+    assert found["tuned"]["figures"]["the server"]["tokens that fit in the KV cache"] == 16 * 16
+    assert found["ours"]["figures"]["few"]["output tokens/s"] > 0
+    assert "meshserve bench full_load --models demo" in (tmp_path / "table.md").read_text()
+
+
+def test_tuned_needs_options():
+    with pytest.raises(ConfigError, match="needs --set"):
+        full_load.main(["--models", "qwen3-0.6b", "--engines", "tuned"])
