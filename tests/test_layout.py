@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LINKS = sorted(path for path in (ROOT / "src" / "meshserve").iterdir() if path.suffix != ".py")
+_PACKAGE = sorted((ROOT / "src" / "meshserve").iterdir())
+LINKS = [path for path in _PACKAGE if path.suffix != ".py" and path.name != "__pycache__"]
 FOLDERS = [link.name for link in LINKS]
 MAX_LINES = 500
 
