@@ -107,7 +107,9 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
                 assert health(target) == health_pb2.HealthCheckResponse.SERVING
             if num_processes == 2:  # on SIGTERM they drain in turn, and the open stream finishes normally
                 assert re.search(r'_followed_calls_total{method="run"} [1-9]', scraped(cluster, 1))
-                assert "\nmeshserve_ready 1\n" in scraped(cluster, 0) and "\nmeshserve_ready" not in scraped(cluster, 1)
+                assert "\nmeshserve_ready 1.0\n" in scraped(cluster, 0) and "\nmeshserve_ready" not in scraped(
+                    cluster, 1
+                )
                 stream = Stream(cluster.target, 1, max_tokens=400)
                 stream.has_begun.wait(WAIT_SECONDS)
                 cluster.processes[1].send_signal(signal.SIGHUP)  # has no effect

@@ -138,7 +138,7 @@ def test_a_full_queue_refuses_a_request_before_it_is_read(monkeypatch):
             with pytest.raises(CallError, match="the bytes are not a message"), call_errors():
                 list(channel.unary_stream(generate)(b"\xff no message"))
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 2.5
-        assert server.edge.observer.metrics.num_refused_calls["resource_exhausted"] == 1
+        assert server.counted("meshserve_refused_calls_total", code="resource_exhausted") == 1
 
 
 def test_stop_strings(client):

@@ -242,7 +242,7 @@ class ServeConfig:
     tls_client_ca: str = _listening("", "PEM file with the authority that must have signed callers' certificates")
     tokens: str = _listening("", "TOML file of tenants and the digests of their tokens; read again when it changes")
     log_format: str = _observability(
-        "text", "format of the log on stderr; json adds a line for each request", choices=("text", "json")
+        "text", "format of the log on stderr, which has a line for each finished request", choices=("text", "json")
     )
     trace: bool = _observability(False, "export an OpenTelemetry span for each request by OTLP (extra `tracing`)")
     profile_dir: str = _observability("", "directory for profiles that AdminService.StartProfile records")

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from ..api.config import ServeConfig
 from ..server.lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, run_until_done, set_health
 from ..telemetry.logs import say
 from ..telemetry.probe_server import HttpPort
-from .follower_metrics import exposition
+from .follower_metrics import FollowerState, follower_registry
 from .joining import follow
 from .membership import Membership
 from .stream_client import Follower
@@ -49,7 +48,7 @@ class FollowingProcess:
         self.progress = "the process has started"
         self.is_ready = False
         self._num_late_compiles: Callable[[], int] = lambda: 0
-        self._started = time.monotonic()
+        self.registry = follower_registry(membership, self._state)
 
     def run(self) -> None:
         """Joins the cluster, prepares the runner and replays. Returns when the replay has ended or failed."""
@@ -84,13 +83,12 @@ class FollowingProcess:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         port = bind(server, listen)
-        http = HttpPort({"/livez": self._alive, "/readyz": self._ready, "/metrics": self.metrics})
-        if listen.http_port is not None:
-            await http.start(listen.host, listen.http_port)
+        http = HttpPort({"/livez": self._alive, "/readyz": self._ready}, self.registry)
+        http_port = await http.start(listen.host, listen.http_port)
         await server.start()
         say(f"meshserve is a follower; health at {listen.host}:{port}")
-        if listen.http_port is not None:
-            say(f"meshserve answers probes on http://{listen.host}:{http.port}")
+        if http_port is not None:
+            say(f"meshserve answers probes on http://{listen.host}:{http_port}")
         thread = threading.Thread(target=self.run, name="replay", daemon=True)
         thread.start()
         has_told = False
@@ -135,16 +133,9 @@ class FollowingProcess:
     def is_replaying(self) -> bool:
         return self.is_ready and self._watch.failure is None
 
-    def metrics(self) -> tuple[int, str]:
-        """Returns the response to /metrics."""
-        return 200, exposition(
-            self._membership,
-            self._follower.stats if self._follower is not None else None,
-            now=time.monotonic(),
-            started=self._started,
-            is_ready=self.is_replaying,
-            num_late=self._num_late_compiles(),
-        )
+    def _state(self) -> FollowerState:
+        stats = self._follower.stats if self._follower is not None else None
+        return FollowerState(is_ready=self.is_replaying, num_late_compiles=self._num_late_compiles(), stats=stats)
 
 
 def follow_until_stopped(

@@ -3,77 +3,98 @@
 Metrics that mean "accepts requests" are not exported here, because alerts and autoscalers sum them over all pods.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from ..telemetry.metrics import family_lines, labels
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ..telemetry.metrics import late_compiles
 from .membership import Membership
+from .steps import REPLAYED_METHODS
 from .stream_client import FollowingStats
 
 
-def exposition(
-    membership: Membership, stats: FollowingStats | None, *, now: float, started: float, is_ready: bool, num_late: int
-) -> str:
-    """Returns all metrics in Prometheus's text format, version 0.0.4.
+@dataclass(frozen=True, kw_only=True)
+class FollowerState:
+    """State of a follower at the time of a scrape. `stats` is None until process 0 was reached."""
+
+    is_ready: bool  # the process replays
+    num_late_compiles: int
+    stats: FollowingStats | None
+
+
+def follower_registry(
+    membership: Membership, read_state: Callable[[], FollowerState], clock: Callable[[], float] = time.monotonic
+) -> CollectorRegistry:
+    """Returns a registry with the metrics of this process.
 
     Args:
       membership: Place of this process in the cluster.
-      stats: None until process 0 was reached.
-      now: Current time on the clock of `stats`.
-      started: Time at which the process started, on the same clock.
-      is_ready: Whether the process replays.
-      num_late: Number of programs compiled after the process was ready.
+      read_state: Called at each scrape.
+      clock: Clock of the times in `FollowingStats`.
     """
-    name = "meshserve_follower_info"
-    who = labels(
-        role="follower", process_id=str(membership.process_id), num_processes=str(membership.num_processes)
-    )  # fmt: skip
-    lines = [
-        *family_lines(
-            name, "gauge", "Role and index of this process in its cluster; the value is always 1.", [f"{name}{who} 1"]
-        )
-    ]
-    for name, kind, text, value in _values(stats, now, started, is_ready, num_late):
-        lines += family_lines(name, kind, text, [f"{name} {value}"])
-    if stats is not None:
-        name = "meshserve_followed_calls_total"
-        samples = [f"{name}{labels(method=method)} {count}" for method, count in sorted(dict(stats.num_calls).items())]
-        lines += family_lines(
-            name, "counter", "Calls received from process 0, by method; the method run is a step.", samples
-        )
-    return "\n".join(lines) + "\n"
+    registry = CollectorRegistry()
+    registry.register(_FollowerCollector(membership, read_state, clock))
+    return registry
 
 
-def _values(
-    stats: FollowingStats | None, now: float, started: float, is_ready: bool, num_late: int
-) -> Iterator[tuple[str, str, str, float]]:
-    """Yields name, type, help text and value of each metric without labels."""
-    yield (
-        "meshserve_follower_ready",
-        "gauge",
-        "Whether the process replays the steps of process 0: 1 or 0.",
-        int(is_ready),
+class _FollowerCollector(Collector):
+    def __init__(self, membership: Membership, read_state: Callable[[], FollowerState], clock: Callable[[], float]):
+        self._membership, self._read_state, self._clock = membership, read_state, clock
+        self._started = clock()
+
+    def collect(self) -> Iterator[Metric]:
+        state, now = self._read_state(), self._clock()
+        yield InfoMetricFamily(
+            "meshserve_follower",
+            "Role and index of this process in its cluster; the value is always 1.",
+            value={
+                "role": "follower",
+                "process_id": str(self._membership.process_id),
+                "num_processes": str(self._membership.num_processes),
+            },
+        )
+        yield GaugeMetricFamily(
+            "meshserve_follower_ready",
+            "Whether the process replays the steps of process 0: 1 or 0.",
+            value=int(state.is_ready),
+        )
+        yield GaugeMetricFamily(
+            "meshserve_uptime_seconds", "Time since the server started, in seconds.", value=now - self._started
+        )
+        yield late_compiles(state.num_late_compiles)
+        yield from _stream_metrics(state.stats, now)
+
+
+def _stream_metrics(stats: FollowingStats | None, now: float) -> Iterator[Metric]:
+    """Yields the metrics of the step stream. Ages have no sample until there is a time to measure them from."""
+    calls = CounterMetricFamily(
+        "meshserve_followed_calls_total",
+        "Calls received from process 0, by method; the method run is a step.",
+        labels=("method",),
     )
-    yield "meshserve_uptime_seconds", "gauge", "Time since the server started, in seconds.", now - started
-    yield (
-        "meshserve_compiles_after_ready_total",
-        "counter",
-        "Programs compiled after the server was ready; each one is a bug that stalls all requests.",
-        num_late,
+    num_calls = dict.fromkeys(REPLAYED_METHODS, 0) | (dict(stats.num_calls) if stats is not None else {})
+    for method, count in num_calls.items():
+        calls.add_metric((method,), count)
+    yield calls
+    yield CounterMetricFamily(
+        "meshserve_followed_done_total",
+        "Calls that were replayed and acknowledged.",
+        value=stats.num_acknowledged if stats is not None else 0,
     )
     if stats is None:
         return
-    yield (
-        "meshserve_followed_done_total",
-        "counter",
-        "Calls that were replayed and acknowledged.",
-        stats.num_acknowledged,
-    )
-    yield (
+    yield GaugeMetricFamily(
         "meshserve_leader_silence_seconds",
-        "gauge",
         "Time since the last message from process 0, in seconds.",
-        max(0.0, now - stats.heard),
+        value=max(0.0, now - stats.heard),
     )
     if stats.acknowledged is not None:
-        age = max(0.0, now - stats.acknowledged)
-        yield "meshserve_last_followed_age_seconds", "gauge", "Time since the last call was completed, in seconds.", age
+        yield GaugeMetricFamily(
+            "meshserve_last_followed_age_seconds",
+            "Time since the last call was completed, in seconds.",
+            value=max(0.0, now - stats.acknowledged),
+        )

@@ -25,6 +25,7 @@ from ..engine.engine import Runner
 from ..program.batch import Bucket
 from ..program.processor_batch import Logprobs, Sampled
 from .membership import ClusterError
+from .steps import REPLAYED_METHODS
 from .stream_client import Follower
 from .stream_server import Leader
 from .watchdog import Watch
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class LeadingRunner:
-    """A `Runner` that sends every call to the followers and then executes it. Each public method is replayed."""
+    """A `Runner` that sends every call to the followers and then executes it. Public: `REPLAYED_METHODS`."""
 
     def __init__(self, runner: Runner, leader: Leader, watch: Watch):
         self._runner, self._leader = runner, leader
@@ -62,15 +63,12 @@ class LeadingRunner:
         return result
 
 
-_REPLAYED = frozenset(name for name in vars(LeadingRunner) if not name.startswith("_"))
-
-
 def replay(runner: Runner, follower: Follower, watch: Watch) -> None:
     """Replays the calls of process 0's runner until process 0 stops or something fails."""
     returns = Returns(follower.acknowledge, watch.fail)
     try:
         for plan in follower.calls():
-            if plan.method not in _REPLAYED:
+            if plan.method not in REPLAYED_METHODS:
                 raise ClusterError(f"process 0 called {plan.method!r}, which this release does not know")
             returns.put(plan.sequence, getattr(runner, plan.method)(*map(from_message, plan.arguments)))
     except Exception as error:  # process 0 must be told of any error

@@ -1,4 +1,4 @@
-"""Definitions shared by both ends of the step stream: channel options, security, and the report of differences."""
+"""Definitions shared by both ends of the step stream: options, methods, security, and the report of differences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),  # process 0 may still be starting
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+# Methods of a runner that process 0 sends and followers replay.
+REPLAYED_METHODS = ("set_page_row", "run", "set_slot_adjustments", "sample", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)

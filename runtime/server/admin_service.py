@@ -1,4 +1,4 @@
-"""The AdminService: for those who run the server. Who may call it, `access` decides."""
+"""Implements AdminService, the RPCs for operators. The interceptor checks permissions."""
 
 import asyncio
 import math
@@ -17,10 +17,11 @@ _MAX_GRACE_SECONDS = 86_400.0
 
 
 class Admin(pb_grpc.AdminServiceServicer):
-    """
+    """Drains the server, flushes the prefix cache and records profiles.
+
     Args:
-      drain: begins to drain; takes the seconds of grace, None for the server's own.
-      profiler: None if the server was started without a place for profiles.
+      drain: Starts draining; takes the grace period in seconds, or None for the server's default.
+      profiler: None if the server has no --profile-dir.
     """
 
     def __init__(self, edge: Edge, drain: Callable[[float | None], None], profiler: Profiler | None):
@@ -65,5 +66,5 @@ class Admin(pb_grpc.AdminServiceServicer):
 
     def _checked_profiler(self) -> Profiler:
         if self._profiler is None:
-            raise UnavailableFeatureError("this server records no profiles; restart it with --profile-dir.")
+            raise UnavailableFeatureError("this server cannot record profiles; restart it with --profile-dir.")
         return self._profiler

@@ -1,4 +1,4 @@
-"""From what went wrong to what the caller gets: a gRPC status, with details where a program can use them."""
+"""Maps exceptions to the gRPC status of a call, with machine-readable details where they help."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from ..api.errors import (
 )
 from .output_queue import RequestIdInUseError, SlowReaderError
 
-# The one table from errors to status codes. What it does not list is a fault of ours: INTERNAL.
+# The only table from errors to status codes. Any other exception is a bug of ours: INTERNAL.
 GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
     {
         InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -46,19 +46,19 @@ _log = logging.getLogger(__name__)
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """The status code of an error; CANCELLED for the caller's own doing, of which a write may be the first to hear."""
+    """Returns the status code of an error; CANCELLED if the caller is gone, which a write may notice first."""
     if isinstance(error, (asyncio.CancelledError, grpc.aio.InternalError)):
         return grpc.StatusCode.CANCELLED
     return next((code for kind, code in GRPC_STATUS.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 async def abort(context: Any, error: Exception) -> NoReturn:
-    """Ends the call with the status of `error`. Always raises."""
+    """Ends the call with the status of `error`. Never returns."""
     if isinstance(error, grpc.aio.InternalError):
-        # A write found the caller gone before grpc had cancelled this task. No fault, and nobody to tell.
+        # A write noticed that the caller is gone before grpc cancelled this task. There is nobody to answer.
         raise asyncio.CancelledError from error
     if isinstance(error, grpc.aio.AbortError):
-        raise error  # the call has its status already
+        raise error  # the call already has its status
     code, message = code_of(error), str(error)
     if code is grpc.StatusCode.INTERNAL:
         _log.error("a request failed", exc_info=error)

@@ -1,9 +1,7 @@
-"""What each call passes first, whatever its service. In: method and metadata. Out: the call goes on or ends.
+"""Checks each call before its handler runs. In: method and metadata. Out: the call proceeds or is refused.
 
-A request for which the queue has no room ends here, too, before it is read: under overload a refusal is what a server
-does most often, so it must cost the least.
-
-It also gives bytes that are no message the status they deserve: grpc would call them a fault of the server.
+Requests are also refused here, before they are read, while the queue is full: an overloaded server refuses often, so a
+refusal must be cheap. Bytes that are not a valid message get INVALID_ARGUMENT; grpc itself would report INTERNAL.
 """
 
 import inspect
@@ -21,18 +19,18 @@ from .method_permissions import QUEUED_METHODS
 
 
 class AdmissionInterceptor(grpc.aio.ServerInterceptor):
-    """The interceptor of a server.
+    """Refuses calls without permission, and requests while the queue is full.
 
     Args:
-      check_room: raises while there is no room for another request.
-      access: who may call what; None on a port that asks nobody who they are.
+      check_room: Raises if the queue has no room for another request.
+      access: The permissions of callers; None on a port without tokens.
     """
 
     def __init__(self, metrics: Metrics, check_room: Callable[[], None], access: Access | None = None):
         self._metrics = metrics
         self._check_room = check_room
         self._access = access
-        self._handlers: dict[str, Any] = {}  # as `_checking_bytes` makes them
+        self._handlers: dict[str, Any] = {}  # by method, made by `_checking_bytes`
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -43,7 +41,7 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
             if details.method in QUEUED_METHODS:
                 self._check_room()
         except Exception as error:
-            self._metrics.num_refused_calls[code_of(error).name.lower()] += 1
+            self._metrics.count_refusal(code_of(error).name.lower())
             return _refusal(error)
         if (known := self._handlers.get(details.method)) is not None:
             return known
@@ -58,12 +56,12 @@ def _refusal(error: Exception) -> Any:
     async def refuse(requests: Any, context: Any) -> None:
         await abort(context, error)
 
-    # A stream on both sides fits every method, and does not wait for a message first.
+    # A stream in both directions fits every method and does not wait for a message first.
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _checking_bytes(handler: Any) -> Any:
-    """The handler of a method with one request, such that bytes that cannot be read get INVALID_ARGUMENT."""
+    """Wraps the handler of a method with one request, so that bytes that cannot be parsed get INVALID_ARGUMENT."""
     deserialize = handler.request_deserializer
 
     def read(data: bytes) -> Any:

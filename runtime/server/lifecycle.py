@@ -1,15 +1,16 @@
-"""The life of the server process:
+"""Runs the server process from start to end:
 
     bind, health NOT_SERVING -> prepare the backend -> SERVING -> SIGTERM or Drain: NOT_SERVING, refuse new requests
-    -> running requests end, or the grace passes and the rest get UNAVAILABLE -> stop
+    -> running requests end, or the grace period passes and the rest get UNAVAILABLE -> stop
 
-An engine that dies fails every open request with its reason, and `serve` raises it: the process exits with a status
-that is not 0, and whoever supervises it starts another.
+If the engine fails, every open request fails with its reason and `serve` raises: the process exits with a nonzero
+status, so that its supervisor restarts it.
 """
 
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -25,7 +26,8 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from ..api.errors import ConfigError, EngineStoppedError
 from ..telemetry.logs import say
-from ..telemetry.probe_server import HttpPort
+from ..telemetry.metrics import ServerState
+from ..telemetry.probe_server import HttpPort, Probe
 from ..telemetry.profiler import Profiler
 from .admin_service import Admin
 from .auth import ANYBODY
@@ -38,26 +40,26 @@ from .vllm_service import add_gateway
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not shared in silence
-    # Gateways ping idle streams every 30 s, also during a long prefill; gRPC's default is to hang up on them.
+    ("grpc.so_reuseport", 0),  # a port in use must be an error instead of being shared silently
+    # Gateways ping idle streams every 30 s, also during a long prefill; by default gRPC closes their connections.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Callers that vanish without closing the connection are noticed, and their requests cancelled, within 80 s.
+    # Requests of callers that disappear without closing the connection are cancelled within 80 s.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
 STOP_GRACE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _RELOAD_SECONDS = 1.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listen:
-    """Where and how to listen.
+    """Addresses to listen on, and limits for stopping.
 
-    `port` 0 takes a free one; the other ports likewise, and None opens none. `allow_insecure` permits a host that other
-    machines can reach without TLS or without tokens. A server that stops waits for `status_seconds` at most until the
-    statuses already decided have reached their callers, some of whom may not read.
+    Port 0 takes a free one, and None opens none. `allow_insecure` permits a host that other machines can reach without
+    TLS or tokens. A stopping server waits up to `status_seconds` for callers to read their final status.
     """
 
     host: str = "127.0.0.1"
@@ -72,13 +74,13 @@ class Listen:
 
 
 class ServerHandle:
-    """A running server. The ports are those bound; `request_stop` works from any thread."""
+    """A running server and the ports it has bound. `request_stop` may be called from any thread."""
 
     def __init__(self, port: int):
         self.port = port
         self.http_port: int | None = None
         self.gateway_port: int | None = None
-        self.grace_seconds: float | None = None  # that `Drain` asked for
+        self.grace_seconds: float | None = None  # requested by `Drain`
         self._loop = asyncio.get_running_loop()
         self._is_draining = False
         self._num_stops = 0
@@ -89,21 +91,21 @@ class ServerHandle:
 
     @property
     def is_forced(self) -> bool:
-        """Told to stop twice: do not wait for running requests."""
+        """Whether the server was told to stop twice and must not wait for running requests."""
         return self._num_stops > 1
 
     def drain(self, grace_seconds: float | None) -> None:
-        """As the first SIGTERM, with a grace of its own. On the event loop; a second time changes nothing.
+        """Starts draining, with its own grace period. Must be called on the event loop; later calls have no effect.
 
-        It does not count as a SIGTERM: whoever asks for this may send the signal after it, and so may others beside
-        it."""
+        This does not count as a SIGTERM, so a signal that follows it does not end running requests.
+        """
         if not self.is_stopping:
             self.grace_seconds = grace_seconds
             self._is_draining = True
 
     def request_stop(self) -> None:
-        """As SIGTERM: drain, then stop. Asking twice stops without draining."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it has stopped
+        """Does what SIGTERM does: drain, then stop. The second call stops without draining."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the server has stopped
             self._loop.call_soon_threadsafe(self._count_stop)
 
     def _count_stop(self) -> None:
@@ -117,16 +119,16 @@ async def serve(
     prepare: Callable[[], Backend] | None = None,
     on_ready: Callable[[ServerHandle], None] | None = None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT, `Drain` or `ServerHandle.request_stop`. The address is printed once it is bound.
+    """Serves until SIGTERM, SIGINT, `Drain` or `ServerHandle.request_stop`. Prints the address once it is bound.
 
     Args:
-      prepare: makes what to serve with, if the edge has none yet. Runs in a thread; until it returns the health is
+      prepare: Creates the backend, if the edge has none yet. Runs in a thread; until it returns the health is
         NOT_SERVING.
-      on_ready: called on the event loop when requests are taken.
+      on_ready: Called on the event loop once requests are accepted.
 
     Raises:
-      ConfigError: `listen` is not safe and does not say `allow_insecure`, or an address cannot be bound.
-      EngineStoppedError: the engine failed. Every open stream has got its status by then.
+      ConfigError: `listen` is insecure without `allow_insecure`, or an address cannot be bound.
+      EngineStoppedError: The engine failed. Every open stream has received its status by then.
     """
     is_local = is_loopback(listen.host)
     _check_safety(edge, listen, is_local)
@@ -134,15 +136,14 @@ async def serve(
         edge.access.tokenless = ANYBODY
     health_servicer = health.aio.HealthServicer()
     await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
-    # Reflection tells strangers what there is to attack, and serves only those who explore by hand.
+    # Reflection is only useful for manual exploration, and would describe the service to attackers.
     interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room, edge.access)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
     handle = ServerHandle(bind(server, listen))
     _add_services(server, edge, health_servicer, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
-    http = HttpPort(_http_answers(edge))
-    if listen.http_port is not None:
-        await http.start(listen.host, listen.http_port)
-        handle.http_port = http.port
+    edge.observer.metrics.read_state = lambda: _state(edge)
+    http = HttpPort(_probes(edge), edge.observer.metrics.registry)
+    handle.http_port = await http.start(listen.host, listen.http_port)
     edge.queues.bind(edge.cancel)
     servers = [server]
     if listen.gateway_port is not None:
@@ -151,8 +152,8 @@ async def serve(
         add_gateway(edge, servers[-1])
     await server.start()
     say(f"meshserve listens on {_address(listen.host, handle.port)}")
-    if listen.http_port is not None:
-        say(f"meshserve answers probes on http://{_address(listen.host, http.port)}")
+    if handle.http_port is not None:
+        say(f"meshserve answers probes on http://{_address(listen.host, handle.http_port)}")
     with on_signals(handle.request_stop):
         reloading = asyncio.create_task(_reload_tokens(edge))
         try:
@@ -160,7 +161,7 @@ async def serve(
                 edge.accept()
                 await set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
                 if listen.gateway_port is not None:
-                    # Only now: a gateway that finds the port open and no model behind it remembers an unknown model.
+                    # Not earlier: a gateway that connects before there is a model keeps it as an unknown model.
                     handle.gateway_port = bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
                     await servers[-1].start()
                     say(f"meshserve answers gateways on {_address(listen.host, handle.gateway_port)}")
@@ -184,12 +185,12 @@ def run_server(
     prepare: Callable[[], Backend] | None = None,
     on_ready: Callable[[ServerHandle], None] | None = None,
 ) -> None:
-    """`serve`, blocking, on a loop of its own. Signals work in the main thread only."""
+    """Runs `serve` on a new event loop and blocks until it ends. Signals work in the main thread only."""
     run_until_done(serve(edge, listen, prepare=prepare, on_ready=on_ready))
 
 
 def run_until_done(coroutine: Coroutine[Any, Any, None]) -> None:
-    """On a loop of its own: uvloop's where it is installed."""
+    """Runs a coroutine on a new event loop, with uvloop where it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -199,7 +200,7 @@ def run_until_done(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. An IPv6 address may stand in brackets, as in a target."""
+    """Returns whether only this machine can reach the host. An IPv6 address may be in brackets, as in a target."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -216,8 +217,8 @@ def _check_safety(edge: Edge, listen: Listen, is_local: bool) -> None:
         missing.append("callers need no token (--tokens)")
     if missing and not is_local and not listen.allow_insecure:
         raise ConfigError(
-            f"host is {listen.host!r}, which other machines can reach, and {' and '.join(missing)}. Give what is "
-            "missing, bind a loopback address such as 127.0.0.1, or set --allow-insecure in a closed network."
+            f"host is {listen.host!r}, which other machines can reach, and {' and '.join(missing)}. Set the missing "
+            "options, bind a loopback address such as 127.0.0.1, or set --allow-insecure in a closed network."
         )
 
 
@@ -232,28 +233,29 @@ def _add_services(
         reflection.enable_server_reflection(names, server)
 
 
-def _http_answers(edge: Edge) -> dict[str, Callable[[], tuple[int, str]]]:
+def _probes(edge: Edge) -> dict[str, Probe]:
     def probe(is_well: bool) -> tuple[int, str]:
         return 200 if is_well else 503, f"{pb.ServerState.Name(edge.state)} {edge.progress}".rstrip() + "\n"
-
-    def metrics() -> tuple[int, str]:
-        backend = edge.backend
-        return 200, edge.observer.metrics.exposition(
-            info=backend.info if backend is not None else None,
-            load=backend.engine.load() if backend is not None else None,
-            num_open=edge.queues.num_open,
-            is_ready=edge.state == pb.SERVER_STATE_READY,
-        )
 
     return {
         "/livez": lambda: probe(edge.state != pb.SERVER_STATE_FAILED),
         "/readyz": lambda: probe(edge.state == pb.SERVER_STATE_READY),
-        "/metrics": metrics,
     }
 
 
+def _state(edge: Edge) -> ServerState:
+    """Returns what a scrape reports. May be called from any thread."""
+    backend = edge.backend
+    return ServerState(
+        info=backend.info if backend is not None else None,
+        load=backend.engine.load() if backend is not None else None,
+        num_open=edge.queues.num_open,
+        is_ready=edge.state == pb.SERVER_STATE_READY,
+    )
+
+
 async def _watch(edge: Edge, handle: ServerHandle) -> None:
-    """Until it is time to stop, or the engine is dead. Measures the loop's own lag meanwhile."""
+    """Waits until the server must stop or the engine has failed, and measures the lag of the event loop."""
     loop, lag = asyncio.get_running_loop(), edge.observer.metrics.loop_lag_seconds
     while not handle.is_stopping and edge.failure is None:
         began = loop.time()
@@ -262,22 +264,23 @@ async def _watch(edge: Edge, handle: ServerHandle) -> None:
 
 
 async def _reload_tokens(edge: Edge) -> None:
-    """For as long as the server answers, also while it starts or drains."""
+    """Reloads the tokens file whenever it changes, also while the server starts or drains."""
     while True:
         await asyncio.sleep(_RELOAD_SECONDS)
         edge.access.reload()
 
 
 async def set_health(servicer: Any, status: int) -> None:
-    """Of the process and of the service alike."""
+    """Sets the health of the process and of the service."""
     for name in ("", SERVICE_NAME):
         await servicer.set(name, status)
 
 
 async def _prepared(edge: Edge, prepare: Callable[[], Backend] | None, handle: ServerHandle) -> bool:
-    """Runs `prepare`. False if the server is told to stop meanwhile.
+    """Runs `prepare` and returns False if the server is told to stop meanwhile.
 
-    In a daemon thread: a thread of the loop's pool would keep the process alive until the last kernel is compiled."""
+    Uses a daemon thread, because a thread of the loop's pool would keep the process alive until it has compiled.
+    """
     if prepare is None:
         return True
     errors: list[BaseException] = []
@@ -298,10 +301,12 @@ async def _prepared(edge: Edge, prepare: Callable[[], Backend] | None, handle: S
 
 
 async def _drain(edge: Edge, handle: ServerHandle, drain_seconds: float) -> None:
-    """Lets the open requests end; fails those that do not in time, and all if the engine has failed."""
+    """Waits for the open requests to end; fails those that do not in time, or all if the engine has failed."""
     edge.refuse("the server is stopping; try another, or this one later")
+    grace_seconds = drain_seconds if handle.grace_seconds is None else handle.grace_seconds
+    _log.info("stopping; %d open requests have %g s to end", edge.queues.num_open, grace_seconds)
     loop = asyncio.get_running_loop()
-    end = loop.time() + (drain_seconds if handle.grace_seconds is None else handle.grace_seconds)
+    end = loop.time() + grace_seconds
     while edge.queues.num_open and edge.failure is None and not handle.is_forced and loop.time() < end:
         await asyncio.sleep(_POLL_SECONDS)
     if edge.failure is not None:
@@ -315,13 +320,13 @@ def _address(host: str, port: int) -> str:
 
 
 def bind(server: grpc.aio.Server, listen: Listen) -> int:
-    """Returns the port.
+    """Binds the server to the address in `listen` and returns the port.
 
     Raises:
-      ConfigError: it cannot be bound, or the certificates cannot be used.
+      ConfigError: The address cannot be bound, or the certificates cannot be used.
     """
     address = _address(listen.host, listen.port)
-    if listen.port and is_taken(listen.host, listen.port):  # gRPC is content with one of the addresses of a name
+    if listen.port and is_taken(listen.host, listen.port):  # gRPC accepts it if one of a name's addresses is free
         raise ConfigError(f"cannot bind {address}: it is in use. Free it, or choose another port.")
     try:
         if listen.tls is not None:
@@ -333,8 +338,10 @@ def bind(server: grpc.aio.Server, listen: Listen) -> int:
 
 @contextlib.contextmanager
 def on_signals(request_stop: Callable[[], None], hang_up: Callable[[], None] | None = None) -> Iterator[None]:
-    """SIGTERM and SIGINT ask to stop; SIGHUP, where given, hangs up. Python allows handlers in the main thread only;
-    elsewhere this does nothing."""
+    """Handles SIGTERM and SIGINT by `request_stop`, and SIGHUP by `hang_up` if given.
+
+    Python allows signal handlers in the main thread only; in other threads this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

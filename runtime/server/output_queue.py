@@ -1,12 +1,10 @@
-"""Step 9 of 10: from the engine's thread to the streams. In: the outputs of a step. Out: one output for each wake-up.
+"""Step 9 of 10: from the engine's thread to the streams. In: outputs of a step. Out: one output for each wake-up.
 
-The engine delivers once a step; that costs one wake-up of the event loop, not one for each token. Each open request has
-an `OutputQueue`. Its handler takes whatever has gathered there as one output, so a busy loop sends fewer, larger
-messages.
+The engine delivers once per step, which wakes the event loop once and not once per token. Each open request has an
+`OutputQueue`; its handler takes all queued outputs as one, so a busy loop sends fewer and larger messages. The queue
+also limits slow readers, because gRPC's flow control blocks only after megabytes of unread tokens.
 
-gRPC's flow control pushes back only after megabytes of unread tokens, so the queue is the bound on a slow reader.
-
-Everything but `OutputQueues.deliver` belongs to the event loop's thread.
+All methods except `OutputQueues.deliver` must be called on the event loop's thread.
 """
 
 import asyncio
@@ -16,31 +14,31 @@ from ..api.errors import EngineStoppedError, MeshserveError
 from ..api.request import FinishReason, Output
 
 DEFAULT_MAX_UNDELIVERED_TOKENS = 4096
-_PROMPT_POSITIONS_PER_TOKEN = 8  # log-probabilities of a prompt come by the thousand, and count less
-_MAX_JOINED_TOKENS = 512  # and no fewer than one output has: clients take messages of some MB
+_PROMPT_POSITIONS_PER_TOKEN = 8  # a prompt has thousands of log-probabilities, so they count less
+_MAX_JOINED_TOKENS = 512  # of several outputs; a single output may have more
 
 
 class RequestIdInUseError(MeshserveError):
-    """The caller's request_id names a request that has not ended yet."""
+    """The request_id belongs to a request that has not ended yet."""
 
 
 class SlowReaderError(MeshserveError):
-    """More tokens wait for the caller than the server keeps."""
+    """The caller has more unread tokens than the server keeps."""
 
 
 class OutputQueue:
-    """Outputs of one request that its handler has not taken yet. Made by `OutputQueues.open`."""
+    """Holds the outputs of one request until its handler takes them. Created by `OutputQueues.open`."""
 
     def __init__(self, request_id: str, num_samples: int = 1):
         self.request_id = request_id
         self.num_undelivered_tokens = 0
         self.num_samples = num_samples
-        self.num_open_samples = num_samples  # whose last output the engine has not delivered
-        self.is_abandoned = False  # no handler will take anything any more
+        self.num_open_samples = num_samples  # the engine has not delivered their last output
+        self.is_abandoned = False  # the handler is gone
         self._outputs: list[Output] = []
         self._error: MeshserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._writer: asyncio.Task[None] | None = None  # hangs in a write, as far as is known here
+        self._writer: asyncio.Task[None] | None = None  # may be blocked in a write
 
     @property
     def has_failed(self) -> bool:
@@ -60,7 +58,7 @@ class OutputQueue:
             self._wake()
 
     def fail(self, error: MeshserveError) -> bool:
-        """Makes `take` raise, unless the request has ended or failed already. Returns whether it does."""
+        """Makes `take` raise `error`. Returns False, without effect, if the request has already ended or failed."""
         if self.has_ended or self._error is not None:
             return False
         self._error = error
@@ -71,10 +69,10 @@ class OutputQueue:
         return True
 
     async def take(self) -> Output:
-        """What has gathered of one sample, as one output; waits for something to gather. At most one task may wait.
+        """Returns the queued outputs of one sample as one output, waiting for the first. Only one task may wait.
 
         Raises:
-          MeshserveError: the one that `fail` was given.
+          MeshserveError: The error passed to `fail`.
         """
         while not self._outputs:
             if self._error is not None:
@@ -93,10 +91,10 @@ class OutputQueue:
         return outputs[0] if len(outputs) == 1 else join(outputs)
 
     async def handing_over(self, write: Awaitable[None]) -> None:
-        """Awaits a write of what was taken. It may hang for as long as the caller does not read, but not after `fail`.
+        """Awaits a write to the caller. It may block while the caller does not read, but `fail` ends it.
 
         Raises:
-          MeshserveError: the one that `fail` was given.
+          MeshserveError: The error passed to `fail`.
         """
         self._writer = asyncio.current_task()
         assert self._writer is not None
@@ -116,12 +114,12 @@ class OutputQueue:
 
 
 def _num_tokens(output: Output) -> int:
-    """Returns how many tokens an output counts for against the bound on what a reader has not read."""
+    """Returns the number of tokens that an output adds to the limit for slow readers."""
     return len(output.token_ids) + len(output.prompt_logprobs) // _PROMPT_POSITIONS_PER_TOKEN
 
 
 def join(outputs: Sequence[Output]) -> Output:
-    """Outputs of one sample, in order, as one."""
+    """Joins consecutive outputs of one sample into one."""
     last = outputs[-1]
     return Output(
         request_id=last.request_id,
@@ -139,10 +137,10 @@ def join(outputs: Sequence[Output]) -> Output:
 
 
 class OutputQueues:
-    """The mailboxes of all open requests.
+    """The output queues of all open requests.
 
-    A request id is taken until the engine has delivered its last output, even when the handler left long before:
-    otherwise that output would reach a later request of the same id.
+    A request id stays in use until the engine has delivered its last output, even if the handler is gone. Otherwise
+    that output could reach a later request with the same id.
     """
 
     def __init__(self, *, max_undelivered_tokens: int = DEFAULT_MAX_UNDELIVERED_TOKENS):
@@ -153,50 +151,49 @@ class OutputQueues:
 
     @property
     def num_open(self) -> int:
-        """Requests whose callers have more to come. A failed one is not: its handler may hang for as long as the caller
-        does not read."""
+        """Number of requests whose callers still expect output, which failed ones do not. Any thread may read it."""
         return sum(not (queue.is_abandoned or queue.has_failed) for queue in list(self._by_request.values()))
 
     def is_open(self, request_id: str) -> bool:
-        """Whether a caller has more to come of this request."""
+        """Returns whether a caller still expects output of this request."""
         queue = self._by_request.get(request_id)
         return queue is not None and not (queue.is_abandoned or queue.has_failed or queue.has_ended)
 
     def bind(self, cancel: Callable[[str, FinishReason], None]) -> None:
-        """Ties the room to the running loop, and to the engine's `cancel`. Once, before the first `open`."""
+        """Sets the event loop and the engine's `cancel`. Must be called once, before the first `open`."""
         self._loop = asyncio.get_running_loop()
         self._cancel = cancel
 
     def deliver(self, outputs: Sequence[Output]) -> None:
-        """Takes all outputs of a step, from any thread. Those nobody waits for are dropped."""
+        """Queues all outputs of a step. May be called from any thread. Outputs of unknown requests are dropped."""
         if self._loop is None:
             return
         try:
             self._loop.call_soon_threadsafe(self._distribute, tuple(outputs))
         except RuntimeError:
-            if not self._loop.is_closed():  # closed: the server is gone, and with it everybody who waited
+            if not self._loop.is_closed():  # a closed loop means that the server has stopped
                 raise
 
     def open(self, request_id: str, num_samples: int = 1) -> OutputQueue:
-        """A mailbox for a request about to be submitted. End it with `close`, or `discard` if submitting fails.
+        """Creates the queue of a new request. End it with `close`, or with `discard` if submitting the request fails.
 
         Raises:
-          RequestIdInUseError: the id is taken.
+          RequestIdInUseError: The id belongs to an open request.
         """
         if request_id in self._by_request:
             raise RequestIdInUseError(
-                f"request_id {request_id!r} names a request that has not ended; allowed is an id that is unique among "
-                "the open requests. Leave request_id out and the server draws one."
+                f"request_id {request_id!r} belongs to a request that has not ended; ids must be unique among the open "
+                "requests. Choose another, or omit request_id and the server generates one."
             )
         queue = self._by_request[request_id] = OutputQueue(request_id, num_samples)
         return queue
 
     def discard(self, queue: OutputQueue) -> None:
-        """Forgets a mailbox whose request the engine does not know."""
+        """Removes the queue of a request that was not submitted."""
         del self._by_request[queue.request_id]
 
     def close(self, queue: OutputQueue, reason: FinishReason) -> None:
-        """The handler leaves. A request that has not ended is cancelled for `reason`."""
+        """Ends the queue when its handler returns. A request that has not ended is cancelled with `reason`."""
         queue.is_abandoned = True
         if queue.has_ended:
             del self._by_request[queue.request_id]
@@ -204,7 +201,7 @@ class OutputQueues:
             self._cancel_request(queue, reason)
 
     def fail_all(self, error: EngineStoppedError) -> None:
-        """Every open request that has not ended fails with `error`."""
+        """Fails every request that has not ended with `error`."""
         for queue in self._by_request.values():
             queue.fail(error)
 
@@ -221,14 +218,14 @@ class OutputQueues:
                 self._give_up(queue)
 
     def _give_up(self, queue: OutputQueue) -> None:
-        """At once and not when the handler notices: it may hang in a write until the caller reads again."""
+        """Fails a request at once, because its handler may be blocked in a write until the caller reads again."""
         error = SlowReaderError(
-            f"{queue.num_undelivered_tokens} tokens wait to be read; this server keeps "
-            f"{self._max_undelivered_tokens} for a request. Read the stream as it comes."
+            f"{queue.num_undelivered_tokens} tokens are unread; this server keeps at most "
+            f"{self._max_undelivered_tokens} per request. Read the stream as it arrives."
         )
         if queue.fail(error):
             self._cancel_request(queue, FinishReason.CANCELLED)
 
     def _cancel_request(self, queue: OutputQueue, reason: FinishReason) -> None:
-        assert self._cancel is not None, "bind comes before open"
+        assert self._cancel is not None, "call bind before open"
         self._cancel(queue.request_id, reason)

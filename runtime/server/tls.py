@@ -1,7 +1,7 @@
-"""TLS of the server, with certificates that may change while it runs.
+"""TLS credentials of the server, from certificate files that may change while it runs.
 
-Each handshake looks whether the files have changed; open connections keep what they were made with, so nobody is
-disturbed. Replace a file by renaming a new one over it, key first: a pair that does not fit together is left unused.
+Each handshake checks whether the files have changed; open connections are not affected. Replace a file by renaming a
+new one over it, the key first: a certificate that does not match its key is not used.
 """
 
 import logging
@@ -19,40 +19,42 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files. With `client_ca`, callers must show a certificate that it signed (mutual TLS)."""
+    """Paths of PEM files. With `client_ca`, callers need a certificate signed by it (mutual TLS)."""
 
     certificate: Path
     key: Path
     client_ca: Path | None = None
 
     def read(self) -> Any:
-        """What they hold, as grpc's certificate configuration.
+        """Returns the contents of the files as grpc's certificate configuration.
 
         Raises:
-          ConfigError: a file is missing, certificate and key do not belong together, or no authority is in its file.
+          ConfigError: A file is missing, the certificate does not match the key, or `client_ca` has no certificate.
         """
         try:
-            # grpc accepts anything and fails each handshake later; Python's ssl tells at once.
+            # grpc would accept anything and fail each handshake later; Python's ssl checks now.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.certificate, self.key, password=self._refuse_passphrase)
             certificate, key = self.certificate.read_bytes(), self.key.read_bytes()
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"the certificate {self.certificate} with the key {self.key}: {error}.") from None
+            raise ConfigError(
+                f"cannot use the certificate {self.certificate} with the key {self.key}: {error}."
+            ) from None
         client_ca = None
         if self.client_ca is not None:
             try:
                 client_ca = self.client_ca.read_bytes()
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=client_ca.decode("ascii"))
             except (OSError, ValueError) as error:  # an SSLError is an OSError
-                raise ConfigError(f"the authority {self.client_ca}: {error}.") from None
+                raise ConfigError(f"cannot use the certificate authority {self.client_ca}: {error}.") from None
         return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=client_ca)
 
     def _refuse_passphrase(self) -> str:
-        """Instead of OpenSSL's question on the terminal, which nobody may read."""
-        raise ConfigError(f"the key {self.key} has a passphrase; write it without one, readable by the server alone.")
+        """Raises, where OpenSSL would ask for the passphrase on the terminal."""
+        raise ConfigError(f"the key {self.key} has a passphrase; save it without one, readable by the server only.")
 
     def stamp(self) -> tuple[tuple[int, int], ...]:
-        """Changes when a file does."""
+        """Returns a value that changes whenever one of the files does."""
         paths = [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
         try:
             return tuple((stat.st_mtime_ns, stat.st_ino) for stat in (path.stat() for path in paths))
@@ -61,15 +63,15 @@ class TlsFiles:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials that follow the files.
+    """Returns credentials that are reloaded when the files change.
 
     Raises:
-      ConfigError: they cannot be used as they are now.
+      ConfigError: The present files cannot be used.
     """
     used = told = files.stamp()
 
     def changed() -> Any:
-        """grpc asks at each handshake; None keeps what it has."""
+        """Returns a new configuration, or None to keep the present one. grpc calls this at each handshake."""
         nonlocal used, told
         stamp = files.stamp()
         if stamp == used:
@@ -77,12 +79,12 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
         try:
             configuration = files.read()
         except ConfigError as error:
-            if stamp != told:  # once for each state of the files; they are read again at the next handshake
-                _log.error("the certificates stay as they were: %s", error)
+            if stamp != told:  # log once per change; the next handshake tries again
+                _log.error("the changed certificates are not used: %s", error)
             told = stamp
             return None
         used = stamp
-        _log.info("read the certificate %s again", files.certificate)
+        _log.info("reloaded the certificate %s", files.certificate)
         return configuration
 
     return grpc.dynamic_ssl_server_credentials(
@@ -91,10 +93,10 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def mutual_credentials(files: TlsFiles) -> tuple[grpc.ServerCredentials, grpc.ChannelCredentials]:
-    """Of both ends of a connection between equals: each shows the certificate, and wants one that `client_ca` signed.
+    """Returns credentials for both ends of a connection on which each end needs a certificate signed by `client_ca`.
 
     Raises:
-      ConfigError: as `server_credentials`.
+      ConfigError: See `server_credentials`.
     """
     server = server_credentials(files)  # reads and checks the files
     assert files.client_ca is not None

@@ -120,7 +120,7 @@ class _Serving:
         _log.info("ready to serve; %s", compiles.counts)
         compiles.ready()
         launched.resharder.compiling = compiles.expected
-        metrics.num_late_compiles = lambda: compiles.counts.num_late_compiles
+        metrics.read_late_compiles = lambda: compiles.counts.num_late_compiles
         self.place.attach(launched.engine)
         gc.collect()
         gc.freeze()  # what start-up made is there to stay: looking through it takes a full collection 0.1 s each time

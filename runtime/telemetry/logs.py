@@ -1,4 +1,4 @@
-"""The log: lines for people, or one JSON object a line for machines."""
+"""Configures the log: readable lines for people, or one JSON object per line for machines."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """`time`, `level`, `logger`, `message`, and whatever the call gave as `extra`."""
+    """Formats a record as JSON: `time`, `level`, `logger`, `message`, and the fields passed as `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -27,12 +27,19 @@ class JsonFormatter(logging.Formatter):
 
 
 def is_worth_a_line(record: logging.LogRecord) -> bool:
-    """False for what grpc reports as an error of the server and is only a caller who went away before the answer."""
-    return not (record.name == "grpc._cython.cygrpc" and "ExecuteBatchError" in record.getMessage())
+    """Returns False for records that report a client's behaviour as an error of the server.
+
+    These are grpc's report of a caller that disconnected before the answer, and aiohttp's report of bytes that are not
+    an HTTP request.
+    """
+    if record.name == "grpc._cython.cygrpc":
+        return "ExecuteBatchError" not in record.getMessage()
+    kind = record.exc_info[0] if record.name == "aiohttp.server" and record.exc_info else None
+    return kind is None or kind.__module__ != "aiohttp.http_exceptions"
 
 
 def say(text: str) -> None:
-    """A line to standard output. Its reader may have gone: no server ends for that."""
+    """Prints a line to standard output. If its reader is gone, the server goes on without output."""
     try:
         print(text, flush=True)
     except OSError:
@@ -40,13 +47,13 @@ def say(text: str) -> None:
 
 
 def drop_output() -> None:
-    """Whose reader has gone. Python would try again at its end, and exit with another status."""
+    """Redirects standard output to nowhere, so that Python's flush at exit does not fail and change the status."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def configure_logs(log_format: str) -> None:
-    """Logs to stderr from now on.
+    """Sends all logs to stderr.
 
     Args:
       log_format: "text" or "json".
@@ -57,5 +64,3 @@ def configure_logs(log_format: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for noisy in ("jax", "absl", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # One line a request is for machines; on a terminal it would bury the rest.
-    logging.getLogger("meshserve.request").setLevel(logging.INFO if log_format == "json" else logging.WARNING)

@@ -1,88 +1,128 @@
-"""The HTTP port, for probes and Prometheus: GET /metrics, /livez and /readyz. No encryption, no tokens, no state.
+"""The HTTP port for probes and Prometheus: GET /livez, /readyz and /metrics, without encryption or tokens.
 
-/livez is 200 while the process may be left alone (a dead engine makes it 503), /readyz while requests are taken. On the
-event loop's own thread: if that hangs, so do the probes, which is what they are there to find out.
+/livez returns 200 while the process should be left running and 503 once the engine has failed; /readyz returns 200
+while the server accepts requests. Probes are answered on the event loop's thread, so they fail if the loop hangs.
+Metrics are rendered in another thread, because reading the engine's load may wait for a step and rendering takes
+milliseconds.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 
 from ..api.errors import ConfigError
 
-_MAX_REQUEST_BYTES = 8_192
-_TIMEOUT_SECONDS = 5.0
+if TYPE_CHECKING:
+    from aiohttp import web
+
+_MAX_LINE_BYTES = 4_096  # of the request line, and of each header
+_MAX_HEADERS = 64
+_TIMEOUT_SECONDS = 5.0  # for a connection to send its request
 _MAX_CONNECTIONS = 64
 
-# What a path answers: status and body.
-Answer = Callable[[], tuple[int, str]]
-_REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+# Returns the status and the text of a response.
+Probe = Callable[[], tuple[int, str]]
 
 
 class HttpPort:
-    """Answers GET on a fixed set of paths, one request a connection."""
+    """Serves probes and metrics, one request per connection.
 
-    def __init__(self, answers: dict[str, Answer]):
-        self._answers = answers
-        self._open: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}  # who serves it; the oldest first
-        self._server: asyncio.Server | None = None
-        self.port = 0
+    Args:
+      probes: The probes by path, for example "/livez".
+      registry: The metrics.
+    """
 
-    async def start(self, host: str, port: int) -> None:
-        """Binds and serves. 0 takes a free port.
+    def __init__(self, probes: Mapping[str, Probe], registry: CollectorRegistry):
+        self._probes = probes
+        self._registry = registry
+        self._renderer = ThreadPoolExecutor(1, "metrics")
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int | None) -> int | None:
+        """Opens the port and returns its number. Port 0 takes a free one, and None opens none.
 
         Raises:
-          ConfigError: the address cannot be bound.
+          ConfigError: The address cannot be bound.
         """
+        if port is None:
+            return None
+        from aiohttp import web  # not at module level: it takes 0.1 s, also in processes that open no port
+
+        application = web.Application()
+        application.add_routes(
+            [web.get("/metrics", self._metrics), *(web.get(path, self._probe) for path in self._probes)]
+        )
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            keepalive_timeout=_TIMEOUT_SECONDS,
+            lingering_time=0.0,
+            max_line_size=_MAX_LINE_BYTES,
+            max_field_size=_MAX_LINE_BYTES,
+            max_headers=_MAX_HEADERS,
+            shutdown_timeout=_TIMEOUT_SECONDS,
+        )
+        await self._runner.setup()
         try:
-            self._server = await asyncio.start_server(self._serve, host, port, limit=_MAX_REQUEST_BYTES)
+            self._listener = await asyncio.get_running_loop().create_server(self._accept, host, port)
         except OSError as error:
+            await self.stop()
             raise ConfigError(f"cannot bind {host}:{port} for HTTP: {error}. Choose another --http-port.") from error
-        self.port = self._server.sockets[0].getsockname()[1]
+        return self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Takes no more connections and ends the open ones."""
-        if self._server is not None:
-            self._server.close()
-        serving = [task for task in self._open.values() if task is not None]
-        for writer in self._open:
-            writer.transport.abort()
-        # Else the end of the loop cancels them, and asyncio logs a trace of each.
-        await asyncio.gather(*serving, return_exceptions=True)
+        """Closes the port and all its connections."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._runner is not None:
+            self._close_oldest(0)
+            await self._runner.cleanup()
+        self._renderer.shutdown(wait=False, cancel_futures=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= _MAX_CONNECTIONS:  # the oldest has had the most time to ask
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
-        self._open[writer] = asyncio.current_task()
+    def _accept(self) -> asyncio.Protocol:
+        """Returns the protocol of a new connection. The oldest connection beyond the limit is closed."""
+        self._close_oldest(_MAX_CONNECTIONS - 1)
+        assert self._runner is not None and self._runner.server is not None
+        return self._runner.server()
+
+    def _close_oldest(self, num_left: int) -> None:
+        """Closes all connections but the newest `num_left`, without waiting for clients that do not read."""
+        assert self._runner is not None and self._runner.server is not None
+        transports = [each.transport for each in self._runner.server.connections if each.transport is not None]
+        for transport in transports[: max(0, len(transports) - num_left)]:
+            transport.abort()
+
+    async def _probe(self, request: "web.Request") -> "web.Response":
+        status, text = self._probes[request.path]()
+        return _response(status, text.encode(), "text/plain; charset=utf-8")
+
+    async def _metrics(self, request: "web.Request") -> "web.Response":
+        accepted = ",".join(request.headers.getall("Accept", ()))
+        body, content_type = await asyncio.get_running_loop().run_in_executor(self._renderer, self._render, accepted)
+        return _response(200, body, content_type)
+
+    def _render(self, accepted: str) -> tuple[bytes, str]:
+        """Returns all metrics in the format that an Accept header asks for, and its content type."""
         try:
-            async with asyncio.timeout(_TIMEOUT_SECONDS):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(head))
-                await writer.drain()
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # nobody to tell
-        finally:
-            self._open.pop(writer, None)
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+            encode, content_type = choose_encoder(accepted)
+        except (TypeError, ValueError):  # a version that is not a number
+            encode, content_type = choose_encoder("")
+        if content_type.startswith("application/openmetrics-text"):
+            # By default the library writes the samples of `vllm:*` with "_" for ":" (prometheus_client issue 1177).
+            return openmetrics(self._registry, escaping=ALLOWUTF8), content_type
+        return encode(self._registry), content_type
 
-    def _answer(self, head: bytes) -> bytes:
-        method, _, rest = head.split(b"\r\n", 1)[0].decode("latin-1").partition(" ")
-        path = rest.partition(" ")[0].partition("?")[0]
-        if path not in self._answers:
-            status, body = 404, f"there are {', '.join(sorted(self._answers))}\n"
-        elif method not in ("GET", "HEAD"):
-            status, body = 405, "only GET\n"
-        else:
-            status, body = self._answers[path]()
-        data = body.encode()
-        lines = (
-            f"HTTP/1.1 {status} {_REASONS[status]}",
-            "Content-Type: text/plain; version=0.0.4; charset=utf-8",
-            f"Content-Length: {len(data)}",
-            "Connection: close",
-        )
-        return "\r\n".join((*lines, "", "")).encode() + (b"" if method == "HEAD" else data)
+
+def _response(status: int, body: bytes, content_type: str) -> "web.Response":
+    from aiohttp import web
+
+    response = web.Response(status=status, body=body, headers={"Content-Type": content_type})
+    response.force_close()
+    return response

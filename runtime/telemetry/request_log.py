@@ -1,9 +1,13 @@
-"""One request as the edge sees it, from call to last message: counted, logged and traced when it ends.
+"""The request log: counts, logs and traces each request from its acceptance to its last message.
 
-The log line of a request, in JSON when the log is:
+A request's log line is one JSON object if the log is JSON:
 
     {"request_id": "...", "tenant": "", "method": "Generate", "outcome": "length", "num_prompt_tokens": 12,
      "num_output_tokens": 64, "first_token_seconds": 0.021, "total_seconds": 0.412, ...}
+
+and one compact line if it is text:
+
+    Generate 3f2a... length: 12 prompt tokens, 64 output tokens, first token after 0.021 s, total 0.412 s
 """
 
 import logging
@@ -18,9 +22,18 @@ _log = logging.getLogger("meshserve.request")
 
 
 class RequestLog:
-    """Made by `Observer.begin` when a request is accepted; `end` is called once."""
+    """The record of one accepted request. `Observer.begin` creates it; `end` is called exactly once."""
 
-    __slots__ = ("fields", "first_token", "last_token", "num_output_tokens", "started", "_metrics", "_on_end")
+    __slots__ = (
+        "fields",
+        "first_token",
+        "last_token",
+        "num_output_tokens",
+        "started",
+        "_metrics",
+        "_on_end",
+        "_stream",
+    )
 
     def __init__(
         self, metrics: Metrics, fields: dict[str, Any], on_end: "Callable[[RequestLog, str], None] | None", began: float
@@ -31,31 +44,35 @@ class RequestLog:
         self.last_token = 0.0
         self.num_output_tokens = 0
         self._metrics = metrics
+        self._stream = metrics.stream
         self._on_end = on_end
-        metrics.num_prompt_tokens += fields["num_prompt_tokens"]
+        metrics.num_prompt_tokens.inc(fields["num_prompt_tokens"])
 
     def sent(self, output: Output) -> None:
-        """A message is handed to the call."""
-        metrics, num_tokens = self._metrics, len(output.token_ids)
-        metrics.num_messages += 1
+        """Records a message that is about to be written to the stream."""
+        stream, num_tokens = self._stream, len(output.token_ids)
+        stream.num_messages += 1
         if num_tokens == 0:
             return
         now = time.monotonic()
         if self.first_token == 0.0:
             self.first_token = now
-            metrics.time_to_first_token_seconds.observe(now - self.started)
+            self._metrics.time_to_first_token_seconds.observe(now - self.started)
         else:
-            metrics.inter_token_seconds.observe((now - self.last_token) / num_tokens, num_tokens)
+            stream.observe_intervals(now - self.last_token, num_tokens)
         self.last_token = now
         self.num_output_tokens += num_tokens
-        metrics.num_output_tokens += num_tokens
+        stream.num_tokens += num_tokens
 
     def end(self, outcome: str) -> None:
-        """Args:
-        outcome: the finish reason, or the status code, in lower case."""
+        """Records the end of the request.
+
+        Args:
+          outcome: The finish reason, or the gRPC status in lower case.
+        """
         seconds = time.monotonic() - self.started
         self._metrics.request_seconds.observe(seconds)
-        self._metrics.num_requests[self.fields["method"], outcome] += 1
+        self._metrics.count_request(self.fields["method"], outcome)
         if self._on_end is not None:
             self._on_end(self, outcome)
         if _log.isEnabledFor(logging.INFO):
@@ -65,11 +82,21 @@ class RequestLog:
                 "first_token_seconds": round(self.first_token - self.started, 6) if self.first_token else None,
                 "total_seconds": round(seconds, 6),
             }
-            _log.info("%s %s: %s", self.fields["method"], self.fields["request_id"], outcome, extra=self.fields)
+            _log.info("%s", _summary(self.fields), extra=self.fields)
+
+
+def _summary(fields: Mapping[str, Any]) -> str:
+    """Returns the line of a finished request in a text log."""
+    first, tenant = fields["first_token_seconds"], fields["tenant"]
+    return (
+        f"{fields['method']} {fields['request_id']}{f' of {tenant}' if tenant else ''} {fields['outcome']}: "
+        f"{fields['num_prompt_tokens']} prompt tokens, {fields['num_output_tokens']} output tokens, "
+        f"{f'first token after {first:.3f} s, ' if first is not None else ''}total {fields['total_seconds']:.3f} s"
+    )
 
 
 class Observer:
-    """Makes journeys. `tracer`, if there is one, gets each of them too (`tracing.Tracer`)."""
+    """Creates the request log of each request. `tracer`, if given, records a span for each (`tracing.Tracer`)."""
 
     def __init__(self, metrics: Metrics | None = None, tracer: Any = None):
         self.metrics = metrics if metrics is not None else Metrics()
@@ -79,8 +106,12 @@ class Observer:
         self, *, method: str, request_id: str, tenant: str, num_prompt_tokens: int, metadata: Mapping[str, Any],
         began: float,
     ) -> RequestLog:  # fmt: skip
-        """A request is submitted. `metadata` is that of the call: it may carry the caller's trace. `began`: when it was
-        called, by the monotonic clock."""
+        """Starts the record of a request that the engine has accepted.
+
+        Args:
+          metadata: Metadata of the call, which may carry the caller's trace.
+          began: Time of the call on the monotonic clock.
+        """
         fields = {
             "request_id": request_id, "tenant": tenant, "method": method, "num_prompt_tokens": num_prompt_tokens
         }  # fmt: skip
@@ -88,7 +119,7 @@ class Observer:
         return RequestLog(self.metrics, fields, on_end, began)
 
     def refuse(self, method: str, request_id: str, tenant: str, code: str) -> None:
-        """A request that its tenant's quota has no room for is counted, and logged."""
-        self.metrics.num_refused_calls[code] += 1
+        """Counts and logs a request that exceeds its tenant's quota."""
+        self.metrics.count_refusal(code)
         fields = {"request_id": request_id, "tenant": tenant, "method": method, "outcome": code}
-        _log.info("%s %s: refused, %s", method, request_id, code, extra=fields)
+        _log.info("%s %s of %s refused: %s", method, request_id, tenant or "an unnamed tenant", code, extra=fields)

@@ -1,5 +1,7 @@
-"""OpenTelemetry: one span a request, child of the caller's where the call carries a `traceparent`. Needs the extra
-`tracing`; where the spans go is OpenTelemetry's own configuration (OTEL_EXPORTER_OTLP_ENDPOINT and the like).
+"""Exports an OpenTelemetry span for each request, as a child of the caller's if the call carries a `traceparent`.
+
+Needs the extra `tracing`. The destination is set by OpenTelemetry's own configuration, for example
+OTEL_EXPORTER_OTLP_ENDPOINT.
 """
 
 import time
@@ -9,15 +11,15 @@ from typing import Any
 from ..api.errors import ConfigError
 from .request_log import RequestLog
 
-# Outcomes that are no fault of the server.
+# Outcomes that do not mark the span as an error.
 _FINE = frozenset(("stop", "length", "cancelled", "deadline"))
 
 
 class Tracer:
-    """Makes spans of journeys, for `request_log.Observer`.
+    """Creates the spans of requests for `request_log.Observer`.
 
     Args:
-      provider: an OpenTelemetry TracerProvider; None makes one that exports by OTLP over gRPC.
+      provider: An OpenTelemetry TracerProvider. None creates one that exports by OTLP over gRPC.
 
     Raises:
       ConfigError: OpenTelemetry is not installed.
@@ -30,7 +32,7 @@ class Tracer:
 
             provider = provider if provider is not None else _otlp_provider()
         except ImportError as error:
-            raise ConfigError(f"--trace needs meshserve with the extra [tracing]: {error}.") from error
+            raise ConfigError(f"--trace needs OpenTelemetry: {error}. Install meshserve[tracing].") from error
         self._provider = provider
         self._tracer = provider.get_tracer("meshserve")
         self._propagator = TraceContextTextMapPropagator()
@@ -38,14 +40,14 @@ class Tracer:
         self._error = Status(StatusCode.ERROR)
 
     def begin(self, fields: Mapping[str, Any], metadata: Mapping[str, Any]) -> Callable[[RequestLog, str], None]:
-        """Opens the span of a request; what it returns ends it."""
+        """Starts the span of a request and returns the function that ends it."""
         context = self._propagator.extract(metadata)
         span = self._tracer.start_span(f"meshserve.{fields['method']}", context=context, kind=self._kind)
         for name, value in fields.items():
             span.set_attribute(f"meshserve.{name}", value)
 
         def end(request_log: RequestLog, outcome: str) -> None:
-            # Queue and prefill end with the first token, decoding with the last.
+            # The first token ends queueing and prefill, the last one ends decoding.
             offset = time.time() - time.monotonic()
             if request_log.first_token:
                 span.add_event("first_token", timestamp=round((request_log.first_token + offset) * 1e9))
@@ -59,7 +61,7 @@ class Tracer:
         return end
 
     def close(self) -> None:
-        """Sends what has not been sent."""
+        """Exports the remaining spans."""
         self._provider.shutdown()
 
 

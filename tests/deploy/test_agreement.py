@@ -20,13 +20,12 @@ from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.api.config import ServeConfig, read_toml
 from meshserve.runtime.api.engine_api import ModelInfo
 from meshserve.runtime.api.request import Load
-from meshserve.runtime.cluster.follower_metrics import exposition as follower_exposition
+from meshserve.runtime.cluster.follower_metrics import FollowerState, follower_registry
 from meshserve.runtime.cluster.membership import Membership
 from meshserve.runtime.cluster.stream_client import FollowingStats
 from meshserve.runtime.commands import cli
-from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.planning.report import Asked, planner_of
-from meshserve.runtime.telemetry.metrics import Metrics
+from meshserve.runtime.telemetry.metrics import Metrics, ServerState
 from meshserve.sharding.chips import GIB
 from tests.waiting import WAIT_SECONDS
 
@@ -260,20 +259,18 @@ def test_scripts_start_a_server_with_their_config(name: str, is_group: bool, tmp
 
 def metric_names() -> set[str]:
     """Returns all names that /metrics may show, including the parts of histograms."""
-    metrics = Metrics()
-    record = {field.name: 0 for field in dataclasses.fields(StepRecord)} | {"queue_seconds": (0.1,), "max_running": 1}
-    metrics.record_step(StepRecord(**record))
-    metrics.num_requests["Generate", "stop"] = metrics.num_refused_calls["UNAUTHENTICATED"] = 1
     info = ModelInfo(**{
         field.name: () if field.name == "eos_token_ids" else "" if field.type is str else 1
         for field in dataclasses.fields(ModelInfo)
     })  # fmt: skip
     load = Load(num_running=1, num_waiting=1, num_pages=2, num_free_pages=1)
-    text = metrics.exposition(info=info, load=load, num_open=1, is_ready=True)
+    metrics = Metrics()
+    metrics.read_state = lambda: ServerState(info=info, load=load)
     followed = FollowingStats(heard=1.0, num_calls=Counter(run=1), num_acknowledged=1, acknowledged=1.0)
     membership = Membership(coordinator="a:1", num_processes=2, process_id=1)
-    text += follower_exposition(membership, followed, now=2.0, started=1.0, is_ready=True, num_late=0)
-    return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    state = FollowerState(is_ready=True, num_late_compiles=0, stats=followed)
+    registries = (metrics.registry, follower_registry(membership, lambda: state))
+    return {sample.name for registry in registries for family in registry.collect() for sample in family.samples}
 
 
 def asked_names(text: str) -> set[str]:

@@ -203,6 +203,12 @@ class Running:
         assert self.edge.backend is not None and isinstance(self.edge.backend.engine, FakeEngine)
         return self.edge.backend.engine
 
+    def counted(self, name: str, **labels: str) -> float:
+        """Returns the present value of a metric that exists."""
+        value = self.edge.observer.metrics.registry.get_sample_value(name, labels)
+        assert value is not None, (name, labels)
+        return value
+
     def stop(self) -> None:
         self.handle.request_stop()
         self.join()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from meshserve.protos import steps_pb2 as pb
-from meshserve.runtime.cluster.follower_metrics import exposition
+from meshserve.runtime.cluster.follower_metrics import FollowerState, follower_registry
 from meshserve.runtime.cluster.membership import Membership
 from meshserve.runtime.cluster.replay import LeadingRunner, from_message, replay, result_digest, to_message
-from meshserve.runtime.cluster.steps import Security
+from meshserve.runtime.cluster.steps import REPLAYED_METHODS, Security
 from meshserve.runtime.cluster.stream_client import Follower
 from meshserve.runtime.cluster.stream_server import Leader
 from meshserve.runtime.cluster.watchdog import Limits, Watch
@@ -91,7 +91,15 @@ def test_the_follower_is_told_what_the_leader_is_told():
 
 def test_a_followers_metrics_tell_what_it_replayed_and_how_long_ago():
     membership = Membership(coordinator="127.0.0.1:1", num_processes=2, process_id=1)
-    told = {"started": 90.0, "is_ready": True, "num_late": 0}
+    now, state = [90.0], FollowerState(is_ready=False, num_late_compiles=0, stats=None)
+    registry = follower_registry(membership, lambda: state, clock=lambda: now[0])
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert value("meshserve_follower_ready") == 0 and value("meshserve_followed_done_total") == 0
+    assert [value("meshserve_followed_calls_total", method=method) for method in REPLAYED_METHODS] == [0] * 5
+    assert value("meshserve_leader_silence_seconds") is None, "process 0 was not reached"
     pair = Pair()
     for _ in range(3):
         pair.runner.run(BUCKET, np.arange(5, dtype=np.int32))
@@ -100,18 +108,20 @@ def test_a_followers_metrics_tell_what_it_replayed_and_how_long_ago():
     stats = pair.follower.stats
     assert stats.acknowledged is not None and stats.heard > 0
     stats.acknowledged, stats.heard = 98.5, 99.75
-    lines = exposition(membership, stats, now=100.0, **told).splitlines()
+    now[0], state = 100.0, FollowerState(is_ready=True, num_late_compiles=0, stats=stats)
+    assert value("meshserve_follower_info", role="follower", process_id="1", num_processes="2") == 1
+    assert value("meshserve_follower_ready") == 1
+    assert value("meshserve_followed_calls_total", method="run") == 3
+    assert value("meshserve_followed_calls_total", method="set_page_row") == 1
+    assert value("meshserve_followed_done_total") == 4
+    assert value("meshserve_last_followed_age_seconds") == 1.5
+    assert value("meshserve_leader_silence_seconds") == 0.25 and value("meshserve_uptime_seconds") == 10
+    assert value("meshserve_ready") is None, "the alerts sum it, and only process 0 serves requests"
     pair.close()
-    for line in (
-        'meshserve_follower_info{role="follower",process_id="1",num_processes="2"} 1', "meshserve_follower_ready 1",
-        'meshserve_followed_calls_total{method="run"} 3', 'meshserve_followed_calls_total{method="set_page_row"} 1',
-        "meshserve_followed_done_total 4", "meshserve_last_followed_age_seconds 1.5",
-        "meshserve_leader_silence_seconds 0.25", "meshserve_uptime_seconds 10.0",
-    ):  # fmt: skip
-        assert line in lines, line
-    early = exposition(membership, None, now=100.0, **told | {"is_ready": False})
-    assert "meshserve_follower_ready 0" in early and "followed" not in early
-    assert "meshserve_ready " not in early, "the alerts sum it, and only process 0 serves requests"
+
+
+def test_every_public_method_of_the_leading_runner_is_replayed():
+    assert {name for name in vars(LeadingRunner) if not name.startswith("_")} == set(REPLAYED_METHODS)
 
 
 def test_a_follower_whose_device_computes_something_else_is_noticed():

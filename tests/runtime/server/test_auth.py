@@ -157,7 +157,7 @@ def test_strangers_do_not_learn_that_the_queue_is_full(server, monkeypatch):
 
 
 def test_quotas_of_requests_and_tokens(server):
-    num_refused = server.edge.observer.metrics.num_refused_calls["resource_exhausted"]
+    num_refused = server.counted("meshserve_refused_calls_total", code="resource_exhausted")
     with Client(server.target, token="write") as client, Client(server.target, token="operate") as other:
         first, second = (client.generate("a" * 9, max_tokens=20) for _ in range(2))
         next(first), next(second)
@@ -169,7 +169,7 @@ def test_quotas_of_requests_and_tokens(server):
             with pytest.raises(CallError, match="requests in flight would be 3; this caller may have 2") as caught:
                 client.complete("a")
             assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 1.0
-            assert server.edge.observer.metrics.num_refused_calls["resource_exhausted"] > num_refused
+            assert server.counted("meshserve_refused_calls_total", code="resource_exhausted") > num_refused
             assert other.complete("a", max_tokens=1).token_ids == (98,)  # another tenant does not notice
             open_streams[0].close()
             wait_for(lambda: "tokens in flight would be 84; this caller may have 60" in refusal(client))
@@ -335,11 +335,11 @@ def test_a_certificate_that_cannot_be_used_changes_nothing_and_is_told_once(tmp_
         for _ in range(3):  # a handshake each
             with Client(server.target, credentials=trusted) as client:
                 assert client.complete("a", max_tokens=1).token_ids == (98,)
-        assert caplog.text.count("the certificates stay as they were") == 1
+        assert caplog.text.count("the changed certificates are not used") == 1
         files.key.write_bytes(key)
         with caplog.at_level(logging.INFO), Client(server.target, credentials=trusted) as client:
             assert client.complete("a", max_tokens=1).token_ids == (98,)
-        assert "read the certificate" in caplog.text
+        assert "reloaded the certificate" in caplog.text
 
 
 def test_mutual_tls_wants_a_certificate_of_the_authority(tmp_path):
@@ -358,7 +358,7 @@ def test_mutual_tls_wants_a_certificate_of_the_authority(tmp_path):
 def test_an_authority_that_is_none_is_refused(tmp_path: Path, text: str):
     files = certificate(tmp_path, "server")
     (tmp_path / "authority.pem").write_text(text)
-    with pytest.raises(ConfigError, match="the authority .*authority.pem"):
+    with pytest.raises(ConfigError, match="the certificate authority .*authority.pem"):
         TlsFiles(certificate=files.certificate, key=files.key, client_ca=tmp_path / "authority.pem").read()
 
 
@@ -367,7 +367,7 @@ def test_a_key_with_a_passphrase_is_refused_without_a_question(tmp_path: Path):
     locked = tmp_path / "locked.key"
     command = ["openssl", "pkcs8", "-topk8", "-in", plain.key, "-out", locked, "-passout", "pass:secret"]
     subprocess.run(command, check=True)
-    with pytest.raises(ConfigError, match="locked.key has a passphrase; write it without one"):
+    with pytest.raises(ConfigError, match="locked.key has a passphrase; save it without one"):
         TlsFiles(certificate=plain.certificate, key=locked).read()
 
 

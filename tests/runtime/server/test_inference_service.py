@@ -250,7 +250,7 @@ def test_a_deadline_ends_the_request(server, client):
 def test_request_ids_are_unique_among_open_requests(client):
     stream = client.generate("a", max_tokens=100_000, request_id="twin")
     next(stream)
-    with pytest.raises(CallError, match="'twin' names a request that has not ended") as caught:
+    with pytest.raises(CallError, match="'twin' belongs to a request that has not ended") as caught:
         client.complete("a", request_id="twin")
     assert caught.value.code is Code.ALREADY_EXISTS
     stream.close()
@@ -321,13 +321,13 @@ def test_the_engines_refusals_become_statuses(server, client, monkeypatch, error
 @pytest.mark.parametrize("method", ["Generate", "Chat"])
 def test_a_full_queue_refuses_a_request_before_it_is_read(server, client, monkeypatch, method):
     monkeypatch.setattr(server.engine, "is_full", True)
-    metrics, num_submits = server.edge.observer.metrics, server.engine.num_submits
-    num_refused = metrics.num_refused_calls["resource_exhausted"]
+    num_submits = server.engine.num_submits
+    num_refused = server.counted("meshserve_refused_calls_total", code="resource_exhausted")
     with grpc.insecure_channel(server.target) as channel, pytest.raises(CallError, match="9 requests wait") as caught:
         with call_errors():
             list(channel.unary_stream(f"/{SERVICE_NAME}/{method}")(b"\xff no message of ours"))
     assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 2.5
-    assert metrics.num_refused_calls["resource_exhausted"] == num_refused + 1
+    assert server.counted("meshserve_refused_calls_total", code="resource_exhausted") == num_refused + 1
     with grpc.insecure_channel(server.target) as channel:  # what takes no place is served
         answer = pb_grpc.InferenceServiceStub(channel).Tokenize(pb.TokenizeRequest(text="abc"))
     assert list(answer.token_ids) == [97, 98, 99]

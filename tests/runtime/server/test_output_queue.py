@@ -123,7 +123,7 @@ def test_too_many_unread_tokens_cancel_the_request_at_once():
             await settle()
             assert (await quick.take()).token_ids == (step,)
             assert cancels == ([] if step < 3 else [("slow", FinishReason.CANCELLED)])
-        with pytest.raises(SlowReaderError, match="4 tokens wait to be read; this server keeps 3"):
+        with pytest.raises(SlowReaderError, match="4 tokens are unread; this server keeps at most 3"):
             await slow.take()
 
     asyncio.run(main())

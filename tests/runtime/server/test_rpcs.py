@@ -9,13 +9,14 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.api.errors import UnavailableFeatureError
 from meshserve.runtime.api.request import FinishReason
 from meshserve.runtime.client.client import CallError, Client, call_errors
-from meshserve.runtime.server.lifecycle import Listen, _http_answers
+from meshserve.runtime.server.lifecycle import Listen, _probes
 from meshserve.runtime.server.output_queue import OutputQueues
 from tests.runtime.loopback import FakeEngine, Running, edge_of, running
 from tests.waiting import WAIT_SECONDS, wait_for
@@ -169,10 +170,9 @@ def test_drain_with_no_grace_fails_what_runs():
 
 def samples(server: Running) -> dict[str, float]:
     """Every sample of /metrics, read by Prometheus's own parser."""
-    parser = pytest.importorskip("prometheus_client.parser")
     _, text = http(server, "/metrics")
     found = {}
-    for family in parser.text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
             labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
@@ -189,7 +189,8 @@ def test_metrics_count_what_happened():
         next(stream)
         stream.close()
         cancelled = "meshserve_requests_total{method=Generate,outcome=cancelled}"
-        wait_for(lambda: samples(server).get(cancelled) == 1)
+        assert samples(server)["meshserve_requests_total{method=Chat,outcome=stop}"] == 0
+        wait_for(lambda: samples(server)[cancelled] == 1)
         after = samples(server)
         assert after["meshserve_requests_total{method=Generate,outcome=length}"] == 1
         assert after["meshserve_prompt_tokens_total"] == 4
@@ -218,7 +219,7 @@ def test_probes_while_the_engine_dies():
     engine = FakeEngine(room.deliver)
     edge = edge_of(engine, room)
     edge.accept()
-    answers = _http_answers(edge)
+    answers = _probes(edge)
     assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [200, 200]
     engine.failure = "the device is gone"
     assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [503, 503]

@@ -10,7 +10,10 @@ def test_a_folder_that_cannot_be_is_refused_by_name_and_nothing_is_recorded(tmp_
     (tmp_path / "file").write_text("")
     profiler = Profiler(tmp_path / "file")
     for _ in range(2):  # the first left nothing behind
-        with pytest.raises(UnavailableFeatureError, match=r"no place in .*file: Not a directory\. Restart with"):
+        with pytest.raises(
+            UnavailableFeatureError,
+            match=r"cannot create a folder for the profile in .*file: Not a directory\. Restart with",
+        ):
             profiler.start()
     with pytest.raises(UnavailableFeatureError, match="no profile is being recorded"):
         profiler.stop()

@@ -1,0 +1,62 @@
+import json
+import logging
+import sys
+
+import pytest
+
+from meshserve.runtime.api.request import Output
+from meshserve.runtime.telemetry.logs import JsonFormatter, configure_logs, is_worth_a_line
+from meshserve.runtime.telemetry.request_log import Observer
+
+
+def finish_one(request_id: str = "r1") -> None:
+    request_log = Observer().begin(
+        method="Chat", request_id=request_id, tenant="t", num_prompt_tokens=3, metadata={}, began=0.0
+    )
+    request_log.sent(Output(request_id=request_id, token_ids=(1, 2)))
+    request_log.sent(Output(request_id=request_id, text="held"))
+    request_log.end("stop")
+
+
+def test_the_log_has_a_line_of_json_for_each_request(caplog):
+    caplog.set_level(logging.INFO, "meshserve.request")
+    finish_one("r\n1")
+    text = JsonFormatter().format(caplog.records[-1])
+    assert "\n" not in text
+    line = json.loads(text)
+    expected = {
+        "level": "INFO", "logger": "meshserve.request", "request_id": "r\n1", "tenant": "t", "method": "Chat",
+        "outcome": "stop", "num_prompt_tokens": 3, "num_output_tokens": 2,
+    }  # fmt: skip
+    assert expected.items() <= line.items()
+    assert 0 <= line["first_token_seconds"] <= line["total_seconds"]
+
+
+@pytest.fixture
+def restored_logs():
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_both_formats_have_one_line_for_a_finished_request(log_format, capsys, monkeypatch, restored_logs):
+    configure_logs(log_format)
+    finish_one()
+    [line] = capsys.readouterr().err.splitlines()
+    assert ("INFO meshserve.request: Chat" in line) == (log_format == "text")
+    assert "of t stop: 3 prompt tokens, 2 output tokens, first token after" in line
+
+
+def test_bytes_that_are_not_http_are_not_an_error_of_the_server():
+    http_exceptions = pytest.importorskip("aiohttp.http_exceptions")
+
+    def record(error: Exception) -> logging.LogRecord:
+        try:
+            raise error
+        except Exception:
+            return logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "Error handling", (), sys.exc_info())
+
+    assert not is_worth_a_line(record(http_exceptions.BadHttpMessage("bytes")))
+    assert is_worth_a_line(record(RuntimeError("a handler that fails")))
