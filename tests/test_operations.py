@@ -111,7 +111,7 @@ def test_metrics_and_the_log_tell_of_a_request(server):
         client.complete("JULIET:\n", max_tokens=4, request_id="to be found")
     with urllib.request.urlopen(f"{server.http}/metrics", timeout=WAIT_SECONDS) as answer:
         text = answer.read().decode()
-    assert 'meshserve_info{model="demo"' in text and 'vllm:num_requests_running{model_name="demo"}' in text
+    assert re.search(r'meshserve_info{.*model="demo"', text) and 'vllm:num_requests_running{model_name="demo"}' in text
     lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
     [found] = [line for line in lines if line.get("request_id") == "to be found"]
     assert (found["tenant"], found["outcome"], found["num_output_tokens"]) == ("operator", "length", 4)
@@ -169,9 +169,11 @@ def test_sigterm_with_100_streams_loses_none(tmp_path):
         assert server.process.wait(WAIT_SECONDS) == 0
 
 
-def test_sigterm_while_it_starts():
+def test_sigterm_while_it_starts(tmp_path):
     """Sends SIGTERM during compilation, if it can be observed."""
-    process = subprocess.Popen([*SERVE, "--cache-dir="], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen([*SERVE, "--cache-dir="], stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         assert process.stdout is not None
         target = process.stdout.readline().split()[-1]
@@ -182,6 +184,7 @@ def test_sigterm_while_it_starts():
                 time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_SECONDS) == 0
+        assert log.read_text().count("INFO meshserve.runtime.server.lifecycle: stopping; open requests: 0") == 1
     finally:
         process.kill()
         process.wait()

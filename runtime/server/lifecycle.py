@@ -95,10 +95,7 @@ class ServerHandle:
         return self._num_stops > 1
 
     def drain(self, grace_seconds: float | None) -> None:
-        """Starts draining, with its own grace period. Must be called on the event loop; later calls have no effect.
-
-        This does not count as a SIGTERM, so a signal that follows it does not end running requests.
-        """
+        """Starts draining, on the event loop. Does not count as a SIGTERM: one that follows only drains, too."""
         if not self.is_stopping:
             self.grace_seconds = grace_seconds
             self._is_draining = True
@@ -200,7 +197,7 @@ def run_until_done(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach the host. An IPv6 address may be in brackets, as in a target."""
+    """Returns whether only this machine can reach the host. An IPv6 address may be in brackets."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -277,10 +274,8 @@ async def set_health(servicer: Any, status: int) -> None:
 
 
 async def _prepared(edge: Edge, prepare: Callable[[], Backend] | None, handle: ServerHandle) -> bool:
-    """Runs `prepare` and returns False if the server is told to stop meanwhile.
-
-    Uses a daemon thread, because a thread of the loop's pool would keep the process alive until it has compiled.
-    """
+    """Runs `prepare` and returns False if the server is told to stop meanwhile."""
+    # In a daemon thread: a thread of the loop's pool would keep the process alive until it has compiled.
     if prepare is None:
         return True
     errors: list[BaseException] = []
@@ -304,7 +299,7 @@ async def _drain(edge: Edge, handle: ServerHandle, drain_seconds: float) -> None
     """Waits for the open requests to end; fails those that do not in time, or all if the engine has failed."""
     edge.refuse("the server is stopping; try another, or this one later")
     grace_seconds = drain_seconds if handle.grace_seconds is None else handle.grace_seconds
-    _log.info("stopping; %d open requests have %g s to end", edge.queues.num_open, grace_seconds)
+    _log.info("stopping; open requests: %d, grace period: %g s", edge.queues.num_open, grace_seconds)
     loop = asyncio.get_running_loop()
     end = loop.time() + grace_seconds
     while edge.queues.num_open and edge.failure is None and not handle.is_forced and loop.time() < end:
@@ -338,10 +333,7 @@ def bind(server: grpc.aio.Server, listen: Listen) -> int:
 
 @contextlib.contextmanager
 def on_signals(request_stop: Callable[[], None], hang_up: Callable[[], None] | None = None) -> Iterator[None]:
-    """Handles SIGTERM and SIGINT by `request_stop`, and SIGHUP by `hang_up` if given.
-
-    Python allows signal handlers in the main thread only; in other threads this does nothing.
-    """
+    """Handles SIGTERM and SIGINT by `request_stop`, and SIGHUP by `hang_up` if given. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

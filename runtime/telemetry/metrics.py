@@ -95,7 +95,7 @@ class Metrics:
         self._add_request_metrics()
         self._add_step_metrics()
         started = time.monotonic()
-        uptime = self._gauge("meshserve_uptime_seconds", "Time since the server started, in seconds.")
+        uptime = Gauge("meshserve_uptime_seconds", "Time since the server started, in seconds.", registry=self.registry)
         uptime.set_function(lambda: time.monotonic() - started)
         self.registry.register(self.stream)
         self.registry.register(_StateCollector(self))
@@ -127,10 +127,10 @@ class Metrics:
             ("code",),
             registry=self.registry,
         )
-        self._refused_by_code = {code: self._refused_calls.labels(code) for code in REFUSAL_CODES}
-        for method in METHODS:
-            for outcome in OUTCOMES:
-                self._requests.labels(method, outcome)
+        self._refused = {code: self._refused_calls.labels(code) for code in REFUSAL_CODES}
+        self._ended = {
+            (method, outcome): self._requests.labels(method, outcome) for method in METHODS for outcome in OUTCOMES
+        }
 
     def _add_step_metrics(self) -> None:
         self._queue_seconds = self._histogram(
@@ -157,9 +157,6 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self.registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self.registry)
-
     def record_step(self, record: "StepRecord") -> None:
         """Adds one dispatch. Called on the engine's thread."""
         self._step_seconds.observe(record.step_seconds)
@@ -173,11 +170,11 @@ class Metrics:
 
     def count_request(self, method: str, outcome: str) -> None:
         """Counts a request that has ended."""
-        self._requests.labels(method, outcome).inc()
+        (self._ended.get((method, outcome)) or self._requests.labels(method, outcome)).inc()
 
     def count_refusal(self, code: str) -> None:
         """Counts a call that was refused with the gRPC status `code`, in lower case."""
-        (self._refused_by_code.get(code) or self._refused_calls.labels(code)).inc()
+        (self._refused.get(code) or self._refused_calls.labels(code)).inc()
 
 
 class StreamCounts(Collector):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MAX_LINE_BYTES = 4_096  # of the request line, and of each header
 _MAX_HEADERS = 64
-_TIMEOUT_SECONDS = 5.0  # for a connection to send its request
+_TIMEOUT_SECONDS = 5.0  # for a connection to send its request and read the answer
 _MAX_CONNECTIONS = 64
 
 # Returns the status and the text of a response.
@@ -62,7 +62,6 @@ class HttpPort:
         self._runner = web.AppRunner(
             application,
             access_log=None,
-            keepalive_timeout=_TIMEOUT_SECONDS,
             lingering_time=0.0,
             max_line_size=_MAX_LINE_BYTES,
             max_field_size=_MAX_LINE_BYTES,
@@ -90,14 +89,16 @@ class HttpPort:
         """Returns the protocol of a new connection. The oldest connection beyond the limit is closed."""
         self._close_oldest(_MAX_CONNECTIONS - 1)
         assert self._runner is not None and self._runner.server is not None
-        return self._runner.server()
+        protocol = self._runner.server()
+        asyncio.get_running_loop().call_later(_TIMEOUT_SECONDS, _abort, protocol)
+        return protocol
 
     def _close_oldest(self, num_left: int) -> None:
-        """Closes all connections but the newest `num_left`, without waiting for clients that do not read."""
+        """Closes all connections but the newest `num_left`."""
         assert self._runner is not None and self._runner.server is not None
-        transports = [each.transport for each in self._runner.server.connections if each.transport is not None]
-        for transport in transports[: max(0, len(transports) - num_left)]:
-            transport.abort()
+        protocols = [each for each in self._runner.server.connections if each.transport is not None]
+        for protocol in protocols[: max(0, len(protocols) - num_left)]:
+            _abort(protocol)
 
     async def _probe(self, request: "web.Request") -> "web.Response":
         status, text = self._probes[request.path]()
@@ -118,6 +119,12 @@ class HttpPort:
             # By default the library writes the samples of `vllm:*` with "_" for ":" (prometheus_client issue 1177).
             return openmetrics(self._registry, escaping=ALLOWUTF8), content_type
         return encode(self._registry), content_type
+
+
+def _abort(protocol: "web.RequestHandler") -> None:
+    """Closes a connection without waiting for a client that does not read."""
+    if protocol.transport is not None:
+        protocol.transport.abort()
 
 
 def _response(status: int, body: bytes, content_type: str) -> "web.Response":

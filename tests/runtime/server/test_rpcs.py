@@ -1,7 +1,9 @@
 """The methods beside Generate and Chat, against a server on loopback."""
 
 import contextlib
+import logging
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,11 +15,23 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
-from meshserve.runtime.api.errors import UnavailableFeatureError
+from meshserve.runtime.api.errors import (
+    ConfigError,
+    EngineStoppedError,
+    PermissionDeniedError,
+    QueueFullError,
+    QuotaExceededError,
+    UnauthenticatedError,
+    UnavailableFeatureError,
+)
 from meshserve.runtime.api.request import FinishReason
 from meshserve.runtime.client.client import CallError, Client, call_errors
-from meshserve.runtime.server.lifecycle import Listen, _probes
+from meshserve.runtime.server.grpc_status import GRPC_STATUS
+from meshserve.runtime.server.inference_service import Edge
+from meshserve.runtime.server.lifecycle import Listen, _probes, run_server
+from meshserve.runtime.server.method_permissions import QUEUED_METHODS, SERVICE_NAME
 from meshserve.runtime.server.output_queue import OutputQueues
+from meshserve.runtime.telemetry.metrics import METHODS, REFUSAL_CODES
 from tests.runtime.loopback import FakeEngine, Running, edge_of, running
 from tests.waiting import WAIT_SECONDS, wait_for
 
@@ -129,10 +143,13 @@ def test_without_a_place_for_profiles():
 
 
 def http(server: Running, path: str) -> tuple[int, str]:
+    assert server.handle.http_port is not None
+    return get(server.handle.http_port, path)
+
+
+def get(port: int, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{server.handle.http_port}{path}", timeout=WAIT_SECONDS
-        ) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -223,3 +240,49 @@ def test_probes_while_the_engine_dies():
     assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [200, 200]
     engine.failure = "the device is gone"
     assert [answers[path]()[0] for path in ("/livez", "/readyz")] == [503, 503]
+
+
+def test_a_stopping_server_logs_one_line(caplog):
+    with caplog.at_level(logging.INFO), running() as server:
+        server.stop()
+    lines = [record for record in caplog.records if record.name == "meshserve.runtime.server.lifecycle"]
+    assert [line.getMessage() for line in lines] == [f"stopping; open requests: 0, grace period: {WAIT_SECONDS:g} s"]
+
+
+def test_metrics_and_probes_of_a_server_without_an_engine_yet():
+    """While it starts, every counter is there; the engine's gauges come with the engine."""
+    edge, told, may_end = Edge(OutputQueues()), threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def prepare() -> Any:
+        told.set()
+        assert may_end.wait(WAIT_SECONDS)
+        raise ConfigError("it was only a test")
+
+    def serve() -> None:
+        with pytest.raises(ConfigError, match="only a test"):
+            run_server(edge, Listen(http_port=port), prepare=prepare)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert told.wait(WAIT_SECONDS)
+    for path in ("/livez", "/readyz", "/metrics"):
+        found.append(get(port, path))
+    may_end.set()
+    thread.join(WAIT_SECONDS)
+    assert [status for status, _ in found] == [200, 503, 200]
+    assert "SERVER_STATE_STARTING" in found[1][1]
+    lines = found[2][1].splitlines()
+    assert 'meshserve_requests_total{method="Generate",outcome="stop"} 0.0' in lines and "meshserve_ready 0.0" in lines
+    assert not any(line.startswith(("meshserve_kv_pages", "meshserve_info")) for line in lines)
+
+
+def test_every_refusal_code_of_the_interceptor_has_a_series():
+    refusals = (UnauthenticatedError, PermissionDeniedError, QuotaExceededError, QueueFullError, EngineStoppedError)
+    codes = {GRPC_STATUS[kind].name.lower() for kind in refusals}
+    assert codes | {"internal"} == set(REFUSAL_CODES)
+    methods = {method.removeprefix(f"/{SERVICE_NAME}/").removeprefix("/vllm.grpc.engine.") for method in QUEUED_METHODS}
+    assert methods == {method.replace("VllmEngine.", "VllmEngine/") for method in METHODS}

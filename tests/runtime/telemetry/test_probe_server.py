@@ -124,8 +124,8 @@ def test_the_oldest_connection_makes_room_for_a_new_one():
         (get("/livez?" + "b" * 10_000), 400),
         (get("/livez", *(f"A{index}: b" for index in range(200))), 400),
         ("\x16\x03\x01 not HTTP\r\n\r\n", 400),
-        (get("/livez").replace("GET", "POST"), 405),
-        (get("/nothing"), 404),
+        (get("/livez", "Connection: close").replace("GET", "POST"), 405),
+        (get("/nothing", "Connection: close"), 404),
         (get("/livez", "Content-Length: 1000000"), 200),  # and the body never comes
         (get("/livez").replace("GET", "HEAD"), 200),
         (get("/metrics", "Accept: text/plain;version=one"), 200),
