@@ -1,7 +1,9 @@
 """Configures every test process to use 8 virtual CPU devices."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -34,6 +36,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--draws", type=int, default=8192, help="draws per case of sampling (make sample: 100,000)")
     parser.addoption("--every-case", action="store_true", help="run every case of the TPU kernels and of clusters")
+
+
+@pytest.fixture(autouse=True)
+def removed_log_handlers() -> Iterator[None]:
+    """Removes the log handlers of commands that a test runs: they write to its standard error, which ends with it."""
+    root = logging.getLogger()
+    before = root.handlers[:]
+    yield
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler and handler not in before:
+            root.removeHandler(handler)
 
 
 @pytest.fixture

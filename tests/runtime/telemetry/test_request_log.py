@@ -3,6 +3,7 @@ import logging
 import sys
 
 import pytest
+from aiohttp.http_exceptions import BadHttpMessage
 
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.telemetry.logs import JsonFormatter, configure_logs, is_worth_a_line
@@ -32,16 +33,8 @@ def test_the_log_has_a_line_of_json_for_each_request(caplog):
     assert 0 <= line["first_token_seconds"] <= line["total_seconds"]
 
 
-@pytest.fixture
-def restored_logs():
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = before
-
-
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_both_formats_have_one_line_for_a_finished_request(log_format, capsys, monkeypatch, restored_logs):
+def test_both_formats_have_one_line_for_a_finished_request(log_format, capsys):
     configure_logs(log_format)
     finish_one()
     [line] = capsys.readouterr().err.splitlines()
@@ -50,13 +43,11 @@ def test_both_formats_have_one_line_for_a_finished_request(log_format, capsys, m
 
 
 def test_bytes_that_are_not_http_are_not_an_error_of_the_server():
-    http_exceptions = pytest.importorskip("aiohttp.http_exceptions")
-
     def record(error: Exception) -> logging.LogRecord:
         try:
             raise error
         except Exception:
             return logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "Error handling", (), sys.exc_info())
 
-    assert not is_worth_a_line(record(http_exceptions.BadHttpMessage("bytes")))
+    assert not is_worth_a_line(record(BadHttpMessage("bytes")))
     assert is_worth_a_line(record(RuntimeError("a handler that fails")))
