@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
-_KERNELS = "kns=meshserve"  # a part of the name of every kernel of ours, mangled or not
+_KERNELS = "kernel_substring=meshserve"  # a part of the name of every kernel of ours, mangled or not
 _FOUND = 86  # exit status that compute-sanitizer returns after a report
 _REPORT = re.compile(
     r"^=+ (?:Error: |Warning: )?(Invalid|Uninitialized|Race reported|Potential|Barrier|Divergent)(.*)$"
@@ -109,7 +109,7 @@ def run(tool: str, suite: str, timeout: float) -> Outcome:
     """Runs one suite under one tool."""
     path, expression = SUITES[suite]
     command = [
-        "compute-sanitizer", "--tool", tool, "--kernel-regex", _KERNELS, "--target-processes", "all",
+        "compute-sanitizer", "--tool", tool, "--kernel-name", _KERNELS, "--target-processes", "all",
         "--error-exitcode", str(_FOUND), "--print-limit", "1000",
         sys.executable, "-m", "pytest", "--noconftest", "-q", "-x", "-p", "no:cacheprovider", path, "-k", expression,
     ]  # fmt: skip

@@ -182,7 +182,10 @@ __device__ uint32_t find_key(const float* logits, int vocab, const Search<kIsTop
     if (key_of(logit) < search.threshold) return;
     if (const unsigned long long weight = search.weight(logit)) add_to_bin(shared, search.bin(logit), weight);
   });
-  if (sum_bins(shared, &of_lane) < target) return 0;
+  if (sum_bins(shared, &of_lane) < target) {
+    __syncthreads();  // every thread has read the sum before the next search clears it
+    return 0;
+  }
   pick_bin(shared, of_lane, target);
   const int picked = shared.bin;
   if (threadIdx.x == 0) {
