@@ -18,8 +18,8 @@ import pytest
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.api.request import FinishReason
+from meshserve.runtime.api.tenants import new_token
 from meshserve.runtime.client.client import AsyncClient, Client
-from meshserve.runtime.server.auth import new_token
 
 from .waiting import WAIT_SECONDS, wait_for
 

@@ -276,7 +276,7 @@ def _token(namespace: argparse.Namespace) -> int:
     """Prints the token to stdout, so that it can be piped, and the entry for the tokens file to stderr."""
     from datetime import UTC, datetime, timedelta
 
-    from ..server.auth import new_token
+    from ..api.tenants import new_token
 
     if not 0 <= namespace.days <= _MAX_TOKEN_DAYS:
         raise ConfigError(f"--days is {namespace.days}; allowed is 0 (never) to {_MAX_TOKEN_DAYS}.")

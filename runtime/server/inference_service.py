@@ -1,8 +1,9 @@
-"""Steps 1 and 10 of 10, the edge: check, submit, stream, map errors. In: gRPC requests. Out: streams of text.
+"""Implements the InferenceService: checks requests, submits them and streams their outputs. Steps 1 and 10 of 10.
 
-Knows no jax: the engine is whatever implements `engine_api.Engine`. Everything here runs on one event loop; the
-engine's thread reaches it through `OutputQueues.deliver` only. `lifecycle` binds the port, starts and stops it all;
-`auth` decides who may call; `prompt_intake` turns what was sent into tokens.
+In: gRPC requests. Out: streams of text. Does not import jax: the engine is anything that implements
+`engine_api.Engine`. All code here runs on one event loop; the engine's thread reaches it only through
+`OutputQueues.deliver`. `lifecycle` binds the ports and starts and stops the server, `auth` decides who may call, and
+`prompt_intake` converts requests to tokens.
 """
 
 import contextlib
@@ -23,10 +24,11 @@ from ..api.engine_api import Engine, ModelInfo
 from ..api.errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
 from ..api.request import FinishReason, Output, RequestOptions
 from ..api.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, SamplingParams
+from ..api.tenants import Tenant
 from ..telemetry.request_log import Observer
 from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer
-from .auth import Access, Tenant
+from .auth import Access
 from .grpc_status import abort, code_of
 from .method_permissions import new_access
 from .output_queue import OutputQueues
@@ -36,38 +38,38 @@ MAX_MESSAGE_BYTES = 16 * 2**20  # a prompt of a million tokens takes 3 MB
 
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_ABORTS = 1_024
-_DEADLINE_SLACK_SECONDS = 0.1  # the caller's clock started earlier: its cancel can overtake our own (by 2 ms, measured)
+_DEADLINE_SLACK_SECONDS = 0.1  # the caller's clock starts earlier, so its cancellation can come first (2 ms, measured)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that has passed the intake."""
+    """A validated and tokenised request."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     options: RequestOptions
-    began: float  # when it was called, by the monotonic clock
+    began: float  # start of the call on the monotonic clock
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What an edge serves with."""
+    """The engine and everything else that the service needs to serve a model."""
 
     engine: Engine
     tokenizer: Tokenizer
     info: ModelInfo
-    grammars: Grammars | None = None  # None: takes no constraints
+    grammars: Grammars | None = None  # None: constraints are not supported
 
 
 class Edge(pb_grpc.InferenceServiceServicer):
-    """The InferenceService. Refuses requests until it has a backend and `accept` is called."""
+    """The InferenceService. Refuses requests until a backend is attached and `accept` is called."""
 
     def __init__(self, queues: OutputQueues, *, access: Access | None = None, observer: Observer | None = None):
         self.queues = queues
         self.access = access if access is not None else new_access()
         self.observer = observer if observer is not None else Observer()
-        self.progress = "the process has begun"  # of the start, in words
+        self.progress = "the process has begun"  # of the start, for people
         self.backend: Backend | None = None
         self._intake: Intake | None = None
         self._refusal: str | None = "the server is starting; wait until its health is SERVING"
@@ -75,37 +77,40 @@ class Edge(pb_grpc.InferenceServiceServicer):
         self._started = time.monotonic()
 
     def attach(self, backend: Backend) -> None:
-        """Gives it what it serves with, or another description of that. From any thread."""
+        """Sets or replaces the backend. May be called from any thread."""
         self._intake = Intake(backend.tokenizer, backend.info, backend.grammars)
         self.backend = backend
 
     def accept(self) -> None:
-        """From now on requests are taken."""
-        assert self.backend is not None, "attach comes before accept"
+        """Starts to accept requests."""
+        assert self.backend is not None, "attach must be called before accept"
         self.progress = ""
         self._refusal = None
         self._state = pb.SERVER_STATE_READY
 
     def refuse(self, reason: str) -> None:
-        """From now on new requests get UNAVAILABLE with `reason`."""
+        """Refuses new requests with UNAVAILABLE and `reason` from now on."""
         self.progress = ""
         self._refusal = reason
         self._state = pb.SERVER_STATE_DRAINING
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """As `contract.Engine.cancel`."""
+        """See `engine_api.Engine.cancel`."""
         if self.backend is not None:
             self.backend.engine.cancel(request_id, reason)
 
     def check_room(self) -> None:
-        """Raises:
-        QueueFullError: requests are taken, but there is no room for another."""
+        """Checks that another request can be queued.
+
+        Raises:
+          QueueFullError: Requests are accepted, but the queue is full.
+        """
         if self._refusal is None and self.backend is not None:
             self.backend.engine.check_room()
 
     @property
     def failure(self) -> str | None:
-        """Why the engine died, if it did."""
+        """Why the engine failed; None while it is healthy."""
         return self.backend.engine.failure if self.backend is not None else None
 
     @property
@@ -113,10 +118,10 @@ class Edge(pb_grpc.InferenceServiceServicer):
         return pb.SERVER_STATE_FAILED if self.failure is not None else self._state
 
     def serving(self) -> tuple[Backend, Intake]:
-        """What to serve with.
+        """Returns the backend and its intake.
 
         Raises:
-          EngineStoppedError: no requests are taken.
+          EngineStoppedError: No requests are accepted.
         """
         if self._refusal is not None or self.backend is None or self._intake is None:
             raise EngineStoppedError(f"{self._refusal}{f' ({self.progress})' if self.progress else ''}")
@@ -147,8 +152,11 @@ class Edge(pb_grpc.InferenceServiceServicer):
         kind: type[proto_codec.AnswerMessage],
         context: Any,
     ) -> None:
-        """Streams one request. With `context.write` rather than `yield`: a generator that is suspended when the caller
-        goes away is told by GeneratorExit, and only once it is collected."""
+        """Streams one request.
+
+        Writes with `context.write` instead of `yield`, because a suspended generator learns of a caller's departure
+        only when it is garbage-collected.
+        """
 
         async def write(output: Output) -> None:
             await context.write(proto_codec.answer(kind, output))
@@ -162,7 +170,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
             options = proto_codec.request_options(request, context.time_remaining())
             asked = Asked(request_id, token_ids, params, options, began)
             await self.stream(method, asked, write, context)
-        except Exception as error:  # a cancelled call raises CancelledError, which is not among these
+        except Exception as error:  # CancelledError, of a cancelled call, is not an Exception
             await abort(context, error)
 
     async def stream(
@@ -173,13 +181,14 @@ class Edge(pb_grpc.InferenceServiceServicer):
         context: Any,
         tenant: Tenant | None = None,
     ) -> None:
-        """Submits one request and writes its outputs until the last, on behalf of `tenant`, by default the caller's.
+        """Submits one request and writes its outputs until the last one, on behalf of `tenant` (default: the caller's).
 
         Raises:
-          MeshserveError: whatever `contract.Engine.submit` and `queue.OutputQueue.take` raise, and QuotaExceededError.
+          QuotaExceededError: The tenant has too much in flight.
+          MeshserveError: Any error of `engine_api.Engine.submit` and `OutputQueue.take`.
         """
         grammar = await self.serving()[1].grammar(asked.params.constraint)
-        backend, intake = self.serving()  # tokenising and compiling may have taken a while
+        backend, intake = self.serving()  # again, because compiling may have taken a while
         num_prompt_tokens = len(asked.prompt_token_ids)
         intake.check_params(asked.params, num_prompt_tokens)
         metadata = context.invocation_metadata()
@@ -210,9 +219,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
                         num_open_samples -= 1
                         ended = output.finish_reason.value
                         self._check_end(output)
-                    request_log.sent(
-                        output
-                    )  # before: a client that hangs up on reading it cancels the rest of the write
+                    request_log.sent(output)  # before the write: a client that hangs up then cancels the rest of it
                     await queue.handing_over(write(output))
                 outcome = ended
             except DeadlineError:
@@ -229,7 +236,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
                 request_log.end(reason.value if outcome == "cancelled" else outcome)
 
     def _check_end(self, output: Output) -> None:
-        """Raises where the end of a sample is not a message but a status."""
+        """Raises if the end of a sample is reported as a status instead of a message."""
         if output.finish_reason is FinishReason.ERROR and self.failure is not None:
             raise failure_error(self.failure)
         if output.finish_reason is FinishReason.DEADLINE:
@@ -266,7 +273,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
             await abort(context, error)
 
     def abort_requests(self, request_ids: Sequence[str], tenant: Tenant) -> int:
-        """Ends those requests of the tenant that are open; returns how many were."""
+        """Cancels the open requests among these of the tenant, and returns their number."""
         found = [name for request_id in set(request_ids) if self.queues.is_open(name := scoped(tenant, request_id))]
         for name in found:
             self.cancel(name, FinishReason.CANCELLED)
@@ -297,30 +304,36 @@ class Edge(pb_grpc.InferenceServiceServicer):
 
 
 def checked_request_id(request_id: str | None) -> str:
-    """The caller's name for its request, or a fresh one.
+    """Returns the caller's id of a request, or a new one.
 
     Raises:
-      InvalidRequestError: it is too long, or not printable.
+      InvalidRequestError: The id is empty, too long or not printable.
     """
     if request_id is None:
         return uuid.uuid4().hex
     if not 1 <= len(request_id) <= _MAX_REQUEST_ID_CHARS or not request_id.isprintable():
         raise InvalidRequestError(
             "request_id",
-            f"got {request_id[:_MAX_REQUEST_ID_CHARS]!r} of {len(request_id)} characters; allowed is 1 to "
-            f"{_MAX_REQUEST_ID_CHARS} printable ones. Leave it out and the server draws one.",
+            f"got {request_id[:_MAX_REQUEST_ID_CHARS]!r} of {len(request_id)} characters; allowed are 1 to "
+            f"{_MAX_REQUEST_ID_CHARS} printable characters. Leave it out to have the server choose one.",
         )
     return request_id
 
 
 def scoped(tenant: Tenant, request_id: str) -> str:
-    """The request's name inside the server: tenants cannot meet, nor abort each other's requests, and who has no name
-    cannot pass for one."""
+    """Returns the request's id inside the server.
+
+    Ids of different tenants never collide, so tenants cannot abort each other's requests, and a caller without a tenant
+    cannot use a tenant's ids.
+    """
     return f"{tenant.name}/{request_id}" if tenant.name or "/" in request_id else request_id
 
 
 def salted(tenant: Tenant, options: RequestOptions) -> RequestOptions:
-    """Tenants share no cached prompts: how fast an answer comes would tell one what another has asked."""
+    """Returns the options with a cache salt of the tenant's own.
+
+    Tenants do not share cached prompts, because the time to the first token would reveal what others have sent.
+    """
     if not tenant.name:
         return options
     salt = hashlib.sha256(f"{tenant.name}\0{options.cache_salt}".encode()).hexdigest()
@@ -328,5 +341,5 @@ def salted(tenant: Tenant, options: RequestOptions) -> RequestOptions:
 
 
 def failure_error(failure: str) -> EngineStoppedError:
-    """What callers of a dead engine get."""
-    return EngineStoppedError(f"the engine failed: {failure}. The server stops; try another, or this one later")
+    """Returns the error that callers get once the engine has failed."""
+    return EngineStoppedError(f"the engine failed: {failure}. The server stops; use another one, or retry later")

@@ -25,12 +25,12 @@ from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from ..api.errors import ConfigError, EngineStoppedError
+from ..api.tenants import ANYBODY
 from ..telemetry.logs import say
 from ..telemetry.metrics import ServerState
 from ..telemetry.probe_server import HttpPort, Probe
 from ..telemetry.profiler import Profiler
 from .admin_service import Admin
-from .auth import ANYBODY
 from .inference_service import MAX_MESSAGE_BYTES, Backend, Edge, failure_error
 from .interceptor import AdmissionInterceptor
 from .method_permissions import ADMIN_SERVICE_NAME, SERVICE_NAME

@@ -1,4 +1,4 @@
-"""What each method needs. A method that is not listed here needs Permission.ADMIN."""
+"""Defines the permission that each method requires. A method that is not listed requires Permission.ADMIN."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -8,13 +8,14 @@ from grpc_reflection.v1alpha import reflection
 
 from meshserve.protos import inference_pb2 as pb
 
-from .auth import Access, Permission
+from ..api.tenants import Permission
+from .auth import Access
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ADMIN_SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
-PUBLIC_SERVICES = frozenset((health.SERVICE_NAME,))  # probes have no token
+PUBLIC_SERVICES = frozenset((health.SERVICE_NAME,))  # health probes cannot send tokens
 
-# Not served: clients that ask for it first go on to the older one if they hear UNIMPLEMENTED, and only then.
+# Not served. Clients that try it first fall back to the older version only if they get UNIMPLEMENTED.
 _NEWER_REFLECTION = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 
 _NEEDS = {
@@ -30,7 +31,7 @@ _NEEDS = {
         f"{ADMIN_SERVICE_NAME}/{name}" for name in ("Drain", "FlushPrefixCache", "StartProfile", "StopProfile")
     ],
 }
-# What takes a place in the queue. Refused before the request is read while there is none.
+# Methods that take a place in the queue. While it is full, they are refused before the request is read.
 QUEUED_METHODS = frozenset(
     (f"/{SERVICE_NAME}/Generate", f"/{SERVICE_NAME}/Chat", "/vllm.grpc.engine.VllmEngine/Generate")
 )
@@ -40,9 +41,9 @@ METHOD_PERMISSIONS = MappingProxyType(
 
 
 def new_access(tokens: Path | None = None) -> Access:
-    """The gate of a server.
+    """Returns the access control of a server.
 
     Raises:
-      ConfigError: the tokens file cannot be used.
+      ConfigError: The tokens file is not valid.
     """
     return Access(tokens, METHOD_PERMISSIONS, PUBLIC_SERVICES)

@@ -1,8 +1,8 @@
-"""For gateways that speak `vllm.grpc.engine.VllmEngine`, such as `smg`: they turn it into OpenAI's HTTP API.
+"""Implements `vllm.grpc.engine.VllmEngine` for gateways such as `smg`, which serve OpenAI's HTTP API on top of it.
 
-On a port of its own, because these gateways send neither tokens nor TLS: bind it to loopback, or in a network that has
-only the gateway in it. The messages come from the package smg-grpc-proto (the extra `gateway`) and are no part of
-meshserve's own contract. What a request asks for and this server cannot do is refused, never left out in silence.
+The service has its own port, because these gateways use neither tokens nor TLS: bind it to loopback or to a network
+that only the gateway can reach. The messages come from the package smg-grpc-proto (the extra `gateway`) and are not
+part of meshserve's own API. Requests for unsupported features are refused; no field is ignored silently.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from ..api.constraint import CONSTRAINT_KINDS, Constraint
 from ..api.errors import ConfigError, EngineStoppedError, InvalidRequestError
 from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import MAX_SEED, SamplingParams, params_table
-from .auth import LOCAL
+from ..api.tenants import LOCAL
 from .grpc_status import abort
 from .inference_service import Asked, Backend, Edge, checked_request_id
 from .output_queue import join
@@ -38,10 +38,10 @@ _FINISH_WORDS = {"stop": "stop", "length": "length", "cancelled": "abort", "dead
 
 
 def add_gateway(edge: Edge, server: grpc.aio.Server) -> None:
-    """Offers the service on `server`.
+    """Adds the service to `server`.
 
     Raises:
-      ConfigError: smg-grpc-proto is not installed.
+      ConfigError: The package smg-grpc-proto is not installed.
     """
     try:
         from smg_grpc_proto import vllm_engine_pb2 as pb
@@ -53,19 +53,24 @@ def add_gateway(edge: Edge, server: grpc.aio.Server) -> None:
 
 
 def refuse_others(request: Any) -> None:
-    """Raises:
-    InvalidRequestError: the request has what this server does not look at, an image for example."""
+    """Refuses requests with fields that this server does not support, such as images.
+
+    Raises:
+      InvalidRequestError: An unsupported field is set.
+    """
     for descriptor, value in request.ListFields():
         if descriptor.name not in _GENERATE_FIELDS and value:
             raise InvalidRequestError(descriptor.name, "this server has no such option; leave it out.")
 
 
 def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
-    """The parameters, by the protocol's rules for what is not sent: a 0 is no value, temperature is 1, and without
-    max_tokens the output may fill the context (`max_output_tokens`).
+    """Returns the sampling parameters, with the protocol's defaults for fields that were not sent.
+
+    A 0 counts as not sent, the default temperature is 1, and without max_tokens the output may fill the rest of the
+    context (`max_output_tokens`).
 
     Raises:
-      InvalidRequestError: a value is out of range, or asks for what this server cannot do.
+      InvalidRequestError: A value is out of range or not supported.
     """
     if message.HasField("truncate_prompt_tokens"):
         raise InvalidRequestError("truncate_prompt_tokens", "this server has no such option; leave it out.")
@@ -78,7 +83,7 @@ def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
             if message.HasField(field.name) if field.has_presence else value:
                 fields[name] = proto_codec.plain(value)
     if "seed" in fields:
-        fields["seed"] %= MAX_SEED + 1  # a negative one is allowed there
+        fields["seed"] %= MAX_SEED + 1  # the protocol allows negative seeds
     return SamplingParams(**fields)
 
 
@@ -94,7 +99,7 @@ def _constraint(message: Any) -> Constraint | None:
 
 
 def _servicer(base: type) -> type:
-    """The service; its base class is only there if the extra is installed."""
+    """Returns the service class, whose base class exists only if the extra is installed."""
 
     class VllmEngine(_Generation, base):
         async def HealthCheck(self, request: Any, context: Any) -> Any:
@@ -112,7 +117,7 @@ def _servicer(base: type) -> type:
             backend = await self.backend(context)
             info = backend.info
             return self.pb.GetModelInfoResponse(
-                model_path=info.name,  # no folder: the gateway then asks for the tokenizer
+                model_path=info.name,  # not a directory, so the gateway asks for the tokenizer
                 served_model_name=info.name,
                 is_generation=True,
                 max_context_length=info.max_context_tokens,
@@ -152,7 +157,7 @@ def _servicer(base: type) -> type:
             )
 
         async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
-            """Gateways ask for it, and do without."""
+            """Not supported; gateways work without it."""
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server publishes no cache events")
 
         async def FlushCache(self, request: Any, context: Any) -> Any:
@@ -172,7 +177,7 @@ def _servicer(base: type) -> type:
 
 
 class _Generation:
-    """What the service is made with, and its Generate."""
+    """The service's state and its Generate method."""
 
     def __init__(self, edge: Edge, pb: Any, common: Any):
         self.edge = edge
@@ -206,20 +211,20 @@ class _Generation:
 
 
 class _Writer:
-    """Writes the outputs of one call, the samples of it mixed as they come."""
+    """Writes the outputs of one call; outputs of different samples are interleaved as they arrive."""
 
     def __init__(self, pb: Any, is_streaming: bool, first_token_id: int, context: Any):
         self._pb = pb
-        self._first_token_id = first_token_id  # of the prompt, which has no log-probability
+        self._first_token_id = first_token_id  # first token of the prompt; it has no log-probability
         self._is_streaming = is_streaming
         self._context = context
-        self._held: defaultdict[int, list[Output]] = defaultdict(list)  # by sample: what has not gone out
+        self._held: defaultdict[int, list[Output]] = defaultdict(list)  # outputs not yet sent, by sample
 
     async def write(self, output: Output) -> None:
         pb, index, num_new = self._pb, output.index, len(output.token_ids)
         self._held[index].append(output)
         if self._is_streaming and num_new:
-            # Its first message has all of the prompt's log-probabilities, however many steps brought them.
+            # The first message of a sample contains all log-probabilities of the prompt.
             held = self._take(index)
             chunk = pb.GenerateStreamChunk(
                 token_ids=held.token_ids, completion_tokens=num_new, index=index, **self._logprobs(held)

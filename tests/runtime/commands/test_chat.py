@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from meshserve.runtime.server.auth import new_token
+from meshserve.runtime.api.tenants import new_token
 from meshserve.runtime.server.lifecycle import Listen
 from tests.certificates import certificate
 from tests.runtime.loopback import Running, running

@@ -18,9 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.api.errors import ConfigError, UnauthenticatedError
+from meshserve.runtime.api.tenants import Permission, Tenant, new_token, read_tokens
 from meshserve.runtime.client.client import CallError, Client
 from meshserve.runtime.commands.cli import main
-from meshserve.runtime.server.auth import Access, Permission, Tenant, new_token, read_tokens
+from meshserve.runtime.server.auth import Access
 from meshserve.runtime.server.inference_service import Edge, scoped
 from meshserve.runtime.server.lifecycle import Listen, run_server
 from meshserve.runtime.server.method_permissions import METHOD_PERMISSIONS, SERVICE_NAME, new_access
@@ -166,13 +167,13 @@ def test_quotas_of_requests_and_tokens(server):
         with server.engine.holding(19):
             for stream in open_streams:
                 next(stream)
-            with pytest.raises(CallError, match="requests in flight would be 3; this caller may have 2") as caught:
+            with pytest.raises(CallError, match="requests in flight would be 3; this tenant may have 2") as caught:
                 client.complete("a")
             assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds == 1.0
             assert server.counted("meshserve_refused_calls_total", code="resource_exhausted") > num_refused
             assert other.complete("a", max_tokens=1).token_ids == (98,)  # another tenant does not notice
             open_streams[0].close()
-            wait_for(lambda: "tokens in flight would be 84; this caller may have 60" in refusal(client))
+            wait_for(lambda: "tokens in flight would be 84; this tenant may have 60" in refusal(client))
             status = status_pb2.Status.FromString(quota_details(server.target))
             failure = error_details_pb2.QuotaFailure()
             assert any(detail.Unpack(failure) for detail in status.details)
@@ -247,7 +248,7 @@ def test_a_broken_file_of_tokens_changes_nothing(tmp_path, caplog):
     write(path, lines)
     with running(tokens=path) as server:
         write(path, "nonsense")
-        wait_for(lambda: "the tokens stay as they were" in caplog.text)
+        wait_for(lambda: "the previous tokens stay in force" in caplog.text)
         assert not refused(server.target, token)
 
 
@@ -265,7 +266,7 @@ def refused(target: str, token: str, **options: Any) -> bool:
     ("text", "words"),
     [
         ("", "holds no token"),
-        (f"[tenants.a]\ntokens = [{{sha256 = '{digest('a')}'}}, {{sha256 = '{digest('a')}'}}]", "is there twice"),
+        (f"[tenants.a]\ntokens = [{{sha256 = '{digest('a')}'}}, {{sha256 = '{digest('a')}'}}]", "is listed twice"),
         ("[tenant.a]", "unknown keys tenant; known are tenants"),
         ("[tenants.a]\nmax_request = 1", "unknown keys max_request"),
         ("[tenants.a]\nmax_requests = 0", "max_requests is 0"),

@@ -1,0 +1,130 @@
+"""The tenants of a server, their permissions and limits, and the tokens file that lists them.
+
+The file is TOML:
+
+    [tenants.search]
+    permissions = ["inference", "info"]          # and "admin"; default: these two
+    max_requests = 64                            # open at the same time; default: no limit
+    max_tokens = 500_000                         # prompt and output tokens of these together; default: no limit
+    tokens = [
+      { sha256 = "4f5e...", expires = 2027-01-31T00:00:00Z },   # created by `meshserve token`
+    ]
+
+It contains only digests. Tokens are 32 random bytes, so one round of SHA-256 is as safe as a slow hash.
+"""
+
+import enum
+import hashlib
+import re
+import secrets
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+
+_TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Permission(enum.Enum):
+    """A permission that a method may require."""
+
+    INFERENCE = "inference"
+    INFO = "info"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """A tenant and its limits. None means no limit."""
+
+    name: str
+    permissions: frozenset[Permission] = frozenset((Permission.INFERENCE, Permission.INFO))
+    max_requests: int | None = None
+    max_tokens: int | None = None
+
+
+# The callers of a server without a tokens file: `LOCAL` if it binds a loopback address, `ANYBODY` otherwise.
+ANYBODY = Tenant(name="")
+LOCAL = Tenant(name="", permissions=frozenset(Permission))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credential:
+    """A token of a tenant, as its digest."""
+
+    tenant: Tenant
+    digest: bytes
+    expires: datetime | None
+
+
+def read_tokens(path: Path) -> tuple[Credential, ...]:
+    """Returns the credentials of a tokens file.
+
+    Raises:
+      ConfigError: The file cannot be read or is not valid; the message names the place.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--tokens {path} cannot be read: {error}.") from None
+    try:
+        _known(raw, "the file", {"tenants"})
+        credentials = [
+            credential for name, entry in raw.get("tenants", {}).items() for credential in _tenant(name, entry)
+        ]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--tokens {path}: {error}.") from None
+    if not credentials:
+        raise ConfigError(f"--tokens {path} holds no token. Create one with `meshserve token`.")
+    num_uses = Counter(credential.digest for credential in credentials)
+    for credential in credentials:
+        if num_uses[credential.digest] > 1:
+            digest = credential.digest.hex()
+            raise ConfigError(f"--tokens {path}: the token with sha256 {digest} is listed twice; remove one.")
+    return tuple(credentials)
+
+
+def _known(raw: Mapping[str, Any], place: str, keys: set[str]) -> None:
+    unknown = sorted(raw.keys() - keys)
+    if unknown:
+        raise ValueError(f"{place} has unknown keys {', '.join(unknown)}; known are {', '.join(sorted(keys))}")
+
+
+def _tenant(name: str, raw: Mapping[str, Any]) -> Iterator[Credential]:
+    if not _TENANT_NAME.fullmatch(name):
+        raise ValueError(f"tenant {name!r}: a name has 1 to 64 letters, digits, or any of _.-")
+    place = f"tenant {name}"
+    _known(raw, place, {"permissions", "max_requests", "max_tokens", "tokens"})
+    bounds = {key: raw.get(key) for key in ("max_requests", "max_tokens")}
+    for key, bound in bounds.items():
+        if bound is not None and (type(bound) is not int or bound < 1):
+            raise ValueError(f"{place}: {key} is {bound!r}; allowed is an integer, 1 or more")
+    permissions = frozenset(map(Permission, raw["permissions"])) if "permissions" in raw else ANYBODY.permissions
+    tenant = Tenant(name=name, permissions=permissions, **bounds)
+    for entry in raw.get("tokens", ()):
+        _known(entry, f"a token of {place}", {"sha256", "expires"})
+        digest, expires = bytes.fromhex(entry.get("sha256", "")), entry.get("expires")
+        if len(digest) != hashlib.sha256().digest_size:
+            raise ValueError(f"a token of {place}: sha256 is {entry.get('sha256')!r}; allowed are 64 hex digits")
+        if expires is not None and (not isinstance(expires, datetime) or expires.tzinfo is None):
+            raise ValueError(f"a token of {place}: expires is {expires}; allowed is a time with a zone (00:00:00Z)")
+        yield Credential(tenant=tenant, digest=digest, expires=expires)
+
+
+def new_token(tenant: str, *, expires: datetime | None = None) -> tuple[str, str]:
+    """Returns a new token, and the lines of the tokens file that admit it."""
+    if not _TENANT_NAME.fullmatch(tenant):
+        raise ConfigError(f"tenant {tenant!r}: a name has 1 to 64 letters, digits, or any of _.-")
+    token = secrets.token_urlsafe(32)
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    until = f", expires = {expires.isoformat()}" if expires is not None else ""
+    return token, f'[tenants.{_key(tenant)}]\ntokens = [{{ sha256 = "{digest}"{until} }}]\n'
+
+
+def _key(name: str) -> str:
+    return f'"{name}"' if "." in name else name
