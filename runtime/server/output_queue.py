@@ -10,10 +10,12 @@ All methods except `OutputQueues.deliver` must be called on the event loop's thr
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+from ..api.config import ServeConfig
 from ..api.errors import EngineStoppedError, MeshserveError
 from ..api.request import FinishReason, Output
 
-DEFAULT_MAX_UNDELIVERED_TOKENS = 4096
+DEFAULT_MAX_UNDELIVERED_TOKENS = 4096  # of a request; divided among its samples
+_MIN_SAMPLE_TOKENS = 256
 _PROMPT_POSITIONS_PER_TOKEN = 8  # a prompt has thousands of log-probabilities, so they count less
 _MAX_JOINED_TOKENS = 512  # of several outputs; a single output may have more
 
@@ -29,13 +31,14 @@ class SlowReaderError(MeshserveError):
 class OutputQueue:
     """Holds the outputs of one request until its handler takes them. Created by `OutputQueues.open`."""
 
-    def __init__(self, request_id: str, num_samples: int = 1):
+    def __init__(self, request_id: str, num_samples: int = 1, max_sample_tokens: int = DEFAULT_MAX_UNDELIVERED_TOKENS):
         self.request_id = request_id
-        self.num_undelivered_tokens = 0
+        self.num_undelivered_tokens = [0] * num_samples  # of each sample
+        self.max_sample_tokens = max_sample_tokens
         self.num_samples = num_samples
         self.num_open_samples = num_samples  # the engine has not delivered their last output
         self.is_abandoned = False  # the handler is gone
-        self._outputs: list[Output] = []
+        self._outputs: dict[int, list[Output]] = {}  # by sample, in the order in which they will be taken
         self._error: MeshserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[None] | None = None  # may be blocked in a write
@@ -53,8 +56,8 @@ class OutputQueue:
         if output.finish_reason is not None:
             self.num_open_samples -= 1
         if self._error is None and not self.is_abandoned:
-            self._outputs.append(output)
-            self.num_undelivered_tokens += _num_tokens(output)
+            self._outputs.setdefault(output.index, []).append(output)
+            self.num_undelivered_tokens[output.index] += _num_tokens(output)
             self._wake()
 
     def fail(self, error: MeshserveError) -> bool:
@@ -79,15 +82,16 @@ class OutputQueue:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        index, num_tokens = self._outputs[0].index, 0
-        outputs: list[Output] = []
-        others: list[Output] = []
-        for output in self._outputs:
-            is_taken = output.index == index and num_tokens < _MAX_JOINED_TOKENS
-            (outputs if is_taken else others).append(output)
-            num_tokens += _num_tokens(output) if is_taken else 0
-        self._outputs = others
-        self.num_undelivered_tokens -= num_tokens
+        index = next(iter(self._outputs))
+        gathered = self._outputs.pop(index)
+        num_outputs = num_tokens = 0
+        while num_outputs < len(gathered) and num_tokens < _MAX_JOINED_TOKENS:
+            num_tokens += _num_tokens(gathered[num_outputs])
+            num_outputs += 1
+        outputs = gathered[:num_outputs]
+        if num_outputs < len(gathered):
+            self._outputs[index] = gathered[num_outputs:]  # last, so that every sample has its turn
+        self.num_undelivered_tokens[index] -= num_tokens
         return outputs[0] if len(outputs) == 1 else join(outputs)
 
     async def handing_over(self, write: Awaitable[None]) -> None:
@@ -118,6 +122,12 @@ def _num_tokens(output: Output) -> int:
     return len(output.token_ids) + len(output.prompt_logprobs) // _PROMPT_POSITIONS_PER_TOKEN
 
 
+def max_dispatch_tokens(config: ServeConfig) -> int:
+    """Returns how many tokens one dispatch can bring for a sample, as `_num_tokens` counts them."""
+    num_tokens = max(config.max_decode_steps, 1 + config.draft_tokens)
+    return num_tokens + config.max_step_tokens // _PROMPT_POSITIONS_PER_TOKEN
+
+
 def join(outputs: Sequence[Output]) -> Output:
     """Joins consecutive outputs of one sample into one."""
     last = outputs[-1]
@@ -143,8 +153,10 @@ class OutputQueues:
     that output could reach a later request with the same id.
     """
 
-    def __init__(self, *, max_undelivered_tokens: int = DEFAULT_MAX_UNDELIVERED_TOKENS):
+    def __init__(self, *, max_undelivered_tokens: int = DEFAULT_MAX_UNDELIVERED_TOKENS, max_dispatch_tokens: int = 1):
+        """Sets the bounds: of a request's undelivered tokens, and `max_dispatch_tokens` of its config."""
         self._max_undelivered_tokens = max_undelivered_tokens
+        self._max_dispatch_tokens = max_dispatch_tokens
         self._by_request: dict[str, OutputQueue] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cancel: Callable[[str, FinishReason], None] | None = None
@@ -185,7 +197,8 @@ class OutputQueues:
                 f"request_id {request_id!r} belongs to a request that has not ended; ids must be unique among the open "
                 "requests. Choose another, or omit request_id and the server generates one."
             )
-        queue = self._by_request[request_id] = OutputQueue(request_id, num_samples)
+        most = self._max_sample_tokens(num_samples)
+        queue = self._by_request[request_id] = OutputQueue(request_id, num_samples, most)
         return queue
 
     def discard(self, queue: OutputQueue) -> None:
@@ -214,14 +227,22 @@ class OutputQueues:
             if queue.has_ended:
                 if queue.is_abandoned:
                     del self._by_request[output.request_id]
-            elif queue.num_undelivered_tokens > self._max_undelivered_tokens:
-                self._give_up(queue)
+            elif queue.num_undelivered_tokens[output.index] > queue.max_sample_tokens:
+                self._give_up(queue, output.index)
 
-    def _give_up(self, queue: OutputQueue) -> None:
+    def _max_sample_tokens(self, num_samples: int) -> int:
+        """Returns the number of undelivered tokens that each sample of a request may have.
+
+        It is never less than two dispatches, so that a reader who takes each dispatch before the next one keeps up.
+        """
+        total = self._max_undelivered_tokens
+        return max(total // num_samples, min(total, _MIN_SAMPLE_TOKENS), 2 * self._max_dispatch_tokens)
+
+    def _give_up(self, queue: OutputQueue, index: int) -> None:
         """Fails a request at once, because its handler may be blocked in a write until the caller reads again."""
         error = SlowReaderError(
-            f"{queue.num_undelivered_tokens} tokens are unread; this server keeps at most "
-            f"{self._max_undelivered_tokens} per request. Read the stream as it arrives."
+            f"{queue.num_undelivered_tokens[index]} tokens are unread; this server keeps at most "
+            f"{queue.max_sample_tokens} per sample of this request. Read the stream as it arrives."
         )
         if queue.fail(error):
             self._cancel_request(queue, FinishReason.CANCELLED)

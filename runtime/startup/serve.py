@@ -17,7 +17,7 @@ from ..cluster.leader import Alone, Place, lead_or_follow
 from ..server.inference_service import Backend, Edge
 from ..server.lifecycle import Listen, run_server
 from ..server.method_permissions import new_access
-from ..server.output_queue import OutputQueues
+from ..server.output_queue import OutputQueues, max_dispatch_tokens
 from ..server.tls import TlsFiles
 from ..telemetry.logs import configure_logs
 from ..telemetry.profiler import Profiler
@@ -100,7 +100,8 @@ class _Serving:
         self._config = config
         self._tracer = Tracer() if config.trace else None
         access = new_access(Path(config.tokens) if config.tokens else None)
-        self.edge = Edge(OutputQueues(), access=access, observer=Observer(tracer=self._tracer))
+        queues = OutputQueues(max_dispatch_tokens=max_dispatch_tokens(config))
+        self.edge = Edge(queues, access=access, observer=Observer(tracer=self._tracer))
         self._open_things = contextlib.ExitStack()
 
     def prepare(self) -> Backend:

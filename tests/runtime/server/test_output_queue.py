@@ -3,9 +3,15 @@ import threading
 
 import pytest
 
+from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import EngineStoppedError
 from meshserve.runtime.api.request import FinishReason, Output, TokenLogprobs
-from meshserve.runtime.server.output_queue import OutputQueues, RequestIdInUseError, SlowReaderError
+from meshserve.runtime.server.output_queue import (
+    OutputQueues,
+    RequestIdInUseError,
+    SlowReaderError,
+    max_dispatch_tokens,
+)
 
 
 class Cancels(list):
@@ -155,9 +161,63 @@ def test_what_has_gathered_is_no_larger_than_a_message_may_be():
         room.deliver([prompt_positions("a", 4096)] * 3 + [token("a", 1, index=1), token("a", 2), token("a", 3)])
         await settle()
         outputs = [await queue.take() for _ in range(4)]
-        assert [len(output.prompt_logprobs) for output in outputs] == [4096, 4096, 4096, 0]
-        assert [output.token_ids for output in outputs] == [(), (), (), (1,)]
-        assert (await queue.take()).token_ids == (2, 3) and queue.num_undelivered_tokens == 0
+        assert [len(output.prompt_logprobs) for output in outputs] == [4096, 0, 4096, 4096]
+        assert [output.token_ids for output in outputs] == [(), (1,), (), ()]
+        assert (await queue.take()).token_ids == (2, 3) and queue.num_undelivered_tokens == [0, 0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "num_samples", "num_tokens", "num_positions"),
+    [
+        ({"max_decode_steps": 128, "page_size": 128}, 33, 128, 0),
+        ({"max_decode_steps": 8192, "page_size": 8192}, 1, 8192, 0),
+        ({"draft_tokens": 6000, "page_size": 8192}, 1, 6001, 0),
+        ({"max_step_tokens": 65_536}, 1, 0, 65_536),
+    ],
+)
+def test_a_reader_who_takes_each_dispatch_before_the_next_keeps_up(options, num_samples, num_tokens, num_positions):
+    """Two dispatches wait at most: the one that is being written and the next one."""
+
+    def dispatch(step: int) -> list[Output]:
+        return [
+            Output(
+                request_id="a",
+                index=index,
+                token_ids=(step,) * num_tokens,
+                prompt_logprobs=(TokenLogprobs(1, -0.5, ()),) * num_positions,
+            )
+            for index in range(num_samples)
+        ]
+
+    async def main():
+        config = ServeConfig(**options)
+        room, cancels = bound_room(max_dispatch_tokens=max_dispatch_tokens(config))
+        queue = room.open("a", num_samples)
+        for step in range(0, 6, 2):
+            room.deliver(dispatch(step))
+            room.deliver(dispatch(step + 1))
+            await settle()
+            assert cancels == [], f"given up as slow in dispatch {step}"
+            while any(queue.num_undelivered_tokens):
+                await queue.take()
+
+    asyncio.run(main())
+
+
+def test_the_bound_of_many_samples_is_their_part_of_the_requests():
+    async def main():
+        room, cancels = bound_room()
+        for name, num_samples, most in (("one", 1, 4096), ("eight", 8, 512), ("many", 64, 256)):
+            room.open(name, num_samples)
+            for index in range(num_samples):  # each sample may have `most`
+                room.deliver([Output(request_id=name, index=index, token_ids=(1,) * most)])
+            await settle()
+            assert cancels == []
+            room.deliver([token(name, 1, index=num_samples - 1)])
+            await settle()
+            assert cancels.pop() == (name, FinishReason.CANCELLED)
 
     asyncio.run(main())
 
