@@ -48,7 +48,7 @@ class Ticking:
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "", weight: float = 1.0) -> None:
         pass
 
     def submit(

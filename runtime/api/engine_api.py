@@ -27,7 +27,7 @@ class Engine(Protocol):
     def failure(self) -> str | None:
         """Why the engine failed; None while it is healthy. Set before the outputs that the death causes."""
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "", weight: float = 1.0) -> None:
         """Tells cheaply whether the next request would be refused for want of room, before anything is known of it.
 
         Raises:

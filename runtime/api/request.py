@@ -52,6 +52,8 @@ class RequestOptions:
     timeout_seconds: float | None = None  # the request ends unfinished after this; None: never
     cache_salt: str = ""  # only requests with the same salt share pages
     n: int = 1  # samples of the one prompt; sample i draws as a request with seed + i would
+    tenant: str = ""  # whose share of slots and pages it takes; set by the server
+    weight: float = 1.0  # of that tenant
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, got: object, allowed: str) -> None:
@@ -85,6 +87,8 @@ class Request:
     index: int = 0  # of the sample, where a request has several
     priority: int = 0  # larger goes first
     cache_salt: str = ""  # only requests with the same salt share pages
+    tenant: str = ""  # tenants with unfinished requests share slots and pages
+    weight: float = 1.0  # of the tenant
     arrival_seconds: float = 0.0  # these two by the clock that `plan` and `account` are given
     deadline_seconds: float = math.inf
     page_keys: list[bytes] = field(default_factory=list)  # see prefix.py; of the first full pages

@@ -6,6 +6,8 @@ The file is TOML:
     permissions = ["inference", "info"]          # and "admin"; default: these two
     max_requests = 64                            # open at the same time; default: no limit
     max_tokens = 500_000                         # prompt and output tokens of these together; default: no limit
+    max_priority = 10                            # largest priority of its requests; default: 0, with "admin" 100
+    weight = 2.0                                 # of its share of the server beside other tenants; default: 1
     tokens = [
       { sha256 = "4f5e...", expires = 2027-01-31T00:00:00Z },   # created by `meshserve token`
     ]
@@ -26,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
+from .request import MAX_PRIORITY
 
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -46,6 +50,15 @@ class Tenant:
     permissions: frozenset[Permission] = frozenset((Permission.INFERENCE, Permission.INFO))
     max_requests: int | None = None
     max_tokens: int | None = None
+    max_priority: int | None = None  # None: any for administrators, 0 for others
+    weight: float = 1.0  # of its share of slots, pages and prefill beside other tenants
+
+    @property
+    def priority_limit(self) -> int:
+        """The largest priority that its requests may have."""
+        if self.max_priority is not None:
+            return self.max_priority
+        return MAX_PRIORITY if Permission.ADMIN in self.permissions else 0
 
 
 # The callers of a server without a tokens file: `LOCAL` if it binds a loopback address, `ANYBODY` otherwise.
@@ -99,13 +112,20 @@ def _tenant(name: str, raw: Mapping[str, Any]) -> Iterator[Credential]:
     if not _TENANT_NAME.fullmatch(name):
         raise ValueError(f"tenant {name!r}: a name has 1 to 64 letters, digits, or any of _.-")
     place = f"tenant {name}"
-    _known(raw, place, {"permissions", "max_requests", "max_tokens", "tokens"})
+    _known(raw, place, {"permissions", "max_requests", "max_tokens", "max_priority", "weight", "tokens"})
     bounds = {key: raw.get(key) for key in ("max_requests", "max_tokens")}
+    priority, weight = raw.get("max_priority"), raw.get("weight", 1.0)
+    if priority is not None and (type(priority) is not int or abs(priority) > MAX_PRIORITY):
+        raise ValueError(
+            f"{place}: max_priority is {priority!r}; allowed is an integer, at most {MAX_PRIORITY} in size"
+        )
+    if type(weight) not in (int, float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError(f"{place}: weight is {weight!r}; allowed is a number, {MIN_WEIGHT} to {MAX_WEIGHT}")
     for key, bound in bounds.items():
         if bound is not None and (type(bound) is not int or bound < 1):
             raise ValueError(f"{place}: {key} is {bound!r}; allowed is an integer, 1 or more")
     permissions = frozenset(map(Permission, raw["permissions"])) if "permissions" in raw else ANYBODY.permissions
-    tenant = Tenant(name=name, permissions=permissions, **bounds)
+    tenant = Tenant(name=name, permissions=permissions, max_priority=priority, weight=float(weight), **bounds)
     for entry in raw.get("tokens", ()):
         _known(entry, f"a token of {place}", {"sha256", "expires"})
         digest, expires = bytes.fromhex(entry.get("sha256", "")), entry.get("expires")

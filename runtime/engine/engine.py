@@ -157,12 +157,12 @@ class Engine:
             self._changed.notify()
         self._flush()
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "", weight: float = 1.0) -> None:
         """Implements `engine_api.Engine.check_room`."""
         if self._scheduler.num_waiting < self._scheduler.limits.max_waiting:
             return  # reads one number without the lock, which a step may hold; `submit` checks again
         with self._changed:
-            self._scheduler.check_room(self._clock())
+            self._scheduler.check_room(self._clock(), 1, tenant, weight)
 
     def submit(
         self,
@@ -209,6 +209,8 @@ class Engine:
                 index=index,
                 priority=options.priority,
                 cache_salt=options.cache_salt,
+                tenant=options.tenant,
+                weight=options.weight,
                 arrival_seconds=now,
                 deadline_seconds=now + timeout_seconds,
             )

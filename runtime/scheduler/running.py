@@ -7,23 +7,23 @@ sharing.
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
-from operator import attrgetter
 
 from ..api.request import Request
+from .fair_shares import FairShares, rank_of
 from .limits import SchedulerLimits
 from .page_allocator import PageAllocator
 from .page_keys import extend_page_keys
 
 _NEVER = 2**62  # tokens
-_rank_of = attrgetter("rank")
 
 
 class Running:
     """The running requests, in ascending order of rank."""
 
-    def __init__(self, limits: SchedulerLimits, pages: PageAllocator):
+    def __init__(self, limits: SchedulerLimits, pages: PageAllocator, shares: FairShares):
         self._limits = limits
         self._pages = pages
+        self._shares = shares
         self._requests: list[Request] = []
         self._free_slots = list(range(limits.max_running))  # a heap
 
@@ -35,16 +35,16 @@ class Running:
         return iter(tuple(self._requests))
 
     @property
+    def first(self) -> Request:
+        return self._requests[0]
+
+    @property
     def last(self) -> Request:
         return self._requests[-1]
 
     @property
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
-
-    def num_ahead_of(self, request: Request) -> int:
-        """Returns the number of running requests that precede this one in rank."""
-        return bisect_left(self._requests, request.rank, key=_rank_of)
 
     def cached_pages(self, request: Request) -> list[int]:
         """Returns the cached pages that a waiting request can start from.
@@ -66,23 +66,23 @@ class Running:
         num_taken = self._num_new_pages(request, cached) + self._pages.num_evictable_of(cached)
         return bool(self._free_slots) and num_taken + len(self._requests) <= self._pages.num_free_pages
 
-    def could_have_room(self, request: Request, cached: Collection[int]) -> bool:
-        """Returns whether there would be room if all running requests with a later rank were preempted."""
-        ahead = self._requests[: self.num_ahead_of(request)]
-        if len(ahead) == len(self._requests):
+    def could_have_room(self, request: Request, cached: Collection[int], victims: Collection[Request]) -> bool:
+        """Returns whether there would be room if all of `victims` were preempted."""
+        num_left = len(self._requests) - len(victims)
+        if not victims:
             return False
-        num_needed = self._num_new_pages(request, cached) + len(ahead)
-        num_behind = sum(len(other.pages) for other in self._requests[len(ahead) :])
-        if num_needed > self._pages.num_free_pages + num_behind:
+        num_needed = self._num_new_pages(request, cached) + num_left
+        if num_needed > self._pages.num_free_pages + sum(len(victim.pages) for victim in victims):
             return False  # even without sharing; avoids the sets below, which take milliseconds
-        untouchable = set(cached).union(*(other.pages for other in ahead))
+        gone = set(victims)
+        untouchable = set(cached).union(*(other.pages for other in self._requests if other not in gone))
         return num_needed + len(untouchable) <= self._pages.num_pages
 
     def place(self, request: Request, cached: Sequence[int]) -> None:
         """Assigns a slot and pages to a waiting request for which `has_room` holds; its first pages are `cached`."""
         num_new_pages = self._num_new_pages(request, cached)
         self._pages.hold(cached)
-        request.pages = [*cached]
+        self.assign(request, cached)
         self.assign(request, self._pages.allocate(num_new_pages))
         request.slot = heapq.heappop(self._free_slots)
         request.num_prefill_tokens = request.num_known_tokens
@@ -92,26 +92,34 @@ class Running:
         if has_cache:
             extend_page_keys(request, self._limits.page_size, request.num_known_tokens // self._limits.page_size)
         request.publish_at_tokens = (len(cached) + 1) * self._limits.page_size if has_cache else _NEVER
-        insort(self._requests, request, key=_rank_of)
+        insort(self._requests, request, key=rank_of)
+        insort(self._shares.of(request).running, request, key=rank_of)
 
     def assign(self, request: Request, pages: Sequence[int]) -> None:
         """Adds pages to a running request."""
         request.pages += pages
+        self._shares.of(request).num_pages += len(pages)
         request.num_page_positions = len(request.pages) * self._limits.page_size
 
     def shrink(self, request: Request) -> None:
         """Frees the last pages of a running request, which rejected draft tokens had needed."""
         num_pages = self._limits.num_pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
-        self._pages.free(request.pages[num_pages:])
-        del request.pages[num_pages:]
-        self.assign(request, [])
+        self._free(request, num_pages)
+        request.num_page_positions = len(request.pages) * self._limits.page_size
+
+    def _free(self, request: Request, num_kept: int) -> None:
+        """Frees all pages of a running request but the first `num_kept`."""
+        freed = request.pages[num_kept:]
+        self._pages.free(freed)
+        del request.pages[num_kept:]
+        self._shares.of(request).num_pages -= len(freed)
 
     def release(self, request: Request) -> None:
         """Frees the pages and the slot of a running request. Its full pages stay in the prefix cache until evicted."""
         self.publish(request)
-        del self._requests[self.num_ahead_of(request)]
-        self._pages.free(request.pages)
-        request.pages = []
+        for requests in (self._requests, self._shares.of(request).running):
+            del requests[bisect_left(requests, request.rank, key=rank_of)]
+        self._free(request, 0)
         request.num_page_positions = request.num_published_pages = 0
         request.num_computed_tokens = request.num_prefill_tokens = 0
         assert request.slot is not None, request.request_id

@@ -10,11 +10,12 @@ are reused immediately, although a step in flight may still write to them: the d
 owner's writes come later. For the same reason a page can be shared as soon as the step that fills it is planned and the
 host knows its tokens.
 
-All decisions follow one order, the rank: the arrival time minus `priority_seconds` per level of priority. The rank of a
-request never changes. Admission takes the request with the lowest rank. A request that lacks pages or a slot preempts
-the running request with the highest rank, provided that rank is higher than its own. So the first request in rank is
-never preempted, and since its needs were checked against the whole cache, every plan makes progress.
-docs/scheduling.md has the proof and explains the options.
+The requests of a tenant follow one order, the rank: the arrival time minus `priority_seconds` per level of priority.
+The rank of a request never changes. Admission takes the request with the lowest rank. A request that lacks pages or a
+slot preempts the running request with the highest rank, provided that rank is higher than its own. So the first request
+in rank is never preempted, and since its needs were checked against the whole cache, every plan makes progress. Between
+tenants `fair_shares.py` decides: each keeps its share of slots and pages, and requests beyond a share are preempted
+first. docs/scheduling.md has the proofs and explains the options.
 """
 
 import itertools
@@ -23,6 +24,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ..api.errors import InvalidRequestError, QueueFullError
 from ..api.request import FinishReason, Request
+from .fair_shares import FairShares
 from .limits import SchedulerLimits
 from .pace import Pace
 from .page_allocator import PageAllocator
@@ -49,9 +51,9 @@ class Scheduler:
         self._pages = pages
         self._eos_token_ids = eos_token_ids
         self._requests: dict[Request, None] = {}  # unfinished requests, in order of arrival
-        self._running = Running(limits, pages)
+        self._shares = FairShares(limits, pages)
+        self._running = Running(limits, pages, self._shares)
         self.speculation = Speculation(limits, pages, self._running) if limits.draft_tokens else None
-        self._waiting: RankedQueue[tuple[float, int]] = RankedQueue()
         self._leaving: set[Request] = set()  # whole output in flight; pages and slot already freed
         self._about_to_leave: list[Request] = []
         self._deadlines: RankedQueue[float] = RankedQueue()
@@ -71,7 +73,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """The length of the queue. Includes preempted requests, so it may exceed max_waiting by up to max_running."""
-        return len(self._waiting)
+        return self._shares.num_waiting
 
     @property
     def has_work(self) -> bool:
@@ -91,7 +93,7 @@ class Scheduler:
         max_waiting = self.limits.max_waiting
         if len(requests) > max_waiting:
             raise InvalidRequestError("n", f"is {len(requests)}; this server queues {max_waiting} (max_waiting).")
-        self.check_room(requests[0].arrival_seconds, len(requests))
+        self.check_room(requests[0].arrival_seconds, len(requests), requests[0].tenant, requests[0].weight)
         if not self._requests:
             self._rest()
         if not self.num_waiting:
@@ -100,7 +102,7 @@ class Scheduler:
             head_start = request.priority * self.limits.priority_seconds
             request.rank = (request.arrival_seconds - head_start, next(self._arrivals))
             self._requests[request] = None
-            self._waiting.push(request.rank, request)
+            self._shares.open(request)
             if request.deadline_seconds < math.inf:
                 self._deadlines.push(request.deadline_seconds, request)
 
@@ -108,15 +110,15 @@ class Scheduler:
         """Returns the drafter of a new request, or None. Created before `add`, because it takes time."""
         return self.speculation.drafter(request) if self.speculation is not None else None
 
-    def check_room(self, now: float, num_requests: int = 1) -> None:
-        """Checks that the queue has room for `num_requests` more requests, and counts them as refused if not.
+    def check_room(self, now: float, num_requests: int = 1, tenant: str = "", weight: float = 1.0) -> None:
+        """Checks that the queue has room for more requests of a tenant, and counts them as refused if not.
 
         Raises:
           QueueFullError: The queue has no room for them.
         """
-        max_waiting, num_waiting = self.limits.max_waiting, len(self._waiting)
-        if num_waiting + num_requests > max_waiting:
+        if not self._shares.may_queue(tenant, weight, num_requests):
             self.num_refused += num_requests
+            max_waiting, num_waiting = self.limits.max_waiting, self.num_waiting
             message = f"{num_waiting} requests wait; this server queues {max_waiting} (max_waiting). Retry later."
             raise QueueFullError(message, self._pace.retry_seconds(now, num_waiting))
 
@@ -169,15 +171,15 @@ class Scheduler:
         return expired
 
     def _plan_decodes(self, draft: Draft) -> list[Request]:
-        """Plans one token for each request that can decode. Returns the requests still in prefill, in order of rank.
+        """Plans one token for each request that can decode. Returns the requests still in prefill, in their order.
 
-        If the last request in rank lacks a page, it is not preempted: it keeps its pages and sits out this step.
+        If a request lacks a page and nothing may be preempted for it, it keeps its pages and sits out this step.
         """
         decodes, starts, about_to_leave = draft.decodes, draft.starts, self._about_to_leave
         prefilling = []
         for request in self._running:
             if request.slot is None:
-                break  # preempted for an earlier one, as were all that follow
+                continue  # preempted for another one
             start = request.num_computed_tokens
             if start < request.num_prefill_tokens:
                 prefilling.append(request)
@@ -186,21 +188,24 @@ class Scheduler:
                 draft.num_sitting_out += 1
                 continue
             if start == request.num_page_positions and not self._grow(request, draft):
-                break
+                continue
             request.num_computed_tokens = end = start + 1
             request.num_pending_tokens += 1
             decodes.append(request)
             starts.append(start)
             if end + 1 == request.max_total_tokens:
                 about_to_leave.append(request)
-        return [request for request in prefilling if request.slot is not None]
+        return sorted([request for request in prefilling if request.slot is not None], key=self._shares.turn)
 
     def _grow(self, request: Request, draft: Draft) -> bool:
-        """Assigns one more page to a running request, preempting later ones if needed. False if it is the last."""
+        """Assigns one more page to a running request, preempting others if needed. False if it must wait."""
         while not self._pages.num_free_pages:
-            if self._running.last is request:
+            victim = self._shares.victim_of_growth(request)
+            if victim is None and request is self._running.first is not self._running.last:
+                victim = self._running.last  # the first of all never waits, so that every plan makes progress
+            if victim is None:
                 return False
-            self._preempt_last(draft)
+            self._preempt_for(victim, draft)
         self._running.assign(request, self._pages.allocate(1))
         return True
 
@@ -210,7 +215,7 @@ class Scheduler:
         Returns the number of steps, and that of each decode; (1, []) for an ordinary step.
         """
         num_steps = self.limits.max_decode_steps
-        is_alone = not self._waiting and len(draft.decodes) == len(self._running)
+        is_alone = not self.num_waiting and len(draft.decodes) == len(self._running)
         if num_steps == 1 or not is_alone or any(request.needs_processors for request in draft.decodes):
             return 1, []
         lengths = [
@@ -243,6 +248,7 @@ class Scheduler:
         is_sampling = end == request.num_prefill_tokens
         request.num_computed_tokens = end
         request.num_pending_tokens += is_sampling
+        self._shares.prefilled(request, end - start)
         draft.add_prefill(Chunk(request, start, end - start, is_sampling))
         page_size = self.limits.page_size
         draft.page_keys.update(request.page_keys[start // page_size : self.limits.num_pages_for(end)])
@@ -262,21 +268,19 @@ class Scheduler:
                 request.num_pending_tokens -= is_sampling
 
     def _admit(self, draft: Draft, ahead_of: Request | None) -> None:
-        """Admits waiting requests in order of rank while the token budget lasts and room can be made for them.
+        """Admits waiting requests while the token budget lasts and room can be made for them.
 
-        No request overtakes another: if the first must wait, all wait. If `ahead_of` is given, only requests that
-        precede it in rank are admitted.
+        No request overtakes another: if the first must wait, all wait. If `ahead_of` is given, only requests whose turn
+        precedes its own are admitted.
         """
-        while (request := self._waiting.first) is not None:
+        while (request := self._shares.first) is not None:
             if not draft.num_tokens_left and len(draft.decodes) < self.limits.max_step_tokens:
                 return  # a budget used up by decodes alone can be freed by a preemption
-            if ahead_of is not None and ahead_of.rank < request.rank:
+            if ahead_of is not None and self._shares.turn(ahead_of) < self._shares.turn(request):
                 return
-            if draft.preempted and draft.preempted[-1].rank <= request.rank:
-                return  # freed pages must not go to a later request, nor back to the same one
-            if request.num_pending_tokens:
-                return  # preempted with a step in flight: its known tokens are not final yet
-            if not self._running.has_free_slot and self._running.last.rank < request.rank:
+            if request in draft.preempted or request.num_pending_tokens:
+                return  # freed pages must not go back, and tokens in flight are not known yet
+            if not self._running.has_free_slot and not self._shares.victims(request):
                 return
             cached = self._running.cached_pages(request)
             if self._is_too_late(request, len(cached), draft.now):
@@ -296,17 +300,20 @@ class Scheduler:
         return not draft.page_keys.isdisjoint(next_page_keys)
 
     def _make_room(self, request: Request, cached: list[int], draft: Draft) -> bool:
-        """Makes room for a request, preempting later ones if needed. False, without preemption, if it cannot fit."""
+        """Makes room for a request, preempting others if needed. False, without preemption, if it cannot fit."""
         if self._running.has_room(request, cached):
             return True
-        if not self._running.could_have_room(request, cached):
+        planned = draft.prefilled()
+        victims = list(itertools.takewhile(lambda victim: victim not in planned, self._shares.victims(request)))
+        if not self._running.could_have_room(request, cached, victims):
             return False
-        while not self._running.has_room(request, cached):
-            self._preempt_last(draft)
+        for victim in victims:
+            if not self._running.has_room(request, cached):
+                self._preempt_for(victim, draft)
         return True
 
     def _place(self, request: Request, cached: list[int], draft: Draft) -> None:
-        self._waiting.discard(request)
+        self._shares.unqueue(request)
         self._running.place(request, cached)
         is_first = not request.num_preemptions
         if is_first:
@@ -326,8 +333,8 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.rest()
 
-    def _preempt_last(self, draft: Draft) -> None:
-        request = self._running.last
+    def _preempt_for(self, request: Request, draft: Draft) -> None:
+        """Preempts a request for another one, and removes it from the plan."""
         draft.undo_decode(request)
         self._preempt(request)
         draft.preempted.append(request)
@@ -337,7 +344,7 @@ class Scheduler:
         self._running.release(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.push(request.rank, request)
+        self._shares.queue(request)
 
     def _let_leave(self) -> None:
         """Releases the pages and slots of requests whose whole output is in flight."""
@@ -425,7 +432,7 @@ class Scheduler:
         if request.slot is not None:
             self._running.release(request)
         self._leaving.discard(request)
-        self._waiting.discard(request)
+        self._shares.close(request)
         self._deadlines.discard(request)
         del self._requests[request]
         request.finish_reason = reason
@@ -435,7 +442,7 @@ class Scheduler:
 
     def audit(self) -> None:
         """Checks the invariants of queues, slots and pages. Raises AssertionError if one fails. O(requests + pages)."""
-        places = {"running": set(self._running), "waiting": set(self._waiting), "leaving": self._leaving}
+        places = {"running": set(self._running), "waiting": set(self._shares.waiting()), "leaving": self._leaving}
         assert sum(map(len, places.values())) == len(self._requests), "a request is in two states, or in none"
         assert set().union(*places.values()) == set(self._requests), "a finished request is still held"
         for request in self._requests:
@@ -452,3 +459,4 @@ class Scheduler:
         dated = {request for request in self._requests if request.deadline_seconds < math.inf}
         assert set(self._deadlines) == dated, "the deadlines are not those of the unfinished requests"
         self._running.audit()
+        self._shares.audit()

@@ -47,7 +47,7 @@ class StepPlan:
     num_sitting_out: int = 0  # requests not decoded because their position depends on drafts in flight
     planned_seconds: float = 0.0
     admitted: Sequence[Admission] = ()
-    preempted: Sequence[Request] = ()  # in descending order of rank
+    preempted: Sequence[Request] = ()  # in the order of preemption
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -107,6 +107,11 @@ class Draft:
     def add_prefill(self, chunk: Chunk) -> None:
         self.num_tokens_left -= chunk.num_tokens
         (self.single_prefills if chunk.num_tokens == 1 else self.long_prefills).append(chunk)
+
+    def prefilled(self) -> set[Request]:
+        """Returns the requests that this step admits or prefills."""
+        chunks = (*self.single_prefills, *self.long_prefills)
+        return {chunk.request for chunk in chunks} | {admission.request for admission in self.admitted}
 
     def undo_decode(self, request: Request) -> None:
         """Removes the decode of a request from the plan, if there is one."""

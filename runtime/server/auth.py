@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..api.errors import ConfigError, PermissionDeniedError, QuotaExceededError, UnauthenticatedError
-from ..api.tenants import LOCAL, Permission, Tenant, read_tokens
+from ..api.tenants import ANYBODY, LOCAL, Permission, Tenant, read_tokens
 
 _RETRY_SECONDS = 1.0  # retry hint, fixed because nobody knows when a request will end
 _MAX_TOKEN_CHARS = 512
@@ -66,8 +66,8 @@ class Access:
         except ConfigError as error:
             _log.error("the previous tokens stay in force: %s", error)
 
-    def check(self, method: str, metadata: Sequence[tuple[str, str | bytes]] | None) -> None:
-        """Checks that a caller may call a method.
+    def check(self, method: str, metadata: Sequence[tuple[str, str | bytes]] | None) -> Tenant:
+        """Checks that a caller may call a method, and returns its tenant.
 
         Raises:
           UnauthenticatedError: The token is missing, unknown or expired.
@@ -75,7 +75,7 @@ class Access:
         """
         service = method.rpartition("/")[0].strip("/")
         if service in self.public:
-            return
+            return ANYBODY
         tenant = self.tenant(metadata)
         needed = self.methods.get(method, Permission.ADMIN)  # unlisted methods are for administrators
         if needed not in tenant.permissions:
@@ -83,6 +83,7 @@ class Access:
                 f"{method} needs the permission {needed.value!r}; this caller has "
                 f"{', '.join(sorted(permission.value for permission in tenant.permissions)) or 'none'}."
             )
+        return tenant
 
     def tenant(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> Tenant:
         """Returns the tenant of a call.

@@ -22,7 +22,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from ..api import proto_codec
 from ..api.engine_api import Engine, ModelInfo
 from ..api.errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
-from ..api.request import FinishReason, Output, RequestOptions
+from ..api.request import MAX_PRIORITY, FinishReason, Output, RequestOptions
 from ..api.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, SamplingParams
 from ..api.tenants import Tenant
 from ..telemetry.request_log import Observer
@@ -99,14 +99,14 @@ class Edge(pb_grpc.InferenceServiceServicer):
         if self.backend is not None:
             self.backend.engine.cancel(request_id, reason)
 
-    def check_room(self) -> None:
-        """Checks that another request can be queued.
+    def check_room(self, tenant: Tenant) -> None:
+        """Checks that another request of the tenant can be queued.
 
         Raises:
           QueueFullError: Requests are accepted, but the queue is full.
         """
         if self._refusal is None and self.backend is not None:
-            self.backend.engine.check_room()
+            self.backend.engine.check_room(tenant.name, tenant.weight)
 
     @property
     def failure(self) -> str | None:
@@ -193,7 +193,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         intake.check_params(asked.params, num_prompt_tokens)
         metadata = context.invocation_metadata()
         tenant = tenant if tenant is not None else self.access.tenant(metadata)
-        options = salted(tenant, asked.options)
+        options = on_behalf_of(tenant, asked.options)
         num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * options.n
         with contextlib.ExitStack() as stack:
             try:
@@ -329,15 +329,22 @@ def scoped(tenant: Tenant, request_id: str) -> str:
     return f"{tenant.name}/{request_id}" if tenant.name or "/" in request_id else request_id
 
 
-def salted(tenant: Tenant, options: RequestOptions) -> RequestOptions:
-    """Returns the options with a cache salt of the tenant's own.
+def on_behalf_of(tenant: Tenant, options: RequestOptions) -> RequestOptions:
+    """Returns the options of a tenant's request, with a cache salt of the tenant's own.
 
     Tenants do not share cached prompts, because the time to the first token would reveal what others have sent.
+
+    Raises:
+      InvalidRequestError: The priority is above the tenant's limit.
     """
-    if not tenant.name:
-        return options
-    salt = hashlib.sha256(f"{tenant.name}\0{options.cache_salt}".encode()).hexdigest()
-    return dataclasses.replace(options, cache_salt=salt)
+    limit = tenant.priority_limit
+    if options.priority > limit:
+        message = f"got {options.priority}; this tenant may use -{MAX_PRIORITY} to {limit} (max_priority). Lower it."
+        raise InvalidRequestError("priority", message)
+    salt = options.cache_salt
+    if tenant.name:
+        salt = hashlib.sha256(f"{tenant.name}\0{salt}".encode()).hexdigest()
+    return dataclasses.replace(options, cache_salt=salt, tenant=tenant.name, weight=tenant.weight)
 
 
 def failure_error(failure: str) -> EngineStoppedError:

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ..api.errors import InvalidRequestError
+from ..api.tenants import LOCAL, Tenant
 from ..telemetry.metrics import Metrics
 from .auth import Access
 from .grpc_status import abort, code_of
@@ -22,11 +23,11 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without permission, and requests while the queue is full.
 
     Args:
-      check_room: Raises if the queue has no room for another request.
+      check_room: Raises if the queue has no room for another request of a tenant.
       access: The permissions of callers; None on a port without tokens.
     """
 
-    def __init__(self, metrics: Metrics, check_room: Callable[[], None], access: Access | None = None):
+    def __init__(self, metrics: Metrics, check_room: Callable[[Tenant], None], access: Access | None = None):
         self._metrics = metrics
         self._check_room = check_room
         self._access = access
@@ -36,10 +37,9 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         try:
-            if self._access is not None:
-                self._access.check(details.method, details.invocation_metadata)
+            tenant = LOCAL if self._access is None else self._access.check(details.method, details.invocation_metadata)
             if details.method in QUEUED_METHODS:
-                self._check_room()
+                self._check_room(tenant)
         except Exception as error:
             self._metrics.count_refusal(code_of(error).name.lower())
             return _refusal(error)

@@ -93,12 +93,13 @@ class FakeEngine:
     jobs: dict[str, Job] = field(default_factory=dict)
     num_samples: dict[str, int] = field(default_factory=dict)
     salts: list[str] = field(default_factory=list)
+    options: list[RequestOptions] = field(default_factory=list)
     grammars: list[Grammar | None] = field(default_factory=list)
     pending: list[Output] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_running: bool = True
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "", weight: float = 1.0) -> None:
         if self.is_full:
             raise QueueFullError("9 requests wait; this server queues 9 (max_waiting). Retry later.", 2.5)
 
@@ -118,6 +119,7 @@ class FakeEngine:
             self.jobs[request_id] = Job(request_id, prompt_token_ids, params)
             self.num_submits += 1
             self.salts.append(options.cache_salt)
+            self.options.append(options)
             self.grammars.append(grammar)
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:

@@ -223,6 +223,8 @@ class Simulation:
     def dispatch(self) -> StepPlan | None:
         unfinished = list(self.scheduler.requests)
         running = [request for request in unfinished if request.slot is not None]
+        loads = {request.tenant: self._load(request.tenant) for request in running}
+        num_pages = {request: len(request.pages) for request in running}
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         self.scheduler.audit()
@@ -231,6 +233,7 @@ class Simulation:
         if plan is None:
             return None
         self._check_precedence(plan, running)
+        self._check_shares(plan, loads, num_pages)
         self._check_budget(plan)
         self.num_steps += 1
         self.num_prefill_tokens += plan.num_prefill_tokens
@@ -240,8 +243,16 @@ class Simulation:
         return plan
 
     def _check_first(self, unfinished: list[Request], plan: StepPlan | None) -> None:
-        """Checks that the highest-ranked request is in every step, unless it waits for its own tokens in flight."""
+        """Checks that the highest-ranked request is in every step, unless it waits for its own tokens in flight.
+
+        With several tenants this holds for the running ones that decode; `_check_shares` checks the others.
+        """
         alive = [request for request in unfinished if not request.is_finished]
+        if len({request.tenant for request in alive}) > 1:
+            alive = [request for request in alive if request.slot is not None]
+            first = min(alive, key=lambda request: request.rank, default=None)
+            if first is None or first.num_computed_tokens < first.num_prefill_tokens:
+                return
         if not alive:
             return
         first = min(alive, key=lambda request: request.rank)
@@ -257,10 +268,48 @@ class Simulation:
         for request in idle:
             is_prefilling = request.num_computed_tokens < request.num_prefill_tokens
             is_stalled = request is last and not self.allocator.num_free_pages
-            assert is_prefilling or is_stalled or request.num_drafts, request
+            lacks_page = request.num_computed_tokens == request.num_page_positions and self._has_tenants()
+            assert is_prefilling or is_stalled or lacks_page or request.num_drafts, request
         for victim in plan.preempted:
-            assert all(request.rank < victim.rank for request in planned)
+            own = [request for request in planned if request.tenant == victim.tenant]
+            assert all(request.rank < victim.rank for request in own)
             assert victim.slot is None and victim.num_computed_tokens == 0
+
+    def _has_tenants(self) -> bool:
+        return len({request.tenant for request in self.scheduler.requests}) > 1
+
+    def _load(self, tenant: str) -> float:
+        """Returns the tenant's fraction of the slots or of the pages, whichever is larger.
+
+        Each of its requests is granted one page more, which it may take in the next step.
+        """
+        running = [each for each in self.scheduler.requests if each.tenant == tenant and each.slot is not None]
+        num_pages = sum(len(each.pages) + 1 for each in running)
+        return max(len(running) / self.limits.max_running, num_pages / self.allocator.num_pages)
+
+    def share(self, tenant: str) -> float:
+        weights = {request.tenant: request.weight for request in self.scheduler.requests}
+        return weights[tenant] / sum(weights.values())
+
+    def _check_shares(self, plan: StepPlan, loads: dict[str, float], num_pages: dict[Request, int]) -> None:
+        """Checks that no tenant within its share, and no tenant's first request, gave way to another tenant.
+
+        The exception is the first of all: where every page is taken by requests within their shares, it takes the pages
+        of the last of all, because otherwise no request could go on.
+        """
+        if not self._has_tenants():
+            return
+        running = [request for request in self.scheduler.requests if request.slot is not None]
+        grown = {each for each in running if len(each.pages) > num_pages.get(each, 0)}
+        first = min(num_pages, key=lambda request: request.rank, default=None)  # of those that ran before
+        for tenant in {victim.tenant for victim in plan.preempted}:
+            if first in grown:
+                continue
+            victims = [victim for victim in plan.preempted if victim.tenant == tenant]
+            if any(each.tenant == tenant and each.rank < victims[-1].rank for each in grown):
+                continue  # gave way to its own tenant
+            assert loads[tenant] > self.share(tenant), (tenant, loads, victims)
+            assert any(each.tenant == tenant for each in running), f"all requests of {tenant!r} gave way"
 
     def _check_budget(self, plan: StepPlan) -> None:
         limits = self.limits
@@ -302,9 +351,10 @@ class Simulation:
         bound = self.num_steps + sum(
             request.max_total_tokens + 2 * self.num_steps_ahead + 2 for request in self.scheduler.requests
         )
+        num_tenants = len({request.tenant for request in self.scheduler.requests})  # they take turns
         while self.scheduler.has_work or self.in_flight:
             self.step()
-            assert self.num_steps <= bound, "the simulation does not end"
+            assert self.num_steps <= bound * num_tenants, "the simulation does not end"
         assert self.allocator.num_free_pages == self.allocator.num_pages
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for request in self.accepted:

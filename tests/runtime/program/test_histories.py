@@ -12,6 +12,7 @@ from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from tests.runtime.simulation import Simulation, make_limits, make_request, output_alone, tight_limits
 
+WEIGHTS = {"": 1.0, "a": 1.0, "b": 3.0}  # of tenants
 STEM = tuple(1 + index % 7 for index in range(24))  # prompts that begin with it share pages
 
 
@@ -33,17 +34,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         priority=st.sampled_from([0, 0, 1, -1, 5]),
         cache_salt=st.sampled_from(["", "", "other"]),
+        tenant=st.sampled_from(["", "", "", "a", "b"]),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         timeout_seconds=st.none() | st.integers(0, 30),
     )
-    def add(self, num_stem_tokens, num_own_tokens, max_tokens, n, timeout_seconds, **fields):
+    def add(self, num_stem_tokens, num_own_tokens, max_tokens, n, timeout_seconds, tenant, **fields):
         first = self.num_requests + 1
         self.num_requests += n
         own = tuple(1 + (first + index) % 39 for index in range(num_own_tokens))
         deadline = float("inf") if timeout_seconds is None else self.simulation.now + timeout_seconds
         samples = [
             make_request(
-                seed, max_tokens=max_tokens, prompt=STEM[:num_stem_tokens] + own, deadline_seconds=deadline, **fields
+                seed,
+                max_tokens=max_tokens,
+                prompt=STEM[:num_stem_tokens] + own,
+                deadline_seconds=deadline,
+                tenant=tenant,
+                weight=WEIGHTS[tenant],
+                **fields,
             )
             for seed in range(first, first + n)
         ]
@@ -58,7 +66,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A turn of a conversation: what was said before, the output included, and a token more."""
         self.num_requests += 1
         prompt = (*before.tokens(0, before.num_known_tokens), 1)
-        request = make_request(self.num_requests, max_tokens=max_tokens, prompt=prompt, cache_salt=before.cache_salt)
+        fields = {name: getattr(before, name) for name in ("cache_salt", "tenant", "weight")}
+        request = make_request(self.num_requests, max_tokens=max_tokens, prompt=prompt, **fields)
         try:
             self.simulation.add(request)
         except (InvalidRequestError, QueueFullError):
@@ -94,13 +103,18 @@ SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_co
 TestAnyHistory = SchedulerMachine.TestCase
 
 
-def run_load(rng: random.Random, simulation: Simulation, num_requests: int, arrivals_per_step: float) -> None:
+def run_load(
+    rng: random.Random, simulation: Simulation, num_requests: int, arrivals_per_step: float, num_tenants: int = 1
+) -> None:
     """Offers requests at random while stepping; one in ten is cancelled at some later moment."""
     limits, doomed = simulation.limits, []
     for seed in range(1, num_requests + 1):
         prompt = STEM[: rng.randint(0, 24)] + tuple(rng.randint(1, 39) for _ in range(rng.randint(1, 6)))
+        tenant = rng.choice(sorted(WEIGHTS)[:num_tenants])
         request = make_request(
             seed,
+            tenant=tenant,
+            weight=WEIGHTS[tenant],
             max_tokens=rng.randint(1, limits.max_context),
             ignore_eos=rng.random() < 0.5,
             prompt=prompt[: max(limits.max_context // 2, 1)],
@@ -119,24 +133,34 @@ def run_load(rng: random.Random, simulation: Simulation, num_requests: int, arri
     simulation.drain()
 
 
-@given(st.randoms(use_true_random=False), tight_limits(), st.sampled_from([0.05, 0.3, 3.0]), st.integers(0, 2))
+@given(
+    st.randoms(use_true_random=False),
+    tight_limits(),
+    st.sampled_from([0.05, 0.3, 3.0]),
+    st.integers(0, 2),
+    st.integers(1, len(WEIGHTS)),
+)
 @settings(max_examples=100)
-def test_any_load_ends_with_everyone_served(rng, limits_and_pages, arrivals_per_step: float, num_steps_ahead: int):
+def test_any_load_ends_with_everyone_served(
+    rng, limits_and_pages, arrivals_per_step: float, num_steps_ahead: int, num_tenants: int
+):
     simulation = Simulation(*limits_and_pages, num_steps_ahead=num_steps_ahead)
-    run_load(rng, simulation, num_requests=25, arrivals_per_step=arrivals_per_step)
+    run_load(rng, simulation, 25, arrivals_per_step, num_tenants)
 
 
+@pytest.mark.parametrize("num_tenants", [1, 3])
 @pytest.mark.parametrize(
     ("num_pages", "is_crowded"), [(12, True), (30, True), (400, False)], ids=["one fits", "few fit", "all fit"]
 )
-def test_a_long_load(num_pages: int, is_crowded: bool):
+def test_a_long_load(num_pages: int, is_crowded: bool, num_tenants: int):
     limits = make_limits(
         page_size=8, max_running=16, max_step_tokens=48, max_waiting=1000, max_context=96, priority_seconds=0.0
     )
     simulation = Simulation(limits, num_pages)
-    run_load(random.Random(num_pages), simulation, num_requests=500, arrivals_per_step=0.3)
+    run_load(random.Random(num_pages), simulation, 500, 0.3, num_tenants)
     assert len(simulation.accepted) == 500
-    assert (simulation.scheduler.num_preemptions > 0) == is_crowded
+    if num_tenants == 1:  # several also preempt for their shares of the slots
+        assert (simulation.scheduler.num_preemptions > 0) == is_crowded
 
 
 @pytest.mark.parametrize("has_prefix_cache", [True, False])

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.api.errors import ConfigError, UnauthenticatedError
-from meshserve.runtime.api.tenants import Permission, Tenant, new_token, read_tokens
+from meshserve.runtime.api.tenants import ANYBODY, LOCAL, Permission, Tenant, new_token, read_tokens
 from meshserve.runtime.client.client import CallError, Client
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.server.auth import Access
@@ -48,6 +48,7 @@ tokens = [{{ sha256 = "{digest("read")}" }}]
 [tenants.writer]
 max_requests = 2
 max_tokens = 60
+weight = 2.5
 tokens = [
   {{ sha256 = "{digest("write")}" }},
   {{ sha256 = "{digest("old")}", expires = 2020-01-01T00:00:00Z }},
@@ -181,6 +182,39 @@ def test_quotas_of_requests_and_tokens(server):
             open_streams[1].close()
 
 
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [("", 0), ("permissions = ['admin', 'inference']", 100), ("max_priority = 7", 7), ("max_priority = -1", -1)],
+)
+def test_each_tenant_has_its_limit_of_priority(tmp_path: Path, fields: str, limit: int):
+    path = tmp_path / "tokens.toml"
+    path.write_text(f"[tenants.a]\n{fields}\ntokens = [{{ sha256 = '{digest('a')}' }}]\n")
+    with running(tokens=path) as server, Client(server.target, token="a") as client:
+        for priority in (limit, -100):
+            assert client.complete("a", max_tokens=1, priority=priority).token_ids == (98,)
+        for priority in {limit + 1, 100} - {101} if limit < 100 else ():
+            with pytest.raises(CallError, match=f"this tenant may use -100 to {limit} .max_priority") as caught:
+                client.complete("a", max_tokens=1, priority=priority)
+            assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, "priority")
+        assert [options.priority for options in server.engine.options] == [limit, -100]
+
+
+def test_priorities_without_tokens_are_for_this_machine_only():
+    assert (LOCAL.priority_limit, ANYBODY.priority_limit) == (100, 0)
+    with running() as server, Client(server.target) as client:
+        client.complete("a", max_tokens=1, priority=100)
+
+
+def test_the_engine_learns_whose_request_it_is(server):
+    server.engine.options.clear()
+    for token in ("write", "operate"):
+        with Client(server.target, token=token) as client:
+            client.complete("a", max_tokens=1)
+    assert [(options.tenant, options.weight) for options in server.engine.options] == [
+        ("writer", 2.5), ("operator", 1.0),
+    ]  # fmt: skip
+
+
 def refusal(client: Client) -> str:
     """What a caller who wants all that a context holds is told."""
     with pytest.raises(CallError) as caught:
@@ -270,6 +304,11 @@ def refused(target: str, token: str, **options: Any) -> bool:
         ("[tenant.a]", "unknown keys tenant; known are tenants"),
         ("[tenants.a]\nmax_request = 1", "unknown keys max_request"),
         ("[tenants.a]\nmax_requests = 0", "max_requests is 0"),
+        ("[tenants.a]\nmax_priority = 101", "max_priority is 101"),
+        ("[tenants.a]\nmax_priority = 1.0", "max_priority is 1.0"),
+        ("[tenants.a]\nweight = 0", "weight is 0; allowed is a number, 0.01 to 100"),
+        ("[tenants.a]\nweight = nan", "weight is nan"),
+        ("[tenants.a]\nweight = true", "weight is True"),
         ("[tenants.'a b']", "a name has 1 to 64"),
         ("[tenants.a]\npermissions = ['root']", "'root' is not a valid Permission"),
         ("[tenants.a]\ntokens = [{sha256 = 'ab'}]", "allowed are 64"),

@@ -1,0 +1,183 @@
+"""Compares tenants by what they hold, in proportion to their weights. Serves step 4 of 10, the scheduler.
+
+In: requests that are queued, placed, released and prefilled. Out: whose turn it is, and who may be preempted for whom.
+
+A tenant's share is its weight divided by the weights of all tenants with unfinished requests. Its load is the larger of
+its fraction of the slots and its fraction of the pages, where a shared page counts for each request that holds it. The
+turns of prefill follow start-time fair queueing (Goyal, Vin, Cheng, 1996). With a single tenant the rank alone decides.
+docs/scheduling.md states the rules and why no tenant starves.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from ..api.request import Request
+from .limits import SchedulerLimits
+from .page_allocator import PageAllocator
+from .ranked_queue import RankedQueue
+
+rank_of = attrgetter("rank")
+
+
+@dataclass(eq=False, slots=True)
+class Account:
+    """A tenant with unfinished requests."""
+
+    weight: float
+    next_turn: float  # virtual time at which its next prefill tokens are due
+    num_requests: int = 0  # unfinished
+    num_pages: int = 0  # held by `running`
+    running: list[Request] = field(default_factory=list)  # in ascending order of rank
+    waiting: RankedQueue[tuple[float, int]] = field(default_factory=RankedQueue)
+
+
+class FairShares:
+    """The tenants that have unfinished requests, with their queues."""
+
+    def __init__(self, limits: SchedulerLimits, pages: PageAllocator):
+        self.num_waiting = 0
+        self._limits = limits
+        self._pages = pages
+        self._accounts: dict[str, Account] = {}
+        self._total_weight = 0.0
+        self._virtual_time = 0.0  # the turn of the last prefill
+        self._left_turns: dict[str, float] = {}  # next turns of tenants without requests, if later than that
+
+    def of(self, request: Request) -> Account:
+        """Returns the account of an unfinished request's tenant."""
+        return self._accounts[request.tenant]
+
+    def open(self, request: Request) -> None:
+        """Adds a new request to the queue of its tenant, whose weight is that of its latest request."""
+        account = self._accounts.get(request.tenant)
+        if account is None:
+            turn = self._left_turns.pop(request.tenant, 0.0)
+            account = self._accounts[request.tenant] = Account(request.weight, turn)
+        account.num_requests += 1
+        account.weight = request.weight
+        self._total_weight = sum(each.weight for each in self._accounts.values())
+        self.queue(request)
+
+    def close(self, request: Request) -> None:
+        """Forgets a request that has ended; it must not run any more."""
+        self.unqueue(request)
+        account = self.of(request)
+        account.num_requests -= 1
+        if not account.num_requests:
+            del self._accounts[request.tenant]
+            self._total_weight = sum(each.weight for each in self._accounts.values())
+            if account.next_turn > self._virtual_time:
+                self._left_turns[request.tenant] = account.next_turn
+
+    def queue(self, request: Request) -> None:
+        self.of(request).waiting.push(request.rank, request)
+        self.num_waiting += 1
+
+    def unqueue(self, request: Request) -> None:
+        """Removes a request from its queue. Does nothing if it does not wait."""
+        waiting = self.of(request).waiting
+        if request in waiting:
+            waiting.discard(request)
+            self.num_waiting -= 1
+
+    def waiting(self) -> Iterator[Request]:
+        """Iterates over the waiting requests in no particular order."""
+        for account in self._accounts.values():
+            yield from account.waiting
+
+    @property
+    def first(self) -> Request | None:
+        """The waiting request to admit next: of the tenant with the least load for its weight, the first in rank."""
+        firsts = [first for account in self._accounts.values() if (first := account.waiting.first) is not None]
+        return min(firsts, key=self._admission_key) if len(firsts) > 1 else firsts[0] if firsts else None
+
+    def _admission_key(self, request: Request) -> tuple[float, float, tuple[float, int]]:
+        account = self.of(request)
+        return self._load(account) / account.weight, *self.turn(request)
+
+    def turn(self, request: Request) -> tuple[float, tuple[float, int]]:
+        """Returns the sort key that orders prefill: by the turns of the tenants, then by rank."""
+        return max(self.of(request).next_turn, self._virtual_time), request.rank
+
+    def prefilled(self, request: Request, num_tokens: int) -> None:
+        """Charges planned prefill tokens to the request's tenant."""
+        account = self.of(request)
+        self._virtual_time = max(account.next_turn, self._virtual_time)
+        account.next_turn = self._virtual_time + num_tokens / account.weight
+
+    def may_queue(self, tenant: str, weight: float, num_requests: int) -> bool:
+        """Returns whether the queue has room for new requests. A full queue has room for tenants within their share."""
+        max_waiting = self._limits.max_waiting
+        if self.num_waiting + num_requests <= max_waiting:
+            return True
+        account = self._accounts.get(tenant)
+        others = self._total_weight - (account.weight if account is not None else 0.0)
+        num_waiting = len(account.waiting) if account is not None else 0
+        return others > 0 and num_waiting + num_requests <= max_waiting * weight / (weight + others)
+
+    def victims(self, request: Request) -> list[Request]:
+        """Returns the running requests that may be preempted to admit a waiting one, in the order of preemption.
+
+        These are requests of other tenants, if this request keeps its tenant within its share or is the only one that
+        its tenant runs, and if those tenants keep their shares without them; then later ones of its own tenant.
+        """
+        account = self.of(request)
+        own = account.running[bisect_left(account.running, request.rank, key=rank_of) :]
+        if len(self._accounts) == 1:
+            return own[::-1]
+        num_pages = self._limits.num_pages_for(request.num_known_tokens)
+        is_entitled = not account.running or self._load(account, 1, num_pages) <= self._share(account)
+        return [*(self._surplus(account) if is_entitled else ()), *reversed(own)]
+
+    def _surplus(self, account: Account) -> Iterator[Request]:
+        """Yields the requests that other tenants run beyond their shares, those of the most loaded tenant first."""
+        others = [other for other in self._accounts.values() if other is not account]
+        left = {other: (len(other.running), other.num_pages) for other in others}
+        while True:
+            found: tuple[float, Account, int, int] | None = None
+            for other, (num_running, num_pages) in left.items():
+                if num_running < 2:
+                    continue
+                num_pages -= len(other.running[num_running - 1].pages)
+                load = max((num_running - 1) / self._limits.max_running, num_pages / self._pages.num_pages)
+                if load >= self._share(other) and (found is None or load / other.weight > found[0]):
+                    found = load / other.weight, other, num_running - 1, num_pages
+            if found is None:
+                return
+            _, other, num_running, num_pages = found
+            left[other] = num_running, num_pages
+            yield other.running[num_running]
+
+    def victim_of_growth(self, request: Request) -> Request | None:
+        """Returns the request to preempt for one more page of a running one, or None if that one must wait."""
+        account = self.of(request)
+        if len(self._accounts) > 1 and self._load(account, 0, 1) <= self._share(account):
+            others = [
+                other
+                for other in self._accounts.values()
+                if other is not account and len(other.running) > 1 and self._load(other) > self._share(other)
+            ]
+            if others:
+                return max(others, key=lambda other: self._load(other) / other.weight).running[-1]
+        return account.running[-1] if account.running[-1] is not request else None
+
+    def _share(self, account: Account) -> float:
+        return account.weight / self._total_weight
+
+    def _load(self, account: Account, num_more_slots: int = 0, num_more_pages: int = 0) -> float:
+        num_running = len(account.running) + num_more_slots
+        num_pages = account.num_pages + num_more_pages
+        return max(num_running / self._limits.max_running, num_pages / self._pages.num_pages)
+
+    def audit(self) -> None:
+        """Checks the books of every tenant. Raises AssertionError with the violation. O(requests)."""
+        assert self.num_waiting == sum(len(each.waiting) for each in self._accounts.values()), "the queue is miscounted"
+        for tenant, account in self._accounts.items():
+            name = f"tenant {tenant!r}"
+            assert account.num_requests > 0 < account.weight, f"{name} has {account.num_requests} requests"
+            assert account.num_pages == sum(len(each.pages) for each in account.running), f"{name} miscounts its pages"
+            ranks = [each.rank for each in account.running]
+            assert ranks == sorted(set(ranks)), f"{name}: its running requests are not in order of rank"
+            assert all(each.tenant == tenant for each in (*account.running, *account.waiting)), f"{name} has others'"
