@@ -109,25 +109,30 @@ class Access:
         return found[0].tenant
 
     @contextlib.contextmanager
-    def in_flight(self, tenant: Tenant, num_tokens: int) -> Iterator[None]:
+    def in_flight(self, tenant: Tenant) -> Iterator[Callable[[int], None]]:
         """Counts a request against its tenant's quota until the block ends.
 
-        Args:
-          num_tokens: The tokens of its prompt and its longest possible output.
+        Yields:
+          A function that counts tokens as well, once they are known: of the prompt and the longest possible output.
 
         Raises:
-          QuotaExceededError: The request would exceed the quota.
+          QuotaExceededError: The request, or its tokens, would exceed the quota.
         """
         usage = self._usage.setdefault(tenant.name, _Usage())
         _within(tenant, "requests", usage.num_requests + 1, tenant.max_requests)
-        _within(tenant, "tokens", usage.num_tokens + num_tokens, tenant.max_tokens)
+        counted = _Usage(num_requests=1)
         usage.num_requests += 1
-        usage.num_tokens += num_tokens
+
+        def count_tokens(num_tokens: int) -> None:
+            _within(tenant, "tokens", usage.num_tokens + num_tokens, tenant.max_tokens)
+            counted.num_tokens += num_tokens
+            usage.num_tokens += num_tokens
+
         try:
-            yield
+            yield count_tokens
         finally:
-            usage.num_requests -= 1
-            usage.num_tokens -= num_tokens
+            usage.num_requests -= counted.num_requests
+            usage.num_tokens -= counted.num_tokens
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
         if self.path is None:

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -50,6 +50,8 @@ class Asked:
     params: SamplingParams
     options: RequestOptions
     began: float  # start of the call on the monotonic clock
+    tenant: Tenant
+    count_tokens: Callable[[int], None]  # see `Access.in_flight`
 
 
 @dataclass(frozen=True)
@@ -128,19 +130,19 @@ class Edge(pb_grpc.InferenceServiceServicer):
         return self.backend, self._intake
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        async def prompt(intake: Intake) -> tuple[int, ...]:
+        async def prompt(intake: Intake, tenant: str) -> tuple[int, ...]:
             field = request.WhichOneof("prompt")
             if field is None:
                 raise InvalidRequestError("prompt", "got neither text nor token_ids; send one of them.")
             if field == "token_ids":
-                return intake.checked(field, tuple(request.token_ids.token_ids))
-            return intake.checked(field, await intake.encode(request.text))
+                return intake.checked(field, request.token_ids.token_ids)
+            return intake.checked(field, await intake.encode(request.text, tenant))
 
         await self._answer("Generate", request, prompt, pb.GenerateResponse, context)
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> None:
-        async def prompt(intake: Intake) -> tuple[int, ...]:
-            return intake.checked("messages", await intake.render(request))
+        async def prompt(intake: Intake, tenant: str) -> tuple[int, ...]:
+            return intake.checked("messages", await intake.render(request, tenant))
 
         await self._answer("Chat", request, prompt, pb.ChatResponse, context)
 
@@ -148,7 +150,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         self,
         method: str,
         request: Any,
-        prompt: Callable[[Intake], Awaitable[tuple[int, ...]]],
+        prompt: Callable[[Intake, str], Awaitable[tuple[int, ...]]],
         kind: type[proto_codec.AnswerMessage],
         context: Any,
     ) -> None:
@@ -166,22 +168,27 @@ class Edge(pb_grpc.InferenceServiceServicer):
             _, intake = self.serving()
             request_id = checked_request_id(request.request_id if request.HasField("request_id") else None)
             params = proto_codec.sampling_params(request.sampling)
-            token_ids = await prompt(intake)
-            options = proto_codec.request_options(request, context.time_remaining())
-            asked = Asked(request_id, token_ids, params, options, began)
-            await self.stream(method, asked, write, context)
+            tenant = self.access.tenant(context.invocation_metadata())
+            options = on_behalf_of(tenant, proto_codec.request_options(request, None))
+            with self.in_flight(method, request_id, tenant) as count_tokens:
+                token_ids = await prompt(intake, tenant.name)
+                asked = Asked(request_id, token_ids, params, options, began, tenant, count_tokens)
+                await self.stream(method, asked, write, context)
         except Exception as error:  # CancelledError, of a cancelled call, is not an Exception
             await abort(context, error)
 
-    async def stream(
-        self,
-        method: str,
-        asked: "Asked",
-        write: Callable[[Output], Awaitable[None]],
-        context: Any,
-        tenant: Tenant | None = None,
-    ) -> None:
-        """Submits one request and writes its outputs until the last one, on behalf of `tenant` (default: the caller's).
+    @contextlib.contextmanager
+    def in_flight(self, method: str, request_id: str, tenant: Tenant) -> Iterator[Callable[[int], None]]:
+        """Counts a call against its tenant's quota; see `Access.in_flight`. A refusal is measured and logged."""
+        try:
+            with self.access.in_flight(tenant) as count_tokens:
+                yield count_tokens
+        except QuotaExceededError as error:
+            self.observer.refuse(method, request_id, tenant.name, code_of(error).name.lower())
+            raise
+
+    async def stream(self, method: str, asked: Asked, write: Callable[[Output], Awaitable[None]], context: Any) -> None:
+        """Submits one request and writes its outputs until the last one. Its call is counted by `in_flight`.
 
         Raises:
           QuotaExceededError: The tenant has too much in flight.
@@ -192,48 +199,42 @@ class Edge(pb_grpc.InferenceServiceServicer):
         num_prompt_tokens = len(asked.prompt_token_ids)
         intake.check_params(asked.params, num_prompt_tokens)
         metadata = context.invocation_metadata()
-        tenant = tenant if tenant is not None else self.access.tenant(metadata)
-        options = on_behalf_of(tenant, asked.options)
+        tenant, options = asked.tenant, dataclasses.replace(asked.options, timeout_seconds=context.time_remaining())
         num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * options.n
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self.access.in_flight(tenant, num_tokens))
-            except QuotaExceededError as error:
-                self.observer.refuse(method, asked.request_id, tenant.name, code_of(error).name.lower())
-                raise
-            queue = self.queues.open(scoped(tenant, asked.request_id), options.n)
-            try:
-                backend.engine.submit(queue.request_id, asked.prompt_token_ids, asked.params, options, grammar)
-            except BaseException:
-                self.queues.discard(queue)
-                raise
-            request_log = self.observer.begin(
-                method=method, request_id=asked.request_id, tenant=tenant.name, num_prompt_tokens=num_prompt_tokens,
-                metadata=dict(metadata or ()), began=asked.began,
-            )  # fmt: skip
-            outcome, ended, num_open_samples = "cancelled", "cancelled", options.n
-            try:
-                while num_open_samples:
-                    output = await queue.take()
-                    if output.finish_reason is not None:
-                        num_open_samples -= 1
-                        ended = output.finish_reason.value
-                        self._check_end(output)
-                    request_log.sent(output)  # before the write: a client that hangs up then cancels the rest of it
-                    await queue.handing_over(write(output))
-                outcome = ended
-            except DeadlineError:
-                outcome = ended
-                raise
-            except Exception as error:
-                outcome = code_of(error).name.lower()
-                raise
-            finally:
-                remaining = context.time_remaining()  # None if the call has no deadline
-                is_late = remaining is not None and remaining < _DEADLINE_SLACK_SECONDS
-                reason = FinishReason.DEADLINE if is_late else FinishReason.CANCELLED
-                self.queues.close(queue, reason)
-                request_log.end(reason.value if outcome == "cancelled" else outcome)
+        asked.count_tokens(num_tokens)
+        queue = self.queues.open(scoped(tenant, asked.request_id), options.n)
+        try:
+            backend.engine.submit(queue.request_id, asked.prompt_token_ids, asked.params, options, grammar)
+        except BaseException:
+            self.queues.discard(queue)
+            raise
+        request_log = self.observer.begin(
+            method=method, request_id=asked.request_id, tenant=tenant.name, num_prompt_tokens=num_prompt_tokens,
+            metadata=dict(metadata or ()), began=asked.began,
+        )  # fmt: skip
+        outcome, ended, num_open_samples = "cancelled", "cancelled", options.n
+        try:
+            while num_open_samples:
+                output = await queue.take()
+                if output.finish_reason is not None:
+                    num_open_samples -= 1
+                    ended = output.finish_reason.value
+                    self._check_end(output)
+                request_log.sent(output)  # before the write: a client that hangs up then cancels the rest of it
+                await queue.handing_over(write(output))
+            outcome = ended
+        except DeadlineError:
+            outcome = ended
+            raise
+        except Exception as error:
+            outcome = code_of(error).name.lower()
+            raise
+        finally:
+            remaining = context.time_remaining()  # None if the call has no deadline
+            is_late = remaining is not None and remaining < _DEADLINE_SLACK_SECONDS
+            reason = FinishReason.DEADLINE if is_late else FinishReason.CANCELLED
+            self.queues.close(queue, reason)
+            request_log.end(reason.value if outcome == "cancelled" else outcome)
 
     def _check_end(self, output: Output) -> None:
         """Raises if the end of a sample is reported as a status instead of a message."""
@@ -245,19 +246,18 @@ class Edge(pb_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         try:
             _, intake = self.serving()
-            field = request.WhichOneof("input")
-            if field is None:
-                raise InvalidRequestError("input", "got neither text nor conversation; send one of them.")
-            if field == "text":
-                return pb.TokenizeResponse(token_ids=await intake.encode(request.text))
-            return pb.TokenizeResponse(token_ids=await intake.render(request.conversation))
+            tenant = self.access.tenant(context.invocation_metadata())
+            with self.in_flight("Tokenize", "", tenant):
+                return await intake.tokenize(request, tenant.name)
         except Exception as error:
             await abort(context, error)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         try:
             _, intake = self.serving()
-            return pb.DetokenizeResponse(text=await intake.decode(request.token_ids))
+            tenant = self.access.tenant(context.invocation_metadata())
+            with self.in_flight("Detokenize", "", tenant):
+                return pb.DetokenizeResponse(text=await intake.detokenize(request.token_ids, tenant.name))
         except Exception as error:
             await abort(context, error)
 

@@ -1,13 +1,16 @@
 """Step 2 of 10: from what a caller sent to the tokens of a prompt that this server can serve. In: text, messages or
 token ids. Out: token ids.
 
-Short texts are tokenised on the event loop, long ones and conversations in a thread, so that no stream waits for them.
-So are constraints compiled, few at a time: a large one keeps a core busy for half a second.
+Short texts are tokenised on the event loop, others and conversations in threads, so that no stream waits for them.
+Short and long prompts have threads of their own, and so have Tokenize and Detokenize: a prompt waits for prompts of its
+kind only. So are constraints compiled, few at a time: a large one keeps a core busy for half a second.
 """
 
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+from meshserve.protos import inference_pb2 as pb
 
 from ..api.constraint import Constraint
 from ..api.engine_api import ModelInfo
@@ -17,9 +20,11 @@ from ..scheduler.limits import check_prompt_length
 from ..text import chat_messages
 from ..text.grammar import Grammar, Grammars, compiled
 from ..text.tokenizer import Tokenizer
+from ..text.work_pool import WorkPool
 
 _MAX_INLINE_CHARS = 2_000  # takes about 1 ms to tokenise; longer prompts would hold up every stream
-_MAX_INLINE_TOKENS = 2_000
+_MAX_SHORT_SIZE = 16_384  # characters; takes about 5 ms
+_PIECE_TOKENS = 8_192  # checked or copied at a time, as each piece holds Python's lock
 _MAX_DETOKENIZE_TOKENS = 2**20
 _MAX_COMPILING = 2  # constraints
 
@@ -31,6 +36,9 @@ class Intake:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._compilers = ThreadPoolExecutor(_MAX_COMPILING, "compile")  # its own: callers may go, compiling goes on
+        self._short_prompts = WorkPool("short prompts", num_threads=2, max_calls=4096, max_size=2**26)
+        self._long_prompts = WorkPool("long prompts", num_threads=2, max_calls=2048, max_size=2**28)
+        self._conversions = WorkPool("Tokenize and Detokenize", num_threads=1, max_calls=1024, max_size=2**26)
         self._info = info
         # No token is longer than this, so a longer text cannot fit: it need not be tokenised to be refused.
         self._max_chars = info.max_context_tokens * tokenizer.max_token_chars
@@ -43,40 +51,69 @@ class Intake:
                 f"{self._info.max_context_tokens} tokens (max_context) can hold. Shorten it.",
             )
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text; there may be more than the context holds.
+    def _prompts(self, size: int) -> WorkPool:
+        return self._short_prompts if size <= _MAX_SHORT_SIZE else self._long_prompts
+
+    async def encode(self, text: str, tenant: str) -> tuple[int, ...]:
+        """Returns the tokens of a prompt; there may be more than the context holds.
 
         Raises:
-          InvalidRequestError: it is far too long.
+          InvalidRequestError: The text is too long.
+          QuotaExceededError, QueueFullError: Too many prompts are being tokenised.
         """
         self._check_chars("text", len(text))
         if len(text) <= _MAX_INLINE_CHARS:
             return self._tokenizer.encode(text)
-        return await asyncio.to_thread(self._tokenizer.encode, text)
+        return await self._prompts(len(text)).run(tenant, len(text), self._tokenizer.encode, text)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens.
+    async def tokenize(self, request: pb.TokenizeRequest, tenant: str) -> pb.TokenizeResponse:
+        """Answers Tokenize.
 
         Raises:
-          InvalidRequestError: there are too many, or one is outside the vocabulary.
+          InvalidRequestError: The input is missing, too long or rejected by the chat template.
+          UnsupportedModelError: The model has no chat template.
+          QuotaExceededError, QueueFullError: Too many calls are in progress.
+        """
+        if request.WhichOneof("input") is None:
+            raise InvalidRequestError("input", "got neither text nor conversation; send one of them.")
+        self._check_chars("text", len(request.text))
+        return await self._conversions.run(tenant, request.ByteSize(), self._tokenized, request)
+
+    def _tokenized(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        is_text = request.HasField("text")
+        token_ids = self._tokenizer.encode(request.text) if is_text else self._render(request.conversation)
+        response = pb.TokenizeResponse()
+        for start in range(0, len(token_ids), _PIECE_TOKENS):
+            response.token_ids.extend(token_ids[start : start + _PIECE_TOKENS])
+        return response
+
+    async def detokenize(self, token_ids: Sequence[int], tenant: str) -> str:
+        """Returns the text of tokens.
+
+        Raises:
+          InvalidRequestError: There are too many tokens, or one is outside the vocabulary.
+          QuotaExceededError, QueueFullError: Too many calls are in progress.
         """
         if len(token_ids) > _MAX_DETOKENIZE_TOKENS:
             raise InvalidRequestError(
                 "token_ids", f"got {len(token_ids)}; allowed are {_MAX_DETOKENIZE_TOKENS}. Call several times."
             )
-        self._check_vocabulary("token_ids", token_ids)
-        if len(token_ids) <= _MAX_INLINE_TOKENS:
-            return self._tokenizer.decode(token_ids)
-        return await asyncio.to_thread(self._tokenizer.decode, token_ids)
+        return await self._conversions.run(tenant, len(token_ids), self._detokenized, token_ids)
 
-    async def render(self, asked: chat_messages.Messages) -> tuple[int, ...]:
-        """The tokens of a conversation, as the model's chat template writes it.
+    def _detokenized(self, token_ids: Sequence[int]) -> str:
+        self._check_vocabulary("token_ids", token_ids)
+        return self._tokenizer.decode(token_ids)
+
+    async def render(self, asked: chat_messages.Messages, tenant: str) -> tuple[int, ...]:
+        """Returns the tokens of a conversation, as the model's chat template renders it.
 
         Raises:
-          InvalidRequestError: a message or the template's opinion of it.
-          UnsupportedModelError: the model has no template.
+          InvalidRequestError: A message is not valid, or the template rejects it.
+          UnsupportedModelError: The model has no chat template.
+          QuotaExceededError, QueueFullError: Too many prompts are being rendered.
         """
-        return await asyncio.to_thread(self._render, asked)
+        size = asked.ByteSize()
+        return await self._prompts(size).run(tenant, size, self._render, asked)
 
     def _render(self, asked: chat_messages.Messages) -> tuple[int, ...]:
         chat_messages.check_number(asked, self._info.max_context_tokens)
@@ -84,7 +121,7 @@ class Intake:
         messages, options = chat_messages.template_arguments(asked)
         return self._tokenizer.encode(self._tokenizer.render_chat(messages, **options))
 
-    def checked(self, field: str, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    def checked(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Returns the tokens of a prompt that this server can serve.
 
         Raises:
@@ -92,7 +129,7 @@ class Intake:
         """
         check_prompt_length(field, len(token_ids), self._info.max_context_tokens)
         self._check_vocabulary(field, token_ids)
-        return token_ids
+        return tuple(token_ids)
 
     async def grammar(self, constraint: Constraint | None) -> Grammar | None:
         """A constraint, compiled.
@@ -120,8 +157,11 @@ class Intake:
 
     def _check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
         vocab_size = self._info.vocab_size
-        if token_ids and max(token_ids) >= vocab_size:
-            index, bad = next((i, token_id) for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        for start in range(0, len(token_ids), _PIECE_TOKENS):
+            piece = token_ids[start : start + _PIECE_TOKENS]
+            if max(piece) < vocab_size:
+                continue
+            index, bad = next((i, token_id) for i, token_id in enumerate(piece, start) if token_id >= vocab_size)
             raise InvalidRequestError(
                 field,
                 f"token {index} is {bad}; allowed is 0 to {vocab_size - 1}. Use the tokenizer of {self._info.name}.",

@@ -6,6 +6,7 @@ part of meshserve's own API. Requests for unsupported features are refused; no f
 """
 
 import asyncio
+import functools
 import hashlib
 import io
 import time
@@ -25,11 +26,12 @@ from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import MAX_SEED, SamplingParams, params_table
 from ..api.tenants import LOCAL
 from .grpc_status import abort
-from .inference_service import Asked, Backend, Edge, checked_request_id
+from .inference_service import Asked, Backend, Edge, checked_request_id, on_behalf_of
 from .output_queue import join
 
 _GENERATE_FIELDS = frozenset("request_id tokenized text sampling_params stream".split())
 _CHUNK_BYTES = 65_536
+_METHOD = "VllmEngine.Generate"  # in logs and metrics
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -193,19 +195,19 @@ class _Generation:
     async def Generate(self, request: Any, context: Any) -> None:
         began = time.monotonic()
         try:
-            backend, intake = self.edge.serving()
             request_id = checked_request_id(request.request_id or None)
             refuse_others(request)
-            field = request.WhichOneof("input")
-            if field == "tokenized":
-                token_ids = intake.checked("tokenized", tuple(request.tokenized.input_ids))
-            else:
-                token_ids = intake.checked("text", await intake.encode(request.text))
-            params = sampling_params(request.sampling_params, backend.info.max_context_tokens - len(token_ids))
-            options = RequestOptions(n=request.sampling_params.n or 1, timeout_seconds=context.time_remaining())
-            writer = _Writer(self.pb, request.stream, token_ids[0], context)
-            asked = Asked(request_id, token_ids, params, options, began)
-            await self.edge.stream("VllmEngine.Generate", asked, writer.write, context, tenant=LOCAL)
+            options = on_behalf_of(LOCAL, RequestOptions(n=request.sampling_params.n or 1))
+            with self.edge.in_flight(_METHOD, request_id, LOCAL) as count_tokens:
+                backend, intake = self.edge.serving()
+                if request.WhichOneof("input") == "tokenized":
+                    token_ids = intake.checked("tokenized", request.tokenized.input_ids)
+                else:
+                    token_ids = intake.checked("text", await intake.encode(request.text, LOCAL.name))
+                params = sampling_params(request.sampling_params, backend.info.max_context_tokens - len(token_ids))
+                writer = _Writer(self.pb, request.stream, token_ids[0], context)
+                asked = Asked(request_id, token_ids, params, options, began, LOCAL, count_tokens)
+                await self.edge.stream(_METHOD, asked, writer.write, context)
         except Exception as error:
             await abort(context, error)
 
@@ -269,6 +271,7 @@ class _Writer:
         return self._pb.TopLogProbs(values=values, token_ids=ids)
 
 
+@functools.lru_cache(maxsize=1)  # compressing takes a second of a core
 def _tokenizer_zip(directory: Path) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

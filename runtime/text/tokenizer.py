@@ -22,6 +22,7 @@ from ..api.errors import InvalidRequestError, UnsupportedModelError
 from ..api.model_config import read_json
 
 _DECODER = codecs.getincrementaldecoder("utf-8")
+_DECODED_TOKENS = 8_192  # at a time
 _transformers_log = logging.getLogger("transformers")
 
 
@@ -135,8 +136,19 @@ class Tokenizer:
 
         Special tokens and ids outside the vocabulary have no text. Bytes that are not valid UTF-8 become U+FFFD.
         """
-        [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=True)  # see `encode`
-        return text
+        texts, start = [], 0
+        while start < len(token_ids):
+            end = start + _DECODED_TOKENS
+            while end < len(token_ids) and not self._starts_character(token_ids[end]):
+                end += 1
+            piece = list(token_ids[start:end])  # converting all at once would hold the GIL for long
+            texts += self._tokenizer.decode_batch([piece], skip_special_tokens=True)  # see `encode`
+            start = end
+        return "".join(texts)
+
+    def _starts_character(self, token_id: int) -> bool:
+        """Returns whether the text can be cut before this token without cutting a character."""
+        return bool(text := self.token_bytes(token_id)) and text[0] & 0xC0 != 0x80
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the UTF-8 bytes that a token adds to the text. They may start or end within a character."""

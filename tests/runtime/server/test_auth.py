@@ -6,7 +6,9 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,38 @@ def test_quotas_of_requests_and_tokens(server):
             assert any(detail.Unpack(failure) for detail in status.details)
             assert failure.violations[0].subject == "tenant:writer"
             open_streams[1].close()
+
+
+def test_what_is_being_tokenised_counts_against_the_quota(server):
+    """Prompts of Generate and texts of Tokenize alike, before a thread takes them."""
+    tokenizer, opened, num_started = server.edge.backend.tokenizer, threading.Event(), 0
+    encode = tokenizer.encode
+
+    def slow_encode(text: str) -> tuple[int, ...]:
+        nonlocal num_started
+        num_started += 1
+        assert opened.wait(WAIT_SECONDS)
+        return encode(text)
+
+    tokenizer.encode = slow_encode
+    try:
+        with grpc.insecure_channel(server.target) as channel, ThreadPoolExecutor(2) as pool:
+            long = pb.GenerateRequest(text="b" * 3000)
+
+            def ask(method: str, request: Any) -> Code:
+                return outcome(channel, f"/{SERVICE_NAME}/{method}", request, [("authorization", "Bearer write")])
+
+            requests = {"Tokenize": pb.TokenizeRequest(text="a"), "Generate": long}
+            calls = [pool.submit(ask, *request) for request in requests.items()]
+            wait_for(lambda: num_started == 2)
+            for request in (*requests.items(), ("Detokenize", pb.DetokenizeRequest(token_ids=[97]))):
+                assert ask(*request) is Code.RESOURCE_EXHAUSTED
+            opened.set()
+            assert [call.result() for call in calls] == [Code.OK, Code.INVALID_ARGUMENT]
+            assert ask("Tokenize", requests["Tokenize"]) is Code.OK
+    finally:
+        opened.set()
+        del tokenizer.encode
 
 
 @pytest.mark.parametrize(

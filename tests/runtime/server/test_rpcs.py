@@ -1,12 +1,14 @@
 """The methods beside Generate and Chat, against a server on loopback."""
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -32,7 +34,7 @@ from meshserve.runtime.server.lifecycle import Listen, _probes, run_server
 from meshserve.runtime.server.method_permissions import QUEUED_METHODS, SERVICE_NAME
 from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.telemetry.metrics import METHODS, REFUSAL_CODES
-from tests.runtime.loopback import FakeEngine, Running, edge_of, running
+from tests.runtime.loopback import INFO, FakeEngine, Running, edge_of, running
 from tests.waiting import WAIT_SECONDS, wait_for
 
 Code = grpc.StatusCode
@@ -95,6 +97,79 @@ def test_what_they_refuse(server, method, request_message, field):
     with pytest.raises(CallError) as caught:
         call(server.target, method, request_message)
     assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, field)
+
+
+@contextlib.contextmanager
+def slow_texts(server: Running) -> Iterator[threading.Event]:
+    """Texts that begin with "slow" are not tokenised until the event is set."""
+    assert server.edge.backend is not None
+    tokenizer, opened = server.edge.backend.tokenizer, threading.Event()
+    encode, decode = tokenizer.encode, tokenizer.decode
+
+    def slow_encode(text: str) -> tuple[int, ...]:
+        assert not text.startswith("slow") or opened.wait(WAIT_SECONDS)
+        return encode(text)
+
+    def slow_decode(token_ids: Sequence[int]) -> str:
+        assert opened.wait(WAIT_SECONDS)
+        return decode(token_ids)
+
+    tokenizer.encode, tokenizer.decode = slow_encode, slow_decode  # type: ignore[method-assign]
+    try:
+        yield opened
+    finally:
+        opened.set()
+        del tokenizer.encode, tokenizer.decode  # type: ignore[method-assign]
+
+
+def test_a_flood_of_tokenize_and_detokenize_holds_up_no_request():
+    """The calls wait in a pool of their own, up to its bound; more are refused with a hint."""
+    with running() as server, slow_texts(server) as opened, ThreadPoolExecutor(12) as pool:
+        server.edge.serving()[1]._conversions.max_calls = 16  # of which a tenant may have half
+        requests = [("Tokenize", pb.TokenizeRequest(text="slow")), ("Detokenize", pb.DetokenizeRequest(token_ids=[97]))]
+        calls = [pool.submit(call, server.target, *request) for request in requests * 6]
+        wait_for(lambda: sum(each.done() for each in calls) == 4)
+        for each in calls:
+            if each.done():
+                with pytest.raises(CallError, match="a tenant may have 8 of") as caught:
+                    each.result()
+                assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_seconds >= 1.0
+        with Client(server.target) as client:
+            assert client.complete("a", max_tokens=1).token_ids == (98,)
+            chat = [{"role": "user", "content": "a"}]
+            assert list(client.chat(chat, max_tokens=1))[-1].finish.usage.num_output_tokens == 1
+        opened.set()
+        assert sum(each.exception() is None for each in calls) == 8
+
+
+def test_long_prompts_hold_up_no_short_ones():
+    with (
+        running() as server,
+        slow_texts(server) as opened,
+        ThreadPoolExecutor(8) as pool,
+        Client(server.target) as client,
+    ):
+        info = dataclasses.replace(INFO, max_context_tokens=200)  # 200 characters a token: long prompts fit
+        server.edge.attach(dataclasses.replace(server.edge.backend, info=info))
+        long = pb.GenerateRequest(text="slow" + " " * 20_000)
+        calls = [pool.submit(generate, server.target, long) for _ in range(8)]
+        intake = server.edge.serving()[1]
+        wait_for(lambda: intake._long_prompts.num_calls == 8)
+        with Client(server.target) as client:
+            chat = [{"role": "user", "content": "a"}]
+            assert list(client.chat(chat, max_tokens=1))[-1].finish.usage.num_output_tokens == 1
+        opened.set()
+        for each in calls:  # 20,004 tokens do not fit after all
+            assert each.result() is Code.INVALID_ARGUMENT
+
+
+def generate(target: str, request: pb.GenerateRequest) -> Code:
+    with grpc.insecure_channel(target) as channel:
+        try:
+            list(pb_grpc.InferenceServiceStub(channel).Generate(request, timeout=WAIT_SECONDS))
+        except grpc.RpcError as error:
+            return error.code()
+    return Code.OK
 
 
 def test_abort_ends_streams_and_says_how_many(server):

@@ -205,6 +205,16 @@ def test_special_tokens_have_no_text_and_other_added_tokens_do(tokenizer):
     assert stream(tokenizer, [list(token_ids)], ())[0][0] == "<think>a</think>"
 
 
+@given(st.lists(st.integers(0, 350), max_size=60), st.integers(1, 7))
+def test_decoding_in_pieces_makes_the_same_text(tokenizer, token_ids, num_tokens: int):
+    """Pieces begin neither within a character nor after a special token that stands within one."""
+    [whole] = tokenizer._tokenizer.decode_batch([token_ids], skip_special_tokens=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshserve.runtime.text.tokenizer._DECODED_TOKENS", num_tokens)
+        assert tokenizer.decode(token_ids) == whole
+        assert tokenizer.decode(pb.DetokenizeRequest(token_ids=token_ids).token_ids) == whole
+
+
 @pytest.mark.parametrize("is_encoded", [True, False])
 def test_other_threads_go_on_while_a_long_text_is_turned_over(tokenizer, is_encoded: bool):
     """The engine and the event loop are such threads."""
