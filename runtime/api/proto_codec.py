@@ -14,7 +14,7 @@ from .constraint import CONSTRAINT_KINDS, Constraint
 from .engine_api import ModelInfo
 from .errors import InvalidRequestError
 from .request import FinishReason, Load, Output, RequestOptions, TokenLogprobs
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, params_table
 
 _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
     {
@@ -35,7 +35,15 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     Raises:
       InvalidRequestError: a value is out of range.
     """
-    sent: dict[str, Any] = {field.name: plain(value) for field, value in message.ListFields()}  # sent zeros included
+    sent: dict[str, Any] = {}
+    for field, value in message.ListFields():  # sent zeros included
+        param = params_table().get(field.name)
+        if param is not None and param.max_items is not None and len(value) > param.max_items:
+            # Before millions of items are copied, which would hold the event loop for a quarter of a second.
+            raise InvalidRequestError(
+                f"sampling.{field.name}", f"got {len(value)} items; allowed is {param.max_items} or fewer."
+            )
+        sent[field.name] = plain(value)
     if "constraint" in sent:
         sent["constraint"] = constraint(sent["constraint"])
     return SamplingParams(**sent)

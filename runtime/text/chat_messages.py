@@ -10,6 +10,7 @@ from ..api.errors import InvalidRequestError
 
 _MAX_ROLE_CHARS = 64
 _MAX_TOOLS = 128  # also the limit of tool calls per message
+_MAX_JSON_CHARS = 262_144  # of a tool or of a call's arguments; parsing holds Python's lock, 8 ms for so many
 
 Messages = pb.Conversation | pb.ChatRequest  # ChatRequest has the fields of Conversation under the same names
 
@@ -102,6 +103,8 @@ def _check_continued(message: pb.ChatMessage) -> None:
 
 
 def _json_object(text: str, field: str) -> dict[str, Any]:
+    if len(text) > _MAX_JSON_CHARS:
+        raise InvalidRequestError(field, f"has {len(text)} characters; allowed are {_MAX_JSON_CHARS}. Shorten it.")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

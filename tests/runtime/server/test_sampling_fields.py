@@ -349,3 +349,16 @@ def test_controlled_requests_decode_one_step_a_dispatch():
     plan, _, processors = loop.step()
     assert plan.num_steps == 1 and processors is not None
     assert {chunk.request for chunk in plan.chunks} == {plain, processed}
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "bad_token_ids", "stop_token_ids", "stop", "logit_bias"])
+def test_lists_that_are_too_long_are_refused_before_they_are_copied(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proto_codec, "plain", lambda value: pytest.fail("copied"))
+    message = pb.SamplingParams()
+    items = getattr(message, name)
+    if name == "logit_bias":
+        items.update({index: 1.0 for index in range(2_000)})
+    else:
+        items.extend(["a"] * 2_000 if name == "stop" else range(2_000))
+    with pytest.raises(InvalidRequestError, match=f"sampling.{name}: got 2000 items; allowed is .* or fewer"):
+        proto_codec.sampling_params(message)

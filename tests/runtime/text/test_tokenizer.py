@@ -286,6 +286,17 @@ def test_tools_and_calls_reach_the_template(with_tools):
     )
 
 
+def test_json_that_takes_long_to_parse_is_refused():
+    long = '{"a": "' + "x" * 262_144 + '"}'
+    call = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments=long)])
+    for asked, field in (
+        (pb.Conversation(messages=[USER], tools=["{}", long]), r"tools\[1\]"),
+        (pb.Conversation(messages=[USER, call]), r"messages\[1\].tool_calls\[0\].arguments"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"{field}: has 262153 characters; allowed are 262144"):
+            template_arguments(asked)
+
+
 def test_an_assistant_message_may_go_on(with_tools):
     begun = pb.ChatMessage(role="assistant", content="The answer is")
     whole = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nThe answer is"
