@@ -356,11 +356,3 @@ def test_a_bad_config_is_one_line_on_stderr_and_exit_status_2(capsys: pytest.Cap
 def test_the_dtype_that_serves(asked: str, of_model: str, platform: str, served: str):
     model = dataclasses.replace(named_model("qwen3-0.6b"), dtype=of_model)
     assert serving_dtype(ServeConfig(dtype=asked), model, platform) == served
-
-
-def test_the_benchmarks_are_listed_with_what_they_are_for(capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "--help"])
-    assert ended.value.code == 0
-    lines = dict(re.findall(r"^  (\w+) +(\S.+)$", capsys.readouterr().out.partition("benchmarks:")[2], re.MULTILINE))
-    assert len(lines) == 12 and "load on a running server" in lines["serve"]
