@@ -213,7 +213,7 @@ class Simulation:
     def add(self, *requests: Request) -> None:
         for request in requests:
             request.arrival_seconds = self.now
-            request.drafter = self.scheduler.drafter(request)
+            self.scheduler.prepare([request])
         self.scheduler.add(*requests)
         for request in requests:
             self.device.expect(request)
