@@ -112,7 +112,7 @@ def test_chats_that_are_refused(server, client, messages, field_name, words):
         ({"regex": "(a"}, "sampling.constraint.regex", "unclosed group"),
         ({"json_schema": {"not": {}}}, "sampling.constraint.json_schema", r'Unimplemented keys: \["not"\]'),
         ({"grammar": "a" * 65_537}, "sampling.constraint.grammar", "got 65537 characters; allowed is 65536"),
-        ({"json_object": False}, "sampling.constraint.json_object", "got false; allowed is true"),
+        ({"json_object": False}, "sampling.constraint.json_object", "got false; set it to true"),
         ({"regex": ""}, "sampling.constraint.regex", "got an empty text"),
         ({"choice": []}, "sampling.constraint.choice", "got 0 choices"),
     ],
