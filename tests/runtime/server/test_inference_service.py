@@ -135,7 +135,7 @@ def test_a_constraint_reaches_the_engine_compiled(server, client):
 def test_a_constraint_that_says_nothing_is_refused(server):
     with pytest.raises(ValueError, match="exactly one"):
         constraint_message({"regex": "a", "json_object": True})
-    with grpc.insecure_channel(server.target) as channel, pytest.raises(CallError, match="send one of") as caught:
+    with grpc.insecure_channel(server.target) as channel, pytest.raises(CallError, match="set one of") as caught:
         stub = pb_grpc.InferenceServiceStub(channel)
         sampling = pb.SamplingParams(constraint=pb.Constraint())
         with call_errors():
