@@ -35,8 +35,8 @@ def planned(models: Sequence[str], targets: Sequence[str], kernels: Sequence[str
         for model in models:
             for name in kernels:
                 plan = planner(model, target, name)
-                is_different = plan.num_devices > 1 or name != "xla sums"
-                if is_different and (plan.num_devices > 1 or model not in _SEVERAL_DEVICES):
+                is_different = plan.server.tp > 1 or name != "xla sums"
+                if is_different and (plan.server.tp > 1 or model not in _SEVERAL_DEVICES):
                     yield plan
 
 

@@ -38,11 +38,10 @@ def check(planned: Iterable[Planner], options: argparse.Namespace) -> list[str]:
     faults: list[str] = []
     known: dict[KnownKey, ProgramReport] = {}
     for plan in planned:
-        model = dataclasses.replace(plan.model, num_layers=options.layers or plan.model.num_layers)
-        mixed = [bucket.num_tokens for bucket in plan.buckets if not bucket.is_decode]
-        if options.tokens and not set(mixed) & set(options.tokens):
-            raise SystemExit(f"--tokens selects no step that may hold prompts; add one of {mixed}.")
-        plan = dataclasses.replace(plan, tokens=tuple(options.tokens), model=model)
+        if options.layers:
+            plan = plan.replan(model=dataclasses.replace(plan.server.model, num_layers=options.layers))
+        if options.tokens:
+            plan = with_steps(plan, options.tokens)
         print("\n" + plan_table(plan.plan()), flush=True)
         compiled = compile_with_table(plan, known)
         faults += [f"{plan.name} on {plan.target.name}: {fault}" for fault in compiled.faults]
@@ -52,7 +51,20 @@ def check(planned: Iterable[Planner], options: argparse.Namespace) -> list[str]:
     return faults
 
 
+def with_steps(plan: Planner, token_counts: Sequence[int]) -> Planner:
+    """Returns the plan with only the steps of these numbers of tokens.
+
+    Raises:
+      SystemExit: None of them may have prompts.
+    """
+    mixed = [bucket.num_tokens for bucket in plan.server.buckets if not bucket.is_decode]
+    if not set(mixed) & set(token_counts):
+        raise SystemExit(f"--tokens selects no step that may hold prompts; add one of {mixed}.")
+    buckets = tuple(bucket for bucket in plan.server.buckets if bucket.num_tokens in token_counts)
+    return dataclasses.replace(plan, server=dataclasses.replace(plan.server, buckets=buckets))
+
+
 def verdict(faults: Sequence[str]) -> int:
     """Prints the failures and returns the exit status."""
-    print("\n" + ("\n".join(faults) if faults else "everything holds"))
+    print("\n" + ("\n".join(faults) if faults else "every expectation holds"))
     return 1 if faults else 0

@@ -35,8 +35,8 @@ def planner(model: str, slice_name: str, **options: Any) -> Planner:
 def refusals(slice_name: str) -> list[str]:
     """Compiles programs that exceed each memory of the chip and returns those that the compiler accepted."""
     plan = planner("qwen3-0.6b", slice_name)
-    server = DryServer.on(plan.target, plan.model)
-    bucket, many = plan.buckets[0], next(bucket for bucket in plan.buckets if bucket.num_requests == 64)
+    server, buckets = DryServer.on(plan.target, plan.server), plan.server.buckets
+    bucket, many = buckets[0], next(bucket for bucket in buckets if bucket.num_requests == 64)
     shape = CacheShape(num_pages=256, page_size=PAGE_SIZE, max_running=64, max_request_pages=256)
     tiling = tpu.default_tiling(num_tokens=64, kv_heads=1, group=2, page_size=PAGE_SIZE)
     large = tpu.default_tiling(num_tokens=1, kv_heads=1, group=2, page_size=256)

@@ -15,21 +15,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.token_times import percentile
 from meshserve.benchmarks.lib.traffic import Lengths, Traffic
-from meshserve.runtime.api.config import ServeConfig, context_tokens, serving_dtype
+from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.request import Request
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
+from meshserve.runtime.planning.resolved_server import resolve_for
 from meshserve.runtime.planning.roofline import Roofline
-from meshserve.runtime.program.batch import BatchBuilder, Bucket, server_buckets, server_limits
+from meshserve.runtime.program.batch import BatchBuilder, Bucket
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import StepPlan
-from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.chips import target
 
@@ -63,22 +61,22 @@ class Server:
     """The scheduler and buckets of a server, and the roofline time of each step."""
 
     def __init__(self, config: ServeConfig, device: str):
-        model = named_model(config.model)
-        chip = target(device).chip
-        dtype = jnp.dtype(serving_dtype(config, model, chip.platform))
-        roofline = Roofline(model=model, layout=model_layout(model, config.tp), dtype=dtype, chip=chip)
+        model, chip = named_model(config.model), target(device).chip
+        server = resolve_for(config, model, platform=chip.platform, num_devices=config.tp)
+        roofline = Roofline(model=model, layout=server.layout, dtype=server.dtype, chip=chip)
         self._weight_seconds = roofline.weight_bytes / chip.hbm_bytes_per_second
         self._key_seconds = roofline.token_bytes / chip.hbm_bytes_per_second  # one token's keys and values
-        self._token_seconds = 2 * roofline.weight_bytes / dtype.itemsize / chip.flops_per_second  # one token's matmuls
-        limits = server_limits(config, context_tokens(config, model))
-        self.buckets = server_buckets(config)
+        self._token_seconds = (
+            2 * roofline.weight_bytes / server.dtype.itemsize / chip.flops_per_second
+        )  # one token's matmuls
+        limits, self.buckets = server.limits, server.buckets
         self.scheduler = Scheduler(limits, PageAllocator(_NUM_PAGES), frozenset())
         self._batches = BatchBuilder(
             self.buckets,
-            max_running=config.max_running,
-            page_size=config.page_size,
+            max_running=limits.max_running,
+            page_size=limits.page_size,
             max_request_pages=limits.num_pages_for(limits.max_context),
-            processors=ProcessorBatchBuilder(max_running=config.max_running, vocab_size=1, eos_token_ids=frozenset()),
+            processors=ProcessorBatchBuilder(max_running=limits.max_running, vocab_size=1, eos_token_ids=frozenset()),
         )
 
     def bucket(self, plan: StepPlan) -> Bucket:
@@ -149,8 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traffic = Traffic(
         num_requests=options.requests, input_lengths=options.input_tokens, output_lengths=options.output_tokens
     )
-    programs = len(Server(config, options.target).buckets)
-    print(f"{options.model} on {options.target}, {config.max_step_tokens} tokens a step, {programs} step programs")
+    server = Server(config, options.target)
+    max_tokens, num_programs = server.scheduler.limits.max_step_tokens, len(server.buckets)
+    print(f"{options.model} on {options.target}, {max_tokens} tokens a step, {num_programs} step programs")
     print("requests/s   steps    tokens/step  padding  of the time  first token p50, p99 ms")
     results = [run(Server(config, options.target), traffic, rate) for rate in options.rate]
     for result in results:

@@ -134,11 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     crowd = Crowd(model.vocab_size, config.max_context, options.seed, options.controlled)
     started = time.monotonic()
     with CompileWatch(is_strict=True) as watch:
-        engine, _ = build_engine(config, model, make_params, None, crowd.deliver)
+        engine, server = build_engine(config, model, make_params, None, crowd.deliver)
         ready_seconds = time.monotonic() - started
         engine.start()
         watch.ready()
-        seconds = _run(engine, crowd, config.max_running, options)
+        seconds = _run(engine, crowd, server.limits.max_running, options)
         report = _report(engine, crowd, watch, ready_seconds, seconds)
         engine.stop()
     print(json.dumps(report, indent=1))

@@ -37,9 +37,12 @@ from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.model.qwen3 import Kernels
-from meshserve.runtime.planning.kernel_selection import choose_kernels
+from meshserve.runtime.planning.kernel_selection import P2PFindings
+from meshserve.runtime.planning.resolved_server import resolve_here
+from meshserve.runtime.planning.server_programs import ServerPrograms
 from meshserve.runtime.program.batch import ON_DEVICE, Bucket
-from meshserve.runtime.program.step import CACHE_AXES, CacheShape, DeviceState, StepRunner, state_shapes
+from meshserve.runtime.program.step import CACHE_AXES, CacheShape, DeviceState, placed_state, state_shapes
+from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import abstract_model, named_model
 from meshserve.sharding.mesh import (
@@ -175,7 +178,7 @@ def check_steps(options: argparse.Namespace) -> list[dict[str, Any]]:
             structure, params = random_params(model, mesh)
             cases = []
             for batch in options.batch:
-                kernels = choose_kernels(_config(options, tp, batch), model, mesh)
+                kernels = _kernels(options, model, mesh, batch)
                 cache = _state_shapes(options, model, tp, batch).cache
                 case = repeats.Repeats(structure, params, kernels, cache, mesh, batch=batch, context=options.context)
                 cases.append(case)
@@ -196,11 +199,13 @@ def _model(options: argparse.Namespace, name: str) -> ModelConfig:
     return dataclasses.replace(model, num_layers=options.layers) if options.layers else model
 
 
-def _config(options: argparse.Namespace, tp: int, batch: int) -> ServeConfig:
-    return ServeConfig(
-        model="random", tp=tp, page_size=options.page_size, max_running=batch, attention=options.attention,
-        decode_layers=options.decode_layers, all_reduce=options.all_reduce,
+def _kernels(options: argparse.Namespace, model: ModelConfig, mesh: Mesh, batch: int) -> Kernels:
+    """Returns the kernels that a server would use, without its test of P2P sums; see `--check-seconds`."""
+    config = ServeConfig(
+        model="random", tp=mesh.size, page_size=options.page_size, max_running=batch, attention=options.attention,
+        decode_layers=options.decode_layers, all_reduce=options.all_reduce, dtype=_DTYPE.name,
     )  # fmt: skip
+    return resolve_here(config, model, mesh, P2PFindings()).kernels
 
 
 def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
@@ -221,8 +226,10 @@ def _time_model(options: argparse.Namespace, name: str, model: ModelConfig, tp: 
     mesh = make_mesh(tp)
     structure, params = random_params(model, mesh)
     for batch in options.batch:
-        kernels = choose_kernels(_config(options, tp, batch), model, mesh)
+        kernels = _kernels(options, model, mesh, batch)
+        compiling = time.perf_counter()
         runner, packed = make_runner(options, model, mesh, kernels, batch=batch, made=(structure, params))
+        compile_seconds = time.perf_counter() - compiling
         run = partial(runner.run, bucket_of(batch), packed)
         with PowerWatch() as power:
             started = time.perf_counter()
@@ -231,14 +238,14 @@ def _time_model(options: argparse.Namespace, name: str, model: ModelConfig, tp: 
         median, p10, p90 = (float(np.percentile(times, q)) for q in (50, 10, 90))
         yield Step(
             model=name, tp=tp, batch=batch, context=options.context, step_ms=median, p10_ms=p10, p90_ms=p90,
-            dispatch_ms=dispatch_ms, compile_seconds=runner.compile_seconds, power=power.between(started, ended),
+            dispatch_ms=dispatch_ms, compile_seconds=compile_seconds, power=power.between(started, ended),
         )  # fmt: skip
         if options.profile and (tp, batch) == (options.tp[-1], options.batch[-1]):
-            print(_kernels(options.profile, run, num_steps=options.steps, num_devices=tp))
+            print(_kernel_table(options.profile, run, num_steps=options.steps, num_devices=tp))
         runner.release()
 
 
-def _kernels(folder: Path, run: Callable[[], object], *, num_steps: int, num_devices: int) -> str:
+def _kernel_table(folder: Path, run: Callable[[], object], *, num_steps: int, num_devices: int) -> str:
     """Returns the kernels of one step on one device, averaged over all devices."""
     with jax.profiler.trace(str(folder)):
         for _ in range(num_steps):
@@ -273,30 +280,30 @@ def make_runner(
     structure, params = made or random_params(model, mesh)
     bucket = bucket_of(batch)
     shapes = _state_shapes(options, model, mesh.size, batch)
-    runner = RandomCacheRunner(
-        structure=structure, params=params, state_shapes=shapes, kernels=kernels, buckets=[bucket], mesh=mesh
-    )
+    programs = ServerPrograms(
+        structure=structure, params=params, mesh=mesh, buckets=[bucket], kernels=kernels,
+        state=placed_state(shapes, mesh),
+    )  # fmt: skip
+    runner = programs.compile_runner()
     runner.start(params)
+    fill_cache(runner, mesh)
     num_pages = shapes.page_table.shape[1]
     for row in range(batch):
         runner.set_page_row(np.array([row, *range(row * num_pages, (row + 1) * num_pages)], np.int32))
     return runner, decode_batch(bucket, options.context)
 
 
-class RandomCacheRunner(StepRunner):
-    """A runner whose cache holds random keys and values.
+def fill_cache(runner: StepRunner, mesh: Mesh) -> None:
+    """Fills the cache of a started runner with random keys and values.
 
     With zeros, all requests of a batch would decode the same tokens, and a GPU that a large batch keeps at its power
     limit would need less power, and so less time.
     """
-
-    def start(self, params: nnx.State) -> None:
-        super().start(params)
-        cache, mesh = self._state.cache, self._mesh
-        block = cache.sharding.shard_shape(cache.shape)
-        cache.delete()
-        make = partial(_random_block, block, _CACHE_SEED)
-        self._state = self._state._replace(cache=_on_each_device(make, mesh, CACHE_AXES))
+    cache = runner._state.cache
+    block = cache.sharding.shard_shape(cache.shape)
+    cache.delete()
+    make = partial(_random_block, block, _CACHE_SEED)
+    runner._state = runner._state._replace(cache=_on_each_device(make, mesh, CACHE_AXES))
 
 
 def decode_batch(bucket: Bucket, context: int) -> np.ndarray:

@@ -24,15 +24,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from meshserve.runtime.api.config import ServeConfig, context_tokens, server_only_options
-from meshserve.runtime.api.model_config import ModelConfig
+from meshserve.runtime.api.config import server_only_options
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.commands.cli import add_options, serve_config
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.planning.resolved_server import ResolvedServer
 from meshserve.runtime.program.compile_cache import CompileWatch
-from meshserve.runtime.program.step import StepRunner
+from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import build_engine, open_model
 from meshserve.runtime.telemetry.logs import configure_logs
 
@@ -124,11 +124,11 @@ def start_once(options: argparse.Namespace) -> dict[str, Any]:
         crowd = Crowd()
         with CompileWatch(is_strict=True) as watch:
             started = time.monotonic()
-            engine, _ = build_engine(config, model, make_params, None, crowd.deliver, crowd.record)
+            engine, server = build_engine(config, model, make_params, None, crowd.deliver, crowd.record)
             ready_seconds = time.monotonic() - started
             engine.start()
             watch.ready()
-            traffic_seconds = crowd.run(engine, config, model, options.fill)
+            traffic_seconds = crowd.run(engine, server, options.fill)
             report = _report(engine, crowd, watch, is_filled=options.fill > 0)
             engine.stop()
     except Exception as error:
@@ -162,20 +162,20 @@ class Crowd:
     def record(self, record: StepRecord) -> None:
         self.num_evicted_pages += record.num_evicted_pages
 
-    def run(self, engine: Engine, config: ServeConfig, model: ModelConfig, fill: float) -> float:
+    def run(self, engine: Engine, server: ResolvedServer, fill: float) -> float:
         """Submits requests with `fill` times the tokens of the cache and returns the seconds until all have ended."""
-        draw = random.Random(0)
-        cache_tokens = engine.load().num_pages * config.page_size
-        room = min(context_tokens(config, model), cache_tokens) - _OUTPUT_TOKENS
+        draw, limits = random.Random(0), server.limits
+        cache_tokens = engine.load().num_pages * limits.page_size
+        room = min(limits.max_context, cache_tokens) - _OUTPUT_TOKENS
         if room < 1:
             raise ValueError(f"a cache of {cache_tokens} tokens holds no request; raise --num-pages or --max-context.")
         num_prompt_tokens = min(_MAX_PROMPT_TOKENS, room)
-        wanted = max(config.max_running, math.ceil(fill * cache_tokens / (num_prompt_tokens + _OUTPUT_TOKENS)))
+        wanted = max(limits.max_running, math.ceil(fill * cache_tokens / (num_prompt_tokens + _OUTPUT_TOKENS)))
         self.num_requests = self._num_open = wanted
         params = SamplingParams(max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
         started = time.monotonic()
         for index in range(wanted):
-            prompt = [draw.randrange(model.vocab_size) for _ in range(num_prompt_tokens)]
+            prompt = [draw.randrange(server.model.vocab_size) for _ in range(num_prompt_tokens)]
             engine.submit(str(index), prompt, params)
         while not self._all_ended.wait(0.2) and engine.failure is None:
             pass

@@ -1,1 +1,1 @@
-"""The nouns and contracts that every package speaks: requests, configuration, errors, and the wire codec."""
+"""Data types and interfaces shared by all packages: requests, options, errors, and the codec of public messages."""

@@ -1,4 +1,4 @@
-"""How to serve a model: `ServeConfig`. Each option is written once, here; flags, TOML keys and help come from it."""
+"""The options of a server. Each is written once, in `ServeConfig`; flags, TOML keys and help follow from it."""
 
 import dataclasses
 import difflib
@@ -12,28 +12,28 @@ from typing import Any
 from .errors import ConfigError
 from .model_config import ModelConfig
 
-_MIN_FAIL_SECONDS = 1.0  # below it a busy machine looks like a dead one
-_DEFAULT_MAX_CONTEXT = 32_768  # tokens, where the model allows more and the config does not say
+_MIN_FAIL_SECONDS = 1.0  # with a shorter time, a busy machine could be mistaken for a lost one
+_DEFAULT_MAX_CONTEXT = 32_768  # tokens, if the model allows more and max_context is not set
 
 _MODEL, _MEMORY, _SCHEDULING, _KERNELS = "model and devices", "memory and compilation", "scheduling", "kernels"
 _LISTENING, _OBSERVABILITY, _CLUSTER = "listening and security", "observability", "several processes"
 
-# The sections of the help texts, in their order.
+# The sections of the help text, in order.
 SECTIONS = (_MODEL, _MEMORY, _SCHEDULING, _KERNELS, _LISTENING, _OBSERVABILITY, _CLUSTER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Everything about one option but its name and default, which are those of its field in `ServeConfig`.
+    """The definition of an option, except its name and default, which are those of its field in `ServeConfig`.
 
     Attributes:
-      help: what it sets, with its unit and what special values mean.
-      section: of the help text.
-      choices: the values it takes, if they are few.
-      least, most: the bounds of a number.
-      is_server_only: without effect where nothing listens, as in `generate` and the benchmarks.
-      may_differ: processes of one cluster may have different values.
-      is_expert: nobody should need to change it; `--help` lists it last.
+      help: What the option sets, with its unit and the meaning of special values.
+      section: The section of the help text.
+      choices: The allowed values, if there are only a few.
+      least, most: The bounds of a number.
+      is_server_only: Whether the option has no effect without a server, as in `generate` and the benchmarks.
+      may_differ: Whether the processes of one cluster may have different values.
+      is_expert: Whether the option rarely needs to be changed; `--help` lists such options last.
     """
 
     help: str
@@ -46,12 +46,13 @@ class Option:
     is_expert: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """
+        """Checks a value of the option.
+
         Raises:
-          ConfigError: the value is out of range or not among the choices.
+          ConfigError: The value is out of range or not among the choices.
         """
         if self.choices and value not in self.choices:
-            raise ConfigError(f"{name} is {value!r}; it takes {', '.join(self.choices)}.")
+            raise ConfigError(f"{name} is {value!r}; allowed are {', '.join(self.choices)}.")
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
                 raise ConfigError(f"{name} is {value}; it must be finite.")
@@ -61,7 +62,7 @@ class Option:
 
 
 def option(default: Any, section: str, help: str, **rest: Any) -> Any:
-    """A field of `ServeConfig`; see `Option`."""
+    """Returns a field of `ServeConfig`; see `Option`."""
     return field(default=default, metadata={"option": Option(help=help, section=section, **rest)})
 
 
@@ -78,23 +79,23 @@ def _cluster(default: Any, help: str, **rest: Any) -> Any:
 
 
 def options() -> dict[str, Option]:
-    """Every option by its name, in the order of `ServeConfig`."""
+    """Returns every option by name, in the order of `ServeConfig`."""
     return {each.name: each.metadata["option"] for each in dataclasses.fields(ServeConfig)}
 
 
 def server_only_options() -> frozenset[str]:
-    """The options without effect where nothing listens."""
+    """Returns the names of the options that have no effect without a server."""
     return frozenset(name for name, each in options().items() if each.is_server_only)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Everything about how a model is served. The defaults serve a small model on one device.
+    """The options of a server. The defaults serve a small model on one device.
 
-    To add an option, add a field here: its flag, its TOML key, its checks and its help text follow from it.
+    To add an option, add a field here. Its flag, TOML key, checks and help text follow from the field.
 
     Raises:
-      ConfigError: a value is out of range, or options contradict each other.
+      ConfigError: A value is out of range, or options contradict each other.
     """
 
     model: str = option(
@@ -300,37 +301,38 @@ class ServeConfig:
         for name, each in options().items():
             each.check(name, getattr(self, name))
         if self.max_context == 1:
-            raise ConfigError("max_context is 1; it must be 2 or more (a prompt and one token), or 0: the model's.")
+            raise ConfigError("max_context is 1; it must be 2 or more (a prompt and one token), or 0 for the default.")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
-            raise ConfigError("tls_cert and tls_key go together, and tls_client_ca needs both.")
+            raise ConfigError("tls_cert and tls_key must be set together, and tls_client_ca requires both.")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1.")
         if self.max_step_tokens < self.max_running:
             raise ConfigError(
                 f"max_step_tokens is {self.max_step_tokens} and max_running {self.max_running}: every running request "
-                "decodes one token a step, so the budget must be at least as large. Raise it or lower max_running."
+                "decodes one token per step, so max_step_tokens must be at least max_running. Raise it or lower "
+                "max_running."
             )
         if self.max_decode_steps > self.page_size:
             raise ConfigError(
                 f"max_decode_steps is {self.max_decode_steps}; allowed is 1 to page_size ({self.page_size}): a request "
-                "begins at most one page in a dispatch. Lower it or raise page_size."
+                "begins at most one page per dispatch. Lower it or raise page_size."
             )
         if self.draft_tokens >= self.page_size:
             raise ConfigError(
                 f"draft_tokens is {self.draft_tokens}; allowed is 0 to page_size - 1 ({self.page_size - 1}): a request "
-                "begins at most one page in a step. Lower it or raise page_size."
+                "begins at most one page per step. Lower it or raise page_size."
             )
         self._check_cluster()
         if self.cpu_devices and self.cpu_devices < self.tp and not self.coordinator:
             raise ConfigError(
-                f"tp is {self.tp} but cpu_devices only {self.cpu_devices}. Raise cpu_devices or leave it 0."
+                f"tp is {self.tp} but cpu_devices only {self.cpu_devices}. Raise cpu_devices or set it to 0."
             )
 
     def _check_cluster(self) -> None:
         is_explicit = self.coordinator not in ("", "auto")
         host, _, port = self.coordinator.rpartition(":")
         if is_explicit and not (host and port.isdigit()):
-            raise ConfigError(f"coordinator is {self.coordinator!r}; it takes HOST:PORT of process 0, or 'auto'.")
+            raise ConfigError(f"coordinator is {self.coordinator!r}; it must be HOST:PORT of process 0, or 'auto'.")
         if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
                 f"process_id is {self.process_id} and num_processes {self.num_processes}; the processes are numbered "
@@ -338,42 +340,44 @@ class ServeConfig:
             )
         if self.num_processes > 1 and not is_explicit:
             raise ConfigError(
-                f"num_processes is {self.num_processes} and coordinator {self.coordinator!r}. Name the coordinator; "
-                "with 'auto' leave num_processes and process_id out, the orchestrator knows them."
+                f"num_processes is {self.num_processes} and coordinator {self.coordinator!r}. Set coordinator to "
+                "HOST:PORT of process 0; with 'auto', omit num_processes and process_id, which the orchestrator sets."
             )
         if self.cluster_ca and not self.tls_cert:
-            raise ConfigError("cluster_ca needs tls_cert and tls_key: what this process shows the others.")
+            raise ConfigError("cluster_ca requires tls_cert and tls_key, which this process presents to the others.")
 
 
 def serving_dtype(config: ServeConfig, model: ModelConfig, platform: str) -> str:
-    """Of weights, activations and cache, on jax's `platform`. A float16 checkpoint is served in bfloat16, which has
-    float32's range; on CPUs nothing is, as XLA computes in float32 there, and before jax 0.11.2 copies the whole cache
-    in every step."""
+    """Returns the dtype of weights, activations and cache on JAX's `platform`.
+
+    The default for float16 checkpoints is bfloat16, which has the range of float32. On CPUs it is always float32,
+    because XLA computes in float32 there, and before jax 0.11.2 copies a bfloat16 cache in every step.
+    """
     if config.dtype != "auto":
         return config.dtype
     return "float32" if model.dtype == "float32" or platform == "cpu" else "bfloat16"
 
 
 def context_tokens(config: ServeConfig, model: ModelConfig) -> int:
-    """The most tokens of prompt and output together that a request may have.
+    """Returns the maximum number of prompt and output tokens of a request.
 
     Raises:
-      ConfigError: max_context is more than the model was made for.
+      ConfigError: max_context exceeds what the model supports.
     """
     if config.max_context > model.longest_context:
         scaled = f" times a rope factor of {model.rope.factor:g}" if model.rope.factor > 1.0 else ""
         raise ConfigError(
-            f"max_context is {config.max_context}; the model was made for {model.longest_context} tokens "
+            f"max_context is {config.max_context}; the model supports {model.longest_context} tokens "
             f"(max_position_embeddings{scaled}). Lower it, or configure YaRN rope scaling in the model's config.json."
         )
     return config.max_context or min(model.longest_context, _DEFAULT_MAX_CONTEXT)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The options a TOML file sets, checked against `ServeConfig`: an unknown key names its nearest neighbour.
+    """Reads the options of a TOML file. The error for an unknown key suggests a similar one.
 
     Raises:
-      ConfigError: no such file, bad TOML, an unknown key, or a value of the wrong type.
+      ConfigError: The file does not exist or is not valid TOML, a key is unknown, or a value has the wrong type.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -381,7 +385,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: no such file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}.") from None
-    except (ValueError, RecursionError) as error:  # no TOML, or a number or a nesting beyond what Python reads
+    except (ValueError, RecursionError) as error:  # invalid TOML, or a number or nesting too large for Python
         raise ConfigError(f"--config {path}: {error}.") from None
     types = {option_field.name: option_field.type for option_field in dataclasses.fields(ServeConfig)}
     for key, value in raw.items():

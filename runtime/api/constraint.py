@@ -1,11 +1,11 @@
-"""What the whole output of a request is held to, as it was asked for. Knows no grammar library: `grammar.py` does."""
+"""The constraint on the output of a request, as requested. `text/grammar.py` compiles it."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .errors import InvalidRequestError
 
-MAX_CONSTRAINT_CHARS = 65_536  # what compiles within half a second, whatever it says (measured; docs/decisions/014)
+MAX_CONSTRAINT_CHARS = 65_536  # any constraint of this size compiles within half a second (docs/decisions/014)
 MAX_CHOICES = 1_024
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
@@ -14,15 +14,15 @@ CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """One kind and what it says. Sizes are checked on construction, meaning where it is compiled.
+    """A constraint of one kind. Its size is validated on construction, and its meaning when it is compiled.
 
     Raises:
-      InvalidRequestError: it is empty or too large.
+      InvalidRequestError: The constraint is empty or too large.
     """
 
     kind: ConstraintKind
-    text: str = ""  # of json_schema, regex and grammar
-    choices: tuple[str, ...] = ()  # of choice
+    text: str = ""  # for json_schema, regex and grammar
+    choices: tuple[str, ...] = ()  # for choice
 
     def __post_init__(self) -> None:
         def require(ok: bool, got: object, allowed: str) -> None:
@@ -40,5 +40,5 @@ class Constraint:
 
     @property
     def field(self) -> str:
-        """Its name in the public API."""
+        """The name of its field in the public API."""
         return f"sampling.constraint.{self.kind}"

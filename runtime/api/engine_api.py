@@ -1,8 +1,8 @@
-"""Where the edge and the engine meet: neither imports the other, both speak of these.
+"""The interface between the server and the engine, which do not import each other.
 
-engine thread                                   event loop of the edge
-Engine.submit, cancel, load     <----------     one call for each request
-Deliver, once a step            ---------->     `queue.OutputQueues.deliver`
+engine thread                                   event loop of the server
+Engine.submit, cancel, load     <----------     one call per request
+Deliver, once per step          ---------->     `output_queue.OutputQueues.deliver`
 """
 
 from collections.abc import Callable, Sequence
@@ -16,22 +16,22 @@ from .sampling_params import SamplingParams, Stage, params_at, params_table
 if TYPE_CHECKING:
     from ..text.grammar import Grammar
 
-# Takes all outputs of one step. The engine calls it from its own thread; it returns at once and never raises.
+# Receives all outputs of one step. The engine calls it on its own thread. It returns immediately and never raises.
 Deliver = Callable[[Sequence[Output]], None]
 
 
 class Engine(Protocol):
-    """What makes tokens. Every method returns at once and may be called from any thread."""
+    """Generates tokens. Every method returns immediately and may be called from any thread."""
 
     @property
     def failure(self) -> str | None:
-        """Why the engine failed; None while it is healthy. Set before the outputs that the death causes."""
+        """Why the engine failed; None while it is healthy. Set before the resulting outputs are delivered."""
 
     def check_room(self, tenant: str = "", weight: float = 1.0) -> None:
-        """Tells cheaply whether the next request would be refused for want of room, before anything is known of it.
+        """Checks quickly, before a request has been parsed, that the queue has room for one more of this tenant.
 
         Raises:
-          QueueFullError: it would. Counted as refused.
+          QueueFullError: The queue is full. The request is counted as refused.
         """
 
     def submit(
@@ -42,28 +42,29 @@ class Engine(Protocol):
         options: RequestOptions,
         grammar: "Grammar | None" = None,
     ) -> None:
-        """Accepts a request; `grammar` is its `params.constraint`, compiled. From now on its outputs are delivered, the
-        last one of each sample, and only it, with a finish reason.
+        """Accepts a request, whose outputs are then delivered. Only the last output of each sample has a finish reason.
+
+        `grammar` is the compiled `params.constraint`.
 
         Raises:
-          InvalidRequestError: it can never be served.
-          QueueFullError: not now.
-          EngineStoppedError: not by this engine any more.
+          InvalidRequestError: The request can never be served.
+          QueueFullError: The queue is full.
+          EngineStoppedError: The engine is stopping or has failed.
         """
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request with `reason`. Its last outputs are still delivered. Unknown and ended ones are ignored."""
+        """Ends a request with `reason`, and delivers its last outputs. Ignores unknown and ended requests."""
 
     def load(self) -> Load:
-        """How busy the engine is now."""
+        """Returns the current load."""
 
     def flush_prefix_cache(self) -> int:
-        """Forgets the pages that are kept for requests to come; returns how many."""
+        """Drops all evictable pages from the prefix cache and returns their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What is served. The field names are those of GetModelInfoResponse in inference.proto, which explains them."""
+    """The served model. The fields are those of GetModelInfoResponse in inference.proto, which explains them."""
 
     name: str
     architecture: str
@@ -84,16 +85,17 @@ class ModelInfo:
     supports_penalties: bool = False
 
     def check(self, params: SamplingParams) -> None:
-        """
+        """Checks sampling parameters against the model and the features of this server.
+
         Raises:
-          InvalidRequestError: a parameter names a token that does not exist, or asks for what this server does not do,
-            or they leave no token.
+          InvalidRequestError: A parameter names a token that does not exist, or needs a feature that this server does
+            not have, or the parameters exclude every token.
         """
         supported = dict.fromkeys(params_at(Stage.PENALTY, Stage.PROCESSOR), self.supports_penalties)
         supported |= dict.fromkeys(params_at(Stage.LOGPROBS), self.supports_logprobs)
         for name in params.changed_fields(supported):
             if not supported[name]:
-                message = "this server was started with --no-logits-processors; leave it out."
+                message = "this server was started with --no-logits-processors; omit the parameter."
                 raise InvalidRequestError(f"sampling.{name}", message)
         for name, param in params_table().items():
             for index, token_id in enumerate(getattr(params, name) if param.lists_tokens else ()):
@@ -103,10 +105,10 @@ class ModelInfo:
         self._check_choice(params)
 
     def _check_choice(self, params: SamplingParams) -> None:
-        """Where no token is left, the device would choose token 0."""
+        """Checks that a token can be sampled; otherwise the device would sample token 0."""
         bad = set(params.bad_token_ids)
         if len(bad) == self.vocab_size:
-            message = f"got all {self.vocab_size} tokens of the vocabulary; allowed is to leave one of them."
+            message = f"got all {self.vocab_size} tokens of the vocabulary; at least one must remain."
             raise InvalidRequestError("sampling.bad_token_ids", message)
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         if params.min_tokens and params.allowed_token_ids and not set(params.allowed_token_ids) - bad - ends:

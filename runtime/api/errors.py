@@ -1,25 +1,25 @@
-"""What can go wrong, as types. Every message says what was got, what is allowed and what to do.
+"""The errors of meshserve. Every message says what was received, what is allowed and what to do.
 
-`server.GRPC_STATUS` is the one table that maps these to gRPC codes.
+`server/grpc_status.py` maps them to gRPC status codes.
 """
 
 
 class MeshserveError(Exception):
-    """Base of every error that meshserve raises on purpose."""
+    """Base class of the errors that meshserve raises on purpose."""
 
 
 class ConfigError(MeshserveError):
-    """A flag, TOML key or combination of options that cannot be served."""
+    """An option or a combination of options that is not allowed."""
 
 
 class UnsupportedModelError(MeshserveError):
-    """A config.json that names an architecture or option meshserve does not implement."""
+    """The architecture or an option of a config.json is not implemented."""
 
 
 class InvalidRequestError(MeshserveError):
-    """A request that can never be served as it stands.
+    """A request is invalid and can never be served.
 
-    `field` is the request field at fault, in the words of the public API (for example `sampling.top_p`).
+    `field` is the invalid field of the request as named in the public API, for example `sampling.top_p`.
     """
 
     def __init__(self, field: str, message: str):
@@ -28,7 +28,7 @@ class InvalidRequestError(MeshserveError):
 
 
 class QueueFullError(MeshserveError):
-    """The server accepts no more requests for now. `retry_seconds` is a hint for the caller."""
+    """The queue of the server is full. `retry_seconds` suggests when to retry."""
 
     def __init__(self, message: str, retry_seconds: float):
         super().__init__(message)
@@ -36,15 +36,15 @@ class QueueFullError(MeshserveError):
 
 
 class DeadlineError(MeshserveError):
-    """The caller's deadline passed, or no token can come before it any more."""
+    """The caller's deadline passed, or no token can be generated before it."""
 
 
 class EngineStoppedError(MeshserveError):
-    """The engine is not running: it was stopped, is draining, or its loop died. The text carries the reason."""
+    """The engine is not running: it is stopping, draining or has failed. The message contains the reason."""
 
 
 class UnauthenticatedError(MeshserveError):
-    """The caller showed no token, or one that is not known or has expired."""
+    """The caller sent no token, or one that is unknown or has expired."""
 
 
 class PermissionDeniedError(MeshserveError):
@@ -52,7 +52,7 @@ class PermissionDeniedError(MeshserveError):
 
 
 class QuotaExceededError(MeshserveError):
-    """The caller has as much in flight as it may. `subject` names whose quota, `retry_seconds` is a hint."""
+    """The caller's quota is exhausted. `subject` names its owner, and `retry_seconds` suggests when to retry."""
 
     def __init__(self, message: str, subject: str, retry_seconds: float):
         super().__init__(message)
@@ -61,4 +61,4 @@ class QuotaExceededError(MeshserveError):
 
 
 class UnavailableFeatureError(MeshserveError):
-    """This server, as it was started, cannot do what was asked; or not in its present state."""
+    """The server was started without the requested feature, or cannot provide it in its current state."""

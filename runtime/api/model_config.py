@@ -1,4 +1,4 @@
-"""What a model is: its shapes and options, read from its config.json."""
+"""The shapes and options of a model, read from its config.json."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import UnsupportedModelError
 
-# Keys of config.json that change nothing about the forward pass of a served model.
+# Keys of config.json that do not affect the forward pass.
 _IGNORED_KEYS = frozenset(
     "_name_or_path attention_dropout bos_token_id chunk_size_feed_forward eos_token_id id2label initializer_range "
     "is_encoder_decoder label2id max_window_layers output_attentions output_hidden_states pad_token_id problem_type "
@@ -20,7 +20,7 @@ _SIZES = (
     "max_position_embeddings".split()
 )
 _REQUIRED_KEYS = ("model_type", *_SIZES, "rms_norm_eps", "tie_word_embeddings")
-# Options that must have the one value meshserve implements.
+# Options of which only one value is implemented.
 _FIXED_OPTIONS: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -39,13 +39,13 @@ _YARN_KEYS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is "default", "linear" or "yarn"; the rest is read by the scaled kinds only."""
+    """Options of the rotary embedding. `kind` is "default", "linear" or "yarn"; only the latter two use the scaling."""
 
     theta: float
     kind: str
     factor: float
     original_max_positions: int
-    attention_factor: float  # multiplies cos and sin; 1 but for YaRN
+    attention_factor: float  # multiplies cos and sin; 1 except for YaRN
     beta_fast: float
     beta_slow: float
     truncate: bool
@@ -53,9 +53,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Qwen3 dense model, as its config.json describes it. There are no defaults: the file says everything."""
+    """A Qwen3 dense model, as described by its config.json. There are no defaults."""
 
-    model_type: str  # its class: the key of `weights.registry.ARCHITECTURES`
+    model_type: str  # the model class: the key in `weights.registry.ARCHITECTURES`
     vocab_size: int
     embed_dim: int
     mlp_dim: int
@@ -65,19 +65,18 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_positions: int
-    is_tied: bool  # the output head is the embedding
-    dtype: str  # of the checkpoint: "bfloat16", "float32" or "float16"
+    is_tied: bool  # whether the embedding is also the output head
+    dtype: str  # dtype of the checkpoint: "bfloat16", "float32" or "float16"
     rope: RopeConfig
 
     @property
     def longest_context(self) -> int:
-        """Tokens of prompt and output that its positions are made for: with rope scaling, `factor` times the original
-        ones, as vLLM takes them."""
+        """The maximum number of prompt and output tokens; with RoPE scaling, `factor` times the original number."""
         return max(self.max_positions, int(self.rope.original_max_positions * self.rope.factor))
 
     @property
     def num_params(self) -> int:
-        """Weights of the unsharded model, padding left out."""
+        """The number of weights of the unsharded model, without padding."""
         heads = (2 * self.num_query_heads + 2 * self.num_kv_heads) * self.head_dim * self.embed_dim
         layer = heads + 3 * self.mlp_dim * self.embed_dim + 2 * self.embed_dim + 2 * self.head_dim
         tables = (1 if self.is_tied else 2) * self.vocab_size * self.embed_dim
@@ -85,10 +84,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
-        """Reads what config.json says; `weights.registry` knows which classes of models there are.
+        """Reads the contents of a config.json. `weights.registry` selects the model class.
 
         Raises:
-          UnsupportedModelError: the file names an option that is not implemented.
+          UnsupportedModelError: The file has an option that is missing, invalid or not implemented.
         """
         _check_options(raw)
         return cls(
@@ -109,11 +108,11 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file of a model says.
+    """Reads a JSON file of a model.
 
     Raises:
-      FileNotFoundError: there is none.
-      UnsupportedModelError: it cannot be read, or is no JSON object.
+      FileNotFoundError: The file does not exist.
+      UnsupportedModelError: The file cannot be read, or does not contain a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -124,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise UnsupportedModelError(f"{path} holds JSON of type {type(value).__name__}; it must be an object.")
+        raise UnsupportedModelError(f"{path} contains JSON of type {type(value).__name__}; it must be an object.")
     return value
 
 
@@ -134,7 +133,7 @@ def _require(ok: bool, options: Mapping[str, Any], key: str, allowed: str) -> No
 
 
 def _number(options: Mapping[str, Any], key: str, *, above: float, default: float = math.nan) -> float:
-    """A finite number above a bound; `default` where the file has none."""
+    """Returns an option that must be a finite number above a bound, or `default` if it is missing."""
     value = options.get(key)
     if value is None:
         return default
@@ -146,17 +145,21 @@ def _number(options: Mapping[str, Any], key: str, *, above: float, default: floa
 def _check_options(raw: Mapping[str, Any]) -> None:
     missing = [key for key in _REQUIRED_KEYS if raw.get(key) is None]
     if missing:
-        raise UnsupportedModelError(f"config.json lacks {', '.join(missing)}. Add what the model was trained with.")
+        raise UnsupportedModelError(
+            f"config.json lacks {', '.join(missing)}. Add the values that the model was trained with."
+        )
     for key in _SIZES:
         _require(type(raw[key]) is int and raw[key] >= 1, raw, key, "a whole number, 1 or more")
     _require(raw["head_dim"] % 2 == 0, raw, "head_dim", "an even number")
     _require(type(raw["tie_word_embeddings"]) is bool, raw, "tie_word_embeddings", "true or false")
     for key, allowed in _FIXED_OPTIONS.items():
         if raw.get(key, allowed) != allowed:
-            raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}; meshserve implements {allowed!r} only.")
+            raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}; meshserve implements only {allowed!r}.")
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise UnsupportedModelError(f"config.json: layer_types is {layer_types!r}; only full_attention is served.")
+        raise UnsupportedModelError(
+            f"config.json: layer_types is {layer_types!r}; meshserve implements only full_attention."
+        )
     known = {
         *_REQUIRED_KEYS,
         *_FIXED_OPTIONS,
@@ -169,7 +172,8 @@ def _check_options(raw: Mapping[str, Any]) -> None:
     unknown = sorted(key for key, value in raw.items() if key not in known and value is not None)
     if unknown:
         raise UnsupportedModelError(
-            f"config.json has options meshserve does not know: {', '.join(unknown)}. It refuses what it cannot honour."
+            f"config.json has options that meshserve does not know: {', '.join(unknown)}. They might change the "
+            "model's results, so the model is refused."
         )
     if raw["num_attention_heads"] % raw["num_key_value_heads"]:
         raise UnsupportedModelError(
@@ -179,7 +183,7 @@ def _check_options(raw: Mapping[str, Any]) -> None:
 
 
 def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
-    """Transformers 5 writes `rope_parameters`; earlier files have `rope_theta` and `rope_scaling`."""
+    """Reads the RoPE options: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` before."""
     scaling: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         given = raw.get(key) or {}
@@ -187,13 +191,13 @@ def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
         scaling |= given
     with_theta = {"rope_theta": raw.get("rope_theta"), **scaling}
     if with_theta["rope_theta"] is None:
-        raise UnsupportedModelError("config.json names no rope_theta. Add what the model was trained with.")
+        raise UnsupportedModelError("config.json lacks rope_theta. Add the value that the model was trained with.")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     allowed = {"default": {"rope_type", "type", "rope_theta"}, "yarn": _YARN_KEYS}
     allowed["linear"] = allowed["default"] | {"factor"}
     if not isinstance(kind, str) or kind not in allowed:
         raise UnsupportedModelError(
-            f"config.json: rope scaling {kind!r} is not implemented; meshserve honours {', '.join(sorted(allowed))}."
+            f"config.json: rope scaling {kind!r} is not implemented; allowed are {', '.join(sorted(allowed))}."
         )
     unknown = sorted(key for key in scaling if key not in allowed[kind])
     if unknown:
@@ -218,7 +222,7 @@ def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    """The temperature of YaRN (arXiv 2309.00071, section 3.4) unless the file states it."""
+    """Returns the attention factor of YaRN: the file's, or by default that of arXiv 2309.00071, section 3.4."""
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor", above=0.0)
 

@@ -1,6 +1,6 @@
-"""Between the messages of inference.proto and the nouns of `request` and `contract`, for the server and the client.
+"""Converts between the messages of inference.proto and our own data types, for the server and the client.
 
-The dataclasses use the field names of the messages, so most of this copies by name; a test holds the names together.
+The dataclasses have the field names of the messages, so most fields are copied by name. A test compares the names.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
     }
 )
 
-AnswerMessage = pb.GenerateResponse | pb.ChatResponse  # the same fields
+AnswerMessage = pb.GenerateResponse | pb.ChatResponse  # both have the same fields
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Returns the fields that were sent, with defaults for the rest.
+    """Converts sampling parameters. Fields that were not sent have their defaults.
 
     Raises:
-      InvalidRequestError: a value is out of range.
+      InvalidRequestError: A value is out of range.
     """
     sent: dict[str, Any] = {}
     for field, value in message.ListFields():  # sent zeros included
@@ -50,7 +50,7 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
 
 
 def plain(value: Any) -> Any:
-    """A field's value with repeated fields as tuples and maps as dictionaries."""
+    """Returns the value of a field, with repeated fields as tuples and maps as dictionaries."""
     if isinstance(value, Mapping):
         return dict(value)
     is_repeated = isinstance(value, Sequence) and not isinstance(value, str)
@@ -58,29 +58,30 @@ def plain(value: Any) -> Any:
 
 
 def constraint(message: pb.Constraint) -> Constraint:
-    """
+    """Converts a constraint.
+
     Raises:
-      InvalidRequestError: it says nothing, or too much.
+      InvalidRequestError: The constraint is empty or too large.
     """
     kind = message.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequestError("sampling.constraint", f"says nothing; send one of {', '.join(CONSTRAINT_KINDS)}.")
+        raise InvalidRequestError("sampling.constraint", f"is empty; set one of {', '.join(CONSTRAINT_KINDS)}.")
     if kind == "choice":
         return Constraint(kind=kind, choices=tuple(message.choice.texts))
     if kind == "json_object":
         if not message.json_object:
             raise InvalidRequestError(
-                "sampling.constraint.json_object", "got false; allowed is true, or no constraint."
+                "sampling.constraint.json_object", "got false; set it to true, or omit the constraint."
             )
         return Constraint(kind=kind)
     return Constraint(kind=kind, text=getattr(message, kind))
 
 
 def request_options(message: pb.GenerateRequest | pb.ChatRequest, timeout_seconds: float | None) -> RequestOptions:
-    """The sent fields, and the defaults for the rest.
+    """Converts the options of a request. Fields that were not sent have their defaults.
 
     Raises:
-      InvalidRequestError: a value is out of range.
+      InvalidRequestError: A value is out of range.
     """
     names: tuple[Any, ...] = ("priority", "cache_salt", "n")
     sent = {name: getattr(message, name) for name in names if message.HasField(name)}
@@ -88,13 +89,13 @@ def request_options(message: pb.GenerateRequest | pb.ChatRequest, timeout_second
 
 
 def conversation(request: pb.ChatRequest) -> pb.Conversation:
-    """What a chat template is given of it."""
+    """Returns the fields of a request that are passed to the chat template."""
     names = {field.name for field in pb.Conversation.DESCRIPTOR.fields}
     return pb.Conversation(**{field.name: value for field, value in request.ListFields() if field.name in names})
 
 
 def answer(kind: type[AnswerMessage], output: Output) -> AnswerMessage:
-    """A message of an answer's stream."""
+    """Converts an output to a message of the response stream."""
     response = kind(text=output.text, token_ids=output.token_ids, index=output.index)
     response.logprobs.extend(map(_token_logprobs, output.logprobs))
     response.prompt_logprobs.extend(map(_token_logprobs, output.prompt_logprobs))
@@ -112,7 +113,7 @@ def _token_logprobs(found: TokenLogprobs) -> pb.TokenLogprobs:
 
 
 def token_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    """Of the positions of a message."""
+    """Converts the log-probabilities of a message."""
     return tuple(
         TokenLogprobs(
             message.token_id,
@@ -124,7 +125,7 @@ def token_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs,
 
 
 def finish_reason(value: int) -> FinishReason:
-    """The reason of a Finish message. One that a newer server may send and this code does not know is an ERROR."""
+    """Converts the reason of a Finish message. Unknown reasons, which a newer server may send, become ERROR."""
     return next((reason for reason, number in _FINISH_REASONS.items() if number == value), FinishReason.ERROR)
 
 

@@ -1,6 +1,6 @@
-"""The nouns of a request's life: what was asked, where it stands, what comes out.
+"""Data types of requests: their options, their progress and their outputs.
 
-Pure Python: the edge, the scheduler and the engine all speak in these types.
+The server, the scheduler and the engine share these types. Pure Python.
 """
 
 import enum
@@ -12,8 +12,6 @@ from .errors import InvalidRequestError
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..scheduler.prompt_lookup import Drafter
 
 MAX_PRIORITY = 100
@@ -22,36 +20,38 @@ MAX_SAMPLES = 64
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended. Every accepted request ends with exactly one of these."""
+    """Why a request ended. Every accepted request ends for exactly one of these reasons."""
 
-    STOP = "stop"  # an end token, a stop token, a stop string, or the constraint lets nothing follow
-    LENGTH = "length"  # max_tokens, or the context was full
-    CANCELLED = "cancelled"  # the caller went away or asked for it
+    STOP = "stop"  # an end token, a stop token, a stop string, or a complete constraint
+    LENGTH = "length"  # max_tokens was reached, or the context was full
+    CANCELLED = "cancelled"  # the caller disconnected or cancelled it
     DEADLINE = "deadline"  # the caller's deadline passed
-    ERROR = "error"  # the engine failed; the output carries the reason
+    ERROR = "error"  # an error occurred; the output contains the message
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of probabilities at one position: of the model's own distribution, at temperature 1, before
-    bias, bans and penalties."""
+    """Natural logarithms of probabilities at one position.
 
-    token_id: int  # that stands there
+    They refer to the model's own distribution, at temperature 1, before bias, bans and penalties.
+    """
+
+    token_id: int  # the token at this position
     logprob: float
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens and theirs, the likeliest first
+    top: tuple[tuple[int, float], ...]  # the most likely tokens and their log-probabilities, in descending order
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How a request is served, beside how its tokens are chosen. Ranges are checked on construction.
+    """Options of a request other than its sampling parameters. Values are validated on construction.
 
     Raises:
-      InvalidRequestError: a value is out of range; the message names the field and the range.
+      InvalidRequestError: A value is out of range. The message names the field and the range.
     """
 
     priority: int = 0  # larger goes first
-    timeout_seconds: float | None = None  # the request ends unfinished after this; None: never
+    timeout_seconds: float | None = None  # time after which the request ends unfinished; None: no limit
     cache_salt: str = ""  # only requests with the same salt share pages
-    n: int = 1  # samples of the one prompt; sample i draws as a request with seed + i would
+    n: int = 1  # number of samples of the prompt; sample i is drawn like a request with seed + i
     tenant: str = ""  # whose share of slots and pages it takes; set by the server
     weight: float = 1.0  # of that tenant
 
@@ -72,67 +72,72 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Request:
-    """One sample of one prompt and where it stands. The scheduler owns every field below the line.
+class SchedulingState:
+    """The progress of a request. Only the scheduler package writes these fields; tests/test_layout.py checks this."""
 
-    Token positions count from 0 over prompt and output together. `num_computed_tokens` positions have their keys and
-    values in the cache, or will have once the steps in flight end. `num_pending_tokens` tokens have been sampled by
-    steps in flight, so the host does not know their ids yet.
+    page_keys: list[bytes] = field(default_factory=list)  # keys of the first full pages; see `page_keys.py`
+    rank: tuple[float, int] = (0.0, 0)  # position in the order of all requests; smaller goes first
+    max_total_tokens: int = 0  # maximum number of prompt and output tokens
+    output_token_ids: list[int] = field(default_factory=list)
+    num_known_tokens: int = 0  # tokens whose ids the host knows: the prompt and the collected output
+    num_computed_tokens: int = 0  # positions whose keys and values are in the cache, or will be after steps in flight
+    num_pending_tokens: int = 0  # tokens sampled by steps in flight, whose ids the host does not know yet
+    num_drafts: int = 0  # pending tokens that are draft tokens
+    num_prefill_tokens: int = 0  # known tokens when it was admitted to its slot; later ones were sampled in the slot
+    pages: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are computed or in flight
+    num_page_positions: int = 0  # positions for which its pages have room
+    num_published_pages: int = 0  # the first of `pages`, which other requests may share
+    publish_at_tokens: int = 0  # number of known and computed tokens at which the next page is full
+    slot: int | None = None  # index into the device's tables; None unless the request is running
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when the request first ran
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    drafter: "Drafter | None" = None  # proposes draft tokens
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Request(SchedulingState):
+    """One sample of one prompt, and its progress.
+
+    Token positions count prompt and output together.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    seed: int  # resolved: params.seed, or drawn by the engine
-    index: int = 0  # of the sample, where a request has several
+    seed: int  # params.seed, or drawn by the engine
+    index: int = 0  # index of the sample, if the request has several
     priority: int = 0  # larger goes first
     cache_salt: str = ""  # only requests with the same salt share pages
     tenant: str = ""  # tenants with unfinished requests share slots and pages
     weight: float = 1.0  # of the tenant
-    arrival_seconds: float = 0.0  # these two by the clock that `plan` and `account` are given
+    arrival_seconds: float = 0.0  # this and the deadline by the clock whose time the scheduler is given
     deadline_seconds: float = math.inf
-    page_keys: list[bytes] = field(default_factory=list)  # see prefix.py; of the first full pages
-    # ---
-    rank: tuple[float, int] = (0.0, 0)  # the one order: smaller goes first
-    max_total_tokens: int = 0  # prompt and longest output
-    output_token_ids: list[int] = field(default_factory=list)
-    num_known_tokens: int = 0  # whose ids the host knows: the prompt and the collected output
-    num_computed_tokens: int = 0
-    num_pending_tokens: int = 0
-    num_drafts: int = 0  # of these: guesses that may turn out wrong
-    num_prefill_tokens: int = 0  # known when it got its row; tokens after these were sampled in the row
-    pages: list[int] = field(default_factory=list)
-    num_prompt_logprobs: int = 0  # of the prompt's tokens, computed or in flight
-    num_page_positions: int = 0  # that its pages have room for
-    num_published_pages: int = 0  # the first of `pages`, which others may share
-    publish_at_tokens: int = 0  # when so many tokens are known and computed, the next page is full
-    slot: int | None = None  # index into the device's table of last tokens, held while running
-    num_cached_tokens: int = 0  # of the prompt, found in the cache when the request first ran
-    num_preemptions: int = 0
-    finish_reason: FinishReason | None = None
-    is_constrained: bool = False  # what it may sample depends on its last token, so that the host must know it
-    token_mask: "np.ndarray | None" = None  # [W] uint32, a bit a token: what it may sample next. None: everything
-    drafter: "Drafter | None" = None  # guesses its next tokens
 
     def __post_init__(self) -> None:
         self.num_known_tokens = len(self.prompt_token_ids)
-        self.is_constrained = self.params.constraint is not None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the allowed tokens depend on the previous token, so that the host must know it before sampling."""
+        return self.params.constraint is not None
 
     @property
     def needs_processors(self) -> bool:
-        """Whether its tokens are sampled by `processors`, one step a dispatch."""
+        """Whether logits processors sample its tokens, which requires one dispatch per step."""
         return self.params.needs_processors
 
     @property
     def num_prompt_logprobs_left(self) -> int:
-        """Tokens of the prompt whose log-probabilities are wanted and not yet computed; the first sample's are."""
+        """Prompt tokens whose log-probabilities are still to be computed; only the first sample computes them."""
         if self.params.prompt_logprobs is None or self.index:
             return 0
         return len(self.prompt_token_ids) - 1 - self.num_prompt_logprobs
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and those in flight."""
+        """The number of known and pending tokens."""
         return self.num_known_tokens + self.num_pending_tokens
 
     @property
@@ -140,7 +145,7 @@ class Request:
         return self.finish_reason is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """The ids at known positions start..stop-1."""
+        """Returns the token ids at the known positions start..stop-1."""
         num_prompt_tokens = len(self.prompt_token_ids)
         prompt = self.prompt_token_ids[start:stop]
         output = self.output_token_ids[max(start - num_prompt_tokens, 0) : max(stop - num_prompt_tokens, 0)]
@@ -149,24 +154,24 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What one step brought for one sample. The last output of each sample, and only it, has a finish reason."""
+    """The output of one step for one sample. Only the last output of each sample has a finish reason."""
 
     request_id: str
-    index: int = 0  # of the sample
-    token_ids: tuple[int, ...] = ()  # new tokens; an end token that stopped the request is not among them
-    text: str = ""  # new text, never half a character; stop strings are cut off
+    index: int = 0  # index of the sample
+    token_ids: tuple[int, ...] = ()  # new tokens, without the end token that ended the request
+    text: str = ""  # new text in whole characters; stop strings are removed
     finish_reason: FinishReason | None = None
-    message: str = ""  # the reason, where finish_reason is ERROR
+    message: str = ""  # the error message, if finish_reason is ERROR
     num_prompt_tokens: int = 0
-    num_output_tokens: int = 0  # since the request began
-    num_cached_tokens: int = 0  # of the prompt, taken from the cache instead of computed
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `token_ids`, where they were asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; they begin with the second one
+    num_output_tokens: int = 0  # total since the request began
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache instead of computed
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `token_ids`, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, beginning with the second one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How busy the engine is. Pages are counted for one device: every device holds the same number."""
+    """The load of the engine. Pages are counted per device; every device holds the same number."""
 
     num_running: int
     num_waiting: int

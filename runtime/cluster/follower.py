@@ -28,7 +28,7 @@ from .stream_client import Follower
 from .watchdog import FAILED, Watch
 
 if TYPE_CHECKING:
-    from ..program.step import StepRunner
+    from ..program.step_runner import StepRunner
     from .preflight import Cluster
 
 # Loads and compiles the follower's runner, reporting progress.

@@ -29,11 +29,9 @@ from ..api.sampling_params import MAX_SEED, SamplingParams
 from ..program.batch import BatchBuilder, Bucket
 from ..program.processor_batch import Logprobs, ProcessorBatch, Sampled
 from ..scheduler.page_allocator import PageAllocator
-from ..scheduler.page_keys import extend_page_keys
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_plan import StepPlan
 from ..text.tokenizer import Tokenizer
-from .grammar_masks import token_masks
 from .logprobs import StepLogprobs
 from .output_streams import OpenSamples
 from .step_record import Record, StepRecord, StepRecorder
@@ -45,9 +43,9 @@ _log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Dispatches steps, which the device runs in order. Implemented by `step.StepRunner`."""
+    """Dispatches steps, which the device runs in order. Implemented by `step_runner.StepRunner`."""
 
-    def set_page_row(self, page_slot: np.ndarray) -> None:
+    def set_page_row(self, page_row: np.ndarray) -> None:
         """Sets one slot's row of the page table for the following steps; see `batch.Batch`."""
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
@@ -216,14 +214,7 @@ class Engine:
             )
             for index in range(options.n)
         ]
-        limits = self._scheduler.limits
-        drafter = samples[0].drafter = self._scheduler.drafter(samples[0])
-        for sample in samples[1:]:
-            sample.drafter = drafter.fork() if drafter is not None else None
-        if limits.has_prefix_cache:  # here, without the lock, because a long prompt takes a millisecond
-            extend_page_keys(samples[0], limits.page_size, (len(prompt_token_ids) - 1) // limits.page_size)
-            for sample in samples[1:]:
-                sample.page_keys = list(samples[0].page_keys)
+        self._scheduler.prepare(samples)  # without the lock, because a long prompt takes a millisecond
         return samples
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
@@ -361,8 +352,8 @@ class Engine:
             batch = self._batches.build(plan)
             dispatched = self._clock()
             record = self._recorder.planned(plan, batch.bucket, dispatched - started) if self._recorder else None
-        for page_slot in batch.page_table_rows:
-            self.runner.set_page_row(page_slot)
+        for page_row in batch.page_table_rows:
+            self.runner.set_page_row(page_row)
         flight = _Flight(plan, self.runner.run(batch.bucket, batch.packed), dispatched, record)
         if batch.processors is None or any(request.is_constrained for request in plan.requests):
             return flight, batch.processors
@@ -374,7 +365,8 @@ class Engine:
             self.runner.set_slot_adjustments(*slot)
         tokens, sampled, prompt = flight.sampled, None, None
         if processors.packed is not None:
-            tokens, sampled = self.runner.sample(processors.packed, token_masks(flight.plan.requests))
+            masks = self._open.constrained.token_masks(flight.plan.requests)
+            tokens, sampled = self.runner.sample(processors.packed, masks)
         if processors.prompt_targets is not None:
             prompt = self.runner.prompt_logprobs(processors.prompt_targets)
         logprobs = StepLogprobs(flight.plan, sampled, prompt, processors.prompt_targets)

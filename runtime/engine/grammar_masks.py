@@ -1,10 +1,11 @@
 """Tracks samples with a grammar constraint and computes their token masks. Serves step 8 of 10.
 
-In: the engine's samples, and their tokens as they become known. Out: `Request.token_mask`, the tokens that each sample
-may take next, ready before its next step is sampled; and the samples whose grammar is complete.
+In: the engine's samples, and their tokens as they become known. Out: the mask of the tokens that each sample may take
+next, ready before its next step is sampled; and the samples whose grammar is complete.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,37 +35,56 @@ def _has_begun_anew(request: Request, matcher: "Matcher") -> bool:
     return matcher.begin_anew(params.constraint, [*resumed, *request.output_token_ids])
 
 
-def token_masks(requests: Sequence[Request]) -> np.ndarray | None:
-    """Returns the token masks of a step's requests, [n, W] uint32, or None if none of them is masked."""
-    masks = [request.token_mask for request in requests]
-    known = next((mask for mask in masks if mask is not None), None)
-    if known is None:
-        return None
-    everything = np.full_like(known, np.iinfo(known.dtype).max)
-    return np.stack([everything if mask is None else mask for mask in masks])
+@dataclass(eq=False)
+class _Sample:
+    """A constrained sample. With `ignore_eos`, its mask excludes end tokens while the grammar allows other tokens."""
+
+    request: Request
+    matcher: "Matcher"
+
+    def __post_init__(self) -> None:
+        self.renew_mask()
+
+    def renew_mask(self) -> None:
+        """Copies the mask of the matcher, [W] uint32 with a bit per token."""
+        matcher, self.mask = self.matcher, self.matcher.mask
+        if self.request.params.ignore_eos and (going_on := matcher.mask & ~matcher.grammar.grammars.eos_mask).any():
+            self.mask = going_on
 
 
 class ConstrainedSamples:
     """The constrained samples of one engine. `renew_masks` runs on its thread, the rest with its lock held."""
 
     def __init__(self) -> None:
-        self._matchers: dict[Request, Matcher] = {}
-        self._stale: list[tuple[Request, Matcher]] = []  # samples that have advanced since their mask was computed
+        self._samples: dict[Request, _Sample] = {}
+        self._stale: list[_Sample] = []  # samples that have advanced since their mask was computed
 
     def open(self, request: Request, matcher: "Matcher") -> None:
         """Starts tracking a new sample."""
-        self._matchers[request] = matcher
-        self._set_mask(request, matcher)
+        sample = self._samples[request] = _Sample(request, matcher)
         if not (matcher.mask & ~matcher.grammar.grammars.eos_mask).any():
-            self._stale.append((request, matcher))  # already complete with its resumed tokens: ends without sampling
+            self._stale.append(sample)  # already complete with its resumed tokens: ends without sampling
 
     def close(self, request: Request) -> None:
         """Stops tracking a sample that has ended. Does nothing for one without a constraint."""
-        self._matchers.pop(request, None)
+        self._samples.pop(request, None)
+
+    def token_masks(self, requests: Sequence[Request]) -> np.ndarray | None:
+        """Returns the token masks of a step's requests, [n, W] uint32, or None if none of them is masked.
+
+        May be called without the engine's lock: the tokens of a sample that is closed meanwhile are never used.
+        """
+        samples = [self._samples.get(request) for request in requests]
+        known = next((sample.mask for sample in samples if sample is not None), None)
+        if known is None:
+            return None
+        everything = np.full_like(known, np.iinfo(known.dtype).max)
+        return np.stack([everything if sample is None else sample.mask for sample in samples])
 
     def advance(self, request: Request, token_id: int | None) -> End | None:
         """Advances a sample by its new token, None for an end token. Returns how it ends, None if it continues."""
-        matcher = self._matchers[request]
+        sample = self._samples[request]
+        matcher = sample.matcher
         if token_id is None:  # stop tokens are valid anywhere, end tokens only where the mask allowed them
             may_end = matcher.may_end or request.params.stop_token_ids
             return None if may_end else (FinishReason.ERROR, _CONFLICT)
@@ -79,7 +99,7 @@ class ConstrainedSamples:
                 return FinishReason.ERROR, _too_complex(matcher)
         if matcher.is_complete:
             return _COMPLETE
-        self._stale.append((request, matcher))
+        self._stale.append(sample)
         return None
 
     def renew_masks(self) -> list[tuple[Request, End]]:
@@ -87,25 +107,19 @@ class ConstrainedSamples:
 
         Called without the engine's lock: the mask of a sample that ends meanwhile is never read.
         """
-        stale = [(request, matcher) for request, matcher in self._stale if not request.is_finished]
+        stale = [sample for sample in self._stale if not sample.request.is_finished]
         self._stale.clear()
         if not stale:
             return []
-        grammars = stale[0][1].grammar.grammars  # an engine has one vocabulary
-        grammars.renew_masks([matcher for _, matcher in stale])
+        grammars = stale[0].matcher.grammar.grammars  # an engine has one vocabulary
+        grammars.renew_masks([sample.matcher for sample in stale])
         ended: list[tuple[Request, End]] = []
-        for request, matcher in stale:
+        for sample in stale:
+            request, matcher = sample.request, sample.matcher
             is_lost = matcher.failure is not None and not _has_begun_anew(request, matcher)
-            self._set_mask(request, matcher)
+            sample.renew_mask()
             if is_lost:
                 ended.append((request, (FinishReason.ERROR, _too_complex(matcher))))
             elif not (matcher.mask & ~grammars.eos_mask).any():
                 ended.append((request, _COMPLETE))
         return ended
-
-    @staticmethod
-    def _set_mask(request: Request, matcher: "Matcher") -> None:
-        """Sets the sample's mask. With `ignore_eos`, end tokens are excluded while the grammar allows other tokens."""
-        request.token_mask = matcher.mask
-        if request.params.ignore_eos and (going_on := matcher.mask & ~matcher.grammar.grammars.eos_mask).any():
-            request.token_mask = going_on

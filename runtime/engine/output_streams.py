@@ -4,7 +4,6 @@ In: the progress of a step. Out: `Output`s in order of creation; only the last o
 reason. All access requires the engine's lock, except where noted.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -98,10 +97,8 @@ class OpenSamples:
         if stream is not None:
             text, has_stopped = stream.push(token_ids)
             reason = FinishReason.STOP if has_stopped else reason
-        if reason is not None and not self._scheduler.finish(request, reason, now):
-            request.finish_reason = reason  # the scheduler has already ended it with this token, by length or end token
-        if is_wrong:
-            request.output_token_ids.pop()
+        if reason is not None:
+            self._scheduler.finish_at_token(request, reason, now, is_dropped=is_wrong)
         if request.is_finished:
             self._close(request, token_ids=token_ids, text=text, message=message, logprobs=found)
         else:
@@ -119,12 +116,10 @@ class OpenSamples:
         self._close(request, message=message)
 
     def end_all(self, reason: FinishReason, now: float, message: str) -> None:
-        """Ends every request. Publishes none of their pages, because publishing may be what failed."""
-        for request in tuple(self._scheduler.requests):
-            request.publish_at_tokens = sys.maxsize
-            self.end(request, reason, now, message)
+        """Ends every request, also those that the scheduler has ended in a step that then failed."""
+        self._scheduler.stop_publishing()  # because publishing may be what failed
         for request in [sample for samples in self._samples.values() for sample in samples]:
-            request.finish_reason = reason  # already ended by the scheduler, in the step that failed
+            self._scheduler.finish_at_token(request, reason, now)
             self._close(request, message=message)
 
     def _close(

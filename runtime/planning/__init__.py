@@ -1,1 +1,1 @@
-"""What a model needs in memory and time on a machine, computed before there is one."""
+"""Resolves the options of a server, and computes its memory and speed for machines that need not be present."""

@@ -1,65 +1,48 @@
-"""The server's programs compiled for devices that are not there, and what the compiler says about them.
+"""Compiles the programs of a server for devices that are not present, and reports what the compiler made of them.
 
-libtpu holds the whole compiler and runs it on any host: layouts, memory limits, collectives and kernels are those of
-the chip. So does jax's CUDA build, with two differences: it measures nothing, so that where it would choose between its
-own product and a library's by time it takes its own; and it refuses no program for its size. What neither can show is
-the values a program computes, its speed, and the start of several hosts.
+libtpu contains the whole compiler and runs on any host: layouts, memory limits, collectives and kernels are those of
+the chip. jax's CUDA build does so as well, with two differences: it measures nothing, so that XLA uses its own GEMM
+where it would time it against a library's; and it accepts programs of any size. Neither shows the values that a program
+computes, its speed, or the startup of several hosts.
 """
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import cached_property
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
 from meshserve.sharding.chips import Target
-from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
-from meshserve.sharding.mesh import named_sharding
 
-from ..api.config import ServeConfig
-from ..api.model_config import ModelConfig
 from ..model.qwen3 import Kernels
-from ..program.batch import Bucket
-from ..program.compile_cache import ProgramKey
-from ..program.output_buffers import output_buffer_shapes
-from ..program.processor_programs import ProcessorPrograms
-from ..program.step import (
-    CacheShape,
-    DeviceState,
-    lower_allocate,
-    lower_set_page_row,
-    lower_step,
-    placed_state,
-    state_shapes,
-)
-from ..weights.registry import abstract_model
+from ..program.batch import Bucket, ProgramKey
+from ..program.step import CacheShape
 from . import hlo
-from .kernel_selection import choose_kernels
+from .resolved_server import PlacedServer, ResolvedServer, place_on
+from .server_programs import ServerPrograms
 
-KnownKey = tuple[str, str]  # a target and a program's text before it is compiled
+KnownKey = tuple[str, str]  # the name of a target, and the text of a program before it is compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramReport:
-    """A compiled program. Bytes are of one device."""
+    """What the compiler made of a program. Bytes are per device."""
 
-    kind: str  # what it does, see `DryServer.programs`
-    size: int  # tokens of a step, requests of a sampler
-    cpu_seconds: float  # lowering and compiling, all threads
+    kind: str  # with `size`, the key in `ServerPrograms`
+    size: int  # such as the number of tokens of a step
+    cpu_seconds: float  # time of lowering and compiling, over all threads
     argument_bytes: int
-    aliased_bytes: int  # of the arguments: updated in place
-    added_bytes: int  # to the arguments: temporaries and what is not updated in place
+    aliased_bytes: int  # arguments that are updated in place
+    added_bytes: int  # in addition to the arguments: temporaries, and outputs that do not replace an argument
     temp_bytes: int
     peak_bytes: int
     code_bytes: int
     text: hlo.ProgramText
-    num_weight_slices: int  # of a looped layer: matrices that are cut out, a step of its own, before the product
+    num_weight_slices: int  # matrices of a looped layer that a separate operation copies out before they are multiplied
 
     @property
     def is_step(self) -> bool:
@@ -67,88 +50,38 @@ class ProgramReport:
 
 
 class OutOfMemoryError(MemoryError):
-    """The compiler refused a program that does not fit the device. The text is the compiler's."""
+    """The compiler refused a program that does not fit on the device. The message is the compiler's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DryServer:
     """A server's programs for a target, without devices or weights."""
 
-    model: ModelConfig
-    config: ServeConfig
     target: Target
-    mesh: Mesh
-    layout: ShardLayout
-    dtype: jnp.dtype
+    server: PlacedServer
 
     @classmethod
-    def on(
-        cls, target: Target, model: ModelConfig, *, config: ServeConfig | None = None, tensor_parallelism: int = 0
-    ) -> "DryServer":
-        """On the target's first `tensor_parallelism` devices; 0 takes them all. The config chooses the kernels.
+    def on(cls, target: Target, server: ResolvedServer) -> "DryServer":
+        """Places a server on devices of a target.
 
         Raises:
-          ValueError: the degree does not fit the target or the model.
-          NoCompilerError: the compiler for these devices is not installed.
+          ValueError: The target has too few devices, or a kernel cannot serve the model on them.
+          NoCompilerError: The compiler for these devices is not installed.
         """
-        mesh = target.mesh(tensor_parallelism)
-        layout = shard_layout(
-            num_shards=mesh.size,
-            num_query_heads=model.num_query_heads,
-            num_kv_heads=model.num_kv_heads,
-            vocab_size=model.vocab_size,
-            mlp_dim=model.mlp_dim,
-        )
-        return cls(
-            model=model,
-            config=config or ServeConfig(),
-            target=target,
-            mesh=mesh,
-            layout=layout,
-            dtype=jnp.dtype("bfloat16"),
-        )
+        return cls(target=target, server=place_on(server, target.mesh(server.tp)))
 
-    def programs(
-        self, buckets: Sequence[Bucket], shape: CacheShape, *, has_processors: bool
-    ) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
-        """Everything that a server with these steps compiles, by what it does and its size."""
-        state = self._state(shape)
-        programs: dict[ProgramKey, Callable[[], jax.stages.Lowered]] = {
-            (bucket.kind, bucket.num_tokens): partial(self._lower, bucket, shape) for bucket in buckets
-        }
-        programs["allocate cache", 0] = partial(lower_allocate, state)
-        programs["set page row", 0] = partial(lower_set_page_row, state.page_table, self.mesh)
-        if has_processors:
-            programs |= self.processors(buckets, shape).to_lower()
-        return programs
-
-    def processors(self, buckets: Sequence[Bucket], shape: CacheShape) -> ProcessorPrograms:
-        """The control programs of a server with these steps."""
-        structure, params = self._placed_model
-        return ProcessorPrograms(
-            structure=structure,
-            params=params,
-            mesh=self.mesh,
-            buckets=buckets,
-            max_running=shape.max_running,
-            real_vocab_size=self.model.vocab_size,
-            is_unrolled=self._kernels.is_unrolled,
-            find_threshold=self._kernels.find_threshold,
-            has_output_buffers=self._kernels.has_output_buffers,
-            has_library_gemms=self._kernels.has_library_gemms,
-        )
-
-    def output_buffer_bytes(self, buckets: Sequence[Bucket]) -> int:
-        """What the steps of these keep on each device beside their programs."""
-        return shard_bytes(output_buffer_shapes(self._kernels, self._placed_model[1], buckets, self.mesh))
+    def programs(self, shape: CacheShape) -> ServerPrograms:
+        """Declares the programs that the server compiles with a cache of this shape."""
+        return self.server.programs(*self._params, shape)
 
     def compile(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Compiled:
-        """The program of a bucket.
+        """Compiles the step of a bucket, which need not be one of the server's, with its kernels or others.
 
         Raises:
-          OutOfMemoryError: it does not fit the device.
+          OutOfMemoryError: The program does not fit on the device.
         """
-        return _compiled(self._lower(bucket, shape, kernels))
+        programs = dataclasses.replace(self.programs(shape), kernels=kernels or self.server.kernels)
+        return _compiled(programs.lower_step(bucket))
 
     def report(
         self,
@@ -156,13 +89,15 @@ class DryServer:
         to_lower: Callable[[], jax.stages.Lowered],
         known: dict[KnownKey, ProgramReport] | None = None,
     ) -> ProgramReport:
-        """Compiles one of `programs` and reads what the compiler made of it.
+        """Compiles one of `programs` and reports what the compiler made of it.
 
         Args:
-          known: earlier reports: models have programs in common. Gets the new one.
+          key: The key of the program.
+          to_lower: Lowers it.
+          known: Earlier reports, to which this one is added. Models have some programs in common.
 
         Raises:
-          OutOfMemoryError: it does not fit the device.
+          OutOfMemoryError: The program does not fit on the device.
         """
         started = time.process_time()
         lowered = to_lower()
@@ -172,7 +107,7 @@ class DryServer:
         compiled = _compiled(lowered)
         cpu_seconds = time.process_time() - started
         memory, text = compiled.memory_analysis(), compiled.as_text()
-        assert memory is not None and text is not None  # both compilers give both
+        assert memory is not None and text is not None  # both compilers provide both
         added = added_bytes(compiled)
         kind, size = key
         report = ProgramReport(
@@ -193,32 +128,20 @@ class DryServer:
         return report
 
     def _num_weight_slices(self, text: str) -> int:
-        layers = jax.tree.leaves(self._placed_model[1]["layers"])
+        layers = jax.tree.leaves(self._params[1]["layers"])
         matrices = {math.prod(stack.sharding.shard_shape(stack.shape)[1:]) for stack in layers if stack.ndim > 2}
         return hlo.num_slices(text, matrices)
 
-    def _lower(self, bucket: Bucket, shape: CacheShape, kernels: Kernels | None = None) -> jax.stages.Lowered:
-        structure, params = self._placed_model
-        return lower_step(structure, params, kernels or self._kernels, bucket, self._state(shape), self.mesh)
-
     @cached_property
-    def _kernels(self) -> Kernels:
-        """Those that the config chooses."""
-        return choose_kernels(self.config, self.model, self.mesh, are_devices_here=False)
-
-    @cached_property
-    def _placed_model(self) -> tuple[nnx.GraphDef, nnx.State]:
-        structure, abstract = abstract_model(self.model, self.layout, self.dtype)
-        return structure, _placed_params(abstract, self.mesh)
-
-    def _state(self, shape: CacheShape) -> DeviceState[jax.ShapeDtypeStruct]:
-        return placed_state(state_shapes(self.model, self.layout, shape, self.dtype), self.mesh)
+    def _params(self) -> tuple[nnx.GraphDef, nnx.State]:
+        return self.server.abstract_params()
 
     def cache_bytes(self, shape: CacheShape) -> int:
-        """The KV cache on one device."""
-        return shard_bytes(self._state(shape).cache)
+        """Returns the bytes of the KV cache on one device."""
+        return shard_bytes(self.programs(shape).state.cache)
 
     def fits(self, bucket: Bucket, shape: CacheShape) -> bool:
+        """Returns whether the step of a bucket fits on the device with a cache of this shape."""
         try:
             self.compile(bucket, shape)
         except OutOfMemoryError:
@@ -233,12 +156,3 @@ def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         if is_out_of_memory(error):
             raise OutOfMemoryError(str(error)) from None
         raise
-
-
-def _placed_params(abstract: nnx.State, mesh: Mesh) -> nnx.State:
-    def place(weight: nnx.Variable) -> nnx.Variable:
-        shape = weight.get_value()
-        sharding = named_sharding(mesh, weight.axes)
-        return weight.replace(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding))
-
-    return jax.tree.map(place, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

@@ -1,4 +1,4 @@
-"""What the compiler made of a step's program, read from its text: the optimised HLO of a GPU or a TPU."""
+"""Analyzes compiled programs from their text, the optimized HLO of a GPU or TPU."""
 
 import dataclasses
 import math
@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator
 _KERNEL_TARGETS = ("meshserve_", "tpu_custom_call")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(?P<name>[\w.-]+) = (?P<type>.+?) (?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)")
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+[0-9]+)\w*\[(?P<dims>[0-9,]*)\]")
-_WEIGHTS = ("weights", "params")  # how programs call these arguments
-_MIN_WEIGHT_BYTES = 1 << 20  # of a layer's matrix; norms are below
-# What launches nothing on the device.
+_WEIGHTS = ("weights", "params")  # prefixes of the names of these arguments
+_MIN_WEIGHT_BYTES = 1 << 20  # minimum size of a layer's matrix; norms are smaller
+# Operations that launch nothing on the device.
 _NAMES_ONLY = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id", "call"}
 _MOVING = {"copy", "copy-start", "slice", "dynamic-slice", "transpose", "convert", "reshape", "concatenate", "fusion"}
 _COMPUTING = {"dot", "custom-call", "reduce", "convolution"}
@@ -18,13 +18,13 @@ _COMPUTING = {"dot", "custom-call", "reduce", "convolution"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramText:
-    """Counts of one device's program."""
+    """Counts of operations in the program of one device."""
 
     num_kernels: int  # calls of our own kernels
-    num_all_reduces: int  # in whichever form the chip's compiler wrote them
-    num_launches: int  # kernels, library calls and copies that the device is given one after another, loops as one
-    num_recomputed: int  # instructions that are there twice, to save memory
-    weight_copies: tuple[str, ...]  # what only moves a layer's weights, or all of them, through memory
+    num_all_reduces: int  # in any form that the compilers use
+    num_launches: int  # kernels, library calls and copies; a loop counts as one
+    num_recomputed: int  # instructions that are computed twice to save memory
+    weight_copies: tuple[str, ...]  # operations that only copy weights
     weight_copy_bytes: int
 
 
@@ -38,7 +38,7 @@ class _Instruction:
 
     @property
     def shapes(self) -> list[tuple[tuple[int, ...], int]]:
-        """Of the result, or each part of it: the extents, and bytes of an element."""
+        """The dimensions and the bytes per element of each part of the result."""
         found = []
         for match in _SHAPE.finditer(self.type):
             bits = int(re.sub(r"\D", "", match["dtype"]))
@@ -51,7 +51,7 @@ class _Instruction:
 
 
 def read(text: str) -> ProgramText:
-    """Reads a compiled program's `as_text()`."""
+    """Analyzes the text of a compiled program."""
     entry, computations = _computations(text)
     main = computations.get(entry, [])
     moved = list(_weight_copies(main, computations))
@@ -62,7 +62,7 @@ def read(text: str) -> ProgramText:
             item.opcode not in _NAMES_ONLY and not item.opcode.endswith(("-done", "-update")) for item in main
         ),
         num_recomputed=sum(
-            ".remat" in item.name and item.opcode not in _NAMES_ONLY and bool(item.operands)  # zeros are no work
+            ".remat" in item.name and item.opcode not in _NAMES_ONLY and bool(item.operands)  # zeros cost nothing
             for computation in computations.values()
             for item in computation
         ),
@@ -72,7 +72,7 @@ def read(text: str) -> ProgramText:
 
 
 def num_slices(text: str, num_elements: Collection[int]) -> int:
-    """How many steps of their own, in loops or out of them, cut a part of so many elements out of something larger."""
+    """Returns how many operations, inside and outside of loops, only copy a slice with one of these element counts."""
     _, computations = _computations(text)
     return sum(
         item.opcode == "fusion" and "dynamic-slice_fusion" in item.name and item.num_elements in num_elements
@@ -82,7 +82,7 @@ def num_slices(text: str, num_elements: Collection[int]) -> int:
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
-    """The entry's name, and each computation's instructions."""
+    """Returns the name of the entry computation, and the instructions of each computation."""
     entry, current = "", list[_Instruction]()
     found: dict[str, list[_Instruction]] = {}
     for line in text.splitlines():
@@ -107,8 +107,8 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
 
 
 def _weight_copies(main: list[_Instruction], computations: dict[str, list[_Instruction]]) -> Iterator[_Instruction]:
-    """Reads a weight, computes nothing, and writes half a layer of it or more."""
-    layer_elements: dict[str, int] = {}  # of each weight, under each name that it has
+    """Yields instructions that read a weight, compute nothing, and write at least half a layer of it."""
+    layer_elements: dict[str, int] = {}  # elements per layer of each weight, by each of its names
     for item in main:
         read_elements = [layer_elements[name] for name in item.operands if name in layer_elements]
         if item.opcode == "parameter" and item.name.startswith(_WEIGHTS):
@@ -124,6 +124,6 @@ def _weight_copies(main: list[_Instruction], computations: dict[str, list[_Instr
 
 
 def _computes(item: _Instruction, computations: dict[str, list[_Instruction]]) -> bool:
-    """Whether it multiplies or adds up, itself or in what it calls."""
+    """Returns whether an instruction, or a computation that it calls, multiplies or reduces."""
     inner = [part for name in item.called for part in computations.get(name, [])]
     return item.opcode in _COMPUTING or any(_computes(part, computations) for part in inner)

@@ -1,4 +1,4 @@
-"""`meshserve plan`: what `capacity`, `roofline`, `tp_sizes` and, if asked, the compiler say, as text or JSON."""
+"""`meshserve plan`: reports memory, speed and the best TP size of a planned server, as text or JSON."""
 
 import dataclasses
 import json
@@ -15,7 +15,6 @@ from ..weights.locate import find_model
 from ..weights.registry import is_published, named_model, read_model
 from .aot import KnownKey, ProgramReport
 from .compiled_plan import REPORT_HEAD, CompiledPlan, compile_plan, report_row
-from .kernel_selection import named_kernels
 from .memory_plan import MIB, MemoryPlan, Planner
 from .roofline import Roof
 from .tp_choice import TPSizePlan, best_tp_size, roofline_of, tp_size_plans
@@ -25,11 +24,11 @@ PROMPT_LENGTHS = (1024, 8192)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that is said of a planned server."""
+    """The results for a planned server."""
 
     plan: MemoryPlan
-    length: int  # of the requests that are counted
-    decode: tuple[Roof, ...] = ()  # empty where the device's speed is not known
+    length: int  # tokens per request
+    decode: tuple[Roof, ...] = ()  # empty if the device's speed is unknown
     prefill: tuple[Roof, ...] = ()
     tp_sizes: tuple[TPSizePlan, ...] = ()
     best: TPSizePlan | None = None
@@ -37,18 +36,21 @@ class Report:
 
 
 def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Report:
-    """Raises:
-    MemoryError, ValueError: the model does not fit at this degree; says which one would do."""
+    """Computes the report for requests of `length` tokens, and decode batches of these sizes.
+
+    Raises:
+      MemoryError: The model does not fit at this TP size. The message names one at which it fits, if there is one.
+    """
     tp_sizes = tp_size_plans(planner, length)
     best, reason = best_tp_size(tp_sizes, length)
     try:
         plan = planner.plan()
     except MemoryError as error:
-        remedy = f" On {planner.target.name} it fits at --tp {best.tp}." if best is not None else ""
+        remedy = f" On {planner.target.name} it fits with --tp {best.tp}." if best is not None else ""
         raise MemoryError(f"{error}{remedy}") from None
     roofline = roofline_of(planner)
     decode = [roofline.decode(batch, length) for batch in batches] if roofline is not None else []
-    step_tokens = planner.config.max_step_tokens
+    step_tokens = planner.server.limits.max_step_tokens
     prefill = [roofline.prefill(tokens, step_tokens) for tokens in PROMPT_LENGTHS] if roofline is not None else []
     return Report(
         plan=plan, length=length, decode=tuple(decode), prefill=tuple(prefill),
@@ -57,39 +59,39 @@ def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Rep
 
 
 def plan_table(plan: MemoryPlan) -> str:
-    """The bytes of a device, as text."""
+    """Returns the memory of a device as text."""
     rows = [
-        ("memory", f"{plan.limit_bytes / GIB:.2f} GiB" if plan.limit_bytes else "the host's"),
+        ("memory", f"{plan.limit_bytes / GIB:.2f} GiB" if plan.limit_bytes else "host memory"),
         ("weights", f"{plan.weight_bytes / GIB:.2f} GiB"),
         ("scratch", f"{plan.scratch_bytes / MIB:.0f} MiB"),
         ("penalties and bias", f"{plan.processor_bytes / MIB:.0f} MiB"),
-        (f"a page of {plan.page_size} tokens", f"{plan.page_bytes / MIB:.2f} MiB"),
-        ("pages that fit at most", f"{plan.max_pages}"),
+        (f"page of {plan.page_size} tokens", f"{plan.page_bytes / MIB:.2f} MiB"),
+        ("maximum pages", f"{plan.max_pages}"),
         ("pages served", f"{plan.served_pages} ({plan.served_tokens} tokens)"),
-        ("programs of steps", f"{plan.num_programs}"),
+        ("step programs", f"{plan.num_programs}"),
     ]
-    head = f"{plan.model} on {plan.target}, tp {plan.tp}, {plan.dtype}, each device:"
+    head = f"{plan.model} on {plan.target}, tp {plan.tp}, {plan.dtype}, per device:"
     return "\n".join([head, *(f"  {name:<26} {value:>22}" for name, value in rows)])
 
 
 def report_text(report: Report) -> str:
-    """All of it, as tables."""
+    """Returns the report as tables."""
     plan, length = report.plan, report.length
     lines = [plan_table(plan), f"  {f'requests of {length} tokens':<26} {plan.num_requests(length):>22}"]
     if report.decode:
         head = f"{'roofline':<28}{'ms':>10}{'tokens/s':>12}{'bound':>10}{'all-reduces, ms (estimated)':>30}"
         lines += ["", head]
-        fits = {False: "  beyond the cache or max_running", True: ""}
+        fits = {False: "  exceeds the cache or max_running", True: ""}
         for roof in report.decode:
             name = f"decode {roof.num_tokens} x {roof.context}"
             lines.append(_roof_row(name, roof) + fits[roof.num_tokens <= plan.num_requests(length)])
         lines += [_roof_row(f"prefill of {roof.num_tokens}", roof) for roof in report.prefill]
-    lines += ["", f"{'tp':>4}{'replicas':>10}{'requests each':>15}{'ms a token alone':>18}{'tokens/s in all':>17}"]
+    lines += ["", f"{'tp':>4}{'replicas':>10}{'requests each':>15}{'ms/token alone':>18}{'total tokens/s':>17}"]
     for item in report.tp_sizes:
         speeds = f"{1e3 * item.step_seconds:>18.3f}{item.tokens_per_second:>17,.0f}" if item.step_seconds else ""
         row = f"{item.tp:>4}{item.num_replicas:>10}{item.num_requests:>15}{speeds}"
         lines.append(row if item.num_requests else f"{item.tp:>4}{item.num_replicas:>10}  does not fit")
-    best = f"best: tp {report.best.tp}: " if report.best is not None else "no degree will do: "
+    best = f"best: tp {report.best.tp}: " if report.best is not None else "no TP size fits: "
     return "\n".join([*lines, best + report.reason])
 
 
@@ -101,7 +103,7 @@ def _roof_row(name: str, roof: Roof) -> str:
 
 
 def report_json(report: Report, compiled: CompiledPlan | None = None) -> str:
-    """All of it in one line; `figures` has the fields of the line in the start's log."""
+    """Returns the report as one line of JSON. `figures` has the fields of the line that a server logs at startup."""
 
     def roofs(found: Sequence[Roof]) -> list[dict[str, object]]:
         return [dataclasses.asdict(roof) | {"tokens_per_second": roof.tokens_per_second} for roof in found]
@@ -121,7 +123,7 @@ def report_json(report: Report, compiled: CompiledPlan | None = None) -> str:
 
 
 def plan_json(plan: MemoryPlan, compiled: CompiledPlan | None, value: dict[str, object] | None = None) -> str:
-    """The plan, and what the compiler said, for programs to read."""
+    """Returns a plan, or `value` in its place, and the compiler's results as JSON."""
     value = value if value is not None else dataclasses.asdict(plan)
     if compiled is not None:
         value["programs"] = [dataclasses.asdict(report) for report in compiled.reports]
@@ -131,11 +133,11 @@ def plan_json(plan: MemoryPlan, compiled: CompiledPlan | None, value: dict[str, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the command line says beside the options of a server. `model` may be the name of a published size, too."""
+    """The options of the command besides those of a server, whose `model` may also name a published size."""
 
     config: ServeConfig
     target: str
-    tensor_parallelism: int = 0  # 0 takes every device of the target
+    tensor_parallelism: int = 0  # 0 uses every device of the target
     length: int = 1024
     batches: tuple[int, ...] = (1, 32, 256)
     jax_fraction: float = 0.0
@@ -144,39 +146,42 @@ class Asked:
 
 
 def planner_of(asked: Asked) -> Planner:
-    """Raises:
-    MeshserveError, ValueError: there is no such model or target."""
-    goal = target(asked.target)
-    if min(asked.length, *asked.batches) < 1 or not 0.0 <= asked.jax_fraction <= 1.0:
-        raise ConfigError("length and batch are 1 or more, jax_fraction is above 0 and at most 1, or 0: jax's own.")
-    if asked.tensor_parallelism > goal.num_devices:
-        raise ConfigError(f"tp is {asked.tensor_parallelism}; {goal.name} has {goal.num_devices} devices. Lower it.")
-    model, num_devices = _model(asked.config), asked.tensor_parallelism or goal.num_devices
-    try:
-        config = named_kernels(asked.config, model, platform=goal.chip.platform, num_devices=num_devices)
-    except ValueError:  # the model cannot be split so; the plan will say it, and which degree would do
-        config = asked.config
-    return Planner(
-        name=asked.config.model,
-        config=config,
-        model=model,
-        target=goal,
-        num_devices=num_devices,
+    """Returns the planner of a command.
+
+    Raises:
+      MeshserveError: The model does not exist, or an option is out of range.
+      ValueError: The target does not exist, or the model cannot be split over so many devices.
+    """
+    machine = target(asked.target)
+    if min(asked.length, *asked.batches) < 1:
+        got = f"length is {asked.length} and batch {', '.join(map(str, asked.batches))}"
+        raise ConfigError(f"{got}; they must be 1 or more.")
+    if not 0.0 <= asked.jax_fraction <= 1.0:
+        raise ConfigError(f"jax_fraction is {asked.jax_fraction}; it must be 0 to 1, where 0 is JAX's default.")
+    if asked.tensor_parallelism > machine.num_devices:
+        raise ConfigError(
+            f"tp is {asked.tensor_parallelism}; {machine.name} has {machine.num_devices} devices. Lower tp."
+        )
+    return Planner.on(
+        machine,
+        asked.config,
+        _model(asked.config),
+        num_devices=asked.tensor_parallelism or machine.num_devices,
         jax_fraction=asked.jax_fraction,
-        asked_all_reduce=asked.config.all_reduce,
     )
 
 
 def run_plan(asked: Asked) -> int:
-    """The command; returns its exit status: 1 if the compiler found a fault.
+    """Runs the command and returns its exit status, which is 1 if an expectation about a program failed.
 
     Raises:
-      MeshserveError, ValueError, MemoryError: there is no such model or target, or the model does not fit it.
+      MeshserveError, ValueError: The model or target does not exist, or an option is out of range.
+      MemoryError: The model does not fit on the target.
     """
-    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
+    jax.config.update("jax_platforms", "cpu")  # no program runs on an accelerator
     planner = planner_of(asked)
     if asked.is_compiled and planner.target.chip.platform == "cpu":
-        raise ConfigError(f"--compile needs a target of TPUs or GPUs; {asked.target} is none. Leave it out.")
+        raise ConfigError(f"--compile needs a target with TPUs or GPUs, but the target is {asked.target}. Omit it.")
     report = make_report(planner, length=asked.length, batches=asked.batches)
     compiled = None
     if not asked.is_json:
@@ -192,16 +197,16 @@ def run_plan(asked: Asked) -> int:
 
 
 def compile_with_table(planner: Planner, known: dict[KnownKey, ProgramReport] | None = None) -> CompiledPlan:
-    """As `compile_plan`; prints a line for each program, what the cache may take, and what does not hold."""
+    """Compiles like `compile_plan`, and prints a line per program, the cache size and the failed expectations."""
     print(REPORT_HEAD, flush=True)
     compiled = compile_plan(planner, lambda program: print(report_row(program), flush=True), known)
-    print(f"  pages: {compiled.plan.max_pages} predicted, {compiled.max_pages} compile ({compiled.deviation:+.2%})")
-    print("\n".join(compiled.faults) or "  everything holds", flush=True)
+    print(f"  pages: {compiled.plan.max_pages} planned, {compiled.max_pages} compile ({compiled.deviation:+.2%})")
+    print("\n".join(compiled.faults) or "  every expectation holds", flush=True)
     return compiled
 
 
 def _model(config: ServeConfig) -> ModelConfig:
     if is_published(config.model):
         return named_model(config.model)
-    files = find_model(config.model, revision=config.revision, random_weights=True)  # needs no weights downloaded
+    files = find_model(config.model, revision=config.revision, random_weights=True)  # downloads no weights
     return read_model(files.small / "config.json")

@@ -1,8 +1,8 @@
-"""Compiled programs are kept on disk between starts, and a compile after "ready" is an event to notice.
+"""Compiles programs, caches them on disk between starts, and watches for compiles after the server is ready.
 
-The set of shapes is finite and declared (`batch.declare_buckets`), all of it is compiled before the server is ready,
-and the compiled programs never recompile. So a compile afterwards is a fault: it is counted, logged with the shapes
-that caused it, and with `strict` refused before XLA starts on it.
+All programs are declared (`step.ServerPrograms`) and compiled before the server is ready, and compiled programs never
+recompile. A later compile is therefore an error: it is counted, logged with the shapes that caused it, and with
+`strict` refused before XLA starts.
 """
 
 import contextlib
@@ -19,12 +19,10 @@ import jax
 import jax.monitoring
 from tqdm import tqdm
 
-ProgramKey = tuple[str, int]  # what a program does, and the size it has
-
 _log = logging.getLogger(__name__)
 
 _PROGRESS_DELAY_SECONDS = 2.0
-_MAX_THREADS = 8  # a program of an unrolled model takes about a GB of host memory while it is compiled
+_MAX_THREADS = 8  # compiling a program of an unrolled model takes about 1 GB of host memory
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _CACHE_MISS = "/jax/compilation_cache/cache_misses"
@@ -33,9 +31,9 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def use_cache(directory: Path) -> None:
-    """Keeps compiled programs, and on GPUs the results of XLA's autotuning, in `directory`.
+    """Caches compiled programs, and on GPUs the results of XLA's autotuning, in `directory`.
 
-    The key is the program, the compiler, its flags and the kind of device: equal hosts may share a folder.
+    The cache key includes the program, the compiler, its flags and the kind of device, so hosts may share a directory.
     """
     jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -46,10 +44,10 @@ def use_cache(directory: Path) -> None:
 def compile_all(
     lowered: Iterable[jax.stages.Lowered], num_programs: int, num_threads: int = 0
 ) -> list[jax.stages.Compiled]:
-    """Compiles programs, `num_threads` at a time, in their order; 0 takes a thread for each core, at most 8.
+    """Compiles programs, `num_threads` at a time, and returns them in order; 0 uses a thread per core, at most 8.
 
-    Tracing and lowering need the interpreter's lock and stay one after the other; XLA gives the lock up, so that its
-    work overlaps with theirs and with itself. The threads are daemons: a process told to stop does not wait for XLA.
+    Tracing and lowering need the interpreter lock and run one after another. XLA releases the lock, so compilations
+    overlap with lowering and with each other. The threads are daemons, so a process that stops does not wait for XLA.
     """
     num_threads = num_threads or min(os.cpu_count() or 1, _MAX_THREADS)
     with ThreadPool(min(num_threads, max(num_programs, 1))) as pool:
@@ -67,12 +65,12 @@ def compile_all(
 
 
 class LateCompileError(RuntimeError):
-    """A program was about to be compiled after the server was ready, which `strict` forbids."""
+    """A program would have been compiled after the server was ready, which `strict` forbids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileCounts:
-    """Since the watch began. A program found in the cache counts as a hit, and as compiled, too: jax loads it then."""
+    """Counts since the watch began. A program loaded from the cache counts as a cache hit and as a compile."""
 
     num_compiles: int
     num_cache_hits: int
@@ -105,13 +103,13 @@ class CompileWatch:
             jax.config.update("jax_log_compiles", False)
 
     def ready(self) -> None:
-        """From now on a compile is a fault. jax itself logs its shapes."""
+        """Treats every further compile as an error. jax logs its shapes."""
         self._is_ready = True
         jax.config.update("jax_log_compiles", True)
 
     @contextlib.contextmanager
     def expected(self) -> Iterator[None]:
-        """Within it compiles are no fault: other programs are being made on purpose."""
+        """Allows compiles within the context, for programs that are compiled on purpose."""
         was_ready, self._is_ready = self._is_ready, False
         jax.config.update("jax_log_compiles", False)
         try:
@@ -142,7 +140,7 @@ class CompileWatch:
         name = details.get("fun_name", "a program")
         if self._is_strict:
             raise LateCompileError(f"{name} would be compiled after the server was ready; --strict forbids it.")
-        _log.error("%s is compiled after the server was ready; the shapes stand in jax's message beside this", name)
+        _log.error("%s is compiled after the server was ready; see jax's log message for the shapes", name)
 
     def _count(self, event: str) -> None:
         with self._lock:

@@ -1,6 +1,7 @@
-"""What a server holds on each device, in the same words whether planned (`capacity`) or measured at its start.
+"""The device memory of a server, planned by `memory_plan` or measured at startup, in one type.
 
-The start's log has them in a line of JSON after `FIGURES_IN_LOG`; `benchmarks/checks/plan_check.py` compares the two.
+A server logs its figures at startup as a line of JSON after `FIGURES_IN_LOG`; `benchmarks/checks/plan_check.py`
+compares them with the plan.
 """
 
 import dataclasses
@@ -10,15 +11,15 @@ FIGURES_IN_LOG = "each device holds: "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFigures:
-    """Bytes of one device."""
+    """The memory use of one device, in bytes."""
 
-    limit_bytes: int  # that jax lets a program take; 0 where that is not known
+    limit_bytes: int  # maximum that jax lets a program use; 0 if unknown
     weight_bytes: int
-    scratch_bytes: int  # of the largest program, beside its arguments
-    processor_bytes: int  # what penalties and bias are kept in
+    scratch_bytes: int  # of the largest program, in addition to its arguments, and output buffers
+    processor_bytes: int  # state of the logits processors
     page_bytes: int
     num_pages: int
-    num_programs: int  # shapes of steps
+    num_programs: int  # compiled steps
 
     @property
     def cache_bytes(self) -> int:

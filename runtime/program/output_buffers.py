@@ -1,8 +1,8 @@
-"""The memory that steps write their logits and hidden states to, the same each time.
+"""Output buffers: arrays that steps of one shape reuse for their logits and hidden states.
 
-An output at another address in each step moves the temporaries, too, and XLA then sets every kernel of a command buffer
-anew. With several GPUs that takes the host longer than the step takes them (docs/log). So a step is given the arrays
-that the last one of its shape brought, donated, and brings them back.
+An output at a different address in each step also moves the temporaries, and XLA then updates every kernel of a command
+buffer. With several GPUs, this takes the host longer than the step takes the GPUs (docs/log). Each step is therefore
+given the output arrays of the previous step of its shape, donated, and returns them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ OutputBufferKey = tuple[str, int]  # "logits" of so many requests, "hidden" stat
 
 
 def output_buffer_keys(bucket: Bucket) -> tuple[OutputBufferKey, ...]:
-    """What a bucket's step keeps, in the order of `StepOutput`."""
+    """Returns the output buffers of a bucket's step, in the order of `StepOutput`."""
     if bucket.num_steps > 1:
         return ()
     logits = ("logits", bucket.num_requests)
@@ -31,8 +31,10 @@ def output_buffer_keys(bucket: Bucket) -> tuple[OutputBufferKey, ...]:
 def output_buffer_shapes(
     kernels: Kernels, params: nnx.State, buckets: Iterable[Bucket], mesh: Mesh
 ) -> dict[OutputBufferKey, jax.ShapeDtypeStruct]:
-    """What the steps of all these buckets keep, with shardings; nothing where `kernels` does not. `params` may be
-    shapes."""
+    """Returns the output buffers of the steps of all these buckets, with shardings; none if `kernels` uses none.
+
+    `params` may be shapes.
+    """
     if not kernels.has_output_buffers:
         return {}
     shape_of = {"logits": logits_shape, "hidden": hidden_shape}
@@ -40,24 +42,24 @@ def output_buffer_shapes(
     return {(name, size): shape_of[name](params, size, mesh) for name, size in keys}
 
 
-def written_over(buffers: Sequence[jax.Array], output: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """The output [N, M] each, as if written to the arrays that were kept, which XLA makes nothing of.
+def write_over(buffers: Sequence[jax.Array], output: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns the outputs, [N, M] each, as if written to the buffers. XLA removes the operation.
 
-    It is what a program needs these arguments for: unused ones are dropped before it is compiled, and if jit was told
-    to leave them (`keep_unused`), then jax's caches hold its programs for ever (0.11 and 0.12).
+    It makes the buffers used arguments of the program, because unused ones are dropped before compilation. With jit's
+    `keep_unused` instead, the caches of jax 0.11 and 0.12 hold the programs forever.
     """
     return tuple(jax.lax.dynamic_update_slice(old, new, (0, 0)) for old, new in zip(buffers, output, strict=True))
 
 
 def logits_shape(params: nnx.State, num_requests: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """[B, V] float32, with its sharding; V is padded to whole shards."""
+    """Returns the shape of logits, [B, V] float32, with its sharding. V is padded to whole shards."""
     vocab_size, _ = params["embedding"].get_value().shape
     sharding = named_sharding(mesh, (None, "vocab"))
     return jax.ShapeDtypeStruct((num_requests, vocab_size), jnp.float32, sharding=sharding)
 
 
 def hidden_shape(params: nnx.State, num_tokens: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """[T, D] of the parameters' type, with its sharding."""
+    """Returns the shape of hidden states, [T, D] of the parameters' dtype, with its sharding."""
     embedding = params["embedding"].get_value()
     sharding = named_sharding(mesh, ())
     return jax.ShapeDtypeStruct((num_tokens, embedding.shape[1]), embedding.dtype, sharding=sharding)

@@ -171,14 +171,12 @@ class ProcessorBatchBuilder:
     def _prompt_targets(plan: StepPlan, step: dict[str, np.ndarray]) -> np.ndarray | None:
         targets, place = None, len(plan.decodes) + plan.num_drafts
         for request, start, num_tokens, _ in plan.prefills:
-            if request.num_prompt_logprobs_left:
-                first = max(start, request.num_prompt_logprobs)  # position t gives that of token t + 1
+            if (first := plan.prompt_logprob_starts.get(request)) is not None:  # position t gives that of token t + 1
                 last = min(start + num_tokens, len(request.prompt_token_ids) - 1)
                 if first < last:
                     if targets is None:
                         targets = np.full(len(step["positions"]), -1, np.int32)
                     wanted = request.prompt_token_ids[first + 1 : last + 1]
                     targets[place + first - start : place + last - start] = wanted
-                    request.num_prompt_logprobs = last
             place += num_tokens
         return targets

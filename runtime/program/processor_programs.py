@@ -15,15 +15,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.chips import compiler_options
 from meshserve.sharding.memory import added_bytes, shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 
-from ..model.qwen3 import specs_of
+from ..model.qwen3 import Kernels, specs_of
 from ..processors.contract import ProcessorState
-from .batch import Bucket
-from .compile_cache import ProgramKey, compile_all
+from .batch import Bucket, ProgramKey
+from .compile_cache import compile_all
 from .logits_processors import prompt_logprobs, sample_processed, set_slot_adjustments
 from .output_buffers import hidden_shape, logits_shape
 from .processor_batch import WORD_BITS, Logprobs, ProcessorShape, Sampled, next_size, processor_sizes
@@ -46,10 +45,7 @@ class ProcessorPrograms:
     buckets: Sequence[Bucket]  # of the steps
     max_running: int
     real_vocab_size: int  # without padding to whole shards
-    is_unrolled: bool
-    find_threshold: FindThreshold | None = None
-    has_output_buffers: bool = False  # see `output_buffers`
-    has_library_gemms: bool = False  # for the MLP and logits of prompt tokens, as in steps of that size
+    kernels: Kernels
 
     @property
     def vocab_size(self) -> int:
@@ -86,7 +82,7 @@ class ProcessorPrograms:
     @property
     def step_output_bytes(self) -> int:
         """Returns the size of the largest step's outputs on each device, or 0 if these have buffers of their own."""
-        if self.has_output_buffers:
+        if self.kernels.has_output_buffers:
             return 0
         return max(
             shard_bytes((self._logits(bucket.num_requests), self._hidden(0 if bucket.is_decode else bucket.num_tokens)))
@@ -164,7 +160,10 @@ class ProcessorPrograms:
     def _lower_sampler(self, num_requests: int) -> jax.stages.Lowered:
         shape = ProcessorShape(num_requests)
         choose = partial(
-            sample, vocab_size=self.real_vocab_size, is_unrolled=self.is_unrolled, find_threshold=self.find_threshold
+            sample,
+            vocab_size=self.real_vocab_size,
+            is_unrolled=self.kernels.is_unrolled,
+            find_threshold=self.kernels.find_threshold,
         )
         program = partial(sample_processed, shape=shape, vocab_size=self.real_vocab_size, choose=choose)
         state = ProcessorState(*[partition_spec(_VOCAB_AXES)] * 2)
@@ -181,7 +180,7 @@ class ProcessorPrograms:
     def _lower_prompt(self, num_tokens: int) -> jax.stages.Lowered:
         program = partial(prompt_logprobs, self.structure)
         in_specs = (specs_of(self.params), _REPLICATED, _REPLICATED)
-        sharded = self._sharded(program, in_specs, _REPLICATED, has_library_gemms=self.has_library_gemms)
+        sharded = self._sharded(program, in_specs, _REPLICATED, has_library_gemms=self.kernels.has_library_gemms)
         return sharded.lower(self.params, self._hidden(num_tokens), self._shape((num_tokens,)))
 
     def _lower_padding(self, shape: jax.ShapeDtypeStruct, num_rows: int) -> jax.stages.Lowered:

@@ -14,7 +14,7 @@ from .limits import SchedulerLimits
 from .page_allocator import PageAllocator
 from .page_keys import extend_page_keys
 
-_NEVER = 2**62  # tokens
+NEVER = 2**62  # tokens
 
 
 class Running:
@@ -91,7 +91,7 @@ class Running:
         has_cache = self._limits.has_prefix_cache
         if has_cache:
             extend_page_keys(request, self._limits.page_size, request.num_known_tokens // self._limits.page_size)
-        request.publish_at_tokens = (len(cached) + 1) * self._limits.page_size if has_cache else _NEVER
+        request.publish_at_tokens = (len(cached) + 1) * self._limits.page_size if has_cache else NEVER
         insort(self._requests, request, key=rank_of)
         insort(self._shares.of(request).running, request, key=rank_of)
 

@@ -28,9 +28,9 @@ from .fair_shares import FairShares
 from .limits import SchedulerLimits
 from .pace import Pace
 from .page_allocator import PageAllocator
-from .prompt_lookup import Drafter
+from .page_keys import extend_page_keys
 from .ranked_queue import RankedQueue
-from .running import Running
+from .running import NEVER, Running
 from .speculation import Speculation
 from .step_plan import Admission, Chunk, Draft, Progress, StepPlan
 
@@ -106,9 +106,16 @@ class Scheduler:
             if request.deadline_seconds < math.inf:
                 self._deadlines.push(request.deadline_seconds, request)
 
-    def drafter(self, request: Request) -> Drafter | None:
-        """Returns the drafter of a new request, or None. Created before `add`, because it takes time."""
-        return self.speculation.drafter(request) if self.speculation is not None else None
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Sets what takes time to compute for the new samples of one prompt. Call before `add`; needs no lock."""
+        first, page_size = requests[0], self.limits.page_size
+        if self.limits.has_prefix_cache:
+            extend_page_keys(first, page_size, (len(first.prompt_token_ids) - 1) // page_size)
+        if self.speculation is not None:
+            first.drafter = self.speculation.drafter(first)
+        for request in requests[1:]:
+            request.page_keys = list(first.page_keys)
+            request.drafter = first.drafter.fork() if first.drafter is not None else None
 
     def check_room(self, now: float, num_requests: int = 1, tenant: str = "", weight: float = 1.0) -> None:
         """Checks that the queue has room for more requests of a tenant, and counts them as refused if not.
@@ -145,8 +152,11 @@ class Scheduler:
         prefills = draft.single_prefills + draft.long_prefills
         if not prefills and not draft.decodes:
             return None
+        logprob_starts = {}
         for chunk in prefills:
             self._running.publish(chunk.request)
+            if chunk.request.num_prompt_logprobs_left:
+                logprob_starts[chunk.request] = self._book_prompt_logprobs(chunk)
         drafts = self.speculation.extend(draft) if self.speculation is not None else []
         if drafts:
             num_steps, lengths = 1, [1 + len(tokens) for tokens in drafts]
@@ -159,6 +169,7 @@ class Scheduler:
             num_steps=num_steps,
             drafts=drafts,
             decode_lengths=lengths,
+            prompt_logprob_starts=logprob_starts,
             num_sitting_out=draft.num_sitting_out,
             planned_seconds=now,
             admitted=draft.admitted,
@@ -254,6 +265,15 @@ class Scheduler:
         draft.page_keys.update(request.page_keys[start // page_size : self.limits.num_pages_for(end)])
         if is_sampling and end + 1 == request.max_total_tokens:
             self._about_to_leave.append(request)
+
+    @staticmethod
+    def _book_prompt_logprobs(chunk: Chunk) -> int:
+        """Books the log-probabilities that a chunk computes. Returns the first position; it gives that of the next."""
+        request, start, num_tokens, _ = chunk
+        first = max(start, request.num_prompt_logprobs)
+        last = min(start + num_tokens, len(request.prompt_token_ids) - 1)
+        request.num_prompt_logprobs = max(request.num_prompt_logprobs, last)
+        return first
 
     def _fit(self, draft: Draft) -> None:
         """Cuts the last prefill chunk to the next smaller bucket if that defers fewer tokens than padding would add."""
@@ -439,6 +459,18 @@ class Scheduler:
         self.num_expired += reason is FinishReason.DEADLINE
         self._pace.request_left(now, self.num_waiting)
         return True
+
+    def finish_at_token(self, request: Request, reason: FinishReason, now: float, *, is_dropped: bool = False) -> None:
+        """Ends a request at its last token, also if `account` has ended it there. `is_dropped` removes the token."""
+        if not self.finish(request, reason, now):
+            request.finish_reason = reason
+        if is_dropped:
+            request.output_token_ids.pop()
+
+    def stop_publishing(self) -> None:
+        """Makes the unfinished requests publish no more pages."""
+        for request in self._requests:
+            request.publish_at_tokens = NEVER
 
     def audit(self) -> None:
         """Checks the invariants of queues, slots and pages. Raises AssertionError if one fails. O(requests + pages)."""

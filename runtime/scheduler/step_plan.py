@@ -1,6 +1,6 @@
 """Data types of a planned step, which step 4 of 10 (scheduler) passes to step 5 (batch)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,6 +44,8 @@ class StepPlan:
     drafts: Sequence[Sequence[int]] = ()  # draft tokens of each decode; empty if no decode has any
     # For each decode, its number of steps if num_steps > 1, or its number of positions if there are drafts; else empty.
     decode_lengths: Sequence[int] = ()
+    # For each request with a prefill chunk that computes prompt log-probabilities, the first position that does.
+    prompt_logprob_starts: Mapping[Request, int] = field(default_factory=dict)
     num_sitting_out: int = 0  # requests not decoded because their position depends on drafts in flight
     planned_seconds: float = 0.0
     admitted: Sequence[Admission] = ()

@@ -1,1 +1,1 @@
-"""From a configuration to a serving process; live changes of TP size."""
+"""Starts a serving process from a configuration, and changes the TP size of a running one."""

@@ -1,4 +1,7 @@
-"""From a `ServeConfig` to a ready engine: mesh, weights, programs, cache, queues, in this order."""
+"""Turns a `ServeConfig` into an engine that is ready to start: mesh, weights, programs, cache and scheduler.
+
+files -> resolved server -> weights on the devices -> compiled programs and cache -> engine
+"""
 
 import dataclasses
 import importlib.metadata
@@ -16,54 +19,52 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout
-from meshserve.sharding.memory import added_bytes, check_weights_fit, num_pages_that_fit, shard_bytes
+from meshserve.sharding.memory import check_weights_fit
 from meshserve.sharding.mesh import make_mesh, use_cpu_devices, use_dispatch_threads
 
-from ..api.config import ServeConfig, context_tokens, serving_dtype
+from ..api.config import ServeConfig
 from ..api.engine_api import Deliver, ModelInfo
 from ..api.model_config import ModelConfig
 from ..cluster.preflight import Cluster
 from ..engine.engine import Engine
 from ..engine.step_record import Record
-from ..planning.kernel_selection import choose_kernels, kernels_here
-from ..program.batch import BatchBuilder, server_buckets, server_limits
+from ..planning.resolved_server import PlacedServer, resolve_here
+from ..program.batch import BatchBuilder
 from ..program.compile_cache import use_cache
 from ..program.device_figures import FIGURES_IN_LOG
-from ..program.output_buffers import output_buffer_shapes
 from ..program.processor_batch import ProcessorBatchBuilder
-from ..program.processor_programs import LogitsProcessors, ProcessorPrograms
-from ..program.step import CacheShape, StepRunner, cache_page_bytes, lower_step, placed_state, state_shapes
+from ..program.step_runner import StepRunner
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
 from ..weights.load import device_weight_bytes, load_model
 from ..weights.locate import ModelFiles, find_model
-from ..weights.orbax_layout import model_layout
 from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of, read_model
 from .live_reshard import Resharder
+from .runner_build import compile_runner
 
 if TYPE_CHECKING:
     from ..text.grammar import Grammars
 
 _log = logging.getLogger(__name__)
 
-# Makes a model's structure and its parameters on the devices of a mesh.
+# Creates a model's structure and its parameters on the devices of a mesh.
 MakeParams = Callable[[ModelConfig, ShardLayout, Mesh, jnp.dtype], tuple[nnx.GraphDef, nnx.State]]
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A ready engine, not yet started, and what the edge needs beside it."""
+    """An engine that is ready to start, and what the server needs besides it."""
 
     engine: Engine
     tokenizer: Tokenizer
     info: ModelInfo
     resharder: Resharder
-    grammars: "Grammars | None"  # None: takes no constraints
+    grammars: "Grammars | None"  # None if constraints are not supported
 
     def info_at(self, tp: int) -> ModelInfo:
-        """What is served once the degree has changed."""
+        """Returns the model information after a change of the TP size."""
         return dataclasses.replace(self.info, tp_degree=tp, num_devices=tp)
 
 
@@ -74,23 +75,25 @@ def launch(
     progress: Callable[[str], None] = _log.info,
     cluster: Cluster | None = None,
 ) -> Launched:
-    """Loads a model and makes everything ready to serve it. Blocks for as long as that takes; tells `progress` where
-    it is.
+    """Loads a model and prepares everything to serve it. Blocks until the engine is ready to start.
 
-    `deliver` and `record` get what comes out of the engine; see `Engine`. With a `cluster` this is process 0 of it.
+    Args:
+      config: The options.
+      deliver: Receives the outputs; see `Engine`.
+      record: Receives a record of each step; see `Engine`.
+      progress: Receives a description of each phase when it begins.
+      cluster: The cluster of which this is process 0; None if this process serves alone.
 
     Raises:
-      MeshserveError, CheckpointError, ValueError, MemoryError: the config, the model or the devices do not allow it.
-      ClusterError: the other processes do not.
+      MeshserveError, CheckpointError, ValueError, MemoryError: The options, the model or the devices do not allow it.
+      ClusterError: Another process does not allow it, or has failed.
     """
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
     model = read_model(files.small / "config.json")
     tokenizer = Tokenizer(files.small)
     grammars = None
     if config.logits_processors:
-        from ..text.grammar import (
-            Grammars,  # here, because benchmarks of the engine run where llguidance is not installed
-        )
+        from ..text.grammar import Grammars  # not at module level: benchmarks of the engine run without llguidance
 
         eos_token_ids = filter(tokenizer.knows, _eos_token_ids(tokenizer, model))
         grammars = Grammars(files.small / "tokenizer.json", model.vocab_size, frozenset(eos_token_ids))
@@ -98,15 +101,12 @@ def launch(
         progress("waiting for the other processes")
         cluster.begin(config, files)
     load = _loading(files, progress)
-    engine, mesh = build_engine(config, model, load, tokenizer, deliver, record, cluster)
-    named = kernels_here(config, model, mesh)
-    # At another degree the same kernels serve, but how the devices add up is chosen anew.
-    resharder = Resharder(engine, dataclasses.replace(named, all_reduce=config.all_reduce), model, make_runner)
-    return Launched(engine, tokenizer, _model_info(named, model, tokenizer, mesh), resharder, grammars)
+    engine, server = build_engine(config, model, load, tokenizer, deliver, record, cluster)
+    return Launched(engine, tokenizer, _model_info(server, tokenizer), Resharder(engine, server), grammars)
 
 
 def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> StepRunner:
-    """As `launch`, for a process that follows: a started runner is all it needs.
+    """Prepares a follower process, like `launch`, and returns its started runner.
 
     Raises:
       As `launch`.
@@ -115,15 +115,15 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     model = read_model(files.small / "config.json")
     progress("waiting for the other processes")
     cluster.begin(config, files)
-    runner, _, _ = build_runner(config, model, _loading(files, progress), cluster)
+    runner, _ = build_runner(config, model, _loading(files, progress), cluster)
     return runner
 
 
 def open_model(name: str, *, random_weights: bool) -> tuple[ModelConfig, MakeParams]:
-    """What an engine without a tokenizer needs of `model` and `random_weights` of a `ServeConfig`.
+    """Finds a model for an engine without a tokenizer; the arguments are the options `model` and `random_weights`.
 
     Raises:
-      MeshserveError: there is no such model, or it is not implemented.
+      MeshserveError: The model does not exist, or its architecture is not implemented.
     """
     files = find_model(name, random_weights=random_weights)
     return read_model(files.small / "config.json"), _make_params(files)
@@ -151,42 +151,45 @@ def build_engine(
     deliver: Deliver,
     record: Record | None = None,
     cluster: Cluster | None = None,
-) -> tuple[Engine, Mesh]:
-    """Everything but the files: places the parameters, compiles every program, then allocates the cache.
+) -> tuple[Engine, PlacedServer]:
+    """Builds a runner as `build_runner` does, and an engine that is ready to start. Returns it and the resolved server.
 
     Raises:
       As `launch`.
     """
-    runner, num_pages, mesh = build_runner(config, model, make_params, cluster)
-    config = kernels_here(config, model, mesh)
-    limits = server_limits(config, context_tokens(config, model))
-    pages = PageAllocator(num_pages)
+    runner, server = build_runner(config, model, make_params, cluster)
+    limits, pages = server.limits, PageAllocator(runner.num_pages)
     eos_token_ids = _eos_token_ids(tokenizer, model) if tokenizer is not None else frozenset()
     engine = Engine(
         scheduler=Scheduler(limits, pages, eos_token_ids),
         pages=pages,
         batches=BatchBuilder(
-            server_buckets(config),
-            max_running=config.max_running,
-            page_size=config.page_size,
+            server.buckets,
+            max_running=limits.max_running,
+            page_size=limits.page_size,
             max_request_pages=limits.num_pages_for(limits.max_context),
             processors=ProcessorBatchBuilder(
-                max_running=config.max_running, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
+                max_running=limits.max_running, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
             ),
-            has_drafts=config.draft_tokens > 0,
+            has_drafts=limits.draft_tokens > 0,
         ),
         runner=runner,
         tokenizer=tokenizer,
         deliver=deliver,
         record=record,
     )
-    return engine, mesh
+    return engine, server
 
 
 def build_runner(
     config: ServeConfig, model: ModelConfig, make_params: MakeParams, cluster: Cluster | None = None
-) -> tuple[StepRunner, int, Mesh]:
-    """What every process of a server has: a started runner, the number of its pages, and its mesh.
+) -> tuple[StepRunner, PlacedServer]:
+    """Resolves the server, loads its parameters, compiles its programs and allocates its cache.
+
+    Every process of a server does this.
+
+    Returns:
+      The started runner and the resolved server.
 
     Raises:
       As `launch`.
@@ -197,119 +200,41 @@ def build_runner(
         use_dispatch_threads()
     if config.cache_dir:
         use_cache(Path(config.cache_dir).expanduser())
-    mesh = make_mesh(config.tp)
-    layout, dtype = model_layout(model, config.tp), _dtype_on(mesh, config, model)
-    page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
-    check_weights_fit(mesh, config.memory_fraction, device_weight_bytes(model, mesh, dtype), page_bytes=page_bytes)
-    config = kernels_here(config, model, mesh, are_devices_idle=True)
-    structure, params = make_params(model, layout, mesh, dtype)
-    runner, num_pages = make_runner(config, model, mesh, structure, params, cluster=cluster)
+    server = resolve_here(config, model, make_mesh(config.tp))
+    weight_bytes = device_weight_bytes(model, server.mesh, server.dtype)
+    check_weights_fit(server.mesh, server.memory_fraction, weight_bytes, page_bytes=server.page_bytes)
+    structure, params = make_params(model, server.layout, server.mesh, server.dtype)
+    runner = compile_runner(server, structure, params, cluster=cluster)
     runner.start(params)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))
-    return runner, num_pages, mesh
-
-
-def make_runner(
-    config: ServeConfig,
-    model: ModelConfig,
-    mesh: Mesh,
-    structure: nnx.GraphDef,
-    params: nnx.State,
-    *,
-    measured: Mesh | None = None,
-    reserved_bytes: int = 0,
-    cluster: Cluster | None = None,
-) -> tuple[StepRunner, int]:
-    """Compiles every program: the runner, not yet started, and the number of pages of its cache.
-
-    Args:
-      params: arrays, or shapes with shardings.
-      measured: the devices whose free memory decides about the cache, if not all of the mesh.
-      reserved_bytes: of that memory, what will be taken on each device; negative if some will become free.
-      cluster: the other processes of the mesh, who must make the same programs.
-
-    Raises:
-      ValueError, MemoryError: the devices do not allow it.
-      ClusterError: the other processes do not.
-    """
-    config = kernels_here(config, model, mesh)
-    layout, dtype = model_layout(model, mesh.size), _dtype_on(mesh, config, model)
-    buckets = server_buckets(config)
-    # A cache of one page tells what there is to know about kernels and scratch, which do not depend on its size.
-    max_request_pages = -(-context_tokens(config, model) // config.page_size)
-    one_page = CacheShape(1, config.page_size, config.max_running, max_request_pages)
-    one_page_shapes = state_shapes(model, layout, one_page, dtype)
-    kernels = choose_kernels(config, model, mesh)
-    processors = None
-    if config.logits_processors:
-        declared = ProcessorPrograms(
-            structure=structure,
-            params=params,
-            mesh=mesh,
-            buckets=buckets,
-            max_running=config.max_running,
-            real_vocab_size=model.vocab_size,
-            is_unrolled=kernels.is_unrolled,
-            find_threshold=kernels.find_threshold,
-            has_output_buffers=kernels.has_output_buffers,
-            has_library_gemms=kernels.has_library_gemms,
-        )
-        processors = LogitsProcessors(declared, num_threads=config.compile_threads)
-    num_pages = config.num_pages
-    if not num_pages:
-        placed = placed_state(one_page_shapes, mesh)
-        scratch = added_bytes(lower_step(structure, params, kernels, buckets[-1], placed, mesh).compile())
-        if processors is not None:
-            scratch = max(scratch, processors.scratch_bytes) + processors.device_bytes
-        scratch += shard_bytes(output_buffer_shapes(kernels, params, buckets, mesh))
-        kept = scratch + (config.reserve_mib << 20) + reserved_bytes
-        page_bytes = cache_page_bytes(model, layout, config.page_size, dtype)
-        num_pages = num_pages_that_fit(measured or mesh, config.memory_fraction, page_bytes, kept)
-    if cluster is not None:
-        chosen = [getattr(kernel, "__qualname__", type(kernel).__name__) for kernel in vars(kernels).values()]
-        num_pages = cluster.num_pages(
-            num_pages, mesh=mesh.devices.tolist(), buckets=buckets, cache=one_page_shapes, kernels=chosen
-        )
-    shape = one_page._replace(num_pages=num_pages)
-    runner = StepRunner(
-        structure=structure,
-        params=params,
-        state_shapes=state_shapes(model, layout, shape, dtype),
-        kernels=kernels,
-        buckets=buckets,
-        mesh=mesh,
-        num_threads=config.compile_threads,
-        processors=processors,
-    )
-    _log.info("%d programs ready after %.1f s; %s", len(buckets), runner.compile_seconds, shape)
-    return runner, num_pages
+    return runner, server
 
 
 def _eos_token_ids(tokenizer: Tokenizer, model: ModelConfig) -> frozenset[int]:
-    """Those that the model can choose: the files beside one whose vocabulary was cut may still name others."""
+    """Returns the end tokens of the tokenizer that are in the model's vocabulary.
+
+    The files of a model with a reduced vocabulary may name others.
+    """
     return frozenset(token_id for token_id in tokenizer.eos_token_ids if token_id < model.vocab_size)
 
 
-def _dtype_on(mesh: Mesh, config: ServeConfig, model: ModelConfig) -> jnp.dtype:
-    return jnp.dtype(serving_dtype(config, model, mesh.devices.flat[0].platform))
-
-
-def _model_info(config: ServeConfig, model: ModelConfig, tokenizer: Tokenizer, mesh: Mesh) -> ModelInfo:
+def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
+    model, requested = server.model, server.requested
     return ModelInfo(
-        name=config.served_name or Path(os.path.abspath(config.model)).name,
+        name=requested.served_name or Path(os.path.abspath(requested.model)).name,
         architecture=architecture_of(model).name,
         vocab_size=model.vocab_size,
-        max_context_tokens=context_tokens(config, model),
+        max_context_tokens=server.limits.max_context,
         eos_token_ids=tuple(sorted(_eos_token_ids(tokenizer, model))),
-        tp_degree=config.tp,
-        dtype=_dtype_on(mesh, config, model).name,
-        page_size_tokens=config.page_size,
+        tp_degree=server.tp,
+        dtype=server.dtype.name,
+        page_size_tokens=server.limits.page_size,
         num_parameters=model.num_params,
-        num_devices=mesh.size,
-        device_kind=mesh.devices.flat[0].device_kind,
+        num_devices=server.mesh.size,
+        device_kind=server.mesh.devices.flat[0].device_kind,
         server_version=importlib.metadata.version("meshserve"),
         supports_chat=tokenizer.has_chat_template,
-        supports_structured_output=config.logits_processors,
-        supports_logprobs=config.logits_processors,
-        supports_penalties=config.logits_processors,
+        supports_structured_output=server.has_processors,
+        supports_logprobs=server.has_processors,
+        supports_penalties=server.has_processors,
     )

@@ -1,14 +1,13 @@
-"""Another tensor-parallel degree for a running engine: the weights move from device to device, streams go on.
+"""Changes the TP size of a running engine by moving its weights between devices, without ending its requests.
 
-    compile the programs, while the old mesh goes on serving
+    compile the programs for the new mesh, while the old one serves
     -> collect the steps in flight, preempt every running request, free the cache
     -> move the weights, one parameter at a time -> allocate the cache
-    -> the requests compute their tokens anew and go on
+    -> the requests recompute their tokens and continue
 
-A token depends on neither the mesh nor the batch, so the streams are what they would have been.
+Tokens do not depend on the mesh or the batch, so the streams continue as they would have without the change.
 """
 
-import dataclasses
 import logging
 import threading
 import time
@@ -16,9 +15,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from meshserve.sharding.checkpoints.parameters import Piece
 from meshserve.sharding.checkpoints.resharding import reshard
@@ -26,119 +24,108 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import check_weights_fit
 from meshserve.sharding.mesh import make_mesh, named_sharding
 
-from ..api.config import ServeConfig
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
 from ..engine.engine import Engine
-from ..program.step import StepRunner
+from ..planning.resolved_server import PlacedServer
+from ..program.step_runner import StepRunner
 from ..weights.load import device_weight_bytes
 from ..weights.orbax_layout import STACK, model_layout, moved_pieces
 from ..weights.registry import abstract_model
+from .runner_build import compile_runner
 
 _log = logging.getLogger(__name__)
 
-# `launch.make_runner`, which imports this module.
-MakeRunner = Callable[..., tuple[StepRunner, int]]
-
 
 class Resharder:
-    """Changes the degree of one engine. Safe to call from any thread; changes wait for each other.
+    """Changes the TP size of one engine. May be called from any thread; changes run one after another.
 
-    `compiling` is entered around each change: who watches for compiles puts a context there in which they are no fault.
+    `compiling` is entered around each change. Code that watches for late compiles sets it to a context that allows
+    them.
     """
 
-    def __init__(self, engine: Engine, config: ServeConfig, model: ModelConfig, make_runner: MakeRunner):
-        self._engine, self._config, self._model, self._make_runner = engine, config, model, make_runner
+    def __init__(self, engine: Engine, server: PlacedServer):
+        self._engine, self._server = engine, server
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         self._one_at_a_time = threading.Lock()
 
     @property
     def tp(self) -> int:
-        """The present degree."""
-        return self._config.tp
+        """The current TP size."""
+        return self._server.tp
 
     def change_tp(self, tp: int) -> float:
-        """Serves at another degree from now on. Returns the seconds for which the streams paused.
+        """Changes the TP size. Returns the number of seconds for which the streams paused; 0 if nothing changed.
 
         Raises:
-          ConfigError, MemoryError: the model or the devices do not allow it; nothing has changed.
-          EngineStoppedError: the engine is not running.
-          What goes wrong later, once the weights are on their way, ends the engine.
+          ConfigError, MemoryError: The model or the devices do not allow this TP size. Nothing has changed.
+          EngineStoppedError: The engine is not running.
+          Exception: The change failed after the weights began to move; the engine has ended.
         """
         with self._one_at_a_time:
-            if tp == self._config.tp:
+            if tp == self.tp:
                 return 0.0
-            try:
-                mesh, layout = make_mesh(tp), model_layout(self._model, tp)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-            config = dataclasses.replace(self._config, tp=tp)
             old = self._engine.runner
             assert isinstance(old, StepRunner)
             with self.compiling():
                 try:
-                    runner, num_pages = self._prepared(config, old, mesh)
-                except ValueError as error:  # the kernels that serve do not take the new blocks
+                    server = self._server.on_mesh(make_mesh(tp))
+                    runner = self._compiled(server, old)
+                except ValueError as error:  # too few devices, or the model or its kernels cannot be split like this
                     raise ConfigError(str(error)) from None
-                paused_seconds = self._swap(old, runner, num_pages, layout, mesh)
-            self._config = config
-            _log.info("tp is %d now; the streams paused for %.2f s", tp, paused_seconds)
+                paused_seconds = self._swap(server, old, runner)
+            self._server = server
+            _log.info("the TP size is now %d; the streams paused for %.2f s", tp, paused_seconds)
             return paused_seconds
 
-    def _prepared(self, config: ServeConfig, old: StepRunner, mesh: Mesh) -> tuple[StepRunner, int]:
-        """The programs for the new mesh, while the old one goes on serving."""
-        self._check_memory(old, mesh)
-        structure, abstract = abstract_model(self._model, model_layout(self._model, mesh.size), old.dtype)
-        placed = [
-            (path, weight.replace(_placed(weight, old.dtype, named_sharding(mesh, weight.axes))))
-            for path, weight in nnx.to_flat_state(abstract)
-        ]
-        weight_bytes = device_weight_bytes(self._model, mesh, old.dtype)
-        # Virtual CPU devices share one memory, and a cache for each of them the same as at a start.
-        num_measured = mesh.size if mesh.devices.flat[0].platform == "cpu" else min(mesh.size, self._config.tp)
-        return self._make_runner(
-            config,
-            self._model,
-            mesh,
-            structure,
-            nnx.from_flat_state(placed),
+    def _compiled(self, server: PlacedServer, old: StepRunner) -> StepRunner:
+        """Compiles the programs for the new mesh, while the old one serves."""
+        self._check_memory(server, old)
+        mesh = server.mesh
+        # Virtual CPU devices share the host's memory, and their cache is sized as at startup.
+        num_measured = mesh.size if server.platform == "cpu" else min(mesh.size, self.tp)
+        return compile_runner(
+            server,
+            *server.abstract_params(),
             measured=Mesh(mesh.devices[:num_measured], mesh.axis_names),
-            reserved_bytes=weight_bytes - old.device_bytes,
+            reserved_bytes=device_weight_bytes(server.model, mesh, server.dtype) - old.device_bytes,
         )
 
-    def _swap(self, old: StepRunner, new: StepRunner, num_pages: int, layout: ShardLayout, mesh: Mesh) -> float:
-        """Moves the weights and starts the new runner between two steps. Returns the seconds it took."""
+    def _swap(self, server: PlacedServer, old: StepRunner, new: StepRunner) -> float:
+        """Moves the weights and starts the new runner between two steps. Returns the seconds that it took."""
         seconds = 0.0
 
-        def make_runner() -> tuple[StepRunner, int]:
+        def start_runner() -> tuple[StepRunner, int]:
             nonlocal seconds
             started = time.monotonic()
-            new.start(move_params(self._model, old.release(), self._config.tp, layout, mesh))
+            new.start(move_params(server.model, old.release(), self.tp, server.layout, server.mesh))
             seconds = time.monotonic() - started
-            return new, num_pages
+            return new, new.num_pages
 
-        self._engine.rebuild(make_runner)
+        self._engine.rebuild(start_runner)
         return seconds
 
-    def _check_memory(self, old: StepRunner, mesh: Mesh) -> None:
-        """Whether the weights have room: on the devices that are new to the mesh, or, where it shrinks, on those that
-        stay, once their present shards and cache are gone."""
-        old_tp = self._config.tp
-        held_bytes, needed_bytes = old.device_bytes, device_weight_bytes(self._model, mesh, old.dtype)
+    def _check_memory(self, server: PlacedServer, old: StepRunner) -> None:
+        """Checks that the weights fit.
+
+        If the mesh grows, this concerns the devices that are added. If it shrinks, it concerns those that remain, after
+        their present shards and cache are freed.
+        """
+        mesh, old_tp = server.mesh, self.tp
+        held_bytes, needed_bytes = old.device_bytes, device_weight_bytes(server.model, mesh, server.dtype)
         if mesh.size > old_tp:
             mesh, held_bytes = Mesh(mesh.devices[old_tp:], mesh.axis_names), 0
-        elif mesh.devices.flat[0].platform == "cpu":
-            held_bytes = held_bytes * old_tp // mesh.size  # all devices share one memory
-        check_weights_fit(mesh, self._config.memory_fraction, needed_bytes, held_bytes=held_bytes)
-
-
-def _placed(weight: nnx.Variable, dtype: jnp.dtype, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(weight.shape, dtype, sharding=sharding)
+        elif server.platform == "cpu":
+            held_bytes = held_bytes * old_tp // mesh.size  # all devices share the host's memory
+        check_weights_fit(mesh, server.memory_fraction, needed_bytes, held_bytes=held_bytes)
 
 
 def move_params(model: ModelConfig, params: nnx.State, old_tp: int, layout: ShardLayout, mesh: Mesh) -> nnx.State:
-    """The parameters in another layout on another mesh. Consumes `params`: each is deleted when its successor is
-    there, so that the most a device holds beyond both shards is one parameter."""
+    """Moves parameters to another layout and mesh.
+
+    Consumes `params`: each parameter is deleted as soon as it has been moved, so that a device needs memory for at most
+    one parameter in addition to its old and new shards.
+    """
     pieces = moved_pieces(model, model_layout(model, old_tp), layout)
     old = dict(nnx.to_flat_state(params))
     _, abstract = abstract_model(model, layout, jax.tree.leaves(params)[0].dtype)
@@ -156,5 +143,5 @@ def move_params(model: ModelConfig, params: nnx.State, old_tp: int, layout: Shar
 
 
 def _of_all_layers(piece: Piece, num_layers: int) -> Piece:
-    """The same piece of a parameter in which layers are stacked."""
+    """Returns the same piece of a parameter in which all layers are stacked."""
     return Piece(piece.tensor, (0, *piece.start), (num_layers, *piece.size), (0, *piece.place))

@@ -1,4 +1,4 @@
-"""SIGHUP: a running server reads its config file again. The one option that changes without a restart is `tp`."""
+"""Rereads the config file at SIGHUP. Only the option `tp` takes effect without a restart."""
 
 import dataclasses
 import logging
@@ -14,12 +14,12 @@ _log = logging.getLogger(__name__)
 
 
 def reload_on_hangup(config: ServeConfig, read: Callable[[], ServeConfig], change_tp: Callable[[int], None]) -> None:
-    """Installs the handler. Python allows that in the main thread only.
+    """Installs the signal handler. Call it from the main thread, as Python requires.
 
     Args:
-      config: what the server started with.
-      read: reads the file and the flags again.
-      change_tp: serves at the degree that the config names now; does nothing if it is the present one.
+      config: The options with which the server started.
+      read: Rereads the file and the flags.
+      change_tp: Changes the TP size of the server; does nothing if it already has this size.
     """
     one_at_a_time = threading.Lock()
 
@@ -28,21 +28,21 @@ def reload_on_hangup(config: ServeConfig, read: Callable[[], ServeConfig], chang
             try:
                 new = read()
                 for name in changed_options(config, new):
-                    _log.warning("%s has changed in the config; it takes effect at the next start", name)
+                    _log.warning("option %s has changed; it takes effect at the next start", name)
                 change_tp(new.tp)
             except (MeshserveError, MemoryError, ValueError) as error:
-                _log.error("the config was read again, but tp stays as it was: %s", error)
+                _log.error("the TP size was not changed: %s", error)
             except Exception:
-                _log.exception("the change of tp failed")
+                _log.exception("changing the TP size failed")
 
     def on_signal(number: int, frame: Any) -> None:
-        # No daemon: a process that ends while XLA compiles in one of its threads is aborted.
+        # Not a daemon thread: a process that exits while XLA compiles in one of its threads is aborted.
         threading.Thread(target=reload, name="reload").start()
 
     signal.signal(signal.SIGHUP, on_signal)
 
 
 def changed_options(old: ServeConfig, new: ServeConfig) -> list[str]:
-    """The options other than tp that differ."""
+    """Returns the names of the options that differ, except tp."""
     names = [field.name for field in dataclasses.fields(ServeConfig) if field.name != "tp"]
     return [name for name in names if getattr(old, name) != getattr(new, name)]

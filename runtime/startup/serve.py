@@ -1,4 +1,4 @@
-"""`meshserve serve`: listens at once, loads and compiles behind the port, serves until told to stop."""
+"""`meshserve serve`: opens its ports, loads and compiles in the background, and serves until it is told to stop."""
 
 import contextlib
 import dataclasses
@@ -27,18 +27,17 @@ from .reload import reload_on_hangup
 
 if TYPE_CHECKING:
     from ..cluster.preflight import Cluster
-    from ..program.step import StepRunner
+    from ..program.step_runner import StepRunner
     from .launch import Launched
 
 _log = logging.getLogger(__name__)
 
-
-# How long a thread that wants Python's lock waits for one that computes. The engine's has a device waiting for it.
+# How long a thread waits for the interpreter lock before it interrupts another. Devices wait for the engine's thread.
 _SWITCH_SECONDS = 0.0005
 
 
 def listen_of(config: ServeConfig) -> Listen:
-    """Where and how the config wants to listen."""
+    """Returns the addresses and protocols that the options ask for."""
     tls = None
     if config.tls_cert:
         client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
@@ -56,13 +55,17 @@ def listen_of(config: ServeConfig) -> Listen:
 
 
 def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConfig] | None = None) -> int:
-    """Serves; returns the exit status. `read` makes the config anew, at SIGHUP: see `reload`.
+    """Serves until told to stop, and returns the exit status.
 
-    Of several processes this is one: process 0 serves, the others follow it. Such a process does not return: jax's own
-    way out waits for peers that may be gone.
+    In a cluster, process 0 serves and the other processes follow it. These processes exit instead of returning, because
+    JAX's shutdown waits for processes that may have exited.
+
+    Args:
+      config: The options.
+      read: Rereads the options at SIGHUP, see `reload_on_hangup`; None ignores the signal.
 
     Raises:
-      MeshserveError: the config, the model, the devices or the address do not allow it, or the engine died.
+      MeshserveError: The options, the model, the devices or the address do not allow it, or the engine failed.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     configure_logs(config.log_format)
@@ -79,20 +82,20 @@ def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConf
         serving.close()
     serving.place.end()
     if serving.launched is None:
-        # Told to stop while it started: a compiler may be at work in a thread that nobody can end.
+        # Stopped during startup: a thread that cannot be interrupted may still be compiling.
         sys.stdout.flush()
         os._exit(0)
     return 0
 
 
 def _launch_follower(config: ServeConfig, cluster: "Cluster", progress: Callable[[str], None]) -> "StepRunner":
-    from .launch import launch_follower  # here, because importing jax takes seconds
+    from .launch import launch_follower  # not at module level: importing jax takes seconds
 
     return launch_follower(config, cluster, progress)
 
 
 class _Serving:
-    """The edge, and behind it, once it is there, the engine."""
+    """A serving process: the edge, and the engine once it is ready."""
 
     def __init__(self, config: ServeConfig, place: Place):
         self.place = place
@@ -105,9 +108,9 @@ class _Serving:
         self._open_things = contextlib.ExitStack()
 
     def prepare(self) -> Backend:
-        """Loads and compiles, in a thread of its own."""
+        """Loads and compiles. Runs in a thread of its own."""
         self._tell("starting the devices")
-        from ..program.compile_cache import CompileWatch  # here, because importing jax takes seconds
+        from ..program.compile_cache import CompileWatch  # not at module level: importing jax takes seconds
         from .launch import launch
 
         compiles = self._open_things.enter_context(CompileWatch(is_strict=self._config.strict))
@@ -116,7 +119,7 @@ class _Serving:
         self.launched = launched
         if launched.info.supports_chat:
             self._tell("reading the chat template")
-            with contextlib.suppress(InvalidRequestError):  # a template may want more than this; it is loaded then, too
+            with contextlib.suppress(InvalidRequestError):  # a template may need more, but is loaded anyway
                 launched.tokenizer.render_chat([{"role": "user", "content": ""}])
         _log.info("ready to serve; %s", compiles.counts)
         compiles.ready()
@@ -124,21 +127,22 @@ class _Serving:
         metrics.read_late_compiles = lambda: compiles.counts.num_late_compiles
         self.place.attach(launched.engine)
         gc.collect()
-        gc.freeze()  # what start-up made is there to stay: looking through it takes a full collection 0.1 s each time
+        gc.freeze()  # the objects of startup are permanent, and scanning them takes 0.1 s per full collection
         launched.engine.start()
         return Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars)
 
     def change_tp(self, tp: int) -> None:
-        """See `reload`.
+        """Changes the TP size of the running server.
 
         Raises:
-          EngineStoppedError, ConfigError: not now, or not here.
+          EngineStoppedError: The server is still starting.
+          ConfigError: The process belongs to a cluster, or see `Resharder.change_tp`.
         """
         launched = self.launched
         if self.edge.backend is None or launched is None:
             raise EngineStoppedError("the server is starting; send SIGHUP again once it is ready.")
         if not self.place.is_alone and tp != self._config.tp:
-            raise ConfigError("the degree of several processes is that of their start; restart them all.")
+            raise ConfigError("the TP size of a cluster is fixed at startup; restart all its processes.")
         if launched.resharder.change_tp(tp):
             self.edge.attach(dataclasses.replace(self.edge.backend, info=launched.info_at(tp)))
 

@@ -26,7 +26,7 @@ CACHE_BYTES = 1 << 30
 def server(target: str = "h100:1", kernels: str = "cuda", num_layers: int = 4) -> Planner:
     """Plans a server of Qwen3-8B with few layers."""
     plan = check_cuda.planner("qwen3-8b", target, kernels)
-    return dataclasses.replace(plan, model=dataclasses.replace(plan.model, num_layers=num_layers))
+    return plan.replan(model=dataclasses.replace(plan.server.model, num_layers=num_layers))
 
 
 def report(kind: str = "step", size: int = 64, **text: object) -> ProgramReport:
@@ -56,13 +56,13 @@ def test_a_program_of_which_everything_holds():
         (report(num_all_reduces=31), "0 to 30 all-reduces"),
         (dataclasses.replace(report(), aliased_bytes=CACHE_BYTES - 1), "the KV cache is updated in place"),
         (dataclasses.replace(report(), temp_bytes=8 << 30), "temporaries stay below"),
-        (dataclasses.replace(report(), peak_bytes=60 << 30), "it takes less than 60826 MiB"),
+        (dataclasses.replace(report(), peak_bytes=60 << 30), "it uses less than 60826 MiB"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_does_not_hold_is_named(found, fault):
     (only,) = faults(found)
-    assert only.startswith(f"step 64: not so: {fault}")
+    assert only.startswith(f"step 64: failed: {fault}")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_does_not_hold_is_named(found, fault):
 def test_the_number_of_kernels_follows_from_the_config(target, kernels, kind, size, num_kernels):
     plan = server(target, kernels)
     has_p2p = kernels == "cuda" and size <= 256
-    num_all_reduces = 9 if plan.num_devices > 1 and not has_p2p else 0
+    num_all_reduces = 9 if plan.server.tp > 1 and not has_p2p else 0
     right = report(kind, size, num_kernels=num_kernels, num_all_reduces=num_all_reduces)
     assert faults(right, plan) == []
     assert len(faults(dataclasses.replace(right, text=report(num_kernels=7).text), plan)) >= 1
@@ -127,9 +127,9 @@ def test_without_the_compiler_the_command_says_what_brings_it(capsys):
 @pytest.mark.parametrize("kernels", ["cuda", "xla sums", "xla"])
 def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels):
     plan = server(target, kernels, num_layers=2)
-    shape = plan.cache_shape(plan.plan().served_pages)
-    dry = DryServer.on(plan.target, plan.model, config=plan.config)
-    programs = dry.programs(plan.buckets, shape, has_processors=True)
+    shape = plan.server.cache_shape(plan.plan().served_pages)
+    dry = DryServer.on(plan.target, plan.server)
+    programs = dry.programs(shape).to_lower()
     others = (("decode greedy", 4), ("decode top_p", 4), ("sample", 64), ("prompt", 64))
     for key in [("step", 64), *[key for key in others if key in programs]]:
         found = dry.report(key, programs[key])
@@ -139,13 +139,13 @@ def test_a_step_and_a_decode_compile_in_place_with_their_kernels(target, kernels
 @needs_compiler
 def test_several_decode_steps_in_a_dispatch_choose_nothing_on_the_device():
     plan = server(num_layers=2)
-    plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, max_decode_steps=4))
-    shape = plan.cache_shape(plan.plan().served_pages)
-    dry = DryServer.on(plan.target, plan.model, config=plan.config)
+    plan = plan.replan(config=dataclasses.replace(plan.server.requested, max_decode_steps=4))
+    shape = plan.server.cache_shape(plan.plan().served_pages)
+    dry = DryServer.on(plan.target, plan.server)
     key = ("decode greedy x 4", 4)
-    found = dry.report(key, dry.programs(plan.buckets, shape, has_processors=False)[key])
+    found = dry.report(key, dry.programs(shape).to_lower()[key])
     assert program_faults(plan, found, dry.cache_bytes(shape)) == []
-    (bucket,) = (bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == key)
+    (bucket,) = (bucket for bucket in plan.server.buckets if bucket.key == key)
     text = dry.compile(bucket, shape).as_text()
     assert text.count(" while(") == 1 and '"known_trip_count":{"n":"4"}' in text
     assert " conditional(" not in text
@@ -156,9 +156,9 @@ def test_several_decode_steps_in_a_dispatch_choose_nothing_on_the_device():
 def test_small_operands_have_no_room_in_the_memory_of_the_sampled_tokens(kind, size):
     """Otherwise the kernels of a call are set up again in every step."""
     plan = server(num_layers=2)
-    dry = DryServer.on(plan.target, plan.model, config=plan.config)
-    bucket = next(bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == (kind, size))
-    text = dry.compile(bucket, plan.cache_shape(1000)).as_text()
+    dry = DryServer.on(plan.target, plan.server)
+    bucket = next(bucket for bucket in plan.server.buckets if bucket.key == (kind, size))
+    text = dry.compile(bucket, plan.server.cache_shape(1000)).as_text()
     calls = [line for line in text.splitlines() if re.search(r'"meshserve_(decode|prefill|qk)_\w+"', line)]
     assert len(calls) == (1 if bucket.is_decode else 4)
     for call in calls:
@@ -174,9 +174,9 @@ def test_a_server_of_one_request_uses_library_gemms_too():
     The rows of the logits projection are padded, so that its table keeps its shape.
     """
     plan = server(num_layers=2)
-    dry = DryServer.on(plan.target, plan.model, config=plan.config)
-    (bucket,) = (bucket for bucket in plan.buckets if (bucket.kind, bucket.num_tokens) == ("step", 64))
-    text = dry.compile(dataclasses.replace(bucket, num_requests=1), plan.cache_shape(1000)).as_text()
+    dry = DryServer.on(plan.target, plan.server)
+    (bucket,) = (bucket for bucket in plan.server.buckets if bucket.key == ("step", 64))
+    text = dry.compile(dataclasses.replace(bucket, num_requests=1), plan.server.cache_shape(1000)).as_text()
     assert len(re.findall(r"custom_call_target=\"__cublas", text)) == 2 * 4 + 1, "four per layer, and the head"
     assert "__triton_gemm" not in text
     assert "f32[151936,4096]" not in text
@@ -188,13 +188,13 @@ def test_products_of_the_library_read_weights_where_they_lie():
     launches = {}
     for products in ("tuned", "library"):
         plan = server(num_layers=2)
-        config = dataclasses.replace(plan.config, gemm_backend=products)
-        dry, shape = DryServer.on(plan.target, plan.model, config=config), plan.cache_shape(1000)
-        key = ("step", plan.buckets[-1].num_tokens)
-        found = dry.report(key, dry.programs(plan.buckets, shape, has_processors=False)[key])
+        plan = plan.replan(config=dataclasses.replace(plan.server.requested, gemm_backend=products))
+        dry, shape = DryServer.on(plan.target, plan.server), plan.server.cache_shape(1000)
+        key = plan.server.buckets[-1].key
+        found = dry.report(key, dry.programs(shape).to_lower()[key])
         assert (found.text.weight_copies, found.text.num_recomputed) == ((), 0)
         launches[products] = found.text.num_launches
-        alone = dataclasses.replace(plan.buckets[-1], num_requests=1)  # a head with one row
+        alone = dataclasses.replace(plan.server.buckets[-1], num_requests=1)  # a head with one row
         assert not hlo.read(dry.compile(alone, shape).as_text()).weight_copies
     assert launches["library"] == launches["tuned"] - 2
 
@@ -202,9 +202,9 @@ def test_products_of_the_library_read_weights_where_they_lie():
 @needs_compiler
 def test_a_server_with_p2p_compiles_too():
     plan = server("h200:4", num_layers=2)
-    config = dataclasses.replace(plan.config, all_reduce="p2p")
-    dry = DryServer.on(plan.target, plan.model, config=config)
-    key, shape = ("decode greedy", 4), plan.cache_shape(1000)
-    found = dry.report(key, dry.programs(plan.buckets, shape, has_processors=False)[key])
+    plan = plan.replan(config=dataclasses.replace(plan.server.requested, all_reduce="p2p"))
+    dry = DryServer.on(plan.target, plan.server)
+    key, shape = ("decode greedy", 4), plan.server.cache_shape(1000)
+    found = dry.report(key, dry.programs(shape).to_lower()[key])
     assert found.text.num_all_reduces == 0
     assert found.text.num_kernels == 3  # the embedding's all-reduce, all layers, the best token

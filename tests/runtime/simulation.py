@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.program.batch import ON_DEVICE, Batch, BatchBuilder, declare_buckets
+from meshserve.runtime.planning.buckets import declare_buckets
+from meshserve.runtime.program.batch import ON_DEVICE, Batch, BatchBuilder
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
@@ -212,7 +213,7 @@ class Simulation:
     def add(self, *requests: Request) -> None:
         for request in requests:
             request.arrival_seconds = self.now
-            request.drafter = self.scheduler.drafter(request)
+            self.scheduler.prepare([request])
         self.scheduler.add(*requests)
         for request in requests:
             self.device.expect(request)

@@ -80,7 +80,7 @@ def test_what_transformers_saves_of_every_size_is_read_back(name: str, tmp_path:
 
 def test_an_option_nobody_knows_is_named():
     message = refusal(attention_sinks=4, residual_scale=0.5)
-    assert "does not know: attention_sinks, residual_scale. It refuses what it cannot honour" in message
+    assert "does not know: attention_sinks, residual_scale. They might change the model's results" in message
     ModelConfig.from_dict(published(attention_sinks=None))  # null requests nothing
 
 
@@ -93,12 +93,12 @@ def test_quantized_weights_are_refused_by_name():
     [("attention_bias", True), ("use_sliding_window", True), ("hidden_act", "gelu")],
 )
 def test_an_option_that_is_known_but_not_implemented_is_named(key: str, value: object):
-    assert f"{key} is {value!r}; meshserve implements {PUBLISHED[key]!r} only" in refusal(**{key: value})
+    assert f"{key} is {value!r}; meshserve implements only {PUBLISHED[key]!r}" in refusal(**{key: value})
 
 
 def test_a_layer_with_a_window_is_named():
     message = refusal(layer_types=["full_attention", "sliding_attention"])
-    assert "'sliding_attention'" in message and "only full_attention is served" in message
+    assert "'sliding_attention'" in message and "meshserve implements only full_attention" in message
 
 
 @pytest.mark.parametrize("key", ["head_dim", "rms_norm_eps", "tie_word_embeddings", "num_key_value_heads"])
@@ -121,7 +121,7 @@ def test_a_missing_or_broken_file(tmp_path: Path):
 @pytest.mark.parametrize("text", ["[]", "null", "3", '"a"'])
 def test_a_file_that_holds_no_object(text: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UnsupportedModelError, match=r"config.json holds JSON of type \w+; it must be an object"):
+    with pytest.raises(UnsupportedModelError, match=r"config.json contains JSON of type \w+; it must be an object"):
         read_model(tmp_path / "config.json")
     (tmp_path / "config.json").write_bytes(b"\xff")
     with pytest.raises(UnsupportedModelError, match="config.json is not valid JSON"):
@@ -202,7 +202,7 @@ def test_the_oldest_form_names_its_kind_type():
 @pytest.mark.parametrize("kind", ["llama3", "dynamic", "longrope", "proportional"])
 def test_other_rope_scaling_is_refused_by_name(kind: str):
     message = refusal(rope_scaling={"rope_type": kind, "factor": 2.0})
-    assert f"rope scaling {kind!r} is not implemented; meshserve honours default, linear, yarn" in message
+    assert f"rope scaling {kind!r} is not implemented; allowed are default, linear, yarn" in message
 
 
 def test_rope_options_are_never_ignored():
@@ -210,7 +210,7 @@ def test_rope_options_are_never_ignored():
     assert "'yarn' has unknown options partial_rotary_factor" in refusal(rope_scaling=scaling)
     assert "'yarn' needs a factor" in refusal(rope_scaling={"rope_type": "yarn"})
     assert "'yarn' needs a factor" in refusal(rope_scaling={"rope_type": "yarn", "factor": None})
-    assert "names no rope_theta" in refusal(rope_theta=None)
+    assert "lacks rope_theta" in refusal(rope_theta=None)
 
 
 # --- ServeConfig
@@ -254,8 +254,8 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
         ({"memory_fraction": 0.0}, "memory_fraction is 0.0; it must be above 0 and at most 1"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
         ({"max_running": 8, "max_step_tokens": 7}, "max_step_tokens is 7 and max_running 8: .* Raise it or lower"),
-        ({"tp": 4, "cpu_devices": 2}, "tp is 4 but cpu_devices only 2. Raise cpu_devices or leave it 0"),
-        ({"dtype": "float16"}, "dtype is 'float16'; it takes auto, bfloat16, float32"),
+        ({"tp": 4, "cpu_devices": 2}, "tp is 4 but cpu_devices only 2. Raise cpu_devices or set it to 0"),
+        ({"dtype": "float16"}, "dtype is 'float16'; allowed are auto, bfloat16, float32"),
     ],
 )
 def test_what_cannot_be_served_is_refused(options: dict[str, Any], fault: str):
@@ -274,7 +274,7 @@ def test_yarn_allows_its_factor_times_the_original_context():
     assert context_tokens(ServeConfig(), scaled) == context_tokens(ServeConfig(), plain) == 32768
     with pytest.raises(ConfigError, match=r"max_context is 131073; .* 131072 tokens .* times a rope factor of 4\)"):
         context_tokens(ServeConfig(max_context=131073), scaled)
-    with pytest.raises(ConfigError, match="max_context is 40961; the model was made for 40960 tokens"):
+    with pytest.raises(ConfigError, match="max_context is 40961; the model supports 40960 tokens"):
         context_tokens(ServeConfig(max_context=40961), plain)
 
 

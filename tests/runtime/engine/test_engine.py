@@ -23,7 +23,8 @@ from meshserve.runtime.api.errors import EngineStoppedError, InvalidRequestError
 from meshserve.runtime.api.request import DEFAULT_OPTIONS, FinishReason, Load, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
-from meshserve.runtime.program.batch import ON_DEVICE, BatchBuilder, Bucket, declare_buckets
+from meshserve.runtime.planning.buckets import declare_buckets
+from meshserve.runtime.program.batch import ON_DEVICE, BatchBuilder, Bucket
 from meshserve.runtime.program.processor_batch import Logprobs, ProcessorBatchBuilder, ProcessorShape, Sampled
 from meshserve.runtime.scheduler import running
 from meshserve.runtime.scheduler.limits import SchedulerLimits

@@ -7,7 +7,7 @@ from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.program.batch import ON_DEVICE, Bucket
 from meshserve.runtime.program.packing import PARAM_FIELDS
-from meshserve.runtime.program.step import StepRunner
+from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import launch
 
 NUM_STEPS = 3

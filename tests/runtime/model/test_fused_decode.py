@@ -21,7 +21,7 @@ from meshserve.kernels.paged_attention import PagedBatch
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.model import fused_decode
 from meshserve.runtime.model.qwen3 import Kernels
-from meshserve.runtime.planning.kernel_selection import choose_kernels
+from meshserve.runtime.planning.resolved_server import resolve_here
 from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.collectives import all_reduce
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
@@ -154,8 +154,8 @@ def test_p2p_operations_refuse_what_they_do_not_support(
 def test_peers_that_cannot_be_are_refused_by_name() -> None:
     config = ServeConfig(model="random", tp=2, all_reduce="p2p")
     mesh = make_mesh(2)
-    with pytest.raises(ValueError, match=r"--all-reduce p2p cannot serve here: .* a cpu device. Take xla"):
-        choose_kernels(config, CONFIG, mesh)
+    with pytest.raises(ValueError, match=r"--all-reduce p2p cannot serve here: .* a cpu device. Use --all-reduce"):
+        resolve_here(config, CONFIG, mesh)
 
 
 def test_a_step_through_peers_samples_what_xla_samples() -> None:

@@ -1,5 +1,4 @@
-"""Every program that a server compiles is declared and has room; a few of them compiled for TPU slices that are not
-there, of what `make check-tpu` compiles."""
+"""Tests that all programs of a server are declared and fit, and compiles a few programs of `make check-tpu`."""
 
 import collections
 import dataclasses
@@ -9,22 +8,18 @@ import os
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from meshserve.benchmarks.checks import check_tpu
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.planning.aot import DryServer
 from meshserve.runtime.planning.compiled_plan import program_faults
-from meshserve.runtime.planning.kernel_selection import choose_kernels
-from meshserve.runtime.program.batch import server_buckets
+from meshserve.runtime.planning.memory_plan import Planner
+from meshserve.runtime.planning.resolved_server import PlacedServer, resolve_here
 from meshserve.runtime.program.compile_cache import CompileWatch
-from meshserve.runtime.program.step import CacheShape, StepRunner
-from meshserve.runtime.startup import launch
-from meshserve.runtime.weights.load import load_model
-from meshserve.runtime.weights.locate import find_model
-from meshserve.runtime.weights.orbax_layout import model_layout
-from meshserve.runtime.weights.registry import read_model
+from meshserve.runtime.program.step_runner import ALLOCATE, SET_PAGE_ROW, StepRunner
+from meshserve.runtime.startup import runner_build
+from meshserve.runtime.startup.launch import open_model
 from meshserve.sharding.chips import compiler_options, target
 from meshserve.sharding.memory import added_bytes
 from meshserve.sharding.mesh import make_mesh
@@ -36,7 +31,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def no_tpu():
-    """Else the compiler complains that it finds no TPU host, and refuses to run in two test processes at a time."""
+    """Lets the compiler run without a TPU host, and in several test processes at the same time."""
     os.environ |= {
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -66,79 +61,75 @@ PROGRAMS = [
 )
 def test_a_program_compiles_in_place_with_its_kernels_and_all_reduces(slice_name, key):
     planner = check_tpu.planner("qwen3-8b", slice_name)
-    server = DryServer.on(planner.target, planner.model)
-    shape = planner.cache_shape(planner.plan().served_pages)
-    report = server.report(key, server.programs(planner.buckets, shape, has_processors=True)[key])
+    server = DryServer.on(planner.target, planner.server)
+    shape = planner.server.cache_shape(planner.plan().served_pages)
+    report = server.report(key, server.programs(shape).to_lower()[key])
     assert program_faults(planner, report, server.cache_bytes(shape)) == []
     assert report.peak_bytes < planner.target.chip.hbm_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a start of the demo model did."""
+    """The startup of the demo model."""
 
-    config: ServeConfig
+    server: PlacedServer
     runner: StepRunner
-    num_compiles: int  # after the weights were there
-    kept_bytes: int  # of each device, when the cache's size was chosen
+    num_compiles: int
+    used_bytes: int  # per device, beside weights and cache, when the cache was sized
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "keeps outputs"])
+@pytest.fixture(scope="module", params=[False, True], ids=["", "output buffers"])
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
-    """With steps of so few tokens that sampling under controls needs more than any of them."""
-
-    def choose(*args):
-        return dataclasses.replace(choose_kernels(*args), has_output_buffers=request.param)
-
+    """Starts with steps of so few tokens that sampling with logits processors needs more memory than any of them."""
     config = ServeConfig(model="demo", tp=2, max_running=64, max_step_tokens=64, dtype="float32", cache_dir="")
-    files, num_compiles, kept = find_model("demo"), 0, []
-    jax.clear_caches()  # of the start before
+    model, make_params = open_model("demo", random_weights=False)
+    server = resolve_here(config, model, make_mesh(2))
+    kernels = dataclasses.replace(server.kernels, has_output_buffers=request.param)
+    server = dataclasses.replace(server, kernels=kernels)
+    used = []
+    structure, params = make_params(model, server.layout, server.mesh, server.dtype)
+    jax.clear_caches()  # of the previous startup
 
-    def load(*place):
-        nonlocal num_compiles
-        loaded = load_model(files.weights, *place)
-        num_compiles = watch.counts.num_compiles
-        return loaded
-
-    def num_pages(mesh, fraction, page_bytes, kept_bytes):
-        kept.append(kept_bytes)
+    def num_pages(mesh, fraction, page_bytes, used_bytes):
+        used.append(used_bytes)
         return 8
 
     with CompileWatch() as watch, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "num_pages_that_fit", num_pages)
-        patch.setattr(launch, "choose_kernels", choose)
-        runner, *_ = launch.build_runner(config, read_model(files.small / "config.json"), load)
-        yield Start(config, runner, watch.counts.num_compiles - num_compiles, *kept)
+        patch.setattr(runner_build, "num_pages_that_fit", num_pages)
+        runner = runner_build.compile_runner(server, structure, params)
+        num_compiles = watch.counts.num_compiles
+    runner.start(params)
+    yield Start(server, runner, num_compiles, *used)
 
 
-def test_a_server_compiles_what_is_declared_and_nothing_else(start):
-    model, config = read_model(find_model("demo").small / "config.json"), start.config
-    server = DryServer(
-        model=model,
-        config=config,
-        target=target("cpu:2"),
-        mesh=make_mesh(2),
-        layout=model_layout(model, 2),
-        dtype=jnp.dtype("float32"),
-    )
-    shape = CacheShape(num_pages=8, page_size=config.page_size, max_running=config.max_running, max_request_pages=16)
-    declared = server.programs(server_buckets(config), shape, has_processors=True)
+def test_a_server_compiles_what_is_declared_and_nothing_else(start: Start) -> None:
+    """The runner, compiling ahead of time and the planner see the same programs."""
+    server = start.server
+    shape = server.cache_shape(8)
+    dry = DryServer(target=target("cpu:2"), server=server)
+    declared = dry.programs(shape).to_lower()
+    compiled = {bucket.key for bucket in start.runner._programs} | {ALLOCATE, SET_PAGE_ROW}
+    compiled |= start.runner._known_processors._programs.keys()
+    assert compiled == declared.keys()
     assert start.num_compiles == len(declared) + 1, "the largest step twice: first with one page, to size the cache"
+    planner = Planner.on(target("cpu:2"), server.requested, server.model, num_devices=2)
+    assert planner.server.buckets == server.buckets
+    assert planner.plan().num_programs == start.runner.figures.num_programs == len(server.buckets)
 
 
 def test_the_cache_leaves_room_for_every_program(start):
     figures = start.runner.figures
-    assert start.kept_bytes == figures.scratch_bytes + figures.processor_bytes + (start.config.reserve_mib << 20)
+    assert start.used_bytes == figures.scratch_bytes + figures.processor_bytes + start.server.reserve_bytes
 
 
-def test_sampling_under_controls_may_need_more_than_a_step(start):
-    """Else the test before shows little."""
+def test_logits_processors_may_need_more_memory_than_a_step(start):
+    """Otherwise the previous test would show little."""
     steps = max(map(added_bytes, start.runner._programs.values()))
     assert start.runner.figures.scratch_bytes > steps
 
 
 @needs_compiler
-def test_a_slice_of_several_hosts_is_laid_along_its_wires(monkeypatch):
+def test_a_slice_of_several_hosts_is_ordered_along_its_links(monkeypatch):
     devices = list(target("v6e:4x4").mesh().devices.flat)
     assert len(set(devices)) == 16
     hosts = collections.Counter(device.process_index for device in devices)
@@ -171,7 +162,7 @@ def test_programs_beyond_the_memories_of_the_chip_are_refused():
 @needs_compiler
 def test_the_planned_cache_is_the_largest_that_compiles():
     planner = check_tpu.planner("qwen3-0.6b", "v6e:2x4", max_running=1, max_step_tokens=1)
-    server, guess = DryServer.on(planner.target, planner.model), planner.plan().max_pages
-    bucket = planner.buckets[-1]
-    assert server.fits(bucket, planner.cache_shape(guess * 98 // 100))
-    assert not server.fits(bucket, planner.cache_shape(guess * 102 // 100))
+    server, guess = DryServer.on(planner.target, planner.server), planner.plan().max_pages
+    bucket = planner.server.buckets[-1]
+    assert server.fits(bucket, planner.server.cache_shape(guess * 98 // 100))
+    assert not server.fits(bucket, planner.server.cache_shape(guess * 102 // 100))

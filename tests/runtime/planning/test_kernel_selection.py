@@ -1,26 +1,42 @@
-"""What "auto" stands for, and what happens where it cannot be had."""
+"""Tests which kernels "auto" selects, and what happens if they cannot be used."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from meshserve.kernels.p2p import P2PGroup, check, reference
 from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.planning import kernel_selection
-from meshserve.runtime.planning.kernel_selection import named_kernels
+from meshserve.runtime.planning.kernel_selection import (
+    KernelNames,
+    KernelSelection,
+    KernelShapes,
+    P2PFindings,
+    name_kernels,
+    select_kernels,
+    shape_refusal,
+)
+from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 MODEL = named_model("qwen3-8b")
 
 
-def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = None, **options: object) -> ServeConfig:
+def shapes(num_devices: int, page_size: int = 32) -> KernelShapes:
+    layout = model_layout(MODEL, num_devices)
+    return KernelShapes(model=MODEL, layout=layout, dtype=jnp.dtype("bfloat16"), page_size=page_size)
+
+
+def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = None, **options: object) -> KernelNames:
     config = ServeConfig(model="random", **options)
-    return named_kernels(config, MODEL, platform=platform, num_devices=num_devices, refusal=refusal)
+    return name_kernels(config, platform=platform, num_devices=num_devices, cuda_refusal=refusal)
 
 
 @pytest.mark.parametrize(
@@ -40,68 +56,88 @@ def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = 
     ],
     ids=str,
 )
-def test_gpus_of_one_process_with_our_layers_are_peers(case: dict[str, object], all_reduce: str) -> None:
+def test_gpus_of_one_process_with_fused_layers_use_p2p(case: dict[str, object], all_reduce: str) -> None:
     assert named(**case).all_reduce == all_reduce
 
 
+def test_shapes_that_the_cuda_kernels_do_not_support_are_refused() -> None:
+    assert shape_refusal(shapes(4)) is None
+    assert "page" in (shape_refusal(shapes(4, page_size=20)) or "")
+
+
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """GPUs of one host, played by CPU devices: they are peers, and add up right."""
-    monkeypatch.setattr(kernel_selection, "named_kernels", lambda config, *_, **__: named())
-    p2p = lambda _, devices: P2PGroup(axis=TENSOR_AXIS, ordinals=tuple(range(len(devices))))  # noqa: E731
-    monkeypatch.setattr(kernel_selection.p2p_gpu, "open_p2p_group", p2p)
+def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Makes CPU devices look like GPUs of one host with P2P access and right sums."""
+
+    def open_group(_: str, devices: list[jax.Device]) -> P2PGroup:
+        return P2PGroup(axis=TENSOR_AXIS, ordinals=tuple(range(len(devices))))
+
+    monkeypatch.setattr(kernel_selection, "name_kernels", lambda config, **_: named())
+    monkeypatch.setattr(kernel_selection.p2p_gpu, "open_p2p_group", open_group)
     monkeypatch.setattr(kernel_selection.p2p_gpu, "p2p_all_reduce", reference.p2p_all_reduce)
-    monkeypatch.setattr(kernel_selection, "_tried_sums", {})
-    kernel_selection._p2p_refusal.cache_clear()
-    yield monkeypatch
-    kernel_selection._p2p_refusal.cache_clear()
+    monkeypatch.setattr(
+        kernel_selection, "_kernels", lambda names, shapes, mesh, refusal, p2p: Kernels(attend=None, p2p=p2p)
+    )
+    return monkeypatch
 
 
-def all_reduce_here(num_devices: int = 4, *, is_start: bool = True) -> str:
+def select(num_devices: int = 4, findings: P2PFindings | None = None) -> KernelSelection:
     config = ServeConfig(model="random", tp=num_devices)
-    return kernel_selection.kernels_here(config, MODEL, make_mesh(num_devices), are_devices_idle=is_start).all_reduce
+    found = select_kernels(config, shapes(num_devices), make_mesh(num_devices), findings)
+    assert (found.kernels.p2p is not None) == found.names.has_p2p
+    return found
 
 
-def test_gpus_that_are_no_peers_add_up_by_xla(host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_gpus_without_p2p_access_use_xla(host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(*_: object) -> P2PGroup:
         raise p2p_gpu.P2PError("no peer access")
 
     host.setattr(kernel_selection.p2p_gpu, "open_p2p_group", refuse)
     with caplog.at_level(logging.WARNING):
-        assert all_reduce_here() == "xla"
-    assert "the GPUs cannot be peers, and XLA's sums are slower: no peer access" in caplog.text
+        assert select().names.all_reduce == "xla"
+    assert "the GPUs have no P2P access; using XLA's all-reduce, which is slower: no peer access" in caplog.text
 
 
-def test_a_start_tries_sums_once_and_a_change_of_degree_none(host: pytest.MonkeyPatch) -> None:
+def counting(tried: list[int]) -> Callable[..., int]:
+    return lambda mesh, *_: tried.append(mesh.size) or 0
+
+
+def test_sums_are_tested_at_startup_and_not_when_the_tp_size_changes(host: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    host.setattr(kernel_selection.check, "num_wrong_elements", lambda mesh, *_: tried.append(mesh.size) or 0)
-    assert (all_reduce_here(4), all_reduce_here(4), all_reduce_here(2, is_start=False)) == ("p2p",) * 3
+    host.setattr(kernel_selection.check, "num_wrong_elements", counting(tried))
+    first = select(4)
+    second = select(2, first.findings)
+    assert (first.names.all_reduce, second.names.all_reduce) == ("p2p", "p2p")
     assert tried == [4]
+    assert second.findings == first.findings == P2PFindings()
 
 
-def test_after_wrong_sums_xla_adds_up_at_every_degree(
-    host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_wrong_sums_every_tp_size_uses_xla(host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def late(x: jax.Array, p2p: P2PGroup) -> jax.Array:
         return jax.numpy.where(jax.lax.axis_index(TENSOR_AXIS) == 2, x, reference.p2p_all_reduce(x, p2p))
 
     host.setattr(kernel_selection.p2p_gpu, "p2p_all_reduce", late)
     with caplog.at_level(logging.WARNING):
-        assert all_reduce_here() == "xla"
+        found = select()
+    assert found.names.all_reduce == "xla"
     assert "elements of sums were wrong" in caplog.text
-    assert all_reduce_here(2, is_start=False) == "xla"
+    tried: list[int] = []
+    host.setattr(kernel_selection.check, "num_wrong_elements", counting(tried))
+    assert select(2, found.findings).names.all_reduce == "xla"
+    assert select(2).names.all_reduce == "p2p", "nothing is remembered outside of the findings"
+    assert tried == [2]
 
 
-def test_gpus_that_stop_in_a_sum_end_the_start_with_a_way_out(host: pytest.MonkeyPatch) -> None:
+def test_gpus_that_stop_during_a_sum_end_the_startup_with_a_remedy(host: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> int:
         raise jax.errors.JaxRuntimeError("INTERNAL: launch failed")
 
     host.setattr(kernel_selection.check, "num_wrong_elements", stop)
     host.setattr(kernel_selection.p2p_gpu, "timeouts", lambda: "P2P timeout: GPU 0 waited for GPU 1")
     with pytest.raises(ConfigError, match="P2P timeout: GPU 0 waited for GPU 1. Start with --all-reduce xla."):
-        all_reduce_here()
+        select()
 
 
-def test_the_reference_of_peers_adds_up() -> None:
+def test_the_reference_sums_are_right() -> None:
     p2p = P2PGroup(axis=TENSOR_AXIS, ordinals=(0, 1))
     assert check.num_wrong_elements(make_mesh(2), p2p, reference, max_bytes=1 << 20) == 0

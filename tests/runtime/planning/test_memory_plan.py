@@ -7,11 +7,10 @@ import pytest
 
 from meshserve.benchmarks.checks import plan_check
 from meshserve.kernels.paged_attention import implementation
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.model.qwen3 import Kernels
+from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.planning.memory_plan import output_bytes, weight_bytes
-from meshserve.runtime.program.batch import server_buckets
 from meshserve.runtime.program.output_buffers import output_buffer_shapes
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import abstract_model, named_model
@@ -51,7 +50,7 @@ def test_on_one_device_the_weights_are_the_whole_model():
 def test_what_steps_keep_is_planned_as_it_is_allocated():
     model, dtype = named_model("qwen3-8b"), jnp.dtype("bfloat16")
     layout = model_layout(model, 4)
-    buckets = server_buckets(ServeConfig(decode_layers="cuda", max_running=256, max_step_tokens=4096))
+    buckets = declare_buckets(max_running=256, max_step_tokens=4096, page_size=32, has_decode_kernels=True)
     _, params = abstract_model(model, layout, dtype)
     kernels = Kernels(attend=implementation("reference"), has_output_buffers=True)
     allocated = shard_bytes(output_buffer_shapes(kernels, params, buckets, make_mesh(4)))
@@ -66,20 +65,23 @@ def test_a_degree_of_its_own_and_a_directory(capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model=qwen3-32b", "--target=v5e:2x2"], "15.3 GiB of weights on each of 4 devices of v5e:2x2"),
+        (["--model=qwen3-32b", "--target=v5e:2x2"], "15.3 GiB for weights on each of 4 devices of v5e:2x2"),
         (["--model=qwen3-8b", "--target=v6e-8"], "target is 'v6e-8'; it takes CHIP:SHAPE"),
         (["--model=qwen3-8b", "--target=v6e:4x4", "--tp=3"], "tp is 3, which does not divide"),
         (["--model=qwen3-8b", "--target=h100:2x4"], "it takes CHIP:SHAPE"),
         (["--model=qwen3-8b", "--target=h100:4", "--tp=8"], "tp is 8; h100:4 has 4 devices"),
         (
             ["--model=qwen3-8b", "--target=cpu:1", "--compile"],
-            "--compile needs a target of TPUs or GPUs; cpu:1 is none",
+            "--compile needs a target with TPUs or GPUs, but the target is cpu:1",
         ),
-        (["--model=qwen3-8b", "--target=h100:1", "--length=0"], "length and batch are 1 or more"),
+        (
+            ["--model=qwen3-8b", "--target=h100:1", "--length=0"],
+            "length is 0 and batch 1, 32, 256; they must be",
+        ),
         (
             ["--model=qwen3-32b", "--target=h100:4", "--tp=1"],
-            "61.0 GiB of weights on each of 1 devices of h100:4, which have 59.4 GiB; 11.3 GiB are short of a single "
-            "KV page. Take a larger machine or degree. On h100:4 it fits at --tp 2",
+            "61.0 GiB for weights on each of 1 devices of h100:4, which have 59.4 GiB; 11.3 GiB are missing for a "
+            "single KV cache page. Use a larger machine or TP size. On h100:4 it fits with --tp 2",
         ),
     ],
 )
@@ -126,12 +128,12 @@ def test_prefill_is_bound_by_the_chunk_or_by_the_multiplications(capsys):
 
 def test_the_best_degree_is_the_one_with_the_most_tokens(capsys):
     small = plan(capsys, "--model=qwen3-0.6b", "--target=h200:4")
-    assert small["best_tp"] == 1 and "It does not fit" not in small["reason"]
+    assert small["best_tp"] == 1 and "does not fit" not in small["reason"]
     large = plan(capsys, "--model=qwen3-32b", "--target=h100:4")
     by_tp_size = {item["tp"]: item for item in large["tp_sizes"]}
-    assert by_tp_size[1]["num_requests"] == 0 and "short of a single KV page" in by_tp_size[1]["reason"]
+    assert by_tp_size[1]["num_requests"] == 0 and "missing for a single KV cache page" in by_tp_size[1]["reason"]
     assert large["best_tp"] == max(by_tp_size, key=lambda tp: by_tp_size[tp]["tokens_per_second"]) != 1
-    assert "It does not fit at tp 1" in large["reason"]
+    assert "The model does not fit at tp 1" in large["reason"]
     for item in (by_tp_size[2], by_tp_size[4]):
         assert item["num_replicas"] * item["tp"] == 4
     assert by_tp_size[4]["step_seconds"] < by_tp_size[2]["step_seconds"]
@@ -156,10 +158,10 @@ def test_requests_of_a_length_are_those_that_the_pages_hold(capsys):
 def test_the_table_says_it_in_words(capsys):
     assert main(["plan", "--model=qwen3-8b", "--target=h200:4", "--batch", "1", "2000"]) == 0
     text = capsys.readouterr().out
-    assert "qwen3-8b on h200:4, tp 4, bfloat16, each device:" in text
+    assert "qwen3-8b on h200:4, tp 4, bfloat16, per device:" in text
     assert "decode 1 x 1024                  0.796       1,256    memory" in text
-    assert "beyond the cache or max_running" in text
-    assert "best: tp 1: 4 x tp 1 decode" in text and "For one request alone tp 4 is fastest" in text
+    assert "exceeds the cache or max_running" in text
+    assert "best: tp 1: 4 x tp 1 decode" in text and "For a single request, tp 4 is fastest" in text
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(4, "bfloat16"), (2, "float32")])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from meshserve.runtime.api.errors import InvalidRequestError
 from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
-from meshserve.runtime.program.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket, declare_buckets
+from meshserve.runtime.planning.buckets import declare_buckets
+from meshserve.runtime.program.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket
 from meshserve.runtime.program.processor_batch import SAMPLES, ProcessorBatchBuilder, ProcessorShape
 from meshserve.runtime.scheduler.limits import MAX_FUSED_TOKENS, SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator

@@ -5,12 +5,13 @@ import gc
 
 import jax
 import numpy as np
-import pytest
 
 from meshserve.runtime.api.config import ServeConfig
-from meshserve.runtime.planning.kernel_selection import choose_kernels
-from meshserve.runtime.program.step import StepRunner
-from meshserve.runtime.startup import launch
+from meshserve.runtime.planning.resolved_server import resolve_here
+from meshserve.runtime.program.step_runner import StepRunner
+from meshserve.runtime.startup.launch import open_model
+from meshserve.runtime.startup.runner_build import compile_runner
+from meshserve.sharding.mesh import make_mesh
 
 CONFIG = ServeConfig(
     model="demo", tp=2, max_running=4, max_step_tokens=16, max_decode_steps=2, num_pages=8, dtype="float32",
@@ -18,12 +19,14 @@ CONFIG = ServeConfig(
 )  # fmt: skip
 
 
-def make_runner(monkeypatch: pytest.MonkeyPatch, *, has_output_buffers: bool) -> StepRunner:
-    def choose(*args: object) -> object:
-        return dataclasses.replace(choose_kernels(*args), has_output_buffers=has_output_buffers)
-
-    monkeypatch.setattr(launch, "choose_kernels", choose)
-    return launch.launch(CONFIG, lambda outputs: None).engine.runner
+def make_runner(*, has_output_buffers: bool) -> StepRunner:
+    model, make_params = open_model(CONFIG.model, random_weights=False)
+    server = resolve_here(CONFIG, model, make_mesh(CONFIG.tp))
+    kernels = dataclasses.replace(server.kernels, has_output_buffers=has_output_buffers)
+    structure, params = make_params(model, server.layout, server.mesh, server.dtype)
+    runner = compile_runner(dataclasses.replace(server, kernels=kernels), structure, params)
+    runner.start(params)
+    return runner
 
 
 def addresses(runner: StepRunner) -> dict[tuple[str, int], list[int]]:
@@ -44,8 +47,8 @@ def run_all(runner: StepRunner) -> list[list[int]]:
     return sampled
 
 
-def test_steps_of_all_shapes_take_turns_with_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    without, with_buffers = (make_runner(monkeypatch, has_output_buffers=keeps) for keeps in (False, True))
+def test_steps_of_all_shapes_take_turns_with_what_they_keep() -> None:
+    without, with_buffers = (make_runner(has_output_buffers=has_buffers) for has_buffers in (False, True))
     assert not without._output_buffers
     before = addresses(with_buffers)
     assert before.keys() == {("logits", 1), ("logits", 2), ("logits", 4)} | {("hidden", 2**n) for n in range(5)}
@@ -58,14 +61,14 @@ def test_steps_of_all_shapes_take_turns_with_what_they_keep(monkeypatch: pytest.
     assert all(array.is_deleted() for array in buffers)
 
 
-def test_the_programs_of_a_runner_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_of_a_runner_go_with_it() -> None:
     """jax's caches hold none of them; a server that changes its degree would keep them all."""
 
     def num_programs() -> int:
         gc.collect()
         return len(jax.devices()[0].client.live_executables())
 
-    runner = make_runner(monkeypatch, has_output_buffers=True)
+    runner = make_runner(has_output_buffers=True)
     num_compiled, num_there = len(runner._programs), num_programs()
     del runner
     assert num_programs() <= num_there - num_compiled

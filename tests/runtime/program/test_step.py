@@ -16,13 +16,14 @@ from meshserve.kernels.paged_attention import implementation
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.model.qwen3 import Kernels, specs_of
+from meshserve.runtime.planning.server_programs import ServerPrograms
 from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.output_buffers import output_buffer_shapes
 from meshserve.runtime.program.step import (
     CacheShape,
     DeviceState,
-    StepRunner,
     cache_page_bytes,
+    placed_state,
     sharded_step,
     state_shapes,
     weights_of,
@@ -208,14 +209,15 @@ def test_a_cache_without_room_ends_the_start_and_says_what_to_do():
         params,
         specs_of(params),
     )
-    runner = StepRunner(
+    shape = CacheShape(num_pages=1 << 30, page_size=1 << 20, max_running=2, max_request_pages=3)
+    runner = ServerPrograms(
         structure=structure,
         params=placed,
-        state_shapes=case.state(CacheShape(num_pages=1 << 30, page_size=1 << 20, max_running=2, max_request_pages=3)),
+        state=placed_state(case.state(shape), case.mesh),
         kernels=Kernels(attend=implementation("reference")),
         buckets=(bucket,),
         mesh=case.mesh,
-    )
+    ).compile_runner()
     with pytest.raises(
         MemoryError, match=r"could not allocate .* GiB on each device.*a cache of \d+ pages: lower --memory-fraction"
     ):

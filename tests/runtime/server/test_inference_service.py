@@ -112,7 +112,7 @@ def test_chats_that_are_refused(server, client, messages, field_name, words):
         ({"regex": "(a"}, "sampling.constraint.regex", "unclosed group"),
         ({"json_schema": {"not": {}}}, "sampling.constraint.json_schema", r'Unimplemented keys: \["not"\]'),
         ({"grammar": "a" * 65_537}, "sampling.constraint.grammar", "got 65537 characters; allowed is 65536"),
-        ({"json_object": False}, "sampling.constraint.json_object", "got false; allowed is true"),
+        ({"json_object": False}, "sampling.constraint.json_object", "got false; set it to true"),
         ({"regex": ""}, "sampling.constraint.regex", "got an empty text"),
         ({"choice": []}, "sampling.constraint.choice", "got 0 choices"),
     ],
@@ -135,7 +135,7 @@ def test_a_constraint_reaches_the_engine_compiled(server, client):
 def test_a_constraint_that_says_nothing_is_refused(server):
     with pytest.raises(ValueError, match="exactly one"):
         constraint_message({"regex": "a", "json_object": True})
-    with grpc.insecure_channel(server.target) as channel, pytest.raises(CallError, match="send one of") as caught:
+    with grpc.insecure_channel(server.target) as channel, pytest.raises(CallError, match="set one of") as caught:
         stub = pb_grpc.InferenceServiceStub(channel)
         sampling = pb.SamplingParams(constraint=pb.Constraint())
         with call_errors():

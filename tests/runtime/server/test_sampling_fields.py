@@ -12,8 +12,9 @@ from meshserve.runtime.api.errors import InvalidRequestError
 from meshserve.runtime.api.request import FinishReason, Output, Request, TokenLogprobs
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams, Stage, params_at
 from meshserve.runtime.client import messages, resume
+from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.processors.contract import COUNT, ENDS, IN_PROMPT
-from meshserve.runtime.program.batch import BatchBuilder, declare_buckets
+from meshserve.runtime.program.batch import BatchBuilder
 from meshserve.runtime.program.processor_batch import (
     ADJUSTS,
     SAMPLES,

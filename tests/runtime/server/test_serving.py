@@ -18,7 +18,8 @@ from meshserve.runtime.api.request import FinishReason, Output, RequestOptions, 
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.engine.step_record import StepRecord
-from meshserve.runtime.program.batch import BatchBuilder, declare_buckets
+from meshserve.runtime.planning.buckets import declare_buckets
+from meshserve.runtime.program.batch import BatchBuilder
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator

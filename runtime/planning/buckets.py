@@ -1,0 +1,48 @@
+"""Declares the buckets of a server: the finite set of shapes of its steps, each with one compiled program."""
+
+from ..api.sampling_params import SamplingMode
+from ..program.batch import ANY_MODE, Bucket
+from ..scheduler.limits import MAX_FUSED_TOKENS
+
+_MIN_MIXED_TOKENS = 64
+
+
+def declare_buckets(
+    *,
+    max_step_tokens: int,
+    max_running: int,
+    page_size: int,
+    max_decode_steps: int = 1,
+    has_decode_kernels: bool = False,
+) -> tuple[Bucket, ...]:
+    """Returns the buckets of a server, smallest first.
+
+    The numbers of tokens are the powers of two below `max_step_tokens`, `max_running` and `max_step_tokens` itself.
+    With decode kernels, there is also a size between two powers where decodes exceed what the fused layers support.
+
+    Up to `max_running` tokens, a bucket has as many requests as tokens, so that steps of decodes are not padded. Each
+    of these shapes also exists with `max_decode_steps` steps, if that is more than one.
+
+    With decode kernels, shapes for decodes only have one program per sampling mode, because selecting the mode on the
+    device would cost as much time as a layer. Steps with prefill then have no shapes below 64 tokens, because a step of
+    64 tokens takes as long as one of 8, and each shape has to be compiled.
+    """
+    sizes = [2**power for power in range(max_step_tokens.bit_length()) if 2**power < max_step_tokens]
+    if has_decode_kernels:  # reduces the padding of decodes that are not fused
+        sizes += [3 * size // 2 for size in sizes if size > MAX_FUSED_TOKENS and 3 * size // 2 < max_running]
+    sizes = sorted({*sizes, max_running, max_step_tokens})
+    buckets = []
+    for num_tokens in sizes:
+        num_requests = min(num_tokens, max_running)
+        # A chunk of n tokens begins at most ceil(n / page_size) pages, and multi-step decode at most one per request.
+        num_new_pages = num_requests + num_tokens // page_size
+        shape = (num_tokens, num_requests, num_new_pages)
+        is_fused = has_decode_kernels and num_tokens <= min(max_running, MAX_FUSED_TOKENS)
+        if is_fused:  # before the general bucket, so that `BatchBuilder.bucket` finds it first
+            buckets += [Bucket(*shape, is_decode=True, mode=mode) for mode in SamplingMode]
+        if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):
+            buckets.append(Bucket(*shape))
+        if max_decode_steps > 1 and num_tokens <= max_running:
+            modes = SamplingMode if is_fused else (ANY_MODE,)
+            buckets += [Bucket(*shape, max_decode_steps, has_decode_kernels, mode) for mode in modes]
+    return tuple(buckets)

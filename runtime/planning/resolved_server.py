@@ -1,0 +1,233 @@
+"""Resolves the options of a server, once, into a frozen value that everything after it reads.
+
+    options, model, devices -> ResolvedServer: layout, dtype, names of kernels, limits, buckets
+                            -> PlacedServer:   the same with a mesh and its kernels, so that programs can be compiled
+
+`resolve_for` needs no devices and serves `meshserve plan`. `resolve_here` resolves for devices of this process and
+serves the server and the benchmarks. `place_on` adds a mesh of devices that need not be present, to compile programs
+ahead of time. No resolved value is "auto".
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.mesh import named_sharding
+
+from ..api.config import ServeConfig, context_tokens, serving_dtype
+from ..api.model_config import ModelConfig
+from ..model.qwen3 import Kernels
+from ..program.batch import Bucket
+from ..program.processor_programs import ProcessorPrograms
+from ..program.step import CacheShape, cache_page_bytes, placed_state, state_shapes
+from ..scheduler.limits import SchedulerLimits
+from ..weights.orbax_layout import model_layout
+from ..weights.registry import abstract_model
+from .buckets import declare_buckets
+from .kernel_selection import (
+    KernelNames,
+    KernelShapes,
+    P2PFindings,
+    make_kernels,
+    name_kernels,
+    select_kernels,
+    shape_refusal,
+)
+from .server_programs import ServerPrograms
+
+_FREE_TOKENS = 256  # up to about this many tokens, a step takes as long as with one: it reads all weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedServer:
+    """A server on a kind and number of devices, as far as its options, model and devices determine it."""
+
+    requested: ServeConfig  # the options as given, to resolve them again for another TP size; may contain "auto"
+    model: ModelConfig
+    platform: str  # JAX's name
+    layout: ShardLayout
+    dtype: jnp.dtype  # of weights, activations and KV cache
+    kernel_names: KernelNames
+    limits: SchedulerLimits
+    buckets: tuple[Bucket, ...]  # the shapes of steps
+    has_processors: bool  # whether logits processors are served
+    memory_fraction: float  # of the device memory, for weights and KV cache
+    reserve_bytes: int  # of the device memory, to leave free
+    requested_pages: int  # 0: as many as fit
+    compile_threads: int  # see `compile_cache.compile_all`
+
+    @property
+    def tp(self) -> int:
+        return self.layout.num_shards
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one KV cache page on each device."""
+        return cache_page_bytes(self.model, self.layout, self.limits.page_size, self.dtype)
+
+    def cache_shape(self, num_pages: int) -> CacheShape:
+        limits = self.limits
+        return CacheShape(
+            num_pages, limits.page_size, limits.max_running, max_request_pages=limits.num_pages_for(limits.max_context)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedServer(ResolvedServer):
+    """A resolved server with a mesh and its kernels, for which programs can be compiled."""
+
+    mesh: Mesh
+    kernels: Kernels
+    findings: P2PFindings
+
+    def abstract_params(self) -> tuple[nnx.GraphDef, nnx.State]:
+        """Returns the model's structure and its parameters as shapes with shardings."""
+        structure, abstract = abstract_model(self.model, self.layout, self.dtype)
+
+        def place(weight: nnx.Variable) -> nnx.Variable:
+            sharding = named_sharding(self.mesh, weight.axes)
+            return weight.replace(jax.ShapeDtypeStruct(weight.shape, self.dtype, sharding=sharding))
+
+        return structure, jax.tree.map(place, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+    def programs(self, structure: nnx.GraphDef, params: nnx.State, shape: CacheShape) -> ServerPrograms:
+        """Declares the programs of this server. `params` may be shapes with shardings."""
+        state = state_shapes(self.model, self.layout, shape, self.dtype)
+        processors = ProcessorPrograms(
+            structure=structure,
+            params=params,
+            mesh=self.mesh,
+            buckets=self.buckets,
+            max_running=self.limits.max_running,
+            real_vocab_size=self.model.vocab_size,
+            kernels=self.kernels,
+        )
+        return ServerPrograms(
+            structure=structure,
+            params=params,
+            mesh=self.mesh,
+            buckets=self.buckets,
+            kernels=self.kernels,
+            state=placed_state(state, self.mesh),
+            processors=processors if self.has_processors else None,
+        )
+
+    def on_mesh(self, mesh: Mesh) -> "PlacedServer":
+        """Resolves the requested options for another mesh of this process, to which the running server moves.
+
+        The kernels of the layers stay, because the buckets and the tokens depend on them, and the all-reduce is
+        selected anew from the requested option and what was learned about P2P at startup.
+
+        Raises:
+          ConfigError: The options do not allow this TP size.
+          ValueError: The model cannot be split over the mesh, or a kernel cannot serve its shards.
+        """
+        requested = dataclasses.replace(self.requested, tp=mesh.size)
+        names = self.kernel_names
+        config = dataclasses.replace(requested, attention=names.attention, decode_layers=names.decode_layers)
+        found = resolve_here(config, self.model, mesh, self.findings)
+        return dataclasses.replace(found, requested=requested)
+
+
+def resolve_for(config: ServeConfig, model: ModelConfig, *, platform: str, num_devices: int) -> ResolvedServer:
+    """Resolves a server for a kind and number of devices that need not exist.
+
+    Raises:
+      ConfigError: The options do not suit the model.
+      ValueError: The model cannot be split over so many devices.
+    """
+    shapes = _shapes(config, model, platform, num_devices)
+    refusal = shape_refusal(shapes) if platform == "gpu" else None
+    names = name_kernels(config, platform=platform, num_devices=num_devices, cuda_refusal=refusal)
+    return _resolved(config, shapes, platform, names)
+
+
+def place_on(server: ResolvedServer, mesh: Mesh) -> PlacedServer:
+    """Returns a server on a mesh of its kind and number of devices, which need not be present: no program can run.
+
+    Raises:
+      ValueError: A kernel cannot serve the model on such devices, or its compiler is not installed.
+    """
+    kernels = make_kernels(server.kernel_names, _kernel_shapes(server), mesh)
+    return _placed(server, mesh, kernels, P2PFindings())
+
+
+def resolve_here(
+    config: ServeConfig, model: ModelConfig, mesh: Mesh, findings: P2PFindings | None = None
+) -> PlacedServer:
+    """Resolves a server for devices of this process; see `select_kernels`.
+
+    Raises:
+      ConfigError: The options do not suit the model, or the devices failed during a test.
+      ValueError: The model cannot be split over the mesh, or a kernel cannot serve its shards.
+    """
+    platform = mesh.devices.flat[0].platform
+    shapes = _shapes(config, model, platform, mesh.size)
+    selection = select_kernels(config, shapes, mesh, findings)
+    server = _resolved(config, shapes, platform, selection.names)
+    return _placed(server, mesh, selection.kernels, selection.findings)
+
+
+def _shapes(config: ServeConfig, model: ModelConfig, platform: str, num_devices: int) -> KernelShapes:
+    return KernelShapes(
+        model=model,
+        layout=model_layout(model, num_devices),
+        dtype=jnp.dtype(serving_dtype(config, model, platform)),
+        page_size=config.page_size,
+    )
+
+
+def _kernel_shapes(server: ResolvedServer) -> KernelShapes:
+    return KernelShapes(model=server.model, layout=server.layout, dtype=server.dtype, page_size=server.limits.page_size)
+
+
+def _resolved(config: ServeConfig, shapes: KernelShapes, platform: str, names: KernelNames) -> ResolvedServer:
+    buckets = declare_buckets(
+        max_step_tokens=config.max_step_tokens,
+        max_running=config.max_running,
+        page_size=config.page_size,
+        max_decode_steps=config.max_decode_steps,
+        has_decode_kernels=names.has_decode_kernels,
+    )
+    return ResolvedServer(
+        requested=config,
+        model=shapes.model,
+        platform=platform,
+        layout=shapes.layout,
+        dtype=shapes.dtype,
+        kernel_names=names,
+        limits=_limits(config, context_tokens(config, shapes.model), buckets),
+        buckets=buckets,
+        has_processors=config.logits_processors,
+        memory_fraction=config.memory_fraction,
+        reserve_bytes=config.reserve_mib << 20,
+        requested_pages=config.num_pages,
+        compile_threads=config.compile_threads,
+    )
+
+
+def _limits(config: ServeConfig, max_context: int, buckets: tuple[Bucket, ...]) -> SchedulerLimits:
+    sizes = sorted({bucket.num_tokens for bucket in buckets if not bucket.is_decode})
+    return SchedulerLimits(
+        page_size=config.page_size,
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_waiting=config.max_waiting,
+        max_context=max_context,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_decode_steps=config.max_decode_steps,
+        priority_seconds=config.priority_seconds,
+        has_prefix_cache=config.prefix_cache,
+        draft_tokens=config.draft_tokens,
+        draft_min_match=config.draft_min_match,
+        step_sizes=tuple(size for size in sizes if size >= _FREE_TOKENS),
+    )
+
+
+def _placed(server: ResolvedServer, mesh: Mesh, kernels: Kernels, findings: P2PFindings) -> PlacedServer:
+    fields = {field.name: getattr(server, field.name) for field in dataclasses.fields(ResolvedServer)}
+    return PlacedServer(**fields, mesh=mesh, kernels=kernels, findings=findings)

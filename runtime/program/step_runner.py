@@ -1,0 +1,168 @@
+"""Holds the compiled programs of a server with their parameters and device state, and dispatches steps.
+
+Step 6 of 10. In: buckets and packed vectors. Out: sampled tokens, still on the device. Each call returns as soon as the
+work is dispatched; the device runs the calls in order.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
+
+from .batch import Bucket, ProgramKey
+from .device_figures import DeviceFigures
+from .output_buffers import OutputBufferKey, output_buffer_keys
+from .processor_batch import Logprobs, Sampled
+from .processor_programs import LogitsProcessors
+from .step import DeviceState, StepOutput, weights_of
+
+# Keys of the programs that allocate the device state with the output buffers, and that set a row of the page table.
+ALLOCATE: ProgramKey = ("allocate cache", 0)
+SET_PAGE_ROW: ProgramKey = ("set page row", 0)
+
+
+class StepRunner:
+    """Runs the steps of one server.
+
+    Args:
+      programs: The compiled steps, `ALLOCATE` and `SET_PAGE_ROW`; see `planning.server_programs`.
+      buckets: The buckets of the steps.
+      state_shapes: The device state, with shardings.
+      buffer_shapes: The output buffers, with shardings; empty if steps have none.
+      mesh: The devices.
+      processors: The compiled logits processors, if the server has any.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[ProgramKey, jax.stages.Compiled],
+        *,
+        buckets: Sequence[Bucket],
+        state_shapes: DeviceState[jax.ShapeDtypeStruct],
+        buffer_shapes: Mapping[OutputBufferKey, jax.ShapeDtypeStruct],
+        mesh: Mesh,
+        processors: LogitsProcessors | None = None,
+    ):
+        self._programs = {bucket: programs[bucket.key] for bucket in buckets}
+        self._set_page_row, self._allocate = programs[SET_PAGE_ROW], programs[ALLOCATE]
+        self._shapes, self._output_buffer_shapes = state_shapes, buffer_shapes
+        self._processors, self._mesh = processors, mesh
+        self._output: StepOutput[jax.Array] | None = None  # of the last step
+        self._output_buffers: dict[OutputBufferKey, jax.Array]
+        self._output_buffer_keys = {bucket: output_buffer_keys(bucket) if buffer_shapes else () for bucket in buckets}
+
+    def start(self, params: nnx.State) -> None:
+        """Takes the parameters and allocates the cache, so that steps can run.
+
+        Raises:
+          MemoryError: The devices cannot allocate the cache in one block. The message says what to do.
+        """
+        self._params = params
+        try:
+            self._state, self._output_buffers = jax.block_until_ready(self._allocate())
+            if self._processors is not None:
+                self._processors.allocate()
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            size = shard_bytes(self._shapes.cache) / (1 << 30)
+            raise MemoryError(
+                f"could not allocate {size:.2f} GiB on each device in one block, for a cache of "
+                f"{self.num_pages} pages: lower --memory-fraction or --num-pages, and leave "
+                "XLA_PYTHON_CLIENT_PREALLOCATE unset, because memory that is not preallocated becomes fragmented "
+                f"({error})."
+            ) from None
+        self._weights: tuple[jax.Array, ...] = weights_of(params)
+
+    @property
+    def num_pages(self) -> int:
+        """The pages of the KV cache on each device."""
+        return self._shapes.cache.shape[1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the parameters."""
+        return self._weights[0].dtype
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of parameters, state and output buffers on each device."""
+        processors = self._processors.device_bytes if self._processors is not None else 0
+        return shard_bytes((self._params, self._state, self._output_buffers)) + processors
+
+    @property
+    def figures(self) -> DeviceFigures:
+        """The memory used on each device, measured from the arrays and compiled programs."""
+        device, processors = self._mesh.local_devices[0], self._processors
+        scratch = [added_bytes(program) for program in self._programs.values()]
+        return DeviceFigures(
+            limit_bytes=device.memory_stats()["bytes_limit"] if device.platform != "cpu" else 0,
+            weight_bytes=shard_bytes(self._params),
+            scratch_bytes=max(*scratch, processors.scratch_bytes if processors is not None else 0)
+            + shard_bytes(self._output_buffer_shapes),
+            processor_bytes=processors.device_bytes if processors is not None else 0,
+            page_bytes=shard_bytes(self._shapes.cache) // self.num_pages,
+            num_pages=self.num_pages,
+            num_programs=len(self._programs),
+        )
+
+    def release(self) -> nnx.State:
+        """Frees the device state at once and returns the parameters. The runner cannot be used afterwards."""
+        for array in (*self._state, *self._output_buffers.values()):
+            array.delete()
+        self._output = None
+        if self._processors is not None:
+            self._processors.release()
+        params, self._params = self._params, nnx.State({})
+        self._weights = ()
+        return params
+
+    def set_page_row(self, page_row: np.ndarray) -> None:
+        """Dispatches the replacement of a row of the page table; see `Batch.page_table_rows`."""
+        self._state = self._state._replace(page_table=self._set_page_row(self._state.page_table, page_row))
+
+    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
+        self._output = None  # frees its memory for this step, unless it is an output buffer
+        keys = self._output_buffer_keys[bucket]
+        buffers = tuple(self._output_buffers[key] for key in keys)
+        self._state, self._output = self._programs[bucket](self._weights, self._state, buffers, packed)
+        if keys:
+            self._output_buffers.update(zip(keys, self._output.buffers, strict=True))
+        self._output.sampled.copy_to_host_async()
+        return self._output.sampled
+
+    def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
+        """Dispatches the state that `sample` uses for a slot from now on; see `processor_batch.SlotAdjustments`."""
+        self._known_processors.set_row(slot, history, bias)
+
+    def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[jax.Array]:
+        """Dispatches sampling from the logits of the last `run` again, with logits processors. Call before the next.
+
+        Its tokens replace those that `run` returned and are the input of the next step.
+
+        Args:
+          packed: See `processor_batch.ProcessorShape`.
+          masks: [requests of the plan, ceil(V / 32)] uint32, the tokens that each may take; None allows all.
+        """
+        assert self._output is not None and self._output.logits is not None, "multi-step decode has no logits"
+        last_tokens, sampled = self._known_processors.sample(
+            packed, self._output.logits, self._state.last_tokens, masks
+        )
+        self._state = self._state._replace(last_tokens=last_tokens)
+        return sampled
+
+    def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[jax.Array]:
+        """Dispatches the log-probabilities of the tokens [T] after those of the last `run`. Call before the next."""
+        assert self._output is not None and self._output.hidden is not None, "steps of decodes have no prompt"
+        return self._known_processors.prompt_logprobs(self._params, self._output.hidden, targets)
+
+    @property
+    def _known_processors(self) -> LogitsProcessors:
+        assert self._processors is not None, "a server without logits processors refuses requests that need them"
+        return self._processors

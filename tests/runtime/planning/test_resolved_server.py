@@ -1,0 +1,90 @@
+"""Tests that a server is resolved once, into a frozen value without "auto", for present and absent devices alike."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.planning import resolved_server
+from meshserve.runtime.planning.kernel_selection import P2PFindings
+from meshserve.runtime.planning.resolved_server import PlacedServer, ResolvedServer, resolve_for, resolve_here
+from meshserve.runtime.weights.registry import named_model
+from meshserve.sharding.mesh import make_mesh
+
+MODEL = named_model("qwen3-0.6b")
+CONFIG = ServeConfig(model="random", max_running=4, max_step_tokens=16, num_pages=8, dtype="auto")
+
+
+def resolved_fields(server: ResolvedServer) -> dict[str, object]:
+    """Returns the fields that do not depend on whether the devices are present."""
+    return {field.name: getattr(server, field.name) for field in dataclasses.fields(ResolvedServer)}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_nothing_resolved_is_auto(platform: str) -> None:
+    server = resolve_for(CONFIG, MODEL, platform=platform, num_devices=2)
+    asked = [name for name, value in vars(CONFIG).items() if value == "auto"]
+    assert asked == ["dtype", "attention", "decode_layers", "all_reduce", "gemm_backend"]
+    for name, value in resolved_fields(server).items():
+        assert name == "requested" or "auto" not in repr(value), name
+
+
+def test_a_resolved_server_is_frozen() -> None:
+    server = resolve_for(CONFIG, MODEL, platform="cpu", num_devices=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        server.platform = "gpu"  # type: ignore[misc]
+
+
+def test_present_devices_are_resolved_like_absent_ones() -> None:
+    here = resolve_here(CONFIG, MODEL, make_mesh(2))
+    planned = resolve_for(CONFIG, MODEL, platform="cpu", num_devices=2)
+    assert resolved_fields(here) == resolved_fields(planned)
+    assert resolved_fields(resolved_server.place_on(planned, make_mesh(2))) == resolved_fields(planned)
+
+
+def test_buckets_and_limits_follow_the_kernels() -> None:
+    options = {"max_running": 64, "max_step_tokens": 512}
+    config = dataclasses.replace(CONFIG, **options)
+    gpu, cpu = (resolve_for(config, MODEL, platform=platform, num_devices=1) for platform in ("gpu", "cpu"))
+    assert gpu.kernel_names.has_decode_kernels and not cpu.kernel_names.has_decode_kernels
+    assert any(bucket.is_decode for bucket in gpu.buckets) and not any(bucket.is_decode for bucket in cpu.buckets)
+    assert gpu.limits.step_sizes == (256, 512)
+    assert (gpu.dtype.name, cpu.dtype.name) == ("bfloat16", "float32")
+
+
+def test_a_model_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="tp is 3, which does not divide"):
+        resolve_for(CONFIG, MODEL, platform="cpu", num_devices=3)
+    with pytest.raises(ConfigError, match="max_context is 1000000"):
+        resolve_for(dataclasses.replace(CONFIG, max_context=1_000_000), MODEL, platform="cpu", num_devices=1)
+
+
+def test_another_tp_size_is_resolved_from_the_requested_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of the layers and the findings of the startup are carried over; the all-reduce is selected anew."""
+    server = resolve_here(CONFIG, MODEL, make_mesh(2))
+    names = dataclasses.replace(server.kernel_names, decode_layers="reference", all_reduce="p2p")
+    findings = P2PFindings(wrong_sums="3 elements of sums were wrong")
+    server = dataclasses.replace(server, kernel_names=names, findings=findings)
+    asked: list[ServeConfig] = []
+    select_kernels = resolved_server.select_kernels
+
+    def select(config, shapes, mesh, found):
+        asked.append(config)
+        assert found is findings
+        return select_kernels(config, shapes, mesh, found)
+
+    monkeypatch.setattr(resolved_server, "select_kernels", select)
+    moved = server.on_mesh(make_mesh(4))
+    assert isinstance(moved, PlacedServer) and (moved.tp, moved.mesh.size, moved.findings) == (4, 4, findings)
+    assert moved.kernel_names.decode_layers == "reference" and moved.kernel_names.all_reduce == "xla"
+    assert (asked[0].decode_layers, asked[0].all_reduce) == ("reference", "auto")
+    assert moved.requested == dataclasses.replace(CONFIG, tp=4)
+
+
+def test_parameters_have_the_shardings_of_the_mesh() -> None:
+    server = resolve_here(CONFIG, MODEL, make_mesh(2))
+    _, params = server.abstract_params()
+    for leaf in jax.tree.leaves(params):
+        assert leaf.dtype == server.dtype and leaf.sharding.mesh == server.mesh
