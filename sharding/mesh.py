@@ -24,6 +24,15 @@ def use_cpu_devices(num_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
+def claim_gpu_memory(fraction: float) -> None:
+    """Makes JAX allocate this share of each GPU's memory when its backend starts, instead of three quarters.
+
+    Takes precedence over JAX's environment variable. Has no effect on other devices, or once the backend has started.
+    """
+    if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13)):
+        jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": fraction})
+
+
 def use_dispatch_threads() -> None:
     """Makes XLA dispatch to each GPU from a separate thread. Call it before anything asks jax for devices.
 

@@ -17,6 +17,7 @@ from meshserve.runtime.startup.launch import MakeParams, build_engine
 from .token_times import RunTimes, TokenClock
 from .workloads import Work
 
+_STEP_TOKENS = 512
 _OWN_OPTIONS = {"model": "--model", "random_weights": "--random-weights"}  # the benchmarks need these before the config
 
 
@@ -49,7 +50,7 @@ def config_for(batches: Sequence[Sequence[Work]], settings: Mapping[str, Any]) -
     chosen: dict[str, Any] = {
         "page_size": 64,
         "max_running": num_requests,
-        "max_step_tokens": max(ServeConfig.max_step_tokens, num_requests),
+        "max_step_tokens": max(_STEP_TOKENS, num_requests),
         "max_waiting": num_requests,
         "max_context": longest,
         "prefix_cache": False,

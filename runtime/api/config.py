@@ -34,6 +34,7 @@ class Option:
       is_server_only: Whether the option has no effect without a server, as in `generate` and the benchmarks.
       may_differ: Whether the processes of one cluster may have different values.
       is_expert: Whether the option rarely needs to be changed; `--help` lists such options last.
+      is_auto: Whether `auto` is allowed, which is stored as 0 and resolved at startup (`planning.auto_limits`).
     """
 
     help: str
@@ -44,6 +45,19 @@ class Option:
     is_server_only: bool = False
     may_differ: bool = False
     is_expert: bool = False
+    is_auto: bool = False
+
+    def parsed(self, text: str, kind: Any) -> Any:
+        """Parses the text of a flag as a value of type `kind`.
+
+        Raises:
+          ValueError: The text is no such value.
+        """
+        return kind(0) if self.is_auto and text == "auto" else kind(text)
+
+    def shown(self, value: Any) -> str:
+        """Returns a value as help texts show it."""
+        return "auto" if self.is_auto and value == 0 else repr(value)
 
     def check(self, name: str, value: Any) -> None:
         """Checks a value of the option.
@@ -56,7 +70,7 @@ class Option:
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
                 raise ConfigError(f"{name} is {value}; it must be finite.")
-            if not self.least <= value <= self.most:
+            if not self.least <= value <= self.most and not (self.is_auto and value == 0):
                 allowed = f"{self.least:g} or more" if self.most == math.inf else f"{self.least:g} to {self.most:g}"
                 raise ConfigError(f"{name} is {value}; it must be {allowed}.")
 
@@ -144,7 +158,13 @@ class ServeConfig:
         0, _MEMORY, "KV cache pages on each device; 0 fills the share of memory given by memory_fraction", least=0
     )
     memory_fraction: float = option(
-        0.85, _MEMORY, "share of the memory available to the process for weights and KV cache, above 0 and at most 1"
+        0.0,
+        _MEMORY,
+        "share of each device's memory for weights, KV cache and scratch memory; auto is 0.92 of a GPU, and 0.85 of "
+        "what other devices report",
+        least=0.01,
+        most=1,
+        is_auto=True,
     )
     reserve_mib: int = option(
         512, _MEMORY, "device memory in MiB to leave free beside weights, KV cache and scratch memory", least=0
@@ -163,22 +183,36 @@ class ServeConfig:
         may_differ=True,
     )
     strict: bool = option(False, _MEMORY, "fail instead of compiling a program after the server is ready")
-    max_running: int = option(64, _SCHEDULING, "maximum number of requests that run at the same time", least=1)
+    max_running: int = option(
+        0,
+        _SCHEDULING,
+        "maximum number of requests that run at the same time; auto is 256 on GPUs, 64 elsewhere",
+        least=1,
+        is_auto=True,
+    )
     max_step_tokens: int = option(
-        512, _SCHEDULING, "maximum number of tokens in a step, decodes and prefill chunks together", least=1
+        0,
+        _SCHEDULING,
+        "maximum number of tokens in a step, decodes and prefill chunks together; auto is up to 8192 on GPUs, as "
+        "scratch memory allows, and 512 elsewhere",
+        least=1,
+        is_auto=True,
     )
     max_prefill_tokens: int = option(
         0,
         _SCHEDULING,
-        "maximum number of prefill tokens in a step that also decodes; 0 allows whatever max_step_tokens leaves",
-        least=0,
+        "maximum number of prefill tokens in a step that also decodes; auto keeps such steps of a GPU under about "
+        "50 ms, and elsewhere allows whatever max_step_tokens leaves",
+        least=1,
+        is_auto=True,
     )
     max_decode_steps: int = option(
-        1,
+        0,
         _SCHEDULING,
         "multi-step decode: maximum number of decode steps per dispatch while no request waits; a request that "
-        "arrives meanwhile waits for their end",
+        "arrives meanwhile waits for their end; auto is 4 for models on GPUs with steps of less than 1 ms, 1 elsewhere",
         least=1,
+        is_auto=True,
     )
     draft_tokens: int = option(
         0,
@@ -304,9 +338,7 @@ class ServeConfig:
             raise ConfigError("max_context is 1; it must be 2 or more (a prompt and one token), or 0 for the default.")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
             raise ConfigError("tls_cert and tls_key must be set together, and tls_client_ca requires both.")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1.")
-        if self.max_step_tokens < self.max_running:
+        if 0 < self.max_step_tokens < self.max_running:
             raise ConfigError(
                 f"max_step_tokens is {self.max_step_tokens} and max_running {self.max_running}: every running request "
                 "decodes one token per step, so max_step_tokens must be at least max_running. Raise it or lower "
@@ -389,6 +421,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: {error}.") from None
     types = {option_field.name: option_field.type for option_field in dataclasses.fields(ServeConfig)}
     for key, value in raw.items():
+        if value == "auto" and key in types and options()[key].is_auto:
+            raw[key] = value = types[key](0)  # type: ignore[operator]
         if key not in types:
             near = difflib.get_close_matches(key, types, n=1)
             hint = f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(types)}."

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ..api.config import SECTIONS, Option, ServeConfig, read_toml, server_only_options
@@ -98,7 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--length", type=int, default=1024, help="tokens per request to plan for (%(default)s)")
     plan.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="decode batch sizes (%(default)s)")
     plan.add_argument(
-        "--jax-fraction", type=float, default=0.0, help="fraction of GPU memory that JAX preallocates; 0: its default"
+        "--jax-fraction",
+        type=float,
+        default=0.0,
+        help="fraction of GPU memory that JAX preallocates; 0: that of memory_fraction",
     )
     plan.add_argument(
         "--compile", action="store_true", help="compile every program for the target (extra [tpu] or [cuda])"
@@ -171,7 +175,7 @@ def add_options(parser: argparse.ArgumentParser, *, left_out: frozenset[str] = f
             continue
         about: Option = field.metadata["option"]
         group = expert if about.is_expert else titles[about.section]
-        flag, text = "--" + field.name.replace("_", "-"), f"{about.help} (default: {field.default!r})"
+        flag, text = "--" + field.name.replace("_", "-"), f"{about.help} (default: {about.shown(field.default)})"
         if field.type is bool:
             group.add_argument(
                 flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
@@ -180,7 +184,7 @@ def add_options(parser: argparse.ArgumentParser, *, left_out: frozenset[str] = f
             group.add_argument(
                 flag,
                 dest=field.name,
-                type=field.type,  # int, float or str
+                type=partial(about.parsed, kind=field.type),  # int, float or str
                 choices=about.choices or None,
                 default=argparse.SUPPRESS,
                 help=text,

@@ -29,7 +29,6 @@ from meshserve.sharding.layout import GATE, UP, ShardLayout, split_group
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
 from ..api.model_config import ModelConfig
-from ..scheduler.limits import MAX_FUSED_TOKENS
 from . import fused_decode
 from .rope import rotate, rotation
 
@@ -50,6 +49,7 @@ class Kernels:
     write: WriteKV = write_kv
     prepare: QKNormRope | None = None  # replaces `write` and the norms and rotation before it
     decode: DecodeKernels | None = None  # fused layers for small decode steps
+    max_fused_tokens: int = 64  # largest decode step that runs on them
     is_unrolled: bool = False  # unrolls the layers instead of looping over them
     has_statistics_apart: bool = False  # in large steps without `prepare`; see `Attention`
     has_library_gemms: bool = False  # in steps of LIBRARY_TOKENS and more; see `chips.compiler_options`
@@ -60,7 +60,7 @@ class Kernels:
 
     def fused(self, num_tokens: int, *, is_decode: bool) -> DecodeKernels | None:
         """Returns the fused decode kernels if they support the step, else None."""
-        return self.decode if is_decode and num_tokens <= MAX_FUSED_TOKENS else None
+        return self.decode if is_decode and num_tokens <= self.max_fused_tokens else None
 
     @property
     def p2p_all_reduce(self) -> P2PAllReduce | None:

@@ -2,7 +2,6 @@
 
 from ..api.sampling_params import SamplingMode
 from ..program.batch import ANY_MODE, Bucket
-from ..scheduler.limits import MAX_FUSED_TOKENS
 
 _MIN_MIXED_TOKENS = 64
 
@@ -13,12 +12,13 @@ def declare_buckets(
     max_running: int,
     page_size: int,
     max_decode_steps: int = 1,
-    has_decode_kernels: bool = False,
+    max_fused_tokens: int = 0,
 ) -> tuple[Bucket, ...]:
     """Returns the buckets of a server, smallest first.
 
     The numbers of tokens are the powers of two below `max_step_tokens`, `max_running` and `max_step_tokens` itself.
-    With decode kernels, there is also a size between two powers where decodes exceed what the fused layers support.
+    With decode kernels, which serve up to `max_fused_tokens` decodes, there is also a size between two powers from 64
+    on, so that decodes are padded less.
 
     Up to `max_running` tokens, a bucket has as many requests as tokens, so that steps of decodes are not padded. Each
     of these shapes also exists with `max_decode_steps` steps, if that is more than one.
@@ -28,8 +28,9 @@ def declare_buckets(
     64 tokens takes as long as one of 8, and each shape has to be compiled.
     """
     sizes = [2**power for power in range(max_step_tokens.bit_length()) if 2**power < max_step_tokens]
-    if has_decode_kernels:  # reduces the padding of decodes that are not fused
-        sizes += [3 * size // 2 for size in sizes if size > MAX_FUSED_TOKENS and 3 * size // 2 < max_running]
+    has_decode_kernels = max_fused_tokens > 0
+    if has_decode_kernels:
+        sizes += [3 * size // 2 for size in sizes if size >= _MIN_MIXED_TOKENS and 3 * size // 2 < max_running]
     sizes = sorted({*sizes, max_running, max_step_tokens})
     buckets = []
     for num_tokens in sizes:
@@ -37,7 +38,7 @@ def declare_buckets(
         # A chunk of n tokens begins at most ceil(n / page_size) pages, and multi-step decode at most one per request.
         num_new_pages = num_requests + num_tokens // page_size
         shape = (num_tokens, num_requests, num_new_pages)
-        is_fused = has_decode_kernels and num_tokens <= min(max_running, MAX_FUSED_TOKENS)
+        is_fused = has_decode_kernels and num_tokens <= min(max_running, max_fused_tokens)
         if is_fused:  # before the general bucket, so that `BatchBuilder.bucket` finds it first
             buckets += [Bucket(*shape, is_decode=True, mode=mode) for mode in SamplingMode]
         if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):

@@ -10,7 +10,6 @@ from meshserve.sharding.collectives import p2p_max_bytes
 from meshserve.sharding.memory import shard_bytes
 
 from ..program.batch import ProgramKey
-from ..scheduler.limits import MAX_FUSED_TOKENS
 from .aot import DryServer, KnownKey, ProgramReport
 from .memory_plan import MIB, MemoryPlan, Planner
 
@@ -122,7 +121,7 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     in_sampling = int(filters and has_kernel)
     has_p2p = _has_p2p(planner)
     num_p2p = int(has_p2p and report.is_step)  # gathers the best tokens
-    if report.kind.startswith("decode") and names.decode_layers == "cuda" and report.size <= MAX_FUSED_TOKENS:
+    if report.kind.startswith("decode") and names.decode_layers == "cuda" and report.size <= server.max_fused_tokens:
         num_p2p += int(has_p2p)  # the embedding
         return in_sampling + num_p2p + (1 if server.tp == 1 or has_p2p else 5 * num_layers)
     num_p2p += _num_all_reduces(planner, report, is_p2p=True) if report.is_step else 0

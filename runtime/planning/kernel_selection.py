@@ -34,6 +34,11 @@ _log = logging.getLogger(__name__)
 # With earlier releases, XLA copies each layer's weights out of the stacked array for cuBLAS (docs/log).
 _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
 
+# Decode steps of up to so many tokens run on the fused layers. Larger ones take cuBLAS less time, unless a layer's
+# weights stay in the L2 cache of the GPU between the groups of 64 tokens of the fused layers (docs/log/decode.md).
+_MAX_FUSED_TOKENS, _MAX_CACHED_FUSED_TOKENS = 64, 256
+_CACHED_LAYER_BYTES = 32 << 20
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelNames:
@@ -78,6 +83,17 @@ class KernelShapes:
     layout: ShardLayout
     dtype: jnp.dtype
     page_size: int
+
+
+def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
+    """Returns the largest decode step, in tokens, that runs on the fused layers; 0 if none does."""
+    if not names.has_decode_kernels:
+        return 0
+    model, num_devices = shapes.model, shapes.layout.num_shards
+    heads = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
+    layer_bytes = (heads + 3 * model.mlp_dim) * model.embed_dim * shapes.dtype.itemsize
+    is_cached = num_devices == 1 and layer_bytes <= _CACHED_LAYER_BYTES  # not measured on several devices
+    return _MAX_CACHED_FUSED_TOKENS if is_cached else _MAX_FUSED_TOKENS
 
 
 def name_kernels(config: ServeConfig, *, platform: str, num_devices: int, cuda_refusal: str | None) -> KernelNames:
@@ -164,6 +180,7 @@ def _kernels(
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
         prepare=paged_attention.QK_NORM_ROPE.get(attention),
         decode=None if decode == "off" else decode_layers.implementation(decode, device),
+        max_fused_tokens=max_fused_tokens(names, shapes),
         is_unrolled=is_gpu,
         has_output_buffers=is_gpu,
         has_statistics_apart=is_gpu,

@@ -23,6 +23,7 @@ from ..program.output_buffers import output_buffer_keys
 from ..program.processor_batch import WORD_BITS, processor_sizes
 from ..program.step import cache_page_bytes
 from ..weights.registry import abstract_model
+from .auto_limits import GPU_MEMORY_FRACTION
 from .resolved_server import ResolvedServer, resolve_for
 
 MIB = 1 << 20
@@ -49,6 +50,7 @@ class MemoryPlan:
     max_pages: int  # if programs use the whole limit
     served_pages: int  # as a server has them: within memory_fraction, with reserve_mib left free
     max_running: int
+    limits: str  # of steps, as chosen
     num_programs: int
 
     @property
@@ -72,7 +74,7 @@ class Planner:
     name: str  # of the model
     target: Target
     server: ResolvedServer
-    jax_fraction: float = 0.0  # share of the device memory that jax preallocates; 0: its default
+    jax_fraction: float = 0.0  # share of a GPU's memory that JAX preallocates; 0: what the server claims
 
     @classmethod
     def on(
@@ -84,7 +86,7 @@ class Planner:
           ConfigError: The options do not suit the model.
           ValueError: The model cannot be split over so many devices.
         """
-        server = resolve_for(config, model, platform=target.chip.platform, num_devices=num_devices)
+        server = resolve_for(config, model, chip=target.chip, num_devices=num_devices)
         return cls(name=config.model, target=target, server=server, jax_fraction=jax_fraction)
 
     def replan(
@@ -103,7 +105,8 @@ class Planner:
     def limit_bytes(self) -> int:
         """The maximum memory of one device that a program may use; 0 if unknown."""
         chip = self.target.chip
-        return int(chip.hbm_bytes * (self.jax_fraction or chip.jax_fraction))
+        claimed = (self.server.requested.memory_fraction or GPU_MEMORY_FRACTION) if chip.platform == "gpu" else 1.0
+        return int(chip.hbm_bytes * (self.jax_fraction or claimed))
 
     def plan(self) -> MemoryPlan:
         """Computes the memory use.
@@ -142,6 +145,7 @@ class Planner:
             max_pages=free // page,
             served_pages=server.requested_pages or served // page,
             max_running=server.limits.max_running,
+            limits=str(server.step_limits),
             num_programs=len(server.buckets),
         )
 

@@ -71,7 +71,8 @@ def plan_table(plan: MemoryPlan) -> str:
         ("step programs", f"{plan.num_programs}"),
     ]
     head = f"{plan.model} on {plan.target}, tp {plan.tp}, {plan.dtype}, per device:"
-    return "\n".join([head, *(f"  {name:<26} {value:>22}" for name, value in rows)])
+    limits = f"  limits: {plan.limits}"
+    return "\n".join([head, *(f"  {name:<26} {value:>22}" for name, value in rows), limits])
 
 
 def report_text(report: Report) -> str:

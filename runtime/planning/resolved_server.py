@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from meshserve.sharding.chips import Chip, chip_of
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding
 
@@ -27,12 +28,14 @@ from ..program.step import CacheShape, cache_page_bytes, placed_state, state_sha
 from ..scheduler.limits import SchedulerLimits
 from ..weights.orbax_layout import model_layout
 from ..weights.registry import abstract_model
+from .auto_limits import StepLimits, choose_limits, usable_share
 from .buckets import declare_buckets
 from .kernel_selection import (
     KernelNames,
     KernelShapes,
     P2PFindings,
     make_kernels,
+    max_fused_tokens,
     name_kernels,
     select_kernels,
     shape_refusal,
@@ -52,10 +55,12 @@ class ResolvedServer:
     layout: ShardLayout
     dtype: jnp.dtype  # of weights, activations and KV cache
     kernel_names: KernelNames
+    max_fused_tokens: int  # largest decode step on fused layers; 0 without them
     limits: SchedulerLimits
+    step_limits: StepLimits  # those of `limits` that may have been chosen automatically
     buckets: tuple[Bucket, ...]  # the shapes of steps
     has_processors: bool  # whether logits processors are served
-    memory_fraction: float  # of the device memory, for weights and KV cache
+    memory_fraction: float  # of the memory that the devices report, for weights and KV cache
     reserve_bytes: int  # of the device memory, to leave free
     requested_pages: int  # 0: as many as fit
     compile_threads: int  # see `compile_cache.compile_all`
@@ -133,17 +138,22 @@ class PlacedServer(ResolvedServer):
         return dataclasses.replace(found, requested=requested)
 
 
-def resolve_for(config: ServeConfig, model: ModelConfig, *, platform: str, num_devices: int) -> ResolvedServer:
+def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devices: int) -> ResolvedServer:
     """Resolves a server for a kind and number of devices that need not exist.
+
+    A GPU reports the memory that the server claims of it; see `memory_plan.Planner.limit_bytes`.
 
     Raises:
       ConfigError: The options do not suit the model.
       ValueError: The model cannot be split over so many devices.
     """
-    shapes = _shapes(config, model, platform, num_devices)
-    refusal = shape_refusal(shapes) if platform == "gpu" else None
-    names = name_kernels(config, platform=platform, num_devices=num_devices, cuda_refusal=refusal)
-    return _resolved(config, shapes, platform, names)
+    shapes = _shapes(config, model, chip.platform, num_devices)
+    refusal = shape_refusal(shapes) if chip.platform == "gpu" else None
+    names = name_kernels(config, platform=chip.platform, num_devices=num_devices, cuda_refusal=refusal)
+    limits = choose_limits(
+        config, model, platform=chip.platform, chip=chip, num_devices=num_devices, dtype=shapes.dtype
+    )
+    return _resolved(config, shapes, chip.platform, names, limits)
 
 
 def place_on(server: ResolvedServer, mesh: Mesh) -> PlacedServer:
@@ -168,7 +178,9 @@ def resolve_here(
     platform = mesh.devices.flat[0].platform
     shapes = _shapes(config, model, platform, mesh.size)
     selection = select_kernels(config, shapes, mesh, findings)
-    server = _resolved(config, shapes, platform, selection.names)
+    chip = chip_of(mesh.devices.flat[0])
+    limits = choose_limits(config, model, platform=platform, chip=chip, num_devices=mesh.size, dtype=shapes.dtype)
+    server = _resolved(config, shapes, platform, selection.names, limits)
     return _placed(server, mesh, selection.kernels, selection.findings)
 
 
@@ -185,13 +197,20 @@ def _kernel_shapes(server: ResolvedServer) -> KernelShapes:
     return KernelShapes(model=server.model, layout=server.layout, dtype=server.dtype, page_size=server.limits.page_size)
 
 
-def _resolved(config: ServeConfig, shapes: KernelShapes, platform: str, names: KernelNames) -> ResolvedServer:
+def _resolved(
+    config: ServeConfig,
+    shapes: KernelShapes,
+    platform: str,
+    names: KernelNames,
+    chosen: StepLimits,
+) -> ResolvedServer:
+    num_fused_tokens = max_fused_tokens(names, shapes)
     buckets = declare_buckets(
-        max_step_tokens=config.max_step_tokens,
-        max_running=config.max_running,
+        max_step_tokens=chosen.max_step_tokens,
+        max_running=chosen.max_running,
         page_size=config.page_size,
-        max_decode_steps=config.max_decode_steps,
-        has_decode_kernels=names.has_decode_kernels,
+        max_decode_steps=chosen.max_decode_steps,
+        max_fused_tokens=num_fused_tokens,
     )
     return ResolvedServer(
         requested=config,
@@ -200,26 +219,28 @@ def _resolved(config: ServeConfig, shapes: KernelShapes, platform: str, names: K
         layout=shapes.layout,
         dtype=shapes.dtype,
         kernel_names=names,
-        limits=_limits(config, context_tokens(config, shapes.model), buckets),
+        max_fused_tokens=num_fused_tokens,
+        limits=_limits(config, chosen, context_tokens(config, shapes.model), buckets),
+        step_limits=chosen,
         buckets=buckets,
         has_processors=config.logits_processors,
-        memory_fraction=config.memory_fraction,
+        memory_fraction=usable_share(config, platform),
         reserve_bytes=config.reserve_mib << 20,
         requested_pages=config.num_pages,
         compile_threads=config.compile_threads,
     )
 
 
-def _limits(config: ServeConfig, max_context: int, buckets: tuple[Bucket, ...]) -> SchedulerLimits:
+def _limits(config: ServeConfig, chosen: StepLimits, max_context: int, buckets: tuple[Bucket, ...]) -> SchedulerLimits:
     sizes = sorted({bucket.num_tokens for bucket in buckets if not bucket.is_decode})
     return SchedulerLimits(
         page_size=config.page_size,
-        max_running=config.max_running,
-        max_step_tokens=config.max_step_tokens,
+        max_running=chosen.max_running,
+        max_step_tokens=chosen.max_step_tokens,
         max_waiting=config.max_waiting,
         max_context=max_context,
-        max_prefill_tokens=config.max_prefill_tokens,
-        max_decode_steps=config.max_decode_steps,
+        max_prefill_tokens=chosen.max_prefill_tokens,
+        max_decode_steps=chosen.max_decode_steps,
         priority_seconds=config.priority_seconds,
         has_prefix_cache=config.prefix_cache,
         draft_tokens=config.draft_tokens,

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from ..api.errors import InvalidRequestError
 from ..api.request import Request
 
-# The largest decode step, in tokens, that runs on the fused decode kernels. Above it, cuBLAS's matmuls and the
-# attention kernel of mixed steps take less time (docs/log).
-MAX_FUSED_TOKENS = 64
-
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:

@@ -10,9 +10,9 @@ All methods except `OutputQueues.deliver` must be called on the event loop's thr
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from ..api.config import ServeConfig
 from ..api.errors import EngineStoppedError, MeshserveError
 from ..api.request import FinishReason, Output
+from ..scheduler.limits import SchedulerLimits
 
 DEFAULT_MAX_UNDELIVERED_TOKENS = 4096  # of a request; divided among its samples
 _MIN_SAMPLE_TOKENS = 256
@@ -122,10 +122,10 @@ def _num_tokens(output: Output) -> int:
     return len(output.token_ids) + len(output.prompt_logprobs) // _PROMPT_POSITIONS_PER_TOKEN
 
 
-def max_dispatch_tokens(config: ServeConfig) -> int:
+def max_dispatch_tokens(limits: SchedulerLimits) -> int:
     """Returns how many tokens one dispatch can bring for a sample, as `_num_tokens` counts them."""
-    num_tokens = max(config.max_decode_steps, 1 + config.draft_tokens)
-    return num_tokens + config.max_step_tokens // _PROMPT_POSITIONS_PER_TOKEN
+    num_tokens = max(limits.max_decode_steps, 1 + limits.draft_tokens)
+    return num_tokens + limits.max_step_tokens // _PROMPT_POSITIONS_PER_TOKEN
 
 
 def join(outputs: Sequence[Output]) -> Output:
@@ -154,9 +154,9 @@ class OutputQueues:
     """
 
     def __init__(self, *, max_undelivered_tokens: int = DEFAULT_MAX_UNDELIVERED_TOKENS, max_dispatch_tokens: int = 1):
-        """Sets the bounds: of a request's undelivered tokens, and `max_dispatch_tokens` of its config."""
+        """Sets the bounds: of a request's undelivered tokens, and of the tokens that a dispatch brings for a sample."""
         self._max_undelivered_tokens = max_undelivered_tokens
-        self._max_dispatch_tokens = max_dispatch_tokens
+        self.max_dispatch_tokens = max_dispatch_tokens  # set again once the server's limits are known
         self._by_request: dict[str, OutputQueue] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._cancel: Callable[[str, FinishReason], None] | None = None
@@ -236,7 +236,7 @@ class OutputQueues:
         It is never less than two dispatches, so that a reader who takes each dispatch before the next one keeps up.
         """
         total = self._max_undelivered_tokens
-        return max(total // num_samples, min(total, _MIN_SAMPLE_TOKENS), 2 * self._max_dispatch_tokens)
+        return max(total // num_samples, min(total, _MIN_SAMPLE_TOKENS), 2 * self.max_dispatch_tokens)
 
     def _give_up(self, queue: OutputQueue, index: int) -> None:
         """Fails a request at once, because its handler may be blocked in a write until the caller reads again."""

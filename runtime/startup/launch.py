@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import check_weights_fit
-from meshserve.sharding.mesh import make_mesh, use_cpu_devices, use_dispatch_threads
+from meshserve.sharding.mesh import claim_gpu_memory, make_mesh, use_cpu_devices, use_dispatch_threads
 
 from ..api.config import ServeConfig
 from ..api.engine_api import Deliver, ModelInfo
@@ -28,12 +28,14 @@ from ..api.model_config import ModelConfig
 from ..cluster.preflight import Cluster
 from ..engine.engine import Engine
 from ..engine.step_record import Record
+from ..planning.auto_limits import GPU_MEMORY_FRACTION
 from ..planning.resolved_server import PlacedServer, resolve_here
 from ..program.batch import BatchBuilder
 from ..program.compile_cache import use_cache
 from ..program.device_figures import FIGURES_IN_LOG
 from ..program.processor_batch import ProcessorBatchBuilder
 from ..program.step_runner import StepRunner
+from ..scheduler.limits import SchedulerLimits
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
@@ -61,6 +63,7 @@ class Launched:
     tokenizer: Tokenizer
     info: ModelInfo
     resharder: Resharder
+    limits: SchedulerLimits
     grammars: "Grammars | None"  # None if constraints are not supported
 
     def info_at(self, tp: int) -> ModelInfo:
@@ -102,7 +105,8 @@ def launch(
         cluster.begin(config, files)
     load = _loading(files, progress)
     engine, server = build_engine(config, model, load, tokenizer, deliver, record, cluster)
-    return Launched(engine, tokenizer, _model_info(server, tokenizer), Resharder(engine, server), grammars)
+    info, resharder = _model_info(server, tokenizer), Resharder(engine, server)
+    return Launched(engine, tokenizer, info, resharder, server.limits, grammars)
 
 
 def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> StepRunner:
@@ -196,11 +200,14 @@ def build_runner(
     """
     if config.cpu_devices:
         use_cpu_devices(config.cpu_devices)
-    elif config.dispatch_threads and config.tp > 1:
-        use_dispatch_threads()
+    else:
+        claim_gpu_memory(config.memory_fraction or GPU_MEMORY_FRACTION)
+        if config.dispatch_threads and config.tp > 1:
+            use_dispatch_threads()
     if config.cache_dir:
         use_cache(Path(config.cache_dir).expanduser())
     server = resolve_here(config, model, make_mesh(config.tp))
+    _log.info("limits: %s", server.step_limits)
     weight_bytes = device_weight_bytes(model, server.mesh, server.dtype)
     check_weights_fit(server.mesh, server.memory_fraction, weight_bytes, page_bytes=server.page_bytes)
     structure, params = make_params(model, server.layout, server.mesh, server.dtype)

@@ -103,7 +103,7 @@ class _Serving:
         self._config = config
         self._tracer = Tracer() if config.trace else None
         access = new_access(Path(config.tokens) if config.tokens else None)
-        queues = OutputQueues(max_dispatch_tokens=max_dispatch_tokens(config))
+        queues = OutputQueues()
         self.edge = Edge(queues, access=access, observer=Observer(tracer=self._tracer))
         self._open_things = contextlib.ExitStack()
 
@@ -117,6 +117,7 @@ class _Serving:
         edge, metrics = self.edge, self.edge.observer.metrics
         launched = launch(self._config, edge.queues.deliver, metrics.record_step, self._tell, self.place.open())
         self.launched = launched
+        edge.queues.max_dispatch_tokens = max_dispatch_tokens(launched.limits)
         if launched.info.supports_chat:
             self._tell("reading the chat template")
             with contextlib.suppress(InvalidRequestError):  # a template may need more, but is loaded anyway

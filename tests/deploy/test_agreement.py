@@ -139,7 +139,7 @@ def plan(config: ServeConfig) -> tuple[float, int]:
     """Returns GiB of weights and cache tokens per 80 GB device; raises if the TP size or the memory does not fit."""
     name = Path(config.model).name.lower()
     config = dataclasses.replace(config, model=name)
-    found = planner_of(Asked(config=config, target=f"h100:{config.tp}", jax_fraction=0.92)).plan()
+    found = planner_of(Asked(config=config, target=f"h100:{config.tp}")).plan()
     return found.weight_bytes / GIB, found.served_tokens
 
 

@@ -251,7 +251,7 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
         ({"priority_seconds": math.inf}, "priority_seconds is inf; it must be finite"),
         ({"drain_seconds": math.nan}, "drain_seconds is nan; it must be finite"),
         ({"fail_seconds": math.nan}, "fail_seconds is nan; it must be finite"),
-        ({"memory_fraction": 0.0}, "memory_fraction is 0.0; it must be above 0 and at most 1"),
+        ({"memory_fraction": -0.5}, "memory_fraction is -0.5; it must be 0.01 to 1"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),
         ({"max_running": 8, "max_step_tokens": 7}, "max_step_tokens is 7 and max_running 8: .* Raise it or lower"),
         ({"tp": 4, "cpu_devices": 2}, "tp is 4 but cpu_devices only 2. Raise cpu_devices or set it to 0"),

@@ -50,7 +50,7 @@ def test_on_one_device_the_weights_are_the_whole_model():
 def test_what_steps_keep_is_planned_as_it_is_allocated():
     model, dtype = named_model("qwen3-8b"), jnp.dtype("bfloat16")
     layout = model_layout(model, 4)
-    buckets = declare_buckets(max_running=256, max_step_tokens=4096, page_size=32, has_decode_kernels=True)
+    buckets = declare_buckets(max_running=256, max_step_tokens=4096, page_size=32, max_fused_tokens=64)
     _, params = abstract_model(model, layout, dtype)
     kernels = Kernels(attend=implementation("reference"), has_output_buffers=True)
     allocated = shard_bytes(output_buffer_shapes(kernels, params, buckets, make_mesh(4)))
@@ -79,9 +79,9 @@ def test_a_degree_of_its_own_and_a_directory(capsys):
             "length is 0 and batch 1, 32, 256; they must be",
         ),
         (
-            ["--model=qwen3-32b", "--target=h100:4", "--tp=1"],
-            "61.0 GiB for weights on each of 1 devices of h100:4, which have 59.4 GiB; 11.3 GiB are missing for a "
-            "single KV cache page. Use a larger machine or TP size. On h100:4 it fits with --tp 2",
+            ["--model=qwen3-32b", "--target=h100:4", "--tp=1", "--memory-fraction=0.75"],
+            "61.0 GiB for weights on each of 1 devices of h100:4, which have 59.4 GiB; 4.3 GiB are missing for a "
+            "single KV cache page. Use a larger machine or TP size. On h100:4 it fits with --tp 4",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_prefill_is_bound_by_the_chunk_or_by_the_multiplications(capsys):
 def test_the_best_degree_is_the_one_with_the_most_tokens(capsys):
     small = plan(capsys, "--model=qwen3-0.6b", "--target=h200:4")
     assert small["best_tp"] == 1 and "does not fit" not in small["reason"]
-    large = plan(capsys, "--model=qwen3-32b", "--target=h100:4")
+    large = plan(capsys, "--model=qwen3-32b", "--target=h100:4", "--memory-fraction=0.75", "--max-running=64")
     by_tp_size = {item["tp"]: item for item in large["tp_sizes"]}
     assert by_tp_size[1]["num_requests"] == 0 and "missing for a single KV cache page" in by_tp_size[1]["reason"]
     assert large["best_tp"] == max(by_tp_size, key=lambda tp: by_tp_size[tp]["tokens_per_second"]) != 1

@@ -11,6 +11,7 @@ from meshserve.runtime.planning import resolved_server
 from meshserve.runtime.planning.kernel_selection import P2PFindings
 from meshserve.runtime.planning.resolved_server import PlacedServer, ResolvedServer, resolve_for, resolve_here
 from meshserve.runtime.weights.registry import named_model
+from meshserve.sharding.chips import CHIPS
 from meshserve.sharding.mesh import make_mesh
 
 MODEL = named_model("qwen3-0.6b")
@@ -22,9 +23,9 @@ def resolved_fields(server: ResolvedServer) -> dict[str, object]:
     return {field.name: getattr(server, field.name) for field in dataclasses.fields(ResolvedServer)}
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_nothing_resolved_is_auto(platform: str) -> None:
-    server = resolve_for(CONFIG, MODEL, platform=platform, num_devices=2)
+@pytest.mark.parametrize("chip", ["cpu", "h100", "v6e"])
+def test_nothing_resolved_is_auto(chip: str) -> None:
+    server = resolve_for(CONFIG, MODEL, chip=CHIPS[chip], num_devices=2)
     asked = [name for name, value in vars(CONFIG).items() if value == "auto"]
     assert asked == ["dtype", "attention", "decode_layers", "all_reduce", "gemm_backend"]
     for name, value in resolved_fields(server).items():
@@ -32,14 +33,14 @@ def test_nothing_resolved_is_auto(platform: str) -> None:
 
 
 def test_a_resolved_server_is_frozen() -> None:
-    server = resolve_for(CONFIG, MODEL, platform="cpu", num_devices=1)
+    server = resolve_for(CONFIG, MODEL, chip=CHIPS["cpu"], num_devices=1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         server.platform = "gpu"  # type: ignore[misc]
 
 
 def test_present_devices_are_resolved_like_absent_ones() -> None:
     here = resolve_here(CONFIG, MODEL, make_mesh(2))
-    planned = resolve_for(CONFIG, MODEL, platform="cpu", num_devices=2)
+    planned = resolve_for(CONFIG, MODEL, chip=CHIPS["cpu"], num_devices=2)
     assert resolved_fields(here) == resolved_fields(planned)
     assert resolved_fields(resolved_server.place_on(planned, make_mesh(2))) == resolved_fields(planned)
 
@@ -47,7 +48,7 @@ def test_present_devices_are_resolved_like_absent_ones() -> None:
 def test_buckets_and_limits_follow_the_kernels() -> None:
     options = {"max_running": 64, "max_step_tokens": 512}
     config = dataclasses.replace(CONFIG, **options)
-    gpu, cpu = (resolve_for(config, MODEL, platform=platform, num_devices=1) for platform in ("gpu", "cpu"))
+    gpu, cpu = (resolve_for(config, MODEL, chip=CHIPS[chip], num_devices=1) for chip in ("h200", "cpu"))
     assert gpu.kernel_names.has_decode_kernels and not cpu.kernel_names.has_decode_kernels
     assert any(bucket.is_decode for bucket in gpu.buckets) and not any(bucket.is_decode for bucket in cpu.buckets)
     assert gpu.limits.step_sizes == (256, 512)
@@ -56,9 +57,9 @@ def test_buckets_and_limits_follow_the_kernels() -> None:
 
 def test_a_model_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="tp is 3, which does not divide"):
-        resolve_for(CONFIG, MODEL, platform="cpu", num_devices=3)
+        resolve_for(CONFIG, MODEL, chip=CHIPS["cpu"], num_devices=3)
     with pytest.raises(ConfigError, match="max_context is 1000000"):
-        resolve_for(dataclasses.replace(CONFIG, max_context=1_000_000), MODEL, platform="cpu", num_devices=1)
+        resolve_for(dataclasses.replace(CONFIG, max_context=1_000_000), MODEL, chip=CHIPS["cpu"], num_devices=1)
 
 
 def test_another_tp_size_is_resolved_from_the_requested_options(monkeypatch: pytest.MonkeyPatch) -> None:

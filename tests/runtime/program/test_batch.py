@@ -14,7 +14,7 @@ from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
 from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.program.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket
 from meshserve.runtime.program.processor_batch import SAMPLES, ProcessorBatchBuilder, ProcessorShape
-from meshserve.runtime.scheduler.limits import MAX_FUSED_TOKENS, SchedulerLimits
+from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import Chunk, StepPlan
@@ -214,7 +214,7 @@ def test_buckets_are_few_and_end_with_the_limits():
 @pytest.mark.parametrize(("max_step_tokens", "max_running"), [(512, 64), (100, 24), (48, 48), (256, 256), (16, 3)])
 def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_tokens, max_running, max_decode_steps):
     limits = {"max_step_tokens": max_step_tokens, "max_running": max_running, "page_size": 32}
-    buckets = declare_buckets(**limits, max_decode_steps=max_decode_steps, has_decode_kernels=True)
+    buckets = declare_buckets(**limits, max_decode_steps=max_decode_steps, max_fused_tokens=64)
     mixed = [bucket for bucket in buckets if not bucket.is_decode]
     assert min(bucket.num_tokens for bucket in mixed) == min(64, max_step_tokens)
     builder = BatchBuilder(
@@ -232,7 +232,7 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
             for mode in SamplingMode:
                 bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [], num_steps), mode)
                 assert bucket.num_steps == num_steps and bucket.num_tokens < 2 * num_decodes
-                has_mode = bucket.num_tokens <= MAX_FUSED_TOKENS
+                has_mode = bucket.num_tokens <= 64
                 assert bucket.is_decode == (has_mode or num_steps > 1)
                 assert bucket.mode == (mode if has_mode else ANY_MODE)
 
@@ -240,11 +240,11 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
 def test_decodes_that_are_not_fused_have_sizes_between_the_powers_of_two():
     def sizes(*, has_decode_kernels: bool, max_running: int = 512) -> list[int]:
         limits = {"max_step_tokens": 1024, "max_running": max_running, "page_size": 32}
-        buckets = declare_buckets(**limits, has_decode_kernels=has_decode_kernels)
+        buckets = declare_buckets(**limits, max_fused_tokens=64 if has_decode_kernels else 0)
         return [bucket.num_tokens for bucket in buckets if not bucket.is_decode]
 
-    assert sizes(has_decode_kernels=True) == [64, 128, 192, 256, 384, 512, 1024]
-    assert sizes(has_decode_kernels=True, max_running=300) == [64, 128, 192, 256, 300, 512, 1024]
+    assert sizes(has_decode_kernels=True) == [64, 96, 128, 192, 256, 384, 512, 1024]
+    assert sizes(has_decode_kernels=True, max_running=300) == [64, 96, 128, 192, 256, 300, 512, 1024]
     assert sizes(has_decode_kernels=False) == [2**power for power in range(11)]
 
 

@@ -3,9 +3,9 @@ import threading
 
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import EngineStoppedError
 from meshserve.runtime.api.request import FinishReason, Output, TokenLogprobs
+from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.server.output_queue import (
     OutputQueues,
     RequestIdInUseError,
@@ -192,8 +192,9 @@ def test_a_reader_who_takes_each_dispatch_before_the_next_keeps_up(options, num_
         ]
 
     async def main():
-        config = ServeConfig(**options)
-        room, cancels = bound_room(max_dispatch_tokens=max_dispatch_tokens(config))
+        fields = {"page_size": 32, "max_running": 1, "max_step_tokens": 512, "max_waiting": 1, "max_context": 64}
+        limits = SchedulerLimits(**(fields | options))
+        room, cancels = bound_room(max_dispatch_tokens=max_dispatch_tokens(limits))
         queue = room.open("a", num_samples)
         for step in range(0, 6, 2):
             room.deliver(dispatch(step))

@@ -1,0 +1,129 @@
+"""Chooses the limits of steps for which the options say `auto`, from the device, its memory and the model.
+
+GPUs get limits that were the best, or within 3 % of the best, for Qwen3-0.6B and 8B on an H200 (docs/log/decode.md).
+Other devices keep small limits: virtual CPU devices are for trying things out, and TPUs have not been measured.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from meshserve.sharding.chips import Chip
+
+from ..api.config import ServeConfig
+from ..api.model_config import ModelConfig
+
+GPU_MEMORY_FRACTION = 0.92  # the rest is for the driver, communication between GPUs, and programs' code
+_REPORTED_FRACTION = 0.85  # of what other devices report
+
+_GPU_RUNNING, _GPU_STEP_TOKENS = 256, 8192
+_SMALL_RUNNING, _SMALL_STEP_TOKENS = 64, 512
+_LEAST_PREFILL_TOKENS = 256
+_PREFILL_SECONDS = 0.04  # in a step that also decodes, so that a long prompt delays tokens by about 50 ms at most
+_REACHED_FLOPS = 0.62  # share of the data sheet's that prefill reaches (docs/log/prefill.md)
+_SCRATCH_SHARE = 0.02  # of the device memory, for the largest step
+_SHORT_STEP_SECONDS = 0.001  # for decode steps that take the host as long as the device
+_SHORT_STEPS = 4  # per dispatch: more gained nothing, and text would arrive in larger pieces
+_UNKNOWN_MEMORY_BYTES, _UNKNOWN_FLOPS, _UNKNOWN_BYTES_PER_SECOND = 24 << 30, 150e12, 1e12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """How much a step may hold. None of the limits is `auto`.
+
+    Attributes:
+      max_running: Requests that run at the same time.
+      max_step_tokens: Tokens of a step.
+      max_prefill_tokens: Prefill tokens of a step that also decodes; 0 allows whatever `max_step_tokens` leaves.
+      max_decode_steps: Decode steps of a dispatch.
+    """
+
+    max_running: int
+    max_step_tokens: int
+    max_prefill_tokens: int
+    max_decode_steps: int
+
+    def __str__(self) -> str:
+        prefill = self.max_prefill_tokens or "no limit"
+        return (
+            f"max_running {self.max_running}, max_step_tokens {self.max_step_tokens}, max_prefill_tokens {prefill}, "
+            f"max_decode_steps {self.max_decode_steps}"
+        )
+
+
+def choose_limits(
+    config: ServeConfig, model: ModelConfig, *, platform: str, chip: Chip | None, num_devices: int, dtype: jnp.dtype
+) -> StepLimits:
+    """Returns the limits that the options name, and for `auto` those that suit the device.
+
+    Args:
+      config: The options.
+      model: The model.
+      platform: JAX's name for the devices' platform.
+      chip: The devices, or None if they are not in `chips.CHIPS`; a GPU is then taken for a small one.
+      num_devices: TP size.
+      dtype: Of weights and activations.
+    """
+    if platform != "gpu":
+        step_tokens = config.max_step_tokens or max(_SMALL_STEP_TOKENS, config.max_running)
+        return StepLimits(
+            max_running=config.max_running or min(_SMALL_RUNNING, step_tokens),
+            max_step_tokens=step_tokens,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_decode_steps=config.max_decode_steps or 1,
+        )
+    speed = _Speed(model=model, chip=chip, num_devices=num_devices, dtype=dtype)
+    step_tokens = config.max_step_tokens or max(speed.step_tokens_in_scratch(), config.max_running)
+    return StepLimits(
+        max_running=config.max_running or min(_GPU_RUNNING, step_tokens),
+        max_step_tokens=step_tokens,
+        max_prefill_tokens=config.max_prefill_tokens or min(speed.prefill_tokens_in_time(), step_tokens),
+        max_decode_steps=config.max_decode_steps or min(speed.decode_steps(), config.page_size),
+    )
+
+
+def usable_share(config: ServeConfig, platform: str) -> float:
+    """Returns the share of the memory that devices report which a server may use.
+
+    GPUs report what the server has claimed (`sharding.mesh.claim_gpu_memory`), all of which it may use.
+    """
+    return 1.0 if platform == "gpu" else config.memory_fraction or _REPORTED_FRACTION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Speed:
+    """What a GPU's share of a model takes, estimated from its number of weights."""
+
+    model: ModelConfig
+    chip: Chip | None
+    num_devices: int
+    dtype: jnp.dtype
+
+    @property
+    def _num_weights(self) -> float:
+        """Weights that a token is multiplied with, on each device."""
+        embedding = 0 if self.model.is_tied else self.model.vocab_size * self.model.embed_dim
+        return (self.model.num_params - embedding) / self.num_devices
+
+    def step_tokens_in_scratch(self) -> int:
+        memory = self.chip.hbm_bytes if self.chip is not None else _UNKNOWN_MEMORY_BYTES
+        token_bytes = (3 * self.model.embed_dim + 2 * self.model.mlp_dim / self.num_devices) * self.dtype.itemsize
+        most = _SCRATCH_SHARE * memory / token_bytes
+        return _halved(_GPU_STEP_TOKENS, _SMALL_STEP_TOKENS, most)
+
+    def prefill_tokens_in_time(self) -> int:
+        flops = self.chip.flops_per_second if self.chip is not None else _UNKNOWN_FLOPS
+        most = _PREFILL_SECONDS * _REACHED_FLOPS * flops / (2 * self._num_weights)
+        return _halved(_GPU_STEP_TOKENS, _LEAST_PREFILL_TOKENS, most)
+
+    def decode_steps(self) -> int:
+        bandwidth = self.chip.hbm_bytes_per_second if self.chip is not None else _UNKNOWN_BYTES_PER_SECOND
+        seconds = self._num_weights * self.dtype.itemsize / bandwidth
+        return _SHORT_STEPS if seconds < _SHORT_STEP_SECONDS else 1
+
+
+def _halved(size: int, least: int, most: float) -> int:
+    """Halves `size` until it is at most `most`, but not below `least`."""
+    while size > max(least, most):
+        size //= 2
+    return size

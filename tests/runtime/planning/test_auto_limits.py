@@ -1,0 +1,102 @@
+"""Tests the limits that a server chooses where the options say `auto`, and the memory that it claims."""
+
+import jax.numpy as jnp
+import pytest
+
+from meshserve.runtime.api.config import ServeConfig, read_toml
+from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.commands.cli import main
+from meshserve.runtime.planning.auto_limits import StepLimits, choose_limits, usable_share
+from meshserve.runtime.planning.memory_plan import Planner
+from meshserve.runtime.weights.registry import named_model
+from meshserve.sharding import mesh
+from meshserve.sharding.chips import CHIPS, target
+
+
+def limits(model: str, chip: str | None, num_devices: int = 1, platform: str = "gpu", **options: int) -> StepLimits:
+    return choose_limits(
+        ServeConfig(**options),
+        named_model(model),
+        platform=platform,
+        chip=CHIPS[chip] if chip else None,
+        num_devices=num_devices,
+        dtype=jnp.dtype("bfloat16"),
+    )
+
+
+def chosen(*values: int) -> StepLimits:
+    names = ("max_running", "max_step_tokens", "max_prefill_tokens", "max_decode_steps")
+    return StepLimits(**dict(zip(names, values, strict=True)))
+
+
+def test_a_gpu_gets_what_was_measured():
+    assert limits("qwen3-0.6b", "h200") == chosen(256, 8192, 8192, 4)
+    assert limits("qwen3-8b", "h200") == chosen(256, 8192, 1024, 1)
+    assert limits("qwen3-32b", "h200") == chosen(256, 8192, 256, 1)
+
+
+def test_devices_that_share_a_model_prefill_more_in_the_same_time():
+    sizes = [limits("qwen3-32b", "h100", num_devices).max_prefill_tokens for num_devices in (1, 2, 4)]
+    assert sizes == [256, 512, 1024]
+
+
+def test_an_unknown_gpu_is_taken_for_a_small_one():
+    found = limits("qwen3-8b", None)
+    assert found.max_step_tokens < 8192 and found.max_prefill_tokens < 1024 and found.max_decode_steps == 1
+
+
+def test_other_devices_stay_small():
+    for platform in ("cpu", "tpu"):
+        assert limits("qwen3-8b", None, platform=platform) == chosen(64, 512, 0, 1)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_what_is_asked_for_is_taken(platform: str):
+    asked = {"max_running": 7, "max_step_tokens": 96, "max_prefill_tokens": 50, "max_decode_steps": 3}
+    assert limits("qwen3-8b", "h200", platform=platform, **asked) == chosen(7, 96, 50, 3)
+    assert limits("qwen3-8b", "h200", platform=platform, max_step_tokens=8).max_running == 8
+    assert limits("qwen3-8b", "h200", platform=platform, max_running=9000).max_step_tokens == 9000
+    assert limits("qwen3-0.6b", "h200", platform=platform, page_size=1).max_decode_steps == 1
+
+
+def test_auto_is_a_value_of_flags_and_files(tmp_path, capsys):
+    path = tmp_path / "serve.toml"
+    path.write_text('max_running = "auto"\nmemory_fraction = "auto"\n')
+    assert read_toml(path) == {"max_running": 0, "memory_fraction": 0.0}
+    path.write_text('page_size = "auto"\n')
+    with pytest.raises(ConfigError, match="page_size is 'auto'; it must be of type int"):
+        read_toml(path)
+    assert main(["plan", "--model", "qwen3-8b", "--target", "h200:1", "--max-running", "auto"]) == 0
+    assert "max_running 256, max_step_tokens 8192" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["serve", "--page-size", "auto"])
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert "(default: auto)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_gpus_memory_is_claimed_where_there_is_a_plugin(monkeypatch: pytest.MonkeyPatch):
+    updates = []
+    monkeypatch.setattr(mesh.jax.config, "update", lambda *update: updates.append(update))
+    monkeypatch.setattr(mesh.importlib.util, "find_spec", lambda name: None)
+    mesh.claim_gpu_memory(0.92)
+    assert not updates
+    monkeypatch.setattr(mesh.importlib.util, "find_spec", lambda name: "13" in name or None)
+    mesh.claim_gpu_memory(0.92)
+    assert updates == [("jax_pjrt_client_create_options", {"memory_fraction": 0.92})]
+
+
+def test_the_usable_share_of_what_devices_report():
+    shares = {platform: usable_share(ServeConfig(), platform) for platform in ("gpu", "tpu", "cpu")}
+    assert shares == {"gpu": 1.0, "tpu": 0.85, "cpu": 0.85}
+    assert usable_share(ServeConfig(memory_fraction=0.6), "tpu") == 0.6
+    assert usable_share(ServeConfig(memory_fraction=0.6), "gpu") == 1.0
+
+
+def test_the_plan_counts_the_memory_that_a_server_claims():
+    planner = Planner.on(target("h200:1"), ServeConfig(model="qwen3-8b"), named_model("qwen3-8b"), num_devices=1)
+    plan = planner.plan()
+    assert plan.limit_bytes == int(CHIPS["h200"].hbm_bytes * 0.92)
+    assert plan.served_tokens > 0.98 * 791_792  # of vLLM 0.26 at its default on the same GPU
+    half = planner.replan(config=ServeConfig(model="qwen3-8b", memory_fraction=0.46)).plan()
+    assert half.limit_bytes == pytest.approx(plan.limit_bytes / 2, rel=0.001) and half.served_pages < plan.served_pages
