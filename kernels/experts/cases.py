@@ -1,0 +1,79 @@
+"""Shapes and random inputs for the tests and benchmarks of the experts."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from . import ExpertWeights, Routing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One case. The block holds `block_experts` of the experts, from `first_expert` on; 0 means all.
+
+    Every `padding`-th token is padding, which chose no expert; 0 means none. `skew` is the exponent of a Zipf
+    distribution of the choices; 0 is uniform.
+    """
+
+    name: str
+    num_tokens: int
+    num_experts: int = 16
+    num_chosen: int = 4
+    embed: int = 128
+    mlp: int = 128
+    first_expert: int = 0
+    block_experts: int = 0
+    padding: int = 0
+    skew: float = 0.0
+    num_layers: int = 2
+    dtype: str = "float32"
+
+    @property
+    def num_local(self) -> int:
+        return self.block_experts or self.num_experts
+
+
+CASES = (
+    Case(name="one-token", num_tokens=1),
+    Case(name="top-1", num_tokens=19, num_chosen=1),
+    Case(name="every-expert", num_tokens=9, num_experts=4),
+    Case(name="skewed", num_tokens=200, skew=2.0),
+    Case(name="padding", num_tokens=33, padding=3),
+    Case(name="all-padding", num_tokens=8, padding=1),
+    Case(name="a-block-of-experts", num_tokens=70, first_expert=4, block_experts=4),
+    Case(name="a-block-that-nobody-chose", num_tokens=2, num_chosen=1, first_expert=15, block_experts=1),
+    Case(name="broken-lanes", num_tokens=40, mlp=96),
+    Case(name="several-blocks", num_tokens=40, embed=256, mlp=384),
+    Case(name="128-experts", num_tokens=64, num_experts=128, num_chosen=8, mlp=32),
+    Case(name="bfloat16", num_tokens=48, dtype="bfloat16"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Arguments of `Experts`."""
+
+    x: jnp.ndarray
+    weights: ExpertWeights
+    routing: Routing
+
+
+def make_inputs(case: Case, seed: int) -> Inputs:
+    """Returns random inputs. Rows of padding tokens hold NaN."""
+    rng = np.random.default_rng(seed)
+    shape = (case.num_layers, case.num_local)
+
+    def matrix(*sizes: int) -> jnp.ndarray:
+        return jnp.asarray(rng.standard_normal(sizes, np.float32) * sizes[-1] ** -0.5, case.dtype)
+
+    x = rng.standard_normal((case.num_tokens, case.embed), np.float32)
+    # The largest of exponential variables divided by their rates are a draw without replacement.
+    rates = np.arange(1, case.num_experts + 1) ** case.skew
+    choices = np.argsort(rng.exponential(size=(case.num_tokens, case.num_experts)) * rates, axis=1)
+    experts = choices[:, : case.num_chosen].astype(np.int32) - case.first_expert
+    if case.padding:
+        experts[:: case.padding], x[:: case.padding] = -1, np.nan
+    weights = ExpertWeights(gate_up=matrix(*shape, 2, case.mlp, case.embed), down=matrix(*shape, case.embed, case.mlp))
+    shares = rng.random((case.num_tokens, case.num_chosen), np.float32)
+    return Inputs(jnp.asarray(x, case.dtype), weights, Routing(jnp.asarray(experts), jnp.asarray(shares)))

@@ -1,0 +1,134 @@
+"""Experts on a TPU: one Pallas kernel for gate, up, activation and down, over tiles of one expert each.
+
+The grid is (tiles, blocks of the intermediate dimension). An expert's weights are fetched block by block from the stack
+of all layers, where they lie; consecutive tiles of one expert, with a single block, fetch them once. Only tiles with
+tokens are visited: the number of tiles is a bound of the grid that the device computes.
+
+Why not `jax.lax.ragged_dot`: XLA lowers it to a kernel of its own that wants the weights as [E, in, out], and copies
+every layer of the stack into that form in every step (docs/decisions).
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .tiles import add_up, arrange, tile_rows
+
+if TYPE_CHECKING:
+    from . import ExpertWeights, Routing
+
+_LANES = 128
+_BLOCK_BYTES = 2 << 20  # of one matrix of a block: enough for the full bandwidth; six of them are in VMEM
+_VMEM_BYTES = 48 << 20  # the chip with the least VMEM (TPU7x) has 64 MiB
+_GATE, _UP = 0, 1
+
+
+def experts(
+    x: jax.Array,
+    weights: "ExpertWeights",
+    routing: "Routing",
+    *,
+    layer: int | jax.Array,
+    num_experts: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """See `Experts`. `interpret` is passed to `pallas_call`."""
+    num_local = weights.down.shape[1]
+    num_rows = tile_rows(routing.experts.size, num_experts, 32 // x.dtype.itemsize)
+    tiles = arrange(routing.experts, num_local=num_local, num_rows=num_rows)
+    num_tiles = jnp.maximum(tiles.num_tiles, 1)  # a grid needs a step; the tile that is computed in vain is not read
+    arguments = jnp.asarray(layer, jnp.int32).reshape(1), tiles.expert
+    outputs = _tiles_through_experts(x[tiles.token], weights, arguments, num_tiles, num_rows, interpret)
+    return add_up(outputs, tiles, routing.weights)
+
+
+interpreted = partial(experts, interpret=True)
+
+
+def block_columns(embed_dim: int, mlp_dim: int, itemsize: int) -> int:
+    """Returns how much of the intermediate dimension a block has: a divisor in whole lanes, or everything."""
+    if mlp_dim % _LANES:
+        return mlp_dim
+    fitting = max(_LANES, _BLOCK_BYTES // (embed_dim * itemsize))
+    return max(size for size in range(_LANES, mlp_dim + 1, _LANES) if mlp_dim % size == 0 and size <= fitting)
+
+
+def _tiles_through_experts(
+    rows: jax.Array,
+    weights: "ExpertWeights",
+    arguments: tuple[jax.Array, jax.Array],
+    num_tiles: jax.Array,
+    num_rows: int,
+    interpret: Any,
+) -> jax.Array:
+    """Returns each row after its tile's expert, [N * R, D]. `arguments`: the layer, and the expert of each tile."""
+    embed_dim, mlp_dim = weights.down.shape[2:]
+    columns = block_columns(embed_dim, mlp_dim, rows.dtype.itemsize)
+    # A dimension of broken lanes is not the last one on a TPU: XLA keeps such a matrix transposed, without padding.
+    is_transposed = mlp_dim % _LANES != 0
+    down = jnp.swapaxes(weights.down, 2, 3) if is_transposed else weights.down
+
+    def of_projection(projection: int) -> pl.BlockSpec:
+        shape = (None, None, None, columns, embed_dim)
+        return pl.BlockSpec(shape, lambda tile, block, layer, expert: (layer[0], expert[tile], projection, block, 0))
+
+    if is_transposed:
+        down_spec = pl.BlockSpec(
+            (None, None, columns, embed_dim), lambda tile, block, layer, expert: (layer[0], expert[tile], block, 0)
+        )
+    else:
+        down_spec = pl.BlockSpec(
+            (None, None, embed_dim, columns), lambda tile, block, layer, expert: (layer[0], expert[tile], 0, block)
+        )
+    of_rows = pl.BlockSpec((num_rows, embed_dim), lambda tile, block, layer, expert: (tile, 0))
+    call = pl.pallas_call(
+        partial(_kernel, num_blocks=mlp_dim // columns, is_transposed=is_transposed),
+        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(num_tiles, mlp_dim // columns),
+            in_specs=[of_rows, of_projection(_GATE), of_projection(_UP), down_spec],
+            out_specs=of_rows,
+            scratch_shapes=[pltpu.VMEM((num_rows, embed_dim), jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
+        ),
+        interpret=interpret,
+        name="experts",
+    )
+    return call(*arguments, rows, weights.gate_up, weights.gate_up, down)
+
+
+def _kernel(*refs: Any, num_blocks: int, is_transposed: bool) -> None:
+    """One block of the intermediate dimension of one tile; the index maps have used the scalars."""
+    _, _, x, gate, up, down, out, total = refs
+    block = pl.program_id(1)
+
+    def product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:
+        return jax.lax.dot_general(
+            left,
+            right,
+            (((1,), (right_axis,)), ((), ())),
+            precision="highest" if left.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    activated = (jax.nn.silu(product(x[...], gate[...], 1)) * product(x[...], up[...], 1)).astype(x.dtype)
+    summand = product(activated, down[...], 0 if is_transposed else 1)
+
+    @pl.when(block == 0)
+    def _first() -> None:
+        total[...] = summand
+
+    @pl.when(block > 0)
+    def _following() -> None:
+        total[...] += summand
+
+    @pl.when(block == num_blocks - 1)
+    def _last() -> None:
+        out[...] = total[...].astype(out.dtype)

@@ -1,0 +1,42 @@
+"""Experts with XLA's own products, for backends without a kernel: a loop over tiles, each with one expert.
+
+The loop ends with the last tile that has tokens, so experts that no token chose are not read. XLA's `ragged_dot` is no
+alternative there: on CPUs and GPUs it multiplies every token by every expert.
+"""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from .tiles import add_up, arrange, tile_rows
+
+if TYPE_CHECKING:
+    from . import ExpertWeights, Routing
+
+_LEAST_TILE_ROWS = 8
+
+
+def experts(
+    x: jax.Array, weights: "ExpertWeights", routing: "Routing", *, layer: int | jax.Array, num_experts: int
+) -> jax.Array:
+    """See `Experts`."""
+    _, num_local, embed_dim, mlp_dim = weights.down.shape
+    num_rows = tile_rows(routing.experts.size, num_experts, _LEAST_TILE_ROWS)
+    tiles = arrange(routing.experts, num_local=num_local, num_rows=num_rows)
+    rows = x[tiles.token]
+
+    def of_tile(index: jax.Array, outputs: jax.Array) -> jax.Array:
+        expert, start = tiles.expert[index], index * num_rows
+        tile = jax.lax.dynamic_slice_in_dim(rows, start, num_rows)
+        gate, up = jnp.split(_product(tile, weights.gate_up[layer, expert].reshape(2 * mlp_dim, embed_dim)), 2, axis=1)
+        output = _product(jax.nn.silu(gate) * up, weights.down[layer, expert])
+        return jax.lax.dynamic_update_slice_in_dim(outputs, output, start, 0)
+
+    outputs = jax.lax.fori_loop(0, tiles.num_tiles, of_tile, jnp.zeros_like(rows))
+    return add_up(outputs, tiles, routing.weights)
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiplies x [T, in] by the transpose of weight [out, in]."""
+    return jnp.einsum("ti,oi->to", x, weight, precision="highest" if x.dtype == jnp.float32 else None)

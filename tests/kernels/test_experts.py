@@ -1,0 +1,89 @@
+"""Tests the implementations of the experts: the reference against float64, the others against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshserve.kernels import experts
+from meshserve.kernels.experts import cases, tiles, tpu
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2}  # of the largest value
+
+
+def naive(inputs: cases.Inputs, layer: int) -> np.ndarray:
+    """Returns the output in float64, token by token."""
+    gate_up, down = (np.asarray(stack[layer], np.float64) for stack in inputs.weights)
+    outputs = np.zeros(inputs.x.shape)
+    for token, (chosen, shares) in enumerate(zip(*map(np.asarray, inputs.routing), strict=True)):
+        for expert, share in zip(chosen, shares, strict=True):
+            if 0 <= expert < len(down):
+                gate, up = gate_up[expert] @ np.asarray(inputs.x[token], np.float64)
+                outputs[token] += share * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    return outputs
+
+
+@functools.cache
+def compiled(name: str, num_experts: int):
+    return jax.jit(functools.partial(experts.implementation(name), num_experts=num_experts))
+
+
+@pytest.mark.parametrize("name", ["reference", "xla", "tpu_interpreted"])
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_every_case_is_the_float64_computation(case, name):
+    """The layer is traced, as in a loop."""
+    inputs = cases.make_inputs(case, seed=1)
+    found = compiled(name, case.num_experts)(inputs.x, inputs.weights, inputs.routing, layer=jnp.int32(1))
+    expected = naive(inputs, 1)
+    assert found.dtype == inputs.x.dtype
+    scale = max(np.abs(expected).max(), 1.0)
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=TOLERANCE[case.dtype] * scale)
+
+
+def test_the_loop_ends_with_the_last_tile_that_has_tokens():
+    """Experts that no token chose are not read: NaN in them harms nothing, not even in the products."""
+    case = cases.Case(name="few", num_tokens=4, num_experts=64, num_chosen=2)
+    inputs = cases.make_inputs(case, seed=2)
+    chosen = set(np.asarray(inputs.routing.experts).ravel().tolist())
+    others = [expert for expert in range(64) if expert not in chosen]
+    spoiled = experts.ExpertWeights(*(stack.at[:, np.array(others)].set(jnp.nan) for stack in inputs.weights))
+    for name in ("xla", "tpu_interpreted"):
+        found = compiled(name, 64)(inputs.x, spoiled, inputs.routing, layer=0)
+        np.testing.assert_allclose(found, naive(inputs, 0), atol=1e-4)
+
+
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+def test_tiles_have_one_expert_and_every_choice_a_row(skew):
+    case = cases.Case(name="tiles", num_tokens=150, padding=7, skew=skew)
+    choices = cases.make_inputs(case, seed=3).routing.experts
+    arranged = tiles.arrange(choices, num_local=16, num_rows=8)
+    expert, row, token = (np.asarray(array) for array in (arranged.expert, arranged.row, arranged.token))
+    flat = np.asarray(choices).ravel()
+    is_here = flat >= 0
+    assert (row[~is_here] == len(token)).all(), "padding has no row"
+    assert len(set(row[is_here])) == is_here.sum(), "no two choices share a row"
+    assert (expert[row[is_here] // 8] == flat[is_here]).all()
+    assert (token[row[is_here]] == np.flatnonzero(is_here) // case.num_chosen).all()
+    num_chosen = np.bincount(flat[is_here], minlength=16)
+    assert int(arranged.num_tiles) == sum(-(-num_chosen // 8)) <= len(expert) == len(token) // arranged.tile_rows
+    assert (np.diff(expert) >= 0).all(), "tiles of an expert follow each other, so its weights are fetched once"
+
+
+def test_a_tile_is_about_as_large_as_an_experts_share():
+    assert [tiles.tile_rows(tokens * 8, 128, least=8) for tokens in (1, 64, 128, 300, 4096)] == [8, 8, 8, 32, 128]
+
+
+def test_blocks_of_the_tpu_kernel_are_whole_lanes_or_everything():
+    # 30B-A3B split by tensor over 8 and by expert, 235B-A22B, 480B-A35B by tensor over 8 and by expert
+    shapes = ((2048, 96), (2048, 768), (4096, 1536), (6144, 320), (6144, 2560))
+    assert [tpu.block_columns(*shape, 2) for shape in shapes] == [96, 384, 256, 320, 128]
+
+
+def test_names():
+    with pytest.raises(ValueError, match="moe_backend is 'fast'; this build has reference, xla, tpu"):
+        experts.implementation("fast")
+    with pytest.raises(ValueError, match="'tpu' cannot run: the backend is cpu"):
+        experts.implementation("tpu")
+    assert [experts.default_name(platform) for platform in ("cpu", "gpu", "tpu")] == ["xla", "xla", "tpu"]
