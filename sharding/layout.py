@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .expert_layout import ExpertLayout
+
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -53,6 +55,7 @@ class ShardLayout:
     repeats: int  # number of groups that hold the same KV head of the model
     vocab_size: int  # padded
     mlp_dim: int  # padded
+    experts: ExpertLayout | None = None  # of a mixture-of-experts model
 
     def kv_head(self, group: int) -> int:
         """Returns the model's KV head that a group reads."""
@@ -105,7 +108,13 @@ def _continues(one: MovedRows, other: MovedRows) -> bool:
 
 
 def shard_layout(
-    *, num_shards: int, num_query_heads: int, num_kv_heads: int, vocab_size: int, mlp_dim: int
+    *,
+    num_shards: int,
+    num_query_heads: int,
+    num_kv_heads: int,
+    vocab_size: int,
+    mlp_dim: int,
+    experts: ExpertLayout | None = None,
 ) -> ShardLayout:
     """Returns the layout for a tensor-parallel size.
 
@@ -127,4 +136,5 @@ def shard_layout(
         repeats=num_groups // num_kv_heads,
         vocab_size=round_up(vocab_size, num_shards),
         mlp_dim=round_up(mlp_dim, num_shards),
+        experts=experts,
     )

@@ -11,7 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 TENSOR_AXIS = "tensor"
 
 # Logical axis of a parameter or cache -> mesh axis. An axis of None is replicated.
-RULES = {"vocab": TENSOR_AXIS, "kv_heads": TENSOR_AXIS, "query_heads": TENSOR_AXIS, "mlp": TENSOR_AXIS}
+RULES = {
+    "vocab": TENSOR_AXIS,
+    "kv_heads": TENSOR_AXIS,
+    "query_heads": TENSOR_AXIS,
+    "mlp": TENSOR_AXIS,
+    "experts": TENSOR_AXIS,
+}
 
 
 def use_cpu_devices(num_devices: int) -> None:

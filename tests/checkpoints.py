@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 # Tiny but not trivial: 8 query heads allow TP sizes 1, 2, 4 and 8.
 TINY = {
@@ -23,13 +23,17 @@ TINY = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     "eos_token_id": None,
 }
+# With experts, beside `TINY`.
+TINY_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 
 def save_checkpoint(directory: Path, *, seed: int = 0, shard_size: str = "1GB", **overrides: Any) -> Path:
-    """Writes a random model and a byte-level tokenizer into `directory`."""
+    """Writes a random model and a byte-level tokenizer into `directory`. With `num_experts`, it has experts."""
     torch.manual_seed(seed)
-    config = Qwen3Config(**{**TINY, **overrides}, initializer_range=0.25)
-    model = Qwen3ForCausalLM(config).eval()
+    config_class, model_class = Qwen3Config, Qwen3ForCausalLM
+    if "num_experts" in overrides:
+        config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM
+    model = model_class(config_class(**{**TINY, **overrides}, initializer_range=0.25)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # initialized to ones, which would hide an error
@@ -63,7 +67,7 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 
 def greedy(directory: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """Returns what transformers generates in float32, prompt by prompt."""
-    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs = []
     with torch.no_grad():
         for prompt in prompts:
@@ -78,7 +82,7 @@ def greedy(directory: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -
 
 def hidden_states(directory: Path, prompt: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Returns the output of every layer [T, D] before the final norm, and the logits [T, V], in float32."""
-    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.register_forward_hook(

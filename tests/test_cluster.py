@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from meshserve.runtime.client.client import CallError, Client
 from meshserve.runtime.commands.local_cluster import LocalCluster, local_cluster
 
+from . import checkpoints
 from .waiting import WAIT_SECONDS, wait_for
 
 # Half of this time without a sign of life counts as a failure, also on a busy machine. The exact timeouts are tested
@@ -124,6 +125,20 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
                 assert cluster.stop(WAIT_SECONDS) == [0] * num_processes, cluster.log(0).read_text()
     assert all(made == tokens[1] for made in tokens.values())
     assert len(tokens[1][0]) == 40
+
+
+@pytest.mark.parametrize("split", ["--expert-parallel", "--no-expert-parallel"])
+def test_experts_over_two_processes_are_hugging_faces(split, cache, tmp_path, every_case):
+    """By expert, each process holds experts that the other lacks."""
+    if split == "--no-expert-parallel" and not every_case:
+        pytest.skip("--every-case runs both splits")
+    model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=2, **checkpoints.TINY_EXPERTS)
+    prompt = checkpoints.random_prompts((9,), vocab_size=320)[0]
+    [expected] = checkpoints.greedy(model, [prompt], 16)
+    flags = (f"--model={model}", split, "--fail-seconds=600")
+    with ready(2, cache, tmp_path, *flags) as cluster, Client(cluster.target) as client:
+        chunks = client.generate(prompt, max_tokens=16, temperature=0.0, ignore_eos=True)
+        assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ Finally, the check compiles programs that cannot fit: if the compiler accepts on
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,26 @@ from meshserve.runtime.program.step import CacheShape
 
 from . import check_programs
 
-MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
+MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b")
 TARGETS = ("v5e:2x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x2", "tpu7x:2x2x1")
+_TARGETS_OF = {"qwen3-30b-a3b": ("v6e:2x4",)}  # if no others are named, to save time
 PAGE_SIZE = 128  # tokens; on TPU, a copy of 64 KiB or more costs less than its scalar instructions
 
 
 def planner(model: str, slice_name: str, **options: Any) -> Planner:
     """Plans a server of a published model size on a whole slice."""
     return check_programs.planner(model, slice_name, page_size=PAGE_SIZE, **options)
+
+
+def planned(models: Sequence[str], slice_name: str, *, is_default: bool) -> Iterator[Planner]:
+    """Plans the models on a slice, those with experts in both splits."""
+    for model in models:
+        if is_default and slice_name not in _TARGETS_OF.get(model, (slice_name,)):
+            continue
+        plan = planner(model, slice_name)
+        yield plan
+        if plan.server.model.experts is not None:
+            yield planner(model, slice_name, expert_parallel=True)
 
 
 def refusals(slice_name: str) -> list[str]:
@@ -67,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     faults = []
     for slice_name in options.targets:
-        faults += check_programs.check((planner(model, slice_name) for model in options.models), options)
+        is_default = options.targets == TARGETS
+        faults += check_programs.check(planned(options.models, slice_name, is_default=is_default), options)
         faults += refusals(slice_name)
     return check_programs.verdict(faults)
 

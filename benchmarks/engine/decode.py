@@ -36,6 +36,7 @@ from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
+from meshserve.runtime.planning.roofline import num_read_params
 from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.processor_batch import Logprobs, Sampled
 from meshserve.runtime.startup.launch import build_engine, open_model
@@ -285,7 +286,7 @@ def _roofline_ms(options: argparse.Namespace, model: ModelConfig, contexts: Sequ
     bandwidth = next((rate for name, rate in _BANDWIDTH_BYTES.items() if name in kind), None)
     if bandwidth is None:
         return None
-    num_read = model.num_params - (0 if model.is_tied else model.vocab_size * model.embed_dim)
+    num_read = num_read_params(model, len(contexts))
     num_cached = sum(contexts) * model.num_layers * 2 * max(model.num_kv_heads, options.tp) * model.head_dim
     return 1000 * np.dtype("uint16").itemsize * (num_read + num_cached) / options.tp / bandwidth
 

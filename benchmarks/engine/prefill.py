@@ -161,9 +161,13 @@ def _measure(
 
 
 def linear_flops(model: ModelConfig) -> int:
-    """Returns the operations per token: two for each parameter of the layers' projections."""
-    attention = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
-    return 2 * model.num_layers * model.embed_dim * (attention + 3 * model.mlp_dim)
+    """Returns the operations per token: two for each parameter of the layers' projections that it passes through."""
+    attention = model.num_layers * (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
+    mlps = model.num_layers * 3 * model.mlp_dim
+    if model.experts is not None:
+        mlps = len(model.stacks["layers"]) * 3 * model.experts.num_chosen * model.experts.mlp_dim
+        mlps += len(model.stacks.get("dense_layers", ())) * 3 * model.mlp_dim
+    return 2 * model.embed_dim * (attention + mlps)
 
 
 def _row(result: Result) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from . import reference, tpu, xla
+from . import reference, tiles, tpu, xla
 
 
 class ExpertWeights(NamedTuple):
@@ -80,6 +80,15 @@ def implementation(name: str, device: jax.Device | None = None) -> Experts:
     if name == "tpu" and platform != "tpu":
         raise ValueError(f"moe_backend 'tpu' cannot run: the backend is {platform}. Use 'xla'.")
     return IMPLEMENTATIONS[name]
+
+
+def scratch_bytes(
+    *, num_tokens: int, num_chosen: int, num_experts: int, num_local: int, embed_dim: int, itemsize: int
+) -> int:
+    """Returns about how much memory a layer of a step takes: the rows of all tiles, before and after the experts."""
+    num_choices = num_tokens * num_chosen
+    num_rows = tiles.tile_rows(num_choices, num_experts, 32 // itemsize)
+    return 2 * tiles.most_tiles(num_choices, num_local, num_rows) * num_rows * embed_dim * itemsize
 
 
 def default_name(platform: str) -> str:

@@ -59,6 +59,14 @@ class Inputs:
     routing: Routing
 
 
+def choices(case: Case, rng: np.random.Generator) -> np.ndarray:
+    """Returns the experts that each token chooses, [T, k]."""
+    # Events of independent Poisson processes: the first k to happen are a draw without replacement.
+    mean_times = np.arange(1, case.num_experts + 1) ** case.skew
+    order = np.argsort(rng.exponential(size=(case.num_tokens, case.num_experts)) * mean_times, axis=1)
+    return order[:, : case.num_chosen].astype(np.int32)
+
+
 def make_inputs(case: Case, seed: int) -> Inputs:
     """Returns random inputs. Rows of padding tokens hold NaN."""
     rng = np.random.default_rng(seed)
@@ -68,10 +76,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         return jnp.asarray(rng.standard_normal(sizes, np.float32) * sizes[-1] ** -0.5, case.dtype)
 
     x = rng.standard_normal((case.num_tokens, case.embed), np.float32)
-    # The largest of exponential variables divided by their rates are a draw without replacement.
-    rates = np.arange(1, case.num_experts + 1) ** case.skew
-    choices = np.argsort(rng.exponential(size=(case.num_tokens, case.num_experts)) * rates, axis=1)
-    experts = choices[:, : case.num_chosen].astype(np.int32) - case.first_expert
+    experts = choices(case, rng) - case.first_expert
     if case.padding:
         experts[:: case.padding], x[:: case.padding] = -1, np.nan
     weights = ExpertWeights(gate_up=matrix(*shape, 2, case.mlp, case.embed), down=matrix(*shape, case.embed, case.mlp))

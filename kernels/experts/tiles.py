@@ -32,10 +32,15 @@ def tile_rows(num_choices: int, num_experts: int, least: int) -> int:
     return max(least, min(_MAX_TILE_ROWS, 1 << (mean - 1).bit_length()))
 
 
+def most_tiles(num_choices: int, num_local: int, num_rows: int) -> int:
+    """Returns how many tiles of `num_rows` rows there may be, at most, with `num_local` experts in the block."""
+    return min(num_choices, num_choices // num_rows + min(num_local, num_choices))
+
+
 def arrange(choices: jax.Array, *, num_local: int, num_rows: int) -> Tiles:
     """Arranges choices [T, k] of experts, of which 0..num_local - 1 are here, in tiles of `num_rows` rows."""
     num_choices = choices.size
-    most_tiles = min(num_choices, num_choices // num_rows + min(num_local, num_choices))
+    room = most_tiles(num_choices, num_local, num_rows)
     flat = choices.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < num_local), flat, num_local)
     order = jnp.argsort(flat, stable=True)
@@ -45,11 +50,11 @@ def arrange(choices: jax.Array, *, num_local: int, num_rows: int) -> Tiles:
     # Of each expert: its first row in tiles less its first place in order. The last entry is for choices left out.
     shift = num_rows * (last_tile - (-(-num_chosen // num_rows))) - (jnp.cumsum(num_chosen) - num_chosen)
     shift = jnp.append(shift, 0)
-    row = jnp.where(in_order < num_local, jnp.arange(num_choices) + shift[in_order], most_tiles * num_rows)
+    row = jnp.where(in_order < num_local, jnp.arange(num_choices) + shift[in_order], room * num_rows)
     num_tiles = last_tile[-1]
-    tile = jnp.minimum(jnp.arange(most_tiles), num_tiles - 1)
+    tile = jnp.minimum(jnp.arange(room), num_tiles - 1)
     expert = jnp.sum(last_tile <= tile[:, None], axis=1, dtype=jnp.int32)
-    token = jnp.zeros(most_tiles * num_rows, jnp.int32)
+    token = jnp.zeros(room * num_rows, jnp.int32)
     return Tiles(
         expert=jnp.minimum(expert, num_local - 1),
         num_tiles=num_tiles,

@@ -90,6 +90,13 @@ def _check(group: int, dtype: jnp.dtype, cache: jax.Array, layer: int | jax.Arra
     """Checks shapes and dtypes, which the kernels themselves do not check."""
     if isinstance(layer, jax.Array):
         raise TypeError("layer is an array; the CUDA kernels need a Python number: unroll the layers")
+    reason = unsupported_reason(group, dtype, cache)
+    if reason is not None:
+        raise ValueError(f"attention 'cuda': {reason}. Use 'reference'.")
+
+
+def unsupported_reason(group: int, dtype: jnp.dtype, cache: jax.Array) -> str | None:
+    """Returns why the kernels do not support these shapes or dtypes, or None if they do. No array is read."""
     page_size, head_dim = cache.shape[4:]
     checks = (
         (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are supported"),
@@ -97,6 +104,4 @@ def _check(group: int, dtype: jnp.dtype, cache: jax.Array, layer: int | jax.Arra
         (page_size % 16 == 0, f"page_size is {page_size}; a multiple of 16 is needed"),
         (dtype == cache.dtype == jnp.bfloat16, f"heads are {dtype}, the cache {cache.dtype}; bfloat16 is needed"),
     )
-    for holds, reason in checks:
-        if not holds:
-            raise ValueError(f"attention 'cuda': {reason}. Use 'reference'.")
+    return next((reason for holds, reason in checks if not holds), None)

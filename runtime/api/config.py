@@ -126,6 +126,11 @@ class ServeConfig:
         may_differ=True,
     )
     tp: int = option(1, _MODEL, "tensor-parallel size: over how many devices each layer is split", least=1)
+    expert_parallel: bool = option(
+        False,
+        _MODEL,
+        "of a mixture-of-experts model, give each of the tp devices whole experts instead of a slice of every expert",
+    )
     cpu_devices: int = option(
         0, _MODEL, "number of virtual CPU devices to serve on; 0 uses the accelerators of the machine", least=0
     )
@@ -249,6 +254,12 @@ class ServeConfig:
         _KERNELS,
         "fused kernels for the layers of small decode steps; auto is cuda on Hopper GPUs, off elsewhere",
         choices=("auto", "off", "reference", "cuda"),
+    )
+    moe_backend: str = option(
+        "auto",
+        _KERNELS,
+        "implementation of a mixture-of-experts model's experts; auto is tpu on TPUs, xla elsewhere",
+        choices=("auto", "reference", "xla", "tpu", "tpu_interpreted"),
     )
     all_reduce: str = option(
         "auto",

@@ -52,8 +52,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a mixture-of-experts model; see `experts_config`."""
+
+    num_experts: int
+    num_chosen: int  # by each token
+    mlp_dim: int  # intermediate size of an expert
+    is_normalized: bool  # the weights of a token's experts add up to 1
+    sparse_step: int  # every so many layers have experts
+    dense_layers: tuple[int, ...]  # have none in any case
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer has experts instead of a single MLP."""
+        return (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Qwen3 dense model, as described by its config.json. There are no defaults."""
+    """A Qwen3 model, as described by its config.json. There are no defaults."""
 
     model_type: str  # the model class: the key in `weights.registry.ARCHITECTURES`
     vocab_size: int
@@ -68,6 +84,21 @@ class ModelConfig:
     is_tied: bool  # whether the embedding is also the output head
     dtype: str  # dtype of the checkpoint: "bfloat16", "float32" or "float16"
     rope: RopeConfig
+    experts: ExpertsConfig | None  # None: every layer has a single MLP
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """The model's layers in each of its stacks of parameters, by the name of the stack.
+
+        The layers of a stack have the same parameters. A model whose layers are all alike has one stack, `layers`; with
+        experts, layers that have none are apart, in `dense_layers`.
+        """
+        layers = range(self.num_layers)
+        if self.experts is None:
+            return {"layers": tuple(layers)}
+        dense = tuple(layer for layer in layers if not self.experts.has_experts(layer))
+        sparse = {"layers": tuple(layer for layer in layers if layer not in dense)}
+        return sparse | ({"dense_layers": dense} if dense else {})
 
     @property
     def longest_context(self) -> int:
@@ -77,10 +108,25 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """The number of weights of the unsharded model, without padding."""
+        return self._num_params(self.experts.num_experts if self.experts is not None else 0)
+
+    @property
+    def num_active_params(self) -> int:
+        """Weights that one token passes through: as `num_params`, with the experts that it chooses alone."""
+        return self._num_params(self.experts.num_chosen if self.experts is not None else 0)
+
+    def _num_params(self, num_experts: int) -> int:
+        """Returns the weights of the model with so many experts in each layer that has any."""
         heads = (2 * self.num_query_heads + 2 * self.num_kv_heads) * self.head_dim * self.embed_dim
-        layer = heads + 3 * self.mlp_dim * self.embed_dim + 2 * self.embed_dim + 2 * self.head_dim
+        attention = heads + 2 * self.embed_dim + 2 * self.head_dim
+        mlps = self.num_layers * 3 * self.mlp_dim * self.embed_dim
+        if self.experts is not None:
+            stacks, router = self.stacks, self.experts.num_experts * self.embed_dim
+            sparse = router + num_experts * 3 * self.experts.mlp_dim * self.embed_dim
+            mlps = len(stacks.get("dense_layers", ())) * 3 * self.mlp_dim * self.embed_dim
+            mlps += len(stacks["layers"]) * sparse
         tables = (1 if self.is_tied else 2) * self.vocab_size * self.embed_dim
-        return self.num_layers * layer + tables + self.embed_dim
+        return self.num_layers * attention + mlps + tables + self.embed_dim
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
@@ -104,6 +150,7 @@ class ModelConfig:
             is_tied=raw["tie_word_embeddings"],
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
             rope=_rope_config(raw),
+            experts=None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Qwen3 dense model as flax.nnx modules, written per shard.
+"""Qwen3 dense model as flax.nnx modules, written per shard; `qwen3_moe` builds on it.
 
 Step 6 of 10. In: the token ids of one step. Out: hidden states, and logits of a vocabulary shard.
 
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
+from meshserve.kernels.experts import Experts, xla
 from meshserve.kernels.p2p import P2PGroup, P2POperations
 from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, QKNormRope, RopeSettings, WriteKV, write_kv
 from meshserve.kernels.sampling import FindThreshold
@@ -50,6 +51,7 @@ class Kernels:
     prepare: QKNormRope | None = None  # replaces `write` and the norms and rotation before it
     decode: DecodeKernels | None = None  # fused layers for small decode steps
     max_fused_tokens: int = 64  # largest decode step that runs on them
+    experts: Experts = xla.experts  # of layers that have experts
     is_unrolled: bool = False  # unrolls the layers instead of looping over them
     has_statistics_apart: bool = False  # in large steps without `prepare`; see `Attention`
     has_library_gemms: bool = False  # in steps of LIBRARY_TOKENS and more; see `chips.compiler_options`
@@ -77,6 +79,14 @@ class Kernels:
         return partial(self.p2p_operations.p2p_all_gather, p2p=self.p2p)
 
 
+class MLPContext(NamedTuple):
+    """Values shared by the MLPs of all layers of a step."""
+
+    p2p_all_reduce: P2PAllReduce | None = None
+    experts: Experts = xla.experts
+    positions: jax.Array | None = None  # [T] int32: of each token, -1 for padding; None if no token is padding
+
+
 class StepContext(NamedTuple):
     """Values shared by all layers of a step."""
 
@@ -88,10 +98,16 @@ class StepContext(NamedTuple):
     prepare: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # `QKNormRope` with its settings
     p2p_all_reduce: P2PAllReduce | None = None
     has_statistics_apart: bool = False
+    experts: Experts = xla.experts
+
+    @property
+    def mlp(self) -> MLPContext:
+        """The part of it that the MLPs use."""
+        return MLPContext(self.p2p_all_reduce, self.experts, self.batch.positions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Declare:
+class Declare:
     """Creates parameters of one dtype. With `stack`, all layers share one array, so that a step has few arguments."""
 
     dtype: jnp.dtype
@@ -127,7 +143,7 @@ def project(x: jax.Array, weight: jax.Array) -> jax.Array:
 class Attention(nnx.Module):
     """Grouped-query attention with normalized q and k."""
 
-    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
+    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: Declare):
         embed_dim, head_dim = config.embed_dim, config.head_dim
         self.qkv = declare(layout.qkv_shape(head_dim, embed_dim), ("kv_heads", None, None))
         self.q_norm = declare((head_dim,), (None,))
@@ -175,7 +191,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Feed-forward network with SwiGLU activation."""
 
-    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
+    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: Declare):
         self.gate_up = declare((2, layout.mlp_dim, config.embed_dim), (None, "mlp", None))
         self.down = declare((config.embed_dim, layout.mlp_dim), (None, "mlp"))
 
@@ -188,18 +204,22 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """One decoder layer: attention and MLP, each after a norm and with a residual connection."""
 
-    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: _Declare):
+    def __init__(self, config: ModelConfig, layout: ShardLayout, declare: Declare):
         self.attention_norm = declare((config.embed_dim,), (None,))
         self.attention = Attention(config, layout, declare)
         self.mlp_norm = declare((config.embed_dim,), (None,))
-        self.mlp = MLP(config, layout, declare)
+        self.declare_mlp(config, layout, declare)
         self.eps = config.rms_norm_eps
+
+    def declare_mlp(self, config: ModelConfig, layout: ShardLayout, declare: Declare) -> None:
+        """Creates the parameters that `after_mlp` uses beside its norm's."""
+        self.mlp = MLP(config, layout, declare)
 
     def __call__(
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
         x, cache = self.after_attention(x, cache, layer, context)
-        return self.after_mlp(x, context.p2p_all_reduce), cache
+        return self.after_mlp(x, layer, context.mlp), cache
 
     def after_attention(
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
@@ -208,9 +228,9 @@ class DecoderLayer(nnx.Module):
         attended, cache = self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, layer, context)
         return x + attended, cache
 
-    def after_mlp(self, x: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
+    def after_mlp(self, x: jax.Array, layer: int | jax.Array, context: MLPContext) -> jax.Array:
         """Applies the MLP half, in which tokens are independent: x [B, D] -> the same shape."""
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), p2p_all_reduce)
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.p2p_all_reduce)
 
 
 class Forward(NamedTuple):
@@ -222,13 +242,17 @@ class Forward(NamedTuple):
 
 
 class Qwen3(nnx.Module):
-    """The whole model. `layers` holds the stacked parameters of all layers."""
+    """The whole model. Each of `ModelConfig.stacks` holds the stacked parameters of its layers."""
+
+    layer_types = {"layers": DecoderLayer}  # by the name of the stack
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype):
-        declare = _Declare(dtype=dtype)
+        declare = Declare(dtype=dtype)
         table = (layout.vocab_size, config.embed_dim)
         self.embedding = declare(table, ("vocab", None))
-        self.layers = DecoderLayer(config, layout, _Declare(dtype=dtype, stack=(config.num_layers,)))
+        for name, layers in config.stacks.items():
+            stacked = Declare(dtype=dtype, stack=(len(layers),))
+            setattr(self, name, self.layer_types[name](config, layout, stacked))
         self.norm = declare((config.embed_dim,), (None,))
         if not config.is_tied:
             self.head = declare(table, ("vocab", None))
@@ -262,41 +286,47 @@ class Qwen3(nnx.Module):
             written.
         """
         x = self.embed(token_ids, kernels.p2p_all_reduce)
-        weights = layer_weights(nnx.state(self.layers))
         fused = kernels.fused(x.shape[0], is_decode=wanted is None)
         if fused is not None:
+            weights = layer_weights(nnx.state(self.layers))
             x, cache = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.p2p)
             return Forward(x, None, cache)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         prepare = None
         if kernels.prepare is not None:
-            settings = RopeSettings(weights.q_norm, weights.k_norm, cos, sin, self.config.rms_norm_eps)
+            norms = self.layers.attention.q_norm[...], self.layers.attention.k_norm[...]
+            settings = RopeSettings(*norms, cos, sin, self.config.rms_norm_eps)
             prepare = partial(kernels.prepare, settings=settings)
         is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
-        context = StepContext(batch, cos, sin, kernels.attend, kernels.write, prepare, kernels.p2p_all_reduce, is_apart)
+        context = StepContext(
+            batch, cos, sin, kernels.attend, kernels.write, prepare, kernels.p2p_all_reduce, is_apart, kernels.experts
+        )
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return self.layer(index)(*carry, index, context)
 
         carry, last = (x, cache), self.config.num_layers - 1
-        if kernels.is_unrolled:
+        if kernels.is_unrolled or len(self.config.stacks) > 1:
             for index in range(last):
                 carry = run_layer(index, carry)
         else:
             carry = jax.lax.fori_loop(0, last, run_layer, carry)
-            last = jnp.int32(last)  # traced as in the loop; see `_slice_stack`
+            last = jnp.int32(last)  # traced as in the loop; see `slice_stack`
         hidden, cache = self.layer(last).after_attention(*carry, last, context)
-        of_wanted = hidden if wanted is None else hidden[wanted]
-        return Forward(self.after_last_mlp(of_wanted, kernels.p2p_all_reduce), hidden, cache)
+        if wanted is None:
+            return Forward(self.after_last_mlp(hidden, context.mlp), hidden, cache)
+        mlp = context.mlp._replace(positions=batch.positions[wanted])
+        return Forward(self.after_last_mlp(hidden[wanted], mlp), hidden, cache)
 
     def layer(self, index: int | jax.Array) -> DecoderLayer:
         """Returns one decoder layer."""
         structure, stacked = nnx.split(self.layers)
-        return nnx.merge(structure, jax.tree.map(partial(_slice_stack, index=index), stacked))
+        return nnx.merge(structure, jax.tree.map(partial(slice_stack, index=index), stacked))
 
-    def after_last_mlp(self, hidden: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
+    def after_last_mlp(self, hidden: jax.Array, context: MLPContext) -> jax.Array:
         """Applies the last layer's MLP to hidden states [B, D] as in `Forward.hidden`."""
-        return self.layer(self.config.num_layers - 1).after_mlp(hidden, p2p_all_reduce)
+        last = self.config.num_layers - 1
+        return self.layer(last).after_mlp(hidden, last, context)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Computes float32 logits [B, V / shards] of this shard's vocabulary from hidden states [B, D]."""
@@ -306,7 +336,7 @@ class Qwen3(nnx.Module):
         return jnp.einsum("bd,vd->bv", x, table, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:
+def slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:
     """Returns one layer's part of stacked weights.
 
     In a loop, the part is sliced as the matrix used in the matmul: if its rows had two dimensions, the TPU compiler

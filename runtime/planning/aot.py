@@ -128,7 +128,7 @@ class DryServer:
         return report
 
     def _num_weight_slices(self, text: str) -> int:
-        layers = jax.tree.leaves(self._params[1]["layers"])
+        layers = jax.tree.leaves([self._params[1][stack] for stack in self.server.model.stacks])
         matrices = {math.prod(stack.sharding.shard_shape(stack.shape)[1:]) for stack in layers if stack.ndim > 2}
         return hlo.num_slices(text, matrices)
 

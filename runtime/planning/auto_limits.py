@@ -103,11 +103,14 @@ class _Speed:
     def _num_weights(self) -> float:
         """Weights that a token is multiplied with, on each device."""
         embedding = 0 if self.model.is_tied else self.model.vocab_size * self.model.embed_dim
-        return (self.model.num_params - embedding) / self.num_devices
+        return (self.model.num_active_params - embedding) / self.num_devices
 
     def step_tokens_in_scratch(self) -> int:
         memory = self.chip.hbm_bytes if self.chip is not None else _UNKNOWN_MEMORY_BYTES
-        token_bytes = (3 * self.model.embed_dim + 2 * self.model.mlp_dim / self.num_devices) * self.dtype.itemsize
+        mlp = 2 * self.model.mlp_dim / self.num_devices
+        if self.model.experts is not None:  # a token's row for each of its experts, before and after it
+            mlp = 2 * self.model.experts.num_chosen * self.model.embed_dim
+        token_bytes = (3 * self.model.embed_dim + mlp) * self.dtype.itemsize
         most = _SCRATCH_SHARE * memory / token_bytes
         return _halved(_GPU_STEP_TOKENS, _SMALL_STEP_TOKENS, most)
 

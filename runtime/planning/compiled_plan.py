@@ -4,7 +4,7 @@ Serves `meshserve plan --compile`, `make check-tpu` and `make check-cuda`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from meshserve.sharding.collectives import p2p_max_bytes
 from meshserve.sharding.memory import shard_bytes
@@ -114,7 +114,11 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     """Returns the expected number of calls of our kernels in a program."""
     server, names, num_layers = planner.server, planner.server.kernel_names, planner.server.model.num_layers
     if server.platform == "tpu":
-        return 2 * _num_written_layers(planner) if report.is_step else 0  # to write and to attend
+        has_experts = server.model.experts is not None and names.moe_backend == "tpu"
+        if report.kind == "prompt":
+            return int(has_experts and num_layers - 1 in server.model.stacks["layers"])
+        num_expert_kernels = _num_written(planner, server.model.stacks["layers"]) if has_experts else 0
+        return 2 * _num_written_layers(planner) + num_expert_kernels if report.is_step else 0  # to write and to attend
     is_sampling = report.kind.startswith(("step", "decode", "sample"))
     filters = is_sampling and not {"greedy", "random"}.intersection(report.kind.split())
     has_kernel = "cuda" in (names.attention, names.decode_layers) and server.tp == 1
@@ -134,9 +138,13 @@ def _has_p2p(planner: Planner) -> bool:
 
 
 def _num_written_layers(planner: Planner) -> int:
-    """Returns the number of layers in a program's text: a loop has its layer once, and the last layer follows it."""
-    num_layers = planner.server.model.num_layers
-    return num_layers if planner.target.chip.is_unrolled else min(2, num_layers)
+    return _num_written(planner, range(planner.server.model.num_layers))
+
+
+def _num_written(planner: Planner, layers: Sequence[int]) -> int:
+    """Returns how many of such layers are in a program's text: a loop has its layer once, and the last one follows."""
+    is_unrolled = planner.target.chip.is_unrolled or len(planner.server.model.stacks) > 1
+    return len(layers) if is_unrolled else min(2, len(layers))
 
 
 def _num_all_reduces(planner: Planner, report: ProgramReport, *, is_p2p: bool) -> int:

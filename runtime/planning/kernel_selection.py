@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.kernels import decode_layers, paged_attention, sampling
+from meshserve.kernels import decode_layers, experts, paged_attention, sampling
 from meshserve.kernels.cuda import build
 from meshserve.kernels.p2p import P2PGroup, check
 from meshserve.kernels.p2p import gpu as p2p_gpu
@@ -48,6 +48,7 @@ class KernelNames:
     decode_layers: str
     all_reduce: str
     gemm_backend: str
+    moe_backend: str
 
     @property
     def has_decode_kernels(self) -> bool:
@@ -96,7 +97,9 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
     return _MAX_CACHED_FUSED_TOKENS if is_cached else _MAX_FUSED_TOKENS
 
 
-def name_kernels(config: ServeConfig, *, platform: str, num_devices: int, cuda_refusal: str | None) -> KernelNames:
+def name_kernels(
+    config: ServeConfig, *, platform: str, num_devices: int, cuda_refusal: str | None, has_fused_layers: bool = True
+) -> KernelNames:
     """Returns the kernels that the options name, and for "auto" the fastest ones that can run.
 
     An automatic all-reduce is P2P on numbers of GPUs in one process for which it has been measured.
@@ -105,10 +108,20 @@ def name_kernels(config: ServeConfig, *, platform: str, num_devices: int, cuda_r
       platform: JAX's name for the devices' platform.
       num_devices: TP size.
       cuda_refusal: Why the CUDA kernels cannot serve on these devices; None if they can.
+      has_fused_layers: Whether the model class has fused layers for small decode steps.
+
+    Raises:
+      ConfigError: The options name fused layers for a model class without any.
     """
     ours, layers = {"tpu": ("tpu", "off"), "gpu": ("cuda", "cuda")}.get(platform, ("reference", "off"))
     if platform == "gpu" and cuda_refusal is not None:
         ours, layers = "reference", "off"
+    if not has_fused_layers:
+        if config.decode_layers not in ("auto", "off"):
+            raise ConfigError(
+                f"decode_layers is {config.decode_layers!r}, but there are no fused layers for this model. Use off."
+            )
+        layers = "off"
     layers = layers if config.decode_layers == "auto" else config.decode_layers
     has_p2p = platform == "gpu" and layers == "cuda" and p2p_max_bytes(num_devices) > 0 and not config.coordinator
     backend = "library" if _LIBRARY_READS_IN_PLACE else "tuned"
@@ -117,6 +130,7 @@ def name_kernels(config: ServeConfig, *, platform: str, num_devices: int, cuda_r
         decode_layers=layers,
         all_reduce=("p2p" if has_p2p else "xla") if config.all_reduce == "auto" else config.all_reduce,
         gemm_backend=backend if config.gemm_backend == "auto" else config.gemm_backend,
+        moe_backend=experts.default_name(platform) if config.moe_backend == "auto" else config.moe_backend,
     )
 
 
@@ -136,7 +150,13 @@ def select_kernels(
     device, asked = mesh.devices.flat[0], (config.attention, config.decode_layers)
     may_use_cuda = "cuda" in asked or ("auto" in asked and device.platform == "gpu")
     refusal = _cuda_refusal(shapes, device) if may_use_cuda else None
-    names = name_kernels(config, platform=device.platform, num_devices=mesh.size, cuda_refusal=refusal)
+    names = name_kernels(
+        config,
+        platform=device.platform,
+        num_devices=mesh.size,
+        cuda_refusal=refusal,
+        has_fused_layers=architecture_of(shapes.model).layer_weights is not None,
+    )
     p2p, known = None, findings or P2PFindings()
     if names.has_p2p and mesh.size > 1:
         if config.all_reduce == "p2p":
@@ -167,7 +187,7 @@ def _kernels(
 ) -> Kernels:
     device, attention, decode = mesh.devices.flat[0], names.attention, names.decode_layers
     if attention == "tpu" and device.platform == "tpu":
-        return _tpu_kernels(shapes, device)
+        return _tpu_kernels(names, shapes, device)
     is_gpu, has_cuda = device.platform == "gpu", "cuda" in (attention, decode)
     if cuda_refusal is not None:
         for option, chosen in (("attention", attention), ("decode_layers", decode)):
@@ -178,9 +198,11 @@ def _kernels(
     return Kernels(
         attend=paged_attention.implementation(attention, device),
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
-        prepare=paged_attention.QK_NORM_ROPE.get(attention),
+        # It finds the norms of a layer in one stack, by the model's layer.
+        prepare=paged_attention.QK_NORM_ROPE.get(attention) if len(shapes.model.stacks) == 1 else None,
         decode=None if decode == "off" else decode_layers.implementation(decode, device),
         max_fused_tokens=max_fused_tokens(names, shapes),
+        experts=experts.implementation(names.moe_backend, device),
         is_unrolled=is_gpu,
         has_output_buffers=is_gpu,
         has_statistics_apart=is_gpu,
@@ -191,12 +213,13 @@ def _kernels(
     )
 
 
-def _tpu_kernels(shapes: KernelShapes, device: jax.Device) -> Kernels:
+def _tpu_kernels(names: KernelNames, shapes: KernelShapes, device: jax.Device) -> Kernels:
     paged_attention.tpu.check_shapes(head_dim=shapes.model.head_dim, page_size=shapes.page_size, dtype=shapes.dtype)
     chip = chip_of(device)
     return Kernels(
         attend=paged_attention.IMPLEMENTATIONS["tpu"],
         write=paged_attention.WRITERS["tpu"],
+        experts=experts.implementation(names.moe_backend, device),
         is_unrolled=chip is not None and chip.is_unrolled,
     )
 
@@ -252,8 +275,10 @@ def shape_refusal(shapes: KernelShapes) -> str | None:
     """Returns why the CUDA kernels do not support a device's shard of the model, or None if they do."""
     model, num_devices, dtype = shapes.model, shapes.layout.num_shards, shapes.dtype
     layer_weights = architecture_of(model).layer_weights
-    if layer_weights is None:
-        return f"there are no fused kernels for {model.model_type}"
+    whole = state_shapes(model, shapes.layout, CacheShape(1, shapes.page_size, 1, 1), dtype).cache.shape
+    cache: Any = jax.ShapeDtypeStruct((*whole[:2], whole[2] // num_devices, *whole[3:]), dtype)
+    if layer_weights is None:  # only the attention kernels serve such a model
+        return paged_attention.gpu.unsupported_reason(shapes.layout.group_size, dtype, cache)
 
     def shard(weight: nnx.Variable) -> nnx.Variable:
         shape = [
@@ -264,6 +289,4 @@ def shape_refusal(shapes: KernelShapes) -> str | None:
     _, abstract = abstract_model(model, shapes.layout, dtype)
     is_weight = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
     weights = layer_weights(jax.tree.map(shard, abstract["layers"], is_leaf=is_weight))
-    whole = state_shapes(model, shapes.layout, CacheShape(1, shapes.page_size, 1, 1), dtype).cache.shape
-    cache: Any = jax.ShapeDtypeStruct((*whole[:2], whole[2] // num_devices, *whole[3:]), dtype)
     return decode_layers.unsupported_reason(weights, cache)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshserve.kernels import experts
 from meshserve.sharding.chips import GIB, Target
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import CPU_CACHE_BYTES
@@ -52,6 +53,9 @@ class MemoryPlan:
     max_running: int
     limits: str  # of steps, as chosen
     num_programs: int
+    num_params: int  # of the whole model
+    num_active_params: int  # that a token passes through
+    split: str  # how experts are split, in words; empty for a model without experts
 
     @property
     def served_tokens(self) -> int:
@@ -147,6 +151,9 @@ class Planner:
             max_running=server.limits.max_running,
             limits=str(server.step_limits),
             num_programs=len(server.buckets),
+            num_params=server.model.num_params,
+            num_active_params=server.model.num_active_params,
+            split=_split(server.layout),
         )
 
     @property
@@ -190,6 +197,18 @@ class Planner:
         return scratch
 
 
+def _split(layout: ShardLayout) -> str:
+    """Returns how the experts are split, in words."""
+    experts = layout.experts
+    if experts is None:
+        return ""
+    if experts.num_shards == 1:
+        return f"{experts.num_experts} whole"
+    if experts.is_by_expert:
+        return f"by expert, {experts.block_experts} each"
+    return f"by tensor, {experts.block_mlp_dim} of {experts.mlp_dim} rows"
+
+
 def weight_bytes(model: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> int:
     """Returns the bytes of all weights on one device."""
     _, abstract = abstract_model(model, layout, dtype)
@@ -199,7 +218,7 @@ def weight_bytes(model: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> i
 def layer_bytes(model: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> int:
     """Returns the bytes of the layers' weights on one device, without embedding and output head."""
     _, abstract = abstract_model(model, layout, dtype)
-    return _shard_bytes(abstract["layers"].flat_state().leaves, layout, dtype)
+    return sum(_shard_bytes(abstract[stack].flat_state().leaves, layout, dtype) for stack in model.stacks)
 
 
 def _shard_bytes(weights: Iterable[Any], layout: ShardLayout, dtype: jnp.dtype) -> int:
@@ -213,11 +232,22 @@ def _shard_bytes(weights: Iterable[Any], layout: ShardLayout, dtype: jnp.dtype) 
 def scratch_estimate(model: ModelConfig, layout: ShardLayout, bucket: Bucket, dtype: jnp.dtype) -> int:
     """Estimates the memory that a step needs in addition to its arguments.
 
-    Counts what exists at the same time: per token, three arrays of the model's width and the gate and up projections;
-    per request, the float32 logits and two arrays of the same size for sampling.
+    Counts what exists at the same time: per token, three arrays of the model's width, and the gate and up projections
+    or the rows of the experts; per request, the float32 logits and two arrays of the same size for sampling.
     """
-    tokens = bucket.num_tokens * (3 * model.embed_dim + 2 * layout.mlp_dim // layout.num_shards) * dtype.itemsize
-    return tokens + 3 * bucket.num_requests * (layout.vocab_size // layout.num_shards) * 4
+    tokens = bucket.num_tokens * 3 * model.embed_dim * dtype.itemsize
+    mlp = bucket.num_tokens * 2 * layout.mlp_dim // layout.num_shards * dtype.itemsize
+    if model.experts is not None and layout.experts is not None:
+        rows = experts.scratch_bytes(
+            num_tokens=bucket.num_tokens,
+            num_chosen=model.experts.num_chosen,
+            num_experts=model.experts.num_experts,
+            num_local=layout.experts.block_experts,
+            embed_dim=model.embed_dim,
+            itemsize=dtype.itemsize,
+        )
+        mlp = max(rows, mlp if len(model.stacks) > 1 else 0)
+    return tokens + mlp + 3 * bucket.num_requests * (layout.vocab_size // layout.num_shards) * 4
 
 
 def output_bytes(model: ModelConfig, layout: ShardLayout, buckets: Iterable[Bucket], dtype: jnp.dtype) -> int:

@@ -46,7 +46,7 @@ def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Rep
     try:
         plan = planner.plan()
     except MemoryError as error:
-        remedy = f" On {planner.target.name} it fits with --tp {best.tp}." if best is not None else ""
+        remedy = f" On {planner.target.name} it fits with {best.flags}." if best is not None else ""
         raise MemoryError(f"{error}{remedy}") from None
     roofline = roofline_of(planner)
     decode = [roofline.decode(batch, length) for batch in batches] if roofline is not None else []
@@ -60,7 +60,10 @@ def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Rep
 
 def plan_table(plan: MemoryPlan) -> str:
     """Returns the memory of a device as text."""
+    active = [("of a token", f"{plan.num_active_params / 1e9:.2f} B"), ("experts", plan.split)]
     rows = [
+        ("parameters", f"{plan.num_params / 1e9:.2f} B"),
+        *(active if plan.split else []),
         ("memory", f"{plan.limit_bytes / GIB:.2f} GiB" if plan.limit_bytes else "host memory"),
         ("weights", f"{plan.weight_bytes / GIB:.2f} GiB"),
         ("scratch", f"{plan.scratch_bytes / MIB:.0f} MiB"),
@@ -87,12 +90,13 @@ def report_text(report: Report) -> str:
             name = f"decode {roof.num_tokens} x {roof.context}"
             lines.append(_roof_row(name, roof) + fits[roof.num_tokens <= plan.num_requests(length)])
         lines += [_roof_row(f"prefill of {roof.num_tokens}", roof) for roof in report.prefill]
-    lines += ["", f"{'tp':>4}{'replicas':>10}{'requests each':>15}{'ms/token alone':>18}{'total tokens/s':>17}"]
+    width = max([4, *(len(item.name) for item in report.tp_sizes)])
+    lines += ["", f"{'tp':>{width}}{'replicas':>10}{'requests each':>15}{'ms/token alone':>18}{'total tokens/s':>17}"]
     for item in report.tp_sizes:
         speeds = f"{1e3 * item.step_seconds:>18.3f}{item.tokens_per_second:>17,.0f}" if item.step_seconds else ""
-        row = f"{item.tp:>4}{item.num_replicas:>10}{item.num_requests:>15}{speeds}"
-        lines.append(row if item.num_requests else f"{item.tp:>4}{item.num_replicas:>10}  does not fit")
-    best = f"best: tp {report.best.tp}: " if report.best is not None else "no TP size fits: "
+        row = f"{item.name:>{width}}{item.num_replicas:>10}{item.num_requests:>15}{speeds}"
+        lines.append(row if item.num_requests else f"{item.name:>{width}}{item.num_replicas:>10}  does not fit")
+    best = f"best: tp {report.best.name}: " if report.best is not None else "no TP size fits: "
     return "\n".join([*lines, best + report.reason])
 
 
@@ -118,6 +122,7 @@ def report_json(report: Report, compiled: CompiledPlan | None = None) -> str:
         "prefill": roofs(report.prefill),
         "tp_sizes": [dataclasses.asdict(item) for item in report.tp_sizes],
         "best_tp": report.best.tp if report.best is not None else None,
+        "best_flags": report.best.flags if report.best is not None else None,
         "reason": report.reason,
     }
     return plan_json(report.plan, compiled, value)

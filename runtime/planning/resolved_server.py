@@ -27,7 +27,7 @@ from ..program.processor_programs import ProcessorPrograms
 from ..program.step import CacheShape, cache_page_bytes, placed_state, state_shapes
 from ..scheduler.limits import SchedulerLimits
 from ..weights.orbax_layout import model_layout
-from ..weights.registry import abstract_model
+from ..weights.registry import abstract_model, architecture_of
 from .auto_limits import StepLimits, choose_limits, usable_share
 from .buckets import declare_buckets
 from .kernel_selection import (
@@ -133,7 +133,12 @@ class PlacedServer(ResolvedServer):
         """
         requested = dataclasses.replace(self.requested, tp=mesh.size)
         names = self.kernel_names
-        config = dataclasses.replace(requested, attention=names.attention, decode_layers=names.decode_layers)
+        config = dataclasses.replace(
+            requested,
+            attention=names.attention,
+            decode_layers=names.decode_layers,
+            moe_backend=names.moe_backend,
+        )
         found = resolve_here(config, self.model, mesh, self.findings)
         return dataclasses.replace(found, requested=requested)
 
@@ -149,7 +154,14 @@ def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devi
     """
     shapes = _shapes(config, model, chip.platform, num_devices)
     refusal = shape_refusal(shapes) if chip.platform == "gpu" else None
-    names = name_kernels(config, platform=chip.platform, num_devices=num_devices, cuda_refusal=refusal)
+    has_fused_layers = architecture_of(model).layer_weights is not None
+    names = name_kernels(
+        config,
+        platform=chip.platform,
+        num_devices=num_devices,
+        cuda_refusal=refusal,
+        has_fused_layers=has_fused_layers,
+    )
     limits = choose_limits(
         config, model, platform=chip.platform, chip=chip, num_devices=num_devices, dtype=shapes.dtype
     )
@@ -187,7 +199,7 @@ def resolve_here(
 def _shapes(config: ServeConfig, model: ModelConfig, platform: str, num_devices: int) -> KernelShapes:
     return KernelShapes(
         model=model,
-        layout=model_layout(model, num_devices),
+        layout=model_layout(model, num_devices, expert_parallel=config.expert_parallel),
         dtype=jnp.dtype(serving_dtype(config, model, platform)),
         page_size=config.page_size,
     )

@@ -1,24 +1,32 @@
 """Computes the minimum time of steps from what they must read and compute, and the data sheet of the device.
 
-A decode step reads every weight once, except an untied embedding, and each request's keys and values. The times assume
-perfect overlap, and no cost of kernels, launches and the host. The time of all-reduces is estimated separately and is
-not part of the roofline: some microseconds for each of two all-reduces per layer and one for the embedding, and the
-transfer of the bytes over the links.
+A decode step reads every weight once, except an untied embedding and experts that no token chose, and each request's
+keys and values. The times assume perfect overlap, and no cost of kernels, launches and the host. The time of
+all-reduces is estimated separately and is not part of the roofline: some microseconds for each of two all-reduces per
+layer and one for the embedding, and the transfer of the bytes over the links.
+
+Tokens choose experts uniformly and independently. If experts are split by tensor, each device reads its slice of all
+those chosen. If they are split by expert, the devices differ, and the busiest one decides how long the step takes.
 """
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from meshserve.sharding.chips import Chip
 from meshserve.sharding.layout import ShardLayout
 
-from ..api.model_config import ModelConfig
+from ..api.model_config import ExpertsConfig, ModelConfig
 from .memory_plan import layer_bytes
 
 # Time of an all-reduce of few bytes within a host, measured on four H200 (docs/performance.md) and guessed for TPUs.
 _XLA_ALL_REDUCE_SECONDS = {"gpu": 18e-6, "tpu": 10e-6}
 _P2P_ALL_REDUCE_SECONDS = 4e-6
+_NUM_DRAWS = 32  # of choices of experts, to find the load of the busiest device
+_MOST_TOKENS = 1024  # drawn; beyond that, every expert is read and the devices differ little
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +60,46 @@ class Roofline:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of weights that each device reads in a step."""
-        head = self.layout.vocab_size // self.layout.num_shards * self.model.embed_dim * self.dtype.itemsize
-        return layer_bytes(self.model, self.layout, self.dtype) + head
+        """The bytes of weights that each device reads in a step, if it reads all of its experts."""
+        return self._layer_bytes + self._head_bytes
+
+    def read_weight_bytes(self, num_tokens: int) -> float:
+        """Returns the bytes of weights that the device with the most reads in a step of so many tokens."""
+        num_experts, _ = self._expert_load(num_tokens)
+        return self._shared_layer_bytes + self._head_bytes + num_experts * self._expert_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
+        return layer_bytes(self.model, self.layout, self.dtype)
+
+    @property
+    def _head_bytes(self) -> int:
+        return self.layout.vocab_size // self.layout.num_shards * self.model.embed_dim * self.dtype.itemsize
+
+    @property
+    def _expert_bytes(self) -> int:
+        """The bytes of one expert of a device's block, in all layers that have experts."""
+        if self.layout.experts is None:
+            return 0
+        matrices = 3 * self.layout.experts.block_mlp_dim * self.model.embed_dim * self.dtype.itemsize
+        return len(self.model.stacks["layers"]) * matrices
+
+    @property
+    def _shared_layer_bytes(self) -> int:
+        """The bytes of the layers on a device without their experts."""
+        held = self.layout.experts.block_experts if self.layout.experts is not None else 0
+        return self._layer_bytes - held * self._expert_bytes
+
+    def _expert_load(self, num_tokens: int) -> tuple[float, float]:
+        """Returns `expert_load`, or zeros for a model without experts."""
+        if self.model.experts is None:
+            return 0.0, 0.0
+        return expert_load(self.model.experts, self.layout, num_tokens)
+
+    def _layer_flops(self, num_tokens: int) -> float:
+        """Returns the operations of the layers' projections in a step, on the device with the most."""
+        _, num_choices = self._expert_load(num_tokens)
+        return 2 * (num_tokens * self._shared_layer_bytes + num_choices * self._expert_bytes) / self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:
@@ -64,8 +109,9 @@ class Roofline:
 
     def decode(self, batch: int, context: int) -> Roof:
         """Returns the roofline of a decode step of `batch` requests with `context` tokens each."""
-        read_bytes = self.weight_bytes + batch * context * self.token_bytes
-        flops = batch * (2 * self.weight_bytes / self.dtype.itemsize + context * self._attention_flops)
+        read_bytes = self.read_weight_bytes(batch) + batch * context * self.token_bytes
+        head_flops = 2 * self._head_bytes / self.dtype.itemsize
+        flops = self._layer_flops(batch) + batch * (head_flops + context * self._attention_flops)
         return self._roof(batch, context, read_bytes, flops, num_steps=1)
 
     def prefill(self, num_tokens: int, step_tokens: int) -> Roof:
@@ -75,18 +121,24 @@ class Roofline:
         for the last token only.
         """
         num_steps = -(-num_tokens // step_tokens)
-        read_bytes = num_steps * self.weight_bytes + num_steps * num_tokens // 2 * self.token_bytes
-        layers = layer_bytes(self.model, self.layout, self.dtype) / self.dtype.itemsize
-        last_mlp = 3 * self.model.embed_dim * self.layout.mlp_dim // self.layout.num_shards
-        flops = num_tokens * (2 * (layers - last_mlp) + num_tokens / 2 * self._attention_flops)
+        step_tokens = -(-num_tokens // num_steps)
+        read_bytes = num_steps * self.read_weight_bytes(step_tokens) + num_steps * num_tokens // 2 * self.token_bytes
+        flops = num_steps * self._layer_flops(step_tokens) - self._last_mlp_flops(num_tokens)
+        flops += num_tokens * num_tokens / 2 * self._attention_flops
         return self._roof(num_tokens, num_tokens, read_bytes, flops, num_steps=num_steps)
+
+    def _last_mlp_flops(self, num_tokens: int) -> float:
+        if self.model.experts is not None and self.model.experts.has_experts(self.model.num_layers - 1):
+            _, num_choices = self._expert_load(num_tokens)
+            return 2 * num_choices * self._expert_bytes / len(self.model.stacks["layers"]) / self.dtype.itemsize
+        return 2 * num_tokens * (3 * self.model.embed_dim * self.layout.mlp_dim // self.layout.num_shards)
 
     @property
     def _attention_flops(self) -> float:
         """Operations per device for each pair of tokens: scores and weighted values."""
         return 4 * self.model.num_layers * self.model.num_query_heads * self.model.head_dim / self.layout.num_shards
 
-    def _roof(self, num_tokens: int, context: int, read_bytes: int, flops: float, *, num_steps: int) -> Roof:
+    def _roof(self, num_tokens: int, context: int, read_bytes: float, flops: float, *, num_steps: int) -> Roof:
         memory, compute = read_bytes / self.chip.hbm_bytes_per_second, flops / self.chip.flops_per_second
         return Roof(
             num_tokens=num_tokens,
@@ -104,3 +156,49 @@ class Roofline:
         sent_bytes = 2 * (num_shards - 1) / num_shards * num_tokens * self.model.embed_dim * self.dtype.itemsize
         seconds = _P2P_ALL_REDUCE_SECONDS if self.has_p2p else _XLA_ALL_REDUCE_SECONDS[self.chip.platform]
         return num_all_reduces * (num_steps * seconds + sent_bytes / self.chip.link_bytes_per_second)
+
+
+class ExpertLoad(NamedTuple):
+    """What the busiest device does in one layer, on average."""
+
+    num_experts: float  # of its block, that are read
+    num_choices: float  # tokens that go through an expert of its block, counted once per expert
+
+
+def expert_load(experts: ExpertsConfig, layout: ShardLayout, num_tokens: int) -> ExpertLoad:
+    """Returns the load of a step of `num_tokens` tokens."""
+    assert layout.experts is not None
+    num_blocks = layout.num_shards if layout.experts.is_by_expert else 1
+    return _busiest(experts.num_experts, experts.num_chosen, num_blocks, num_tokens)
+
+
+def num_read_experts(experts: ExpertsConfig, num_tokens: int) -> float:
+    """Returns how many different experts the tokens of a step choose on average in each layer."""
+    return experts.num_experts * (1 - (1 - experts.num_chosen / experts.num_experts) ** num_tokens)
+
+
+def num_read_params(model: ModelConfig, num_tokens: int) -> float:
+    """Returns the weights that a step reads on all devices together: those it needs, without an untied embedding."""
+    num_read = float(model.num_params - (0 if model.is_tied else model.vocab_size * model.embed_dim))
+    if model.experts is not None:
+        num_unread = model.experts.num_experts - num_read_experts(model.experts, num_tokens)
+        num_read -= len(model.stacks["layers"]) * num_unread * 3 * model.experts.mlp_dim * model.embed_dim
+    return num_read
+
+
+@functools.lru_cache(maxsize=1024)
+def _busiest(num_experts: int, num_chosen: int, num_blocks: int, num_tokens: int) -> ExpertLoad:
+    """Returns the load of the busiest of `num_blocks` blocks. Drawn with a fixed seed where there are several."""
+    if num_blocks == 1:
+        read = num_experts * (1 - (1 - num_chosen / num_experts) ** num_tokens)
+        return ExpertLoad(read, num_tokens * num_chosen)
+    rng, num_drawn = np.random.default_rng(0), min(num_tokens, _MOST_TOKENS)
+    block_experts = -(-num_experts // num_blocks)
+    loads = np.zeros((_NUM_DRAWS, 2))
+    for draw in range(_NUM_DRAWS):
+        scores = rng.random((num_drawn, num_experts), np.float32)
+        chosen = np.argpartition(scores, num_chosen - 1, axis=1)[:, :num_chosen].ravel()
+        counts = np.bincount(chosen, minlength=num_blocks * block_experts).reshape(num_blocks, block_experts)
+        loads[draw] = np.count_nonzero(counts, axis=1).max(), counts.sum(axis=1).max()
+    read, choices = loads.mean(axis=0)
+    return ExpertLoad(float(read), float(choices) * num_tokens / num_drawn)

@@ -2,7 +2,8 @@
 
 The best TP size is the one at which the whole machine decodes the most tokens per second, with as many requests of the
 given length as fit. Among TP sizes within `_EQUAL` of that throughput, it is the one with the shortest step. The times
-are those of the roofline plus the estimated all-reduces.
+are those of the roofline plus the estimated all-reduces. A mixture of experts is planned with both splits of its
+experts, by tensor and by expert.
 """
 
 import dataclasses
@@ -23,32 +24,53 @@ class TPSizePlan:
     step_seconds: float = 0.0  # decode step of a single request
     tokens_per_second: float = 0.0  # of all replicas together, with all requests
     reason: str = ""  # why the model does not fit
+    expert_parallel: bool = False  # as in `ServeConfig`
+
+    @property
+    def name(self) -> str:
+        """The TP size, and how experts are split if not by tensor."""
+        return f"{self.tp} by expert" if self.expert_parallel else str(self.tp)
+
+    @property
+    def flags(self) -> str:
+        """The options to serve it with."""
+        return f"--tp {self.tp}" + (" --expert-parallel" if self.expert_parallel else "")
 
 
 def tp_size_plans(planner: Planner, length: int) -> list[TPSizePlan]:
-    """Returns the plans of all TP sizes that the model and the machine allow."""
-    num_devices = planner.target.num_devices
-    tp_sizes = [tp for tp in range(1, num_devices + 1) if num_devices % tp == 0]
-    num_query_heads = planner.server.model.num_query_heads
-    return [_tp_size_plan(planner.replan(num_devices=tp), length) for tp in tp_sizes if num_query_heads % tp == 0]
+    """Returns the plans of all TP sizes and splits of experts that the model and the machine allow."""
+    num_devices, model = planner.target.num_devices, planner.server.model
+    tp_sizes = [tp for tp in range(1, num_devices + 1) if num_devices % tp == 0 and model.num_query_heads % tp == 0]
+    by_tensor, by_expert = (
+        dataclasses.replace(planner.server.requested, expert_parallel=is_set) for is_set in (False, True)
+    )
+    return [
+        _tp_size_plan(planner.replan(config=config, num_devices=tp), length)
+        for tp in tp_sizes
+        for config in ([by_tensor, by_expert] if model.experts is not None and tp > 1 else [by_tensor])
+    ]
 
 
 def _tp_size_plan(planner: Planner, length: int) -> TPSizePlan:
-    tp, num_replicas = planner.server.tp, planner.target.num_devices // planner.server.tp
+    num_replicas = planner.target.num_devices // planner.server.tp
+    plan = TPSizePlan(
+        tp=planner.server.tp,
+        num_replicas=num_replicas,
+        num_requests=0,
+        expert_parallel=planner.server.requested.expert_parallel,
+    )
     try:
         num_requests = planner.plan().num_requests(length)
     except MemoryError as error:
-        return TPSizePlan(tp=tp, num_replicas=num_replicas, num_requests=0, reason=str(error))
+        return dataclasses.replace(plan, reason=str(error))
     if not num_requests:
-        reason = f"the cache is too small for a request of {length} tokens"
-        return TPSizePlan(tp=tp, num_replicas=num_replicas, num_requests=0, reason=reason)
+        return dataclasses.replace(plan, reason=f"the cache is too small for a request of {length} tokens")
     roofline = roofline_of(planner)
     if roofline is None:
-        return TPSizePlan(tp=tp, num_replicas=num_replicas, num_requests=num_requests)
+        return dataclasses.replace(plan, num_requests=num_requests)
     full = roofline.decode(num_requests, length)
-    return TPSizePlan(
-        tp=tp,
-        num_replicas=num_replicas,
+    return dataclasses.replace(
+        plan,
         num_requests=num_requests,
         step_seconds=roofline.decode(1, length).total_seconds,
         tokens_per_second=num_replicas * num_requests / full.total_seconds,
@@ -81,18 +103,18 @@ def best_tp_size(plans: list[TPSizePlan], length: int) -> tuple[TPSizePlan | Non
         (plan for plan in fitting if plan.tokens_per_second >= (1 - _EQUAL) * most), key=lambda plan: plan.step_seconds
     )
     reason = (
-        f"{best.num_replicas} x tp {best.tp} decode {best.tokens_per_second:,.0f} tokens/s with "
+        f"{best.num_replicas} x tp {best.name} decode {best.tokens_per_second:,.0f} tokens/s with "
         f"{best.num_replicas * best.num_requests} requests of {length} tokens"
     )
     others = [plan for plan in fitting if plan is not best]
     if others:
         second = max(others, key=lambda plan: plan.tokens_per_second)
-        reason += f", tp {second.tp} {second.tokens_per_second:,.0f}"
+        reason += f", tp {second.name} {second.tokens_per_second:,.0f}"
     fastest = min(fitting, key=lambda plan: plan.step_seconds)
     if fastest is not best:
         reason += (
-            f". For a single request, tp {fastest.tp} is fastest: {1e3 * fastest.step_seconds:.2f} ms per token "
+            f". For a single request, tp {fastest.name} is fastest: {1e3 * fastest.step_seconds:.2f} ms per token "
             f"instead of {1e3 * best.step_seconds:.2f}"
         )
-    too_small = [str(plan.tp) for plan in plans if not plan.num_requests]
+    too_small = [plan.name for plan in plans if not plan.num_requests]
     return best, reason + (f". The model does not fit at tp {', '.join(too_small)}" if too_small else "") + "."

@@ -208,7 +208,7 @@ def build_runner(
         use_cache(Path(config.cache_dir).expanduser())
     server = resolve_here(config, model, make_mesh(config.tp))
     _log.info("limits: %s", server.step_limits)
-    weight_bytes = device_weight_bytes(model, server.mesh, server.dtype)
+    weight_bytes = device_weight_bytes(model, server.layout, server.mesh, server.dtype)
     check_weights_fit(server.mesh, server.memory_fraction, weight_bytes, page_bytes=server.page_bytes)
     structure, params = make_params(model, server.layout, server.mesh, server.dtype)
     runner = compile_runner(server, structure, params, cluster=cluster)

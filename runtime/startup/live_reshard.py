@@ -30,7 +30,7 @@ from ..engine.engine import Engine
 from ..planning.resolved_server import PlacedServer
 from ..program.step_runner import StepRunner
 from ..weights.load import device_weight_bytes
-from ..weights.orbax_layout import STACK, model_layout, moved_pieces
+from ..weights.orbax_layout import moved_pieces, stack_of
 from ..weights.registry import abstract_model
 from .runner_build import compile_runner
 
@@ -88,7 +88,7 @@ class Resharder:
             server,
             *server.abstract_params(),
             measured=Mesh(mesh.devices[:num_measured], mesh.axis_names),
-            reserved_bytes=device_weight_bytes(server.model, mesh, server.dtype) - old.device_bytes,
+            reserved_bytes=device_weight_bytes(server.model, server.layout, mesh, server.dtype) - old.device_bytes,
         )
 
     def _swap(self, server: PlacedServer, old: StepRunner, new: StepRunner) -> float:
@@ -98,7 +98,7 @@ class Resharder:
         def start_runner() -> tuple[StepRunner, int]:
             nonlocal seconds
             started = time.monotonic()
-            new.start(move_params(server.model, old.release(), self.tp, server.layout, server.mesh))
+            new.start(move_params(server.model, old.release(), self._server.layout, server.layout, server.mesh))
             seconds = time.monotonic() - started
             return new, new.num_pages
 
@@ -112,7 +112,8 @@ class Resharder:
         their present shards and cache are freed.
         """
         mesh, old_tp = server.mesh, self.tp
-        held_bytes, needed_bytes = old.device_bytes, device_weight_bytes(server.model, mesh, server.dtype)
+        needed_bytes = device_weight_bytes(server.model, server.layout, mesh, server.dtype)
+        held_bytes = old.device_bytes
         if mesh.size > old_tp:
             mesh, held_bytes = Mesh(mesh.devices[old_tp:], mesh.axis_names), 0
         elif server.platform == "cpu":
@@ -120,22 +121,24 @@ class Resharder:
         check_weights_fit(mesh, server.memory_fraction, needed_bytes, held_bytes=held_bytes)
 
 
-def move_params(model: ModelConfig, params: nnx.State, old_tp: int, layout: ShardLayout, mesh: Mesh) -> nnx.State:
+def move_params(
+    model: ModelConfig, params: nnx.State, old_layout: ShardLayout, layout: ShardLayout, mesh: Mesh
+) -> nnx.State:
     """Moves parameters to another layout and mesh.
 
     Consumes `params`: each parameter is deleted as soon as it has been moved, so that a device needs memory for at most
     one parameter in addition to its old and new shards.
     """
-    pieces = moved_pieces(model, model_layout(model, old_tp), layout)
+    pieces = moved_pieces(model, old_layout, layout)
     old = dict(nnx.to_flat_state(params))
     _, abstract = abstract_model(model, layout, jax.tree.leaves(params)[0].dtype)
     flat = []
     for path, weight in nnx.to_flat_state(abstract):
         array, name = old[path][...], ".".join(map(str, path))
-        of_all = [_of_all_layers(piece, model.num_layers) for piece in pieces[name]]
-        new = reshard(
-            array, of_all if name.startswith(STACK) else pieces[name], weight.shape, named_sharding(mesh, weight.axes)
-        )
+        found, stack = pieces[name], stack_of(model, name)
+        if stack is not None:
+            found = [_of_all_layers(piece, len(stack.layers)) for piece in found]
+        new = reshard(array, found, weight.shape, named_sharding(mesh, weight.axes))
         new.block_until_ready()
         flat.append((path, weight.replace(new)))
         array.delete()

@@ -141,7 +141,7 @@ class _Job:
         """Writes all missing parts and returns their total bytes. The next part is read while one is written."""
         parts = stored_parts(self._config)
         writer = CheckpointWriter(self._output, self._source_id)
-        sizes = {part: self._num_bytes(arrays[key][0] for key in arrays) for part, arrays in parts.items()}
+        sizes = {part: self._num_bytes(array.shape for array in arrays.values()) for part, arrays in parts.items()}
         missing: dict[str, Any] = {}
         with progress_bar(sum(sizes.values()), "check") as progress:
             for part, arrays in parts.items():
@@ -154,7 +154,7 @@ class _Job:
         writing: Future[None] | None = None
         with progress_bar(sum(sizes[part] for part in missing), "convert") as progress, ThreadPoolExecutor(1) as thread:
             for part, arrays in missing.items():
-                loaded = load_parameters(self._source, self._stored_parameters(part, arrays))
+                loaded = load_parameters(self._source, self._stored_parameters(arrays))
                 if writing is not None:
                     writing.result()
                 writing = thread.submit(writer.write, part, loaded)
@@ -164,17 +164,15 @@ class _Job:
         version = importlib.metadata.version("meshserve")
         return writer.finish(list(parts), dtype=self._dtype.name, source=hashes, version=version)
 
-    def _stored_parameters(self, part: str, arrays: Mapping[str, StoredArray]) -> dict[str, Parameter]:
+    def _stored_parameters(self, arrays: Mapping[str, StoredArray]) -> dict[str, Parameter]:
         pieces = pieces_of(self._source, self._config, model_layout(self._config, 1))
-        layer = int(part.split(".")[1]) if "." in part else 0
         parameters = {}
-        for key, (shape, axis) in arrays.items():
-            name = key if key == part else f"layers.{key}"
+        for key, array in arrays.items():
             parameters[key] = Parameter(
-                shape=shape,
+                shape=array.shape,
                 dtype=self._dtype,
-                sharding=storage_sharding(shape, axis, self._devices),
-                pieces=lambda _, of_layer=pieces[name]: of_layer(layer),  # type: ignore[misc]
+                sharding=storage_sharding(array.shape, array.sharded_axis, self._devices),
+                pieces=lambda _, array=array: pieces[array.parameter](array.stack_index),  # type: ignore[misc]
             )
         return parameters
 

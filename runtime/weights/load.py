@@ -20,7 +20,7 @@ from meshserve.sharding.mesh import named_sharding
 
 from ..api.model_config import ModelConfig
 from .hf_layout import checkpoint_tensors, hf_pieces, tensors_to_ignore
-from .orbax_layout import Pieces, model_layout, stored_pieces, stored_shapes
+from .orbax_layout import Pieces, stack_of, stored_pieces, stored_shapes
 from .registry import abstract_model
 
 _log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ def pieces_of(source: Source, config: ModelConfig, layout: ShardLayout) -> dict[
     return (stored_pieces if isinstance(source, OrbaxCheckpoint) else hf_pieces)(config, layout)
 
 
-def device_weight_bytes(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> int:
+def device_weight_bytes(config: ModelConfig, layout: ShardLayout, mesh: Mesh, dtype: jnp.dtype) -> int:
     """Returns the bytes of parameters per device, including padding and repeated heads."""
-    _, abstract = abstract_model(config, model_layout(config, mesh.size), dtype)
+    _, abstract = abstract_model(config, layout, dtype)
     weights = [weight for _, weight in nnx.to_flat_state(abstract)]
     return sum(
         math.prod(named_sharding(mesh, weight.axes).shard_shape(weight.shape)) * dtype.itemsize for weight in weights
@@ -73,13 +73,14 @@ def load_model(
     structure, abstract = abstract_model(config, layout, dtype)
     pieces = pieces_of(source, config, layout)
     flat = {".".join(map(str, path)): weight for path, weight in nnx.to_flat_state(abstract)}
+    stacks = {name: stack_of(config, name) for name in flat}
     parameters = {
         name: Parameter(
             shape=weight.shape,
             dtype=dtype,
             sharding=named_sharding(mesh, weight.axes),
             pieces=pieces[name],
-            num_layers=config.num_layers if name.startswith("layers.") else None,
+            num_layers=len(stack.layers) if (stack := stacks[name]) is not None else None,
         )
         for name, weight in flat.items()
     }

@@ -15,15 +15,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshserve.sharding.checkpoints.parameters import Piece
-from meshserve.sharding.layout import ShardLayout, moved_qkv_rows, shard_layout
+from meshserve.sharding.expert_layout import ExpertLayout
+from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.mesh import RULES
 
 from ..api.model_config import ModelConfig
 from .registry import abstract_model, architecture_of
-from .weight_map import FusedQKV
+from .weight_map import StoredParameter, Tensors
 
-Pieces = Callable[[int], list[Piece]]  # pieces of a parameter per layer; unstacked parameters have only layer 0
-STACK = "layers."  # name prefix of parameters that are stacked over layers
+Pieces = Callable[[int], list[Piece]]  # pieces of a parameter per layer of its stack; unstacked ones have only layer 0
+
+
+class Stack(NamedTuple):
+    """The place of a parameter that is stacked over layers."""
+
+    key: str  # name of the parameter in a layer
+    layers: tuple[int, ...]  # of the model, in the order of the stack
 
 
 class StoredArray(NamedTuple):
@@ -31,57 +38,93 @@ class StoredArray(NamedTuple):
 
     shape: tuple[int, ...]
     sharded_axis: int | None  # axis that is sharded for serving, if any
+    parameter: str  # path of the model's parameter that it belongs to
+    stack_index: int = 0  # in the parameter's stack
 
 
-def model_layout(config: ModelConfig, num_shards: int) -> ShardLayout:
+def stack_of(config: ModelConfig, name: str) -> Stack | None:
+    """Returns the stack that a parameter, given by its path, belongs to; None if it is not stacked."""
+    stack, _, key = name.partition(".")
+    return Stack(key, config.stacks[stack]) if key and stack in config.stacks else None
+
+
+def model_layout(config: ModelConfig, num_shards: int, *, expert_parallel: bool = False) -> ShardLayout:
     """Returns the layout of a model on a mesh of `num_shards` devices.
 
+    Args:
+      config: The model.
+      num_shards: Number of devices.
+      expert_parallel: Gives each device whole experts instead of a slice of each. Without effect on one device.
+
     Raises:
-      ValueError: `num_shards` does not divide the number of query heads.
+      ValueError: `num_shards` does not divide the number of query heads, or the model has no experts to split.
     """
+    experts = None
+    if config.experts is not None:
+        experts = ExpertLayout(
+            num_shards=num_shards,
+            num_experts=config.experts.num_experts,
+            mlp_dim=config.experts.mlp_dim,
+            is_by_expert=expert_parallel,
+        )
+    elif expert_parallel:
+        raise ValueError(f"expert_parallel is set, but a {config.model_type} model has no experts. Leave it out.")
     return shard_layout(
         num_shards=num_shards,
         num_query_heads=config.num_query_heads,
         num_kv_heads=config.num_kv_heads,
         vocab_size=config.vocab_size,
         mlp_dim=config.mlp_dim,
+        experts=experts,
     )
 
 
-def table_arrays(config: ModelConfig) -> dict[str, StoredArray]:
-    """Returns the parameters outside the layers."""
-    return {name: array for name, array in _arrays(config).items() if not name.startswith(STACK)}
-
-
-def layer_arrays(config: ModelConfig) -> dict[str, StoredArray]:
-    """Returns the parameters of one layer."""
-    arrays = _arrays(config).items()
-    return {name.removeprefix(STACK): array for name, array in arrays if name.startswith(STACK)}
+def tensors_of(config: ModelConfig, name: str) -> Tensors:
+    """Returns the tensors that form a parameter, given by its path."""
+    weight_map, stack = architecture_of(config).weight_map, stack_of(config, name)
+    return weight_map.tables[name] if stack is None else weight_map.layers[stack.key]
 
 
 @functools.lru_cache(maxsize=8)
-def _arrays(config: ModelConfig) -> dict[str, StoredArray]:
-    """Returns each parameter by path as a single device holds it; for stacked parameters, one layer."""
+def single_device_arrays(config: ModelConfig) -> dict[str, StoredArray]:
+    """Returns each parameter by path as a single device holds it; for stacked parameters, one layer.
+
+    They are in the order of the weight map.
+    """
     _, abstract = abstract_model(config, model_layout(config, 1), jnp.dtype("float32"))
     arrays = {}
     for path, weight in nnx.to_flat_state(abstract):
         name = ".".join(map(str, path))
-        num_stacked = 1 if name.startswith(STACK) else 0
+        num_stacked = 0 if stack_of(config, name) is None else 1
         sharded = [index for index, axis in enumerate(weight.axes[num_stacked:]) if axis in RULES]
-        arrays[name] = StoredArray(weight.shape[num_stacked:], sharded[0] if sharded else None)
-    return arrays
+        arrays[name] = StoredArray(weight.shape[num_stacked:], sharded[0] if sharded else None, name)
+    weight_map = architecture_of(config).weight_map
+    order = [*weight_map.tables, *weight_map.layers]
+
+    def place(name: str) -> int:
+        stack = stack_of(config, name)
+        return order.index(name if stack is None else stack.key)
+
+    return {name: arrays[name] for name in sorted(arrays, key=place)}
 
 
 def stored_parts(config: ModelConfig) -> dict[str, dict[str, StoredArray]]:
     """Returns the arrays of each part of a checkpoint."""
-    layer = layer_arrays(config)
-    tables = {name: {name: array} for name, array in table_arrays(config).items()}
-    return tables | {part_of_layer(index): layer for index in range(config.num_layers)}
+    tables: dict[str, dict[str, StoredArray]] = {}
+    layers: dict[str, dict[str, StoredArray]] = {part_of_layer(index): {} for index in range(config.num_layers)}
+    for name, array in single_device_arrays(config).items():
+        stack = stack_of(config, name)
+        if stack is None:
+            tables[name] = {name: array}
+            continue
+        for index, layer in enumerate(stack.layers):
+            layers[part_of_layer(layer)][stack.key] = array._replace(stack_index=index)
+    return tables | layers
 
 
 def part_of_layer(layer: int) -> str:
     """Returns the name of a layer's part."""
-    return f"{STACK}{layer:04d}"
+    return f"layers.{layer:04d}"
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -104,30 +147,20 @@ def moved_pieces(config: ModelConfig, old: ShardLayout, new: ShardLayout) -> dic
     The pieces refer to the same parameter in the old layout and have no tensor name. Regions without a piece are
     padding.
     """
-    weight_map = architecture_of(config).weight_map
-    fused = {STACK + key for key, tensors in weight_map.layers.items() if isinstance(tensors, FusedQKV)}
-    moves = moved_qkv_rows(old, new, config.head_dim)
-
-    def pieces(name: str, shape: tuple[int, ...]) -> list[Piece]:
-        if name in fused:
-            return [
-                Piece("", (move.old_group, move.old_row, 0), (1, move.num_rows, shape[-1]), (move.group, move.row, 0))
-                for move in moves
-            ]
-        zeros = (0,) * len(shape)
-        return [Piece("", zeros, shape, zeros)]
-
-    return {name: pieces(name, array.shape) for name, array in _arrays(config).items()}
+    return {
+        name: tensors_of(config, name).moved_pieces(StoredParameter(array.shape, config.head_dim), old, new)
+        for name, array in single_device_arrays(config).items()
+    }
 
 
 def stored_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
     """Returns the pieces of each parameter of the model, keyed by path. Stacked parameters have pieces per layer."""
 
     def named(name: str, pieces: list[Piece]) -> Pieces:
-        key = name.removeprefix(STACK)
+        stack = stack_of(config, name)
 
-        def of_layer(layer: int) -> list[Piece]:
-            tensor = name if key == name else stored_name(part_of_layer(layer), key)
+        def of_layer(index: int) -> list[Piece]:
+            tensor = name if stack is None else stored_name(part_of_layer(stack.layers[index]), stack.key)
             return [dataclasses.replace(piece, tensor=tensor) for piece in pieces]
 
         return of_layer

@@ -1,5 +1,6 @@
 """Random parameters created on the devices, for measuring model sizes without their files."""
 
+import math
 from functools import partial
 
 import jax
@@ -14,6 +15,10 @@ from ..api.model_config import ModelConfig
 from .registry import abstract_model
 
 _STANDARD_DEVIATION = 0.02  # usual initialization: activations stay in range through all layers
+# With it, hidden states of different tokens soon resemble each other, and the router would prefer few experts. An
+# embedding as wide as the layers' outputs keeps them apart, so that tokens choose experts about uniformly.
+_EMBEDDING_DEVIATION_WITH_EXPERTS = 1.0
+_MOST_ELEMENTS = 1 << 32  # drawn at once; larger arrays, as of experts, are drawn layer by layer to need less memory
 
 
 def random_model(
@@ -25,15 +30,21 @@ def random_model(
 
     def fill(path: tuple[str, ...], weight: nnx.Variable) -> nnx.Variable:
         sharding = named_sharding(mesh, weight.axes)
-        make = partial(_ones if "norm" in path[-1] else _normal, shape=weight.shape, dtype=dtype)
+        has_experts = path[-1] == "embedding" and config.experts is not None
+        deviation = _EMBEDDING_DEVIATION_WITH_EXPERTS if has_experts else _STANDARD_DEVIATION
+        draw = _ones if "norm" in path[-1] else partial(_normal, deviation=deviation)
+        make = partial(draw, shape=weight.shape, dtype=dtype)
         return weight.replace(jax.jit(make, out_shardings=sharding)(next(keys)))
 
     flat = [(path, fill(path, weight)) for path, weight in nnx.to_flat_state(abstract)]
     return structure, nnx.from_flat_state(flat)
 
 
-def _normal(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return _STANDARD_DEVIATION * jax.random.normal(key, shape, dtype)
+def _normal(key: jax.Array, *, deviation: float, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    if math.prod(shape) > _MOST_ELEMENTS:
+        layer = partial(_normal, deviation=deviation, shape=shape[1:], dtype=dtype)
+        return jax.lax.map(layer, jax.random.split(key, shape[0]))
+    return deviation * jax.random.normal(key, shape, dtype)
 
 
 def _ones(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

@@ -60,14 +60,27 @@ class Architecture:
         return _resolved(self.config).from_dict({**raw, "model_type": kind})
 
 
-def _size(layers: int, embed: int, mlp: int, query_heads: int, is_tied: bool) -> dict[str, Any]:
+def _size(layers: int, embed: int, mlp: int, query_heads: int, is_tied: bool, **others: Any) -> dict[str, Any]:
     return {
         "hidden_size": embed,
         "intermediate_size": mlp,
         "num_hidden_layers": layers,
         "num_attention_heads": query_heads,
         "tie_word_embeddings": is_tied,
+        **others,
     }
+
+
+# Of the Coder models, which were trained for long contexts.
+_LONG = {"max_position_embeddings": 262_144, "rope_theta": 1e7}
+_COMMON = {
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1e6,
+    "dtype": "bfloat16",
+}
 
 
 ARCHITECTURES = {
@@ -86,14 +99,31 @@ ARCHITECTURES = {
             "qwen3-14b": _size(40, 5120, 17408, 40, False),
             "qwen3-32b": _size(64, 5120, 25600, 64, False),
         },
+        common={**_COMMON, "num_key_value_heads": 8},
+    ),
+    "qwen3_moe": Architecture(
+        name="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        module="model.qwen3_moe:Qwen3Moe",
+        config="api.experts_config:MoeModelConfig",
+        weights="weights.qwen3_moe_weights:WEIGHT_MAP",
+        fused_operands="",
+        sizes={
+            "qwen3-30b-a3b": _size(48, 2048, 6144, 32, False, moe_intermediate_size=768),
+            "qwen3-coder-30b-a3b": _size(48, 2048, 5472, 32, False, moe_intermediate_size=768, **_LONG),
+            "qwen3-235b-a22b": _size(94, 4096, 12288, 64, False, moe_intermediate_size=1536),
+            "qwen3-coder-480b-a35b": _size(
+                62, 6144, 8192, 96, False, moe_intermediate_size=2560, num_experts=160, num_key_value_heads=8, **_LONG
+            ),
+        },
         common={
-            "vocab_size": 151_936,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 40_960,
-            "rope_theta": 1e6,
-            "dtype": "bfloat16",
+            **_COMMON,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
         },
     ),
 }

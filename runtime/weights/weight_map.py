@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from meshserve.sharding.checkpoints.parameters import Piece
-from meshserve.sharding.layout import ShardLayout
+from meshserve.sharding.expert_layout import ExpertLayout, moved_experts
+from meshserve.sharding.layout import ShardLayout, moved_qkv_rows
 
 
 class StoredParameter(NamedTuple):
@@ -25,9 +26,21 @@ class Tensors(Protocol):
     def pieces(self, prefix: str, stored: StoredParameter, layout: ShardLayout) -> list[Piece]:
         """Returns the rectangles that fill the parameter in a layout. `prefix` is prepended to each tensor's name."""
 
+    def moved_pieces(self, stored: StoredParameter, old: ShardLayout, new: ShardLayout) -> list[Piece]:
+        """Returns the rectangles of the parameter in an old layout that fill it in a new one; they name no tensor."""
+
+
+class _Unmoved:
+    """Of parameters that have the same form in every layout, but for padding at the end."""
+
+    def moved_pieces(self, stored: StoredParameter, old: ShardLayout, new: ShardLayout) -> list[Piece]:
+        """See `Tensors`."""
+        zeros = (0,) * len(stored.shape)
+        return [Piece("", zeros, stored.shape, zeros)]
+
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(_Unmoved):
     """One tensor with the shape of the parameter."""
 
     name: str
@@ -39,7 +52,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class SideBySide(_Unmoved):
     """Tensors of equal shape, stacked along the parameter's first dimension. The keys are the indices."""
 
     names: Mapping[int, str]
@@ -71,6 +84,60 @@ class FusedQKV:
             )
             for rows in layout.qkv_rows(stored.head_dim)
         ]
+
+    def moved_pieces(self, stored: StoredParameter, old: ShardLayout, new: ShardLayout) -> list[Piece]:
+        """See `Tensors`."""
+        embed_dim = stored.shape[-1]
+        return [
+            Piece("", (move.old_group, move.old_row, 0), (1, move.num_rows, embed_dim), (move.group, move.row, 0))
+            for move in moved_qkv_rows(old, new, stored.head_dim)
+        ]
+
+
+@dataclass(frozen=True)
+class PerExpert:
+    """A matrix of every expert, in the blocks of `ShardLayout.experts`.
+
+    The keys of `names`, with {} for the expert, are indices of the parameter's second dimension; None if it has none.
+    """
+
+    names: Mapping[int | None, str]
+    mlp_axis: int  # axis of the tensors that is the intermediate dimension
+
+    def pieces(self, prefix: str, stored: StoredParameter, layout: ShardLayout) -> list[Piece]:
+        """See `Tensors`."""
+        found = []
+        for row, (first, num_experts, mlp_start, mlp_size) in _experts_of(layout).rectangles():
+            start, size = (mlp_start, 0), (mlp_size, stored.shape[-1])
+            if self.mlp_axis == 1:
+                start, size = (0, mlp_start), (stored.shape[-2], mlp_size)
+            for index in range(num_experts):
+                for key, name in self.names.items():
+                    place = (row + index, *([] if key is None else [key]), 0, 0)
+                    found.append(Piece(prefix + name.format(first + index), start, size, place))
+        return found
+
+    def moved_pieces(self, stored: StoredParameter, old: ShardLayout, new: ShardLayout) -> list[Piece]:
+        """See `Tensors`."""
+        axis = len(stored.shape) - 2 + self.mlp_axis
+
+        def rectangle(row: int, mlp: int) -> tuple[int, ...]:
+            return tuple(row if at == 0 else mlp if at == axis else 0 for at in range(len(stored.shape)))
+
+        return [
+            Piece(
+                "",
+                rectangle(move.old_row, move.old_mlp),
+                (move.num_experts, *stored.shape[1:axis], move.mlp_size, *stored.shape[axis + 1 :]),
+                rectangle(move.row, move.mlp),
+            )
+            for move in moved_experts(_experts_of(old), _experts_of(new))
+        ]
+
+
+def _experts_of(layout: ShardLayout) -> ExpertLayout:
+    assert layout.experts is not None
+    return layout.experts
 
 
 @dataclass(frozen=True, kw_only=True)

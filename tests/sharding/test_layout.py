@@ -1,9 +1,11 @@
 """How heads, vocabulary and widths fall onto shards."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshserve.sharding.expert_layout import ExpertLayout, moved_experts
 from meshserve.sharding.layout import ShardLayout, round_up, shard_layout
 
 
@@ -79,3 +81,35 @@ def test_a_degree_that_does_not_divide_the_query_heads_is_refused_with_those_tha
 @pytest.mark.parametrize(("value", "multiple", "rounded"), [(0, 4, 0), (1, 4, 4), (4, 4, 4), (5, 4, 8), (7, 1, 7)])
 def test_round_up(value: int, multiple: int, rounded: int):
     assert round_up(value, multiple) == rounded
+
+
+@pytest.mark.parametrize("is_by_expert", [False, True])
+@pytest.mark.parametrize("num_shards", [1, 3, 8])
+def test_every_row_of_every_expert_is_on_one_shard(num_shards, is_by_expert):
+    """12 experts of 20 rows: no multiples of 8."""
+    layout = ExpertLayout(num_shards=num_shards, num_experts=12, mlp_dim=20, is_by_expert=is_by_expert)
+    held = np.zeros((12, 20), int)
+    for row, (expert, num_experts, start, size) in layout.rectangles():
+        assert row % layout.block_experts == 0 and num_experts <= layout.block_experts
+        assert size <= layout.block_mlp_dim
+        held[expert : expert + num_experts, start : start + size] += 1
+    assert (held == 1).all()
+
+
+def test_moved_experts_cover_the_new_layout():
+    old = ExpertLayout(num_shards=4, num_experts=12, mlp_dim=20, is_by_expert=False)
+    new = ExpertLayout(num_shards=8, num_experts=12, mlp_dim=20, is_by_expert=True)
+    values = np.arange(12 * 20).reshape(12, 20)
+
+    def blocks(layout: ExpertLayout) -> np.ndarray:
+        found = np.zeros((layout.num_rows, layout.block_mlp_dim), int)
+        for row, (expert, count, start, size) in layout.rectangles():
+            found[row : row + count, :size] = values[expert : expert + count, start : start + size]
+        return found
+
+    moved, source = np.zeros_like(blocks(new)), blocks(old)
+    for move in moved_experts(old, new):
+        rows = slice(move.row, move.row + move.num_experts), slice(move.mlp, move.mlp + move.mlp_size)
+        old_rows = slice(move.old_row, move.old_row + move.num_experts)
+        moved[rows] = source[old_rows, move.old_mlp : move.old_mlp + move.mlp_size]
+    np.testing.assert_array_equal(moved, blocks(new))

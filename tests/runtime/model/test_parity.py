@@ -59,7 +59,12 @@ def run_generate(model: Path, directory: Path, prompts: list[list[int]], **optio
             for prompt in prompts
         )
     )  # fmt: skip
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    flags = [
+        f"--{'' if value else 'no-'}{name.replace('_', '-')}"
+        if isinstance(value, bool)
+        else f"--{name.replace('_', '-')}={value}"
+        for name, value in options.items()
+    ]
     assert (
         main(["generate", f"--model={model}", "--dtype=float32", *flags, f"--input={source}", f"--output={target}"])
         == 0

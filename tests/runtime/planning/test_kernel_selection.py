@@ -11,6 +11,7 @@ from meshserve.kernels.p2p import P2PGroup, check, reference
 from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.planning import kernel_selection
 from meshserve.runtime.planning.kernel_selection import (
@@ -22,16 +23,19 @@ from meshserve.runtime.planning.kernel_selection import (
     select_kernels,
     shape_refusal,
 )
+from meshserve.runtime.planning.resolved_server import resolve_for
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import named_model
+from meshserve.sharding.chips import CHIPS
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 MODEL = named_model("qwen3-8b")
+EXPERTS = named_model("qwen3-30b-a3b")
 
 
-def shapes(num_devices: int, page_size: int = 32) -> KernelShapes:
-    layout = model_layout(MODEL, num_devices)
-    return KernelShapes(model=MODEL, layout=layout, dtype=jnp.dtype("bfloat16"), page_size=page_size)
+def shapes(num_devices: int, page_size: int = 32, model: ModelConfig = MODEL) -> KernelShapes:
+    layout = model_layout(model, num_devices)
+    return KernelShapes(model=model, layout=layout, dtype=jnp.dtype("bfloat16"), page_size=page_size)
 
 
 def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = None, **options: object) -> KernelNames:
@@ -63,6 +67,30 @@ def test_gpus_of_one_process_with_fused_layers_use_p2p(case: dict[str, object], 
 def test_shapes_that_the_cuda_kernels_do_not_support_are_refused() -> None:
     assert shape_refusal(shapes(4)) is None
     assert "page" in (shape_refusal(shapes(4, page_size=20)) or "")
+
+
+def test_of_a_model_with_experts_only_attention_is_asked() -> None:
+    assert shape_refusal(shapes(8, model=EXPERTS)) is None, "96 rows of an expert are too few for fused layers"
+    assert "page" in (shape_refusal(shapes(8, page_size=20, model=EXPERTS)) or "")
+
+
+@pytest.mark.parametrize(
+    ("chip", "options", "expected"),
+    [
+        ("h200", {}, ("cuda", "off", "xla", "xla")),
+        ("v6e", {"page_size": 128}, ("tpu", "off", "xla", "tpu")),
+        ("cpu", {}, ("reference", "off", "xla", "xla")),
+        ("cpu", {"moe_backend": "tpu_interpreted"}, ("reference", "off", "xla", "tpu_interpreted")),
+    ],
+)
+def test_a_model_with_experts_has_our_attention_and_no_fused_layers(chip, options, expected) -> None:
+    found = resolve_for(ServeConfig(**options), EXPERTS, chip=CHIPS[chip], num_devices=2).kernel_names
+    assert (found.attention, found.decode_layers, found.all_reduce, found.moe_backend) == expected
+
+
+def test_fused_layers_of_a_model_without_any_are_refused() -> None:
+    with pytest.raises(ConfigError, match="decode_layers is 'reference', but there are no fused layers"):
+        resolve_for(ServeConfig(decode_layers="reference"), EXPERTS, chip=CHIPS["cpu"], num_devices=1)
 
 
 @pytest.fixture

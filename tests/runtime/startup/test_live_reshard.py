@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from meshserve.runtime.startup.live_reshard import move_params
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import read_model
+from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import make_mesh
 from tests import checkpoints
 from tests.waiting import WAIT_SECONDS, wait_for
@@ -104,10 +106,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_streams_go_on_with_the_same_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_streams_go_on_with_the_same_tokens(
+    has_experts: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """2 -> 4 -> 1 while three requests run, against an engine that stays at 2."""
     streams = Streams()
-    launched = launch(ServeConfig(model=str(model), tp=2, **CONFIG), streams.deliver)
+    config = ServeConfig(model=str(model), tp=2, **CONFIG)
+    if has_experts:
+        checkpoints.save_checkpoint(tmp_path, num_hidden_layers=2, **checkpoints.TINY_EXPERTS)
+        config = replace(config, model=str(tmp_path), expert_parallel=True, logits_processors=False)
+    launched = launch(config, streams.deliver)
     launched.engine.start()
     streams.run(launched)
     streams.wait(num_finished=len(PROMPTS))
@@ -180,6 +189,28 @@ def test_what_no_longer_fits_and_what_fails(model: Path) -> None:
     assert launched.engine.failure == "MemoryError: no room"
 
 
+EXPERTS = {**checkpoints.TINY_EXPERTS, "num_experts": 12, "moe_intermediate_size": 20, "mlp_only_layers": [0]}
+
+
+@pytest.mark.parametrize("is_by_expert", [False, True])
+def test_moved_experts_are_those_that_loading_gives(is_by_expert: bool, tmp_path: Path) -> None:
+    """With padding: neither 12 experts nor their 20 rows are multiples of 8. From tensor to expert, too."""
+    directory = checkpoints.save_checkpoint(tmp_path, num_hidden_layers=2, **EXPERTS)
+    config = read_model(directory / "config.json")
+
+    def load(layout: ShardLayout) -> nnx.State:
+        return load_model(directory, config, layout, make_mesh(layout.num_shards), jnp.dtype("bfloat16"))[1]
+
+    layouts = [model_layout(config, tp, expert_parallel=is_by_expert) for tp in (2, 8, 1, 4)]
+    layouts.append(model_layout(config, 8, expert_parallel=not is_by_expert))
+    for old, new in zip(layouts, layouts[1:], strict=False):
+        moved, loaded = move_params(config, load(old), old, new, make_mesh(new.num_shards)), load(new)
+        assert jax.tree.structure(moved) == jax.tree.structure(loaded)
+        for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(loaded), strict=True):
+            assert one.sharding == other.sharding
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
 @pytest.mark.parametrize("shape", [{}, {"num_attention_heads": 6, "num_key_value_heads": 2}])
 def test_moved_parameters_are_those_that_loading_gives(shape: dict, tmp_path: Path) -> None:
     """Bit for bit and padding included, growing and shrinking."""
@@ -193,7 +224,7 @@ def test_moved_parameters_are_those_that_loading_gives(shape: dict, tmp_path: Pa
         return load_model(directory, config, model_layout(config, tp), make_mesh(tp), jnp.dtype("bfloat16"))[1]
 
     for old, new in zip(tp_sizes, tp_sizes[1:], strict=False):
-        moved = move_params(config, load(old), old, model_layout(config, new), make_mesh(new))
+        moved = move_params(config, load(old), model_layout(config, old), model_layout(config, new), make_mesh(new))
         loaded = load(new)
         assert jax.tree.structure(moved) == jax.tree.structure(loaded)
         for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(loaded), strict=True):

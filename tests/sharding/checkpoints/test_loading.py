@@ -37,6 +37,7 @@ CONFIG = ModelConfig(
     max_positions=64,
     is_tied=False,
     dtype="float32",
+    experts=None,
     rope=RopeConfig(
         theta=1e4, kind="default", factor=1.0, original_max_positions=64, attention_factor=1.0,
         beta_fast=32.0, beta_slow=1.0, truncate=True,
