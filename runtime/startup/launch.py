@@ -37,10 +37,10 @@ from ..program.step_runner import StepRunner
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
-from ..weights.load import device_weight_bytes, load_model
+from ..weights.load import device_weight_bytes, load_model, read_model_with_weights
 from ..weights.locate import ModelFiles, find_model
 from ..weights.random_weights import random_model
-from ..weights.registry import architecture_of, read_model
+from ..weights.registry import architecture_of
 from .live_reshard import Resharder
 from .runner_build import compile_runner
 
@@ -89,7 +89,7 @@ def launch(
       ClusterError: Another process does not allow it, or has failed.
     """
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = read_model(files.small / "config.json")
+    model = read_model_with_weights(files.small / "config.json", files.weights)
     tokenizer = Tokenizer(files.small)
     grammars = None
     if config.logits_processors:
@@ -112,7 +112,7 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
       As `launch`.
     """
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = read_model(files.small / "config.json")
+    model = read_model_with_weights(files.small / "config.json", files.weights)
     progress("waiting for the other processes")
     cluster.begin(config, files)
     runner, _ = build_runner(config, model, _loading(files, progress), cluster)
@@ -126,7 +126,7 @@ def open_model(name: str, *, random_weights: bool) -> tuple[ModelConfig, MakePar
       MeshserveError: The model does not exist, or its architecture is not implemented.
     """
     files = find_model(name, random_weights=random_weights)
-    return read_model(files.small / "config.json"), _make_params(files)
+    return read_model_with_weights(files.small / "config.json", files.weights), _make_params(files)
 
 
 def _make_params(files: ModelFiles) -> MakeParams:
