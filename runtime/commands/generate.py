@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,10 +56,19 @@ class Completion:
         }
         for name in ("logprobs", "prompt_logprobs"):
             if found := getattr(self, name):
-                line[name] = [position._asdict() for position in found]
+                line[name] = [_finite(position._asdict()) for position in found]
         if self.error:
             line["error"] = self.error
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Replaces numbers that JSON cannot represent by None."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclasses.dataclass(frozen=True)
