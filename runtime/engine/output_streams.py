@@ -55,7 +55,11 @@ class OpenSamples:
         if self._tokenizer is None:
             return None
         text = TextStream(
-            self._tokenizer, params.stop, include_stop=params.include_stop, num_free_tokens=params.min_tokens
+            self._tokenizer,
+            params.stop,
+            include_stop=params.include_stop,
+            skip_special_tokens=params.skip_special_tokens,
+            num_free_tokens=params.min_tokens,
         )
         text.push(resumed)
         return text
