@@ -82,57 +82,59 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Continues one prompt. New tokens are streamed as they are made; tokens that are ready at the same time share a
-        message. Cancelling the call, or its deadline, ends the work on it.
+        """Completes one prompt and streams the tokens as they are generated. One message may carry several tokens.
+        Generation stops when the call is cancelled or its deadline passes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers a conversation. The server writes the prompt with the model's own chat template; all else is as in Generate.
+        """Answers a conversation. The server renders the prompt with the model's chat template; otherwise it behaves like
+        Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """The tokens that the server would make of a text or a conversation.
+        """Returns the tokens of a text or of a rendered conversation, exactly as Generate and Chat would tokenize it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of tokens.
+        """Returns the text of a list of tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends open requests of the same caller: their streams end with FINISH_REASON_CANCELLED.
+        """Cancels open requests of the same caller. Their streams end with FINISH_REASON_CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served. Constant while the server runs, but for the degree and its devices, which SIGHUP may change.
+        """Describes the served model. The response is constant while the server runs, except for the TP size and the number
+        of devices, which SIGHUP can change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """How the server is. Answered in every state.
+        """Returns the state of the server. Answered in every state, also while the server starts or drains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the server is now.
+        """Returns the current load of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -411,7 +413,7 @@ class InferenceService:
 
 
 class AdminServiceStub:
-    """For those who run the server. Needs a permission of its own.
+    """Operates a server. Callers need the "admin" permission.
     """
 
     def __init__(self, channel):
@@ -443,33 +445,33 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """For those who run the server. Needs a permission of its own.
+    """Operates a server. Callers need the "admin" permission.
     """
 
     def Drain(self, request, context):
-        """Takes no more requests, lets the running ones end, then stops the server. Returns at once.
+        """Stops accepting requests, lets the open ones finish, then stops the server. Returns immediately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushPrefixCache(self, request, context):
-        """Forgets the prompts whose keys and values are kept for requests to come. Running requests keep theirs.
+        """Drops every evictable page from the prefix cache. Running requests keep their pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Begins to record a profile of the devices. FAILED_PRECONDITION if one is being recorded, or if the server was
-        started without --profile-dir.
+        """Starts recording a device profile. Fails with FAILED_PRECONDITION if a profile is already being recorded, or if the
+        server was started without --profile-dir.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Writes the profile. FAILED_PRECONDITION if none is being recorded.
+        """Stops recording and writes the profile. Fails with FAILED_PRECONDITION if no profile is being recorded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -507,7 +509,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """For those who run the server. Needs a permission of its own.
+    """Operates a server. Callers need the "admin" permission.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class StepServiceStub:
-    """Offered by process 0.
+    """Served by process 0.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class StepServiceStub:
 
 
 class StepServiceServicer:
-    """Offered by process 0.
+    """Served by process 0.
     """
 
     def Join(self, request_iterator, context):
-        """Joins. The first message is Hello.
+        """Joins the cluster as a follower. The first request message is Hello.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_StepServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StepService:
-    """Offered by process 0.
+    """Served by process 0.
     """
 
     @staticmethod

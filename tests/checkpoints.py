@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -58,6 +59,16 @@ def edit_config(directory: Path, **changes: Any) -> None:
     raw = json.loads(path.read_text())
     raw.update(changes)
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def add_head(directory: Path, *, is_changed: bool) -> None:
+    """Stores an output head beside the embedding of a tied model: equal to it, or with its second half negated."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    if is_changed:
+        head[len(head) // 2 :] *= -1
+    save_file({**tensors, "lm_head.weight": head}, path, metadata={"format": "pt"})
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -16,6 +16,7 @@ from meshserve.runtime.client.client import CallError, Client
 from meshserve.runtime.commands.local_cluster import LocalCluster, local_cluster
 
 from . import checkpoints
+from .listening import listening_addresses
 from .waiting import WAIT_SECONDS, wait_for
 
 # Half of this time without a sign of life counts as a failure, also on a busy machine. The exact timeouts are tested
@@ -106,6 +107,11 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
             tokens[num_processes] = mixed_load(cluster.target)
             for target in cluster.targets:
                 assert health(target) == health_pb2.HealthCheckResponse.SERVING
+            opened = listening_addresses(cluster.processes[0].pid)
+            for option in ("--coordinator", "--step-port"):
+                [port] = [int(re.split("[=:]", flag)[-1]) for flag in cluster.commands[0] if flag.startswith(option)]
+                assert opened.get(port, "127.0.0.1") == "127.0.0.1", option
+                assert (port in opened) == (num_processes > 1)
             if num_processes == 2:  # on SIGTERM they drain in turn, and the open stream finishes normally
                 assert re.search(r'_followed_calls_total{method="run"} [1-9]', scraped(cluster, 1))
                 assert "\nmeshserve_ready 1.0\n" in scraped(cluster, 0) and "\nmeshserve_ready" not in scraped(

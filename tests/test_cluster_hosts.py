@@ -13,6 +13,7 @@ from meshserve.runtime.client.client import Client
 from meshserve.runtime.commands.local_cluster import local_cluster
 
 from .certificates import certificate
+from .listening import listening_addresses
 from .waiting import WAIT_SECONDS
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
@@ -63,7 +64,13 @@ def test_two_hosts_with_tls_and_a_token(tmp_path: Path) -> None:
                 assert len(said.token_ids) == 8
                 assert f"process 1 at ipv4:{made.address(1)}" in cluster.log(0).read_text()
 
-                [step_port] = [flag.split("=")[1] for flag in cluster.commands[0] if flag.startswith("--step-port")]
+                [coordinator_port, step_port] = [
+                    flag.rpartition("=")[2].rpartition(":")[2]
+                    for flag in cluster.commands[0]
+                    if flag.startswith(("--coordinator", "--step-port"))
+                ]
+                opened = listening_addresses(cluster.processes[0].pid)
+                assert opened[int(coordinator_port)] == opened[int(step_port)] == made.address(0)
                 address = f"{made.address(0)}:{step_port}"
                 assert join(address, None, "secret") is grpc.StatusCode.UNAVAILABLE  # without TLS
                 assert join(address, trusting, "secret") is grpc.StatusCode.UNAVAILABLE  # without a client certificate

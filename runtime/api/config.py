@@ -140,6 +140,13 @@ class ServeConfig:
         "type of weights, activations and KV cache; auto is bfloat16, or float32 for float32 checkpoints and on CPUs",
         choices=("auto", "bfloat16", "float32"),
     )
+    generation_config: str = option(
+        "auto",
+        _MODEL,
+        "sampling defaults; auto takes temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens from "
+        "the model's generation_config.json, off ignores them",
+        choices=("auto", "off"),
+    )
     random_weights: bool = option(
         False,
         _MODEL,

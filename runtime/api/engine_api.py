@@ -5,11 +5,11 @@ Engine.submit, cancel, load     <----------     one call per request
 Deliver, once per step          ---------->     `output_queue.OutputQueues.deliver`
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import InvalidRequestError
+from .errors import NEEDS_TOKENIZER, InvalidRequestError, UnavailableFeatureError
 from .request import FinishReason, Load, Output, RequestOptions
 from .sampling_params import SamplingParams, Stage, params_at, params_table
 
@@ -83,6 +83,8 @@ class ModelInfo:
     supports_logprobs: bool = False
     supports_structured_output: bool = False
     supports_penalties: bool = False
+    supports_text: bool = True
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self, params: SamplingParams) -> None:
         """Checks sampling parameters against the model and the features of this server.
@@ -90,7 +92,10 @@ class ModelInfo:
         Raises:
           InvalidRequestError: A parameter names a token that does not exist, or needs a feature that this server does
             not have, or the parameters exclude every token.
+          UnavailableFeatureError: A stop string is given, and the server does not convert tokens to text.
         """
+        if params.stop and not self.supports_text:
+            raise UnavailableFeatureError(f"sampling.stop: {NEEDS_TOKENIZER}")
         supported = dict.fromkeys(params_at(Stage.PENALTY, Stage.PROCESSOR), self.supports_penalties)
         supported |= dict.fromkeys(params_at(Stage.LOGPROBS), self.supports_logprobs)
         for name in params.changed_fields(supported):

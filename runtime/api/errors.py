@@ -3,6 +3,11 @@
 `server/grpc_status.py` maps them to gRPC status codes.
 """
 
+NEEDS_TOKENIZER = (
+    "needs a tokenizer, and this server's model directory has no tokenizer.json. Send token ids, or add the file and "
+    "restart."
+)
+
 
 class MeshserveError(Exception):
     """Base class of the errors that meshserve raises on purpose."""

@@ -31,6 +31,7 @@ _FIXED_OPTIONS: Mapping[str, Any] = {
 }
 _ROPE_KEYS = frozenset("rope_theta rope_scaling rope_parameters".split())
 _DTYPE_KEYS = frozenset("dtype torch_dtype".split())
+_DTYPES = ("bfloat16", "float32", "float16")
 _YARN_KEYS = frozenset(
     "rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow truncate "
     "mscale mscale_all_dim".split()
@@ -202,11 +203,9 @@ def _check_options(raw: Mapping[str, Any]) -> None:
     for key, allowed in _FIXED_OPTIONS.items():
         if raw.get(key, allowed) != allowed:
             raise UnsupportedModelError(f"config.json: {key} is {raw[key]!r}; meshserve implements only {allowed!r}.")
-    layer_types = raw.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise UnsupportedModelError(
-            f"config.json: layer_types is {layer_types!r}; meshserve implements only full_attention."
-        )
+    _check_layer_types(raw)
+    for key in _DTYPE_KEYS:
+        _require(raw.get(key) is None or raw[key] in _DTYPES, raw, key, ", ".join(_DTYPES))
     known = {
         *_REQUIRED_KEYS,
         *_FIXED_OPTIONS,
@@ -229,13 +228,27 @@ def _check_options(raw: Mapping[str, Any]) -> None:
         )
 
 
+def _check_layer_types(raw: Mapping[str, Any]) -> None:
+    layer_types, num_layers = raw.get("layer_types"), raw["num_hidden_layers"]
+    if layer_types is None:
+        return
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise UnsupportedModelError(
+            f"config.json: layer_types is {layer_types!r}; meshserve implements only full_attention."
+        )
+    if len(layer_types) != num_layers:
+        raise UnsupportedModelError(
+            f"config.json: layer_types names {len(layer_types)} layers and num_hidden_layers is {num_layers}; "
+            "they must agree."
+        )
+
+
 def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     """Reads the RoPE options: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` before."""
     scaling: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
-        given = raw.get(key) or {}
-        _require(isinstance(given, dict), raw, key, "an object")
-        scaling |= given
+        _require(isinstance(raw.get(key, {}), dict | None), raw, key, "an object")
+        scaling |= raw.get(key) or {}
     with_theta = {"rope_theta": raw.get("rope_theta"), **scaling}
     if with_theta["rope_theta"] is None:
         raise UnsupportedModelError("config.json lacks rope_theta. Add the value that the model was trained with.")
@@ -256,11 +269,13 @@ def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     original_key, max_positions = "original_max_position_embeddings", raw["max_position_embeddings"]
     truncate = scaling.get("truncate", True)
     _require(type(truncate) is bool, scaling, "truncate", "true or false")
+    original = _number(scaling, original_key, above=0.0, default=max_positions)
+    _require(original % 1 == 0, scaling, original_key, "a whole number")
     return RopeConfig(
         theta=_number(with_theta, "rope_theta", above=1.0),
         kind=kind,
         factor=factor,
-        original_max_positions=int(_number(scaling, original_key, above=0.0, default=max_positions)),
+        original_max_positions=int(original),
         attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
         beta_fast=_number(scaling, "beta_fast", above=0.0, default=32.0),
         beta_slow=_number(scaling, "beta_slow", above=0.0, default=1.0),

@@ -29,8 +29,8 @@ _FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
 AnswerMessage = pb.GenerateResponse | pb.ChatResponse  # both have the same fields
 
 
-def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Converts sampling parameters. Fields that were not sent have their defaults.
+def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+    """Converts sampling parameters. Fields that were not sent have the value in `defaults`, or else their default.
 
     Raises:
       InvalidRequestError: A value is out of range.
@@ -46,7 +46,7 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
         sent[field.name] = plain(value)
     if "constraint" in sent:
         sent["constraint"] = constraint(sent["constraint"])
-    return SamplingParams(**sent)
+    return SamplingParams(**{**defaults, **sent})
 
 
 def plain(value: Any) -> Any:
@@ -135,7 +135,8 @@ def model_info_response(info: ModelInfo) -> pb.GetModelInfoResponse:
 
 def model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
     values = {field.name: getattr(response, field.name) for field in dataclasses.fields(ModelInfo)}
-    return ModelInfo(**values | {"eos_token_ids": tuple(response.eos_token_ids)})
+    default_sampling = {field.name: value for field, value in response.default_sampling.ListFields()}
+    return ModelInfo(**values | {"eos_token_ids": tuple(response.eos_token_ids), "default_sampling": default_sampling})
 
 
 def load_response(load: Load) -> pb.GetLoadResponse:

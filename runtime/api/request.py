@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MAX_PRIORITY = 100
 MAX_CACHE_SALT_CHARS = 256
 MAX_SAMPLES = 64
+NO_TOKEN = -1  # sampled instead of a token if a logit is NaN or infinite
+NOT_FINITE = "the model computed logits that are NaN or infinite; its weights may be damaged, or a device may be faulty"
 
 
 class FinishReason(enum.Enum):

@@ -162,6 +162,8 @@ class SamplingParams:
     stop: tuple[str, ...] = _param((), max_items=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS)
     # Keep the stop string at the end of the text.
     include_stop: bool = _param(False, gateway_name="include_stop_str_in_output")
+    # Leave special tokens out of the text.
+    skip_special_tokens: bool = _param(True)
     # Tokens that end the request as end tokens do, also with ignore_eos.
     stop_token_ids: tuple[int, ...] = _param((), max_items=_MAX_STOP_TOKENS, lists_tokens=True)
     # Tokens at the end of the prompt that are output which the caller has already received.

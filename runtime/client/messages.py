@@ -47,6 +47,7 @@ class SamplingFields(TypedDict, total=False):
     ignore_eos: bool
     stop: Sequence[str]
     include_stop: bool
+    skip_special_tokens: bool
     stop_token_ids: Sequence[int]
     constraint: ConstraintField
     num_resumed_tokens: int

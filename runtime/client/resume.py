@@ -82,8 +82,6 @@ class _Run:
         self._sampling.CopyFrom(request.sampling)
         if not self._sampling.HasField("seed"):
             self._sampling.seed = secrets.randbits(63)
-        if not self._sampling.HasField("max_tokens"):
-            self._sampling.max_tokens = SamplingParams.max_tokens
         self._received: list[int] = []
         self._num_prompt_logprobs = 0  # received so far
         self._num_repeated_logprobs = 0  # of those, the number that this attempt still has to send again
@@ -134,6 +132,37 @@ def _tokenize_request(request: pb.GenerateRequest | pb.ChatRequest) -> pb.Tokeni
     return None if request.HasField("token_ids") else pb.TokenizeRequest(text=request.text)
 
 
+def _needs_max_tokens(request: pb.GenerateRequest | pb.ChatRequest) -> bool:
+    """Returns whether the server decides about max_tokens. The client must know it to resume with what is left."""
+    return not request.sampling.HasField("max_tokens")
+
+
+def _default_max_tokens(info: pb.GetModelInfoResponse | None) -> int:
+    """Returns the server's default of max_tokens; the documented one if the server does not tell (None)."""
+    told = info.default_sampling.max_tokens if info is not None else 0
+    return told or SamplingParams.max_tokens
+
+
+def _model_info(stub: Any, timeout: float | None, metadata: Any) -> pb.GetModelInfoResponse | None:
+    """Returns the description of the model, or None if the caller's token does not permit it."""
+    try:
+        return stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
+    except grpc.RpcError as error:
+        if call_error(error).code is grpc.StatusCode.PERMISSION_DENIED:
+            return None
+        raise
+
+
+async def _model_info_async(stub: Any, timeout: float | None, metadata: Any) -> pb.GetModelInfoResponse | None:
+    """Asyncio version of `_model_info`."""
+    try:
+        return await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout, metadata=metadata)
+    except grpc.RpcError as error:
+        if call_error(error).code is grpc.StatusCode.PERMISSION_DENIED:
+            return None
+        raise
+
+
 def _sent_token_ids(request: Any) -> Sequence[int]:
     return request.token_ids.token_ids
 
@@ -154,6 +183,8 @@ def stream(
     while True:
         call = None
         try:
+            if _needs_max_tokens(request):
+                request.sampling.max_tokens = _default_max_tokens(_model_info(stub, attempts.left_seconds(), metadata))
             if run is None:
                 token_ids = _sent_token_ids(request) if asked is None else stub.Tokenize(
                     asked, timeout=attempts.left_seconds(), metadata=metadata
@@ -186,6 +217,9 @@ async def stream_async(
     while True:
         call = None
         try:
+            if _needs_max_tokens(request):
+                info = await _model_info_async(stub, attempts.left_seconds(), metadata)
+                request.sampling.max_tokens = _default_max_tokens(info)
             if run is None:
                 token_ids = _sent_token_ids(request) if asked is None else (await stub.Tokenize(
                     asked, timeout=attempts.left_seconds(), metadata=metadata

@@ -37,8 +37,7 @@ def lead(config: ServeConfig, membership: Membership, watch: Watch) -> Leader:
       ClusterError: The port cannot be bound.
     """
     security = _security(config, membership)
-    host = membership.host if is_loopback(membership.host) else "[::]"
-    return Leader(f"{host}:{config.step_port}", membership.num_processes, watch, security)
+    return Leader(f"{membership.listening_host}:{config.step_port}", membership.num_processes, watch, security)
 
 
 def follow(config: ServeConfig, membership: Membership, watch: Watch) -> Follower:

@@ -4,11 +4,15 @@ A slice of several hosts runs one process on each host. The processes connect to
 the coordinator port, the step stream (`stream_server.py`, `stream_client.py`) at a port of its own.
 """
 
+import functools
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from ..server.lifecycle import is_loopback
 from ..server.ports import is_taken
 
 JOIN_SECONDS = 300.0  # how long processes wait for each other at startup; pods start one after another
@@ -39,6 +43,41 @@ class Membership:
     def host(self) -> str:
         """Host of process 0."""
         return self.coordinator.rpartition(":")[0]
+
+    @functools.cached_property
+    def listening_host(self) -> str:
+        """Host on which process 0 listens for the others: `host`, or "[::]" (all addresses) if that would not do.
+
+        It would not do if no address of this machine stands behind the name, as with network address translation, or
+        only a loopback one, as where /etc/hosts maps a machine's own name to 127.0.1.1.
+        """
+        if is_loopback(self.host) or _is_reachable_here(self.host.strip("[]")):
+            return self.host
+        _log.warning(
+            "process 0 listens on all addresses: %r, by which --coordinator names it, leads to none of this machine "
+            "that others can reach. Name such an address, or keep strangers from the ports by a firewall.",
+            self.host,
+        )
+        return "[::]"
+
+
+def _is_reachable_here(host: str) -> bool:
+    """Returns whether a name leads to an address of this machine that other machines may reach."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(not is_loopback(str(address[0])) and _is_own(family, address) for family, _, _, _, address in found)
+
+
+def _is_own(family: int, address: tuple[Any, ...]) -> bool:
+    """Returns whether an address is one of this machine's, that is, whether a socket can be bound to it."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def find_membership(
@@ -107,8 +146,7 @@ def start_devices(membership: Membership) -> None:
     """
     import jax  # not at module level: importing it takes seconds
 
-    if membership.is_leader:
-        _check_free(membership)
+    bind_address = _free_address(membership) if membership.is_leader else None
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would intercept SIGTERM
     try:
@@ -117,6 +155,7 @@ def start_devices(membership: Membership) -> None:
             membership.num_processes,
             membership.process_id,
             cluster_detection_method="deactivate",  # otherwise it would select devices
+            coordinator_bind_address=bind_address,
             initialization_timeout=int(JOIN_SECONDS),
         )
     except RuntimeError as error:
@@ -125,11 +164,18 @@ def start_devices(membership: Membership) -> None:
         ) from None
 
 
-def _check_free(membership: Membership) -> None:
-    """Checks that the coordinator port is free, because JAX exits without a message if it cannot bind the port."""
-    port = membership.coordinator.rpartition(":")[2]
-    if is_taken("", int(port)):
+def _free_address(membership: Membership) -> str:
+    """Returns the HOST:PORT to bind, after checking that it is free: JAX exits without a message if it cannot bind it.
+
+    By default JAX would bind all addresses, and whoever reaches its coordinator can end every process.
+
+    Raises:
+      ClusterError: The port is in use.
+    """
+    host, port = membership.listening_host, membership.coordinator.rpartition(":")[2]
+    if is_taken(host.strip("[]"), int(port)):
         raise ClusterError(
             f"the processes cannot meet at {membership.coordinator}: the port is in use. Free it, or set another "
             "port in --coordinator of all processes."
         )
+    return f"{host}:{port}"

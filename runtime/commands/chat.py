@@ -15,6 +15,7 @@ import sys
 import grpc
 
 from ..client.client import AsyncClient, CallError
+from ..client.messages import SamplingFields
 
 _HELP = "Ctrl-C stops an answer; /reset clears the conversation; /quit or Ctrl-D exits."
 _PROMPT = "> "
@@ -24,7 +25,7 @@ def chat(
     target: str,
     *,
     max_tokens: int,
-    temperature: float,
+    temperature: float | None,
     system: str,
     credentials: grpc.ChannelCredentials | None = None,
     token: str | None = None,
@@ -35,7 +36,7 @@ def chat(
       credentials: See `client.Client`.
       token: See `client.Client`.
       max_tokens: Maximum number of tokens per answer.
-      temperature: Sampling temperature. 0 is greedy.
+      temperature: Sampling temperature. 0 is greedy, None the server's default.
       system: System message that starts the conversation. Empty for none.
 
     Returns:
@@ -83,13 +84,14 @@ class Conversation:
     """The messages so far. A turn without an answer is dropped, so that roles always alternate."""
 
     def __init__(
-        self, runner: asyncio.Runner, client: AsyncClient, *, max_tokens: int, temperature: float, system: str
+        self, runner: asyncio.Runner, client: AsyncClient, *, max_tokens: int, temperature: float | None, system: str
     ):
         self.num_failures = 0
         self._runner = runner
         self._client = client
-        self._max_tokens = max_tokens
-        self._temperature = temperature
+        self._sampling: SamplingFields = {"max_tokens": max_tokens}
+        if temperature is not None:
+            self._sampling["temperature"] = temperature
         self._opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._opening)
 
@@ -117,7 +119,7 @@ class Conversation:
 
     async def _hear(self, messages: list[dict[str, str]], heard: list[str]) -> None:
         """Prints the answer and appends its parts to `heard`. Cancellation also cancels the call."""
-        chunks = self._client.chat(messages, max_tokens=self._max_tokens, temperature=self._temperature)
+        chunks = self._client.chat(messages, **self._sampling)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 heard.append(chunk.text)

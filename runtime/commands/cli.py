@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", help="talk to a server")
     chat.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (%(default)s)")
     chat.add_argument("--max-tokens", type=int, default=512, help="maximum tokens per answer (%(default)s)")
-    chat.add_argument("--temperature", type=float, default=0.7, help="sampling temperature; 0 is greedy (%(default)s)")
+    chat.add_argument("--temperature", type=float, help="sampling temperature; 0 is greedy (default: the server's)")
     chat.add_argument("--system", default="", help="system message that starts the conversation")
     add_credentials(chat)
     chat.set_defaults(run=_chat)

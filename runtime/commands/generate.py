@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
 from ..api.config import ServeConfig
-from ..api.errors import EngineStoppedError, InvalidRequestError, MeshserveError
+from ..api.errors import EngineStoppedError, InvalidRequestError, MeshserveError, UnavailableFeatureError
 from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import SamplingParams, params_table
 from ..client import messages
@@ -55,10 +56,19 @@ class Completion:
         }
         for name in ("logprobs", "prompt_logprobs"):
             if found := getattr(self, name):
-                line[name] = [position._asdict() for position in found]
+                line[name] = [_finite(position._asdict()) for position in found]
         if self.error:
             line["error"] = self.error
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Replaces numbers that JSON cannot represent by None."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +76,9 @@ class Prompt:
     """One line of the input file."""
 
     prompt: str | tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams  # without the model's defaults
     options: RequestOptions = RequestOptions()
+    sampling: pb.SamplingParams = dataclasses.field(default_factory=pb.SamplingParams, compare=False)  # what is given
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -117,7 +128,8 @@ def _prompt(raw: Any) -> Prompt:
         raise ValueError("prompt_token_ids must be a list of integers.")
     prompt = text if text is not None else tuple(token_ids or ())
     request = _request(raw)
-    return Prompt(prompt, proto_codec.sampling_params(request.sampling), proto_codec.request_options(request, None))
+    params, options = proto_codec.sampling_params(request.sampling), proto_codec.request_options(request, None)
+    return Prompt(prompt, params, options, request.sampling)
 
 
 def _request(raw: Mapping[str, Any]) -> pb.GenerateRequest:
@@ -166,11 +178,12 @@ class Batch:
             with self._changed:
                 self._num_open += prompt.options.n
             try:
-                launched.info.check(prompt.params)
-                grammar = compiled(prompt.params.constraint, launched.grammars)
+                params = proto_codec.sampling_params(prompt.sampling, launched.info.default_sampling)
+                launched.info.check(params)
+                grammar = compiled(params.constraint, launched.grammars)
                 token_ids = self._token_ids(launched, prompt)
-                launched.engine.submit(str(index), token_ids, prompt.params, prompt.options, grammar)
-            except (InvalidRequestError, EngineStoppedError) as error:
+                launched.engine.submit(str(index), token_ids, params, prompt.options, grammar)
+            except (InvalidRequestError, UnavailableFeatureError, EngineStoppedError) as error:
                 for completion in self.completions[index]:
                     completion.finish_reason, completion.error = "error", str(error)
                 with self._changed:
@@ -180,15 +193,16 @@ class Batch:
 
     @staticmethod
     def _token_ids(launched: Launched, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt.prompt, str):
-            return launched.tokenizer.encode(prompt.prompt)
+        is_text = isinstance(prompt.prompt, str)
+        token_ids = launched.tokenizer.encode(prompt.prompt) if isinstance(prompt.prompt, str) else prompt.prompt
         vocab_size = launched.info.vocab_size
-        for token_id in prompt.prompt:
+        for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequestError(
-                    "prompt_token_ids", f"{token_id} is not a token id; allowed are 0 to {vocab_size - 1}."
+                    "prompt" if is_text else "prompt_token_ids",
+                    f"{token_id} is not a token id; allowed are 0 to {vocab_size - 1}.",
                 )
-        return prompt.prompt
+        return token_ids
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..api.errors import InvalidRequestError
-from ..api.request import FinishReason, Output, Request, TokenLogprobs
+from ..api.request import NOT_FINITE, FinishReason, Output, Request, TokenLogprobs
 from ..api.sampling_params import SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_plan import Progress
@@ -55,7 +55,11 @@ class OpenSamples:
         if self._tokenizer is None:
             return None
         text = TextStream(
-            self._tokenizer, params.stop, include_stop=params.include_stop, num_free_tokens=params.min_tokens
+            self._tokenizer,
+            params.stop,
+            include_stop=params.include_stop,
+            skip_special_tokens=params.skip_special_tokens,
+            num_free_tokens=params.min_tokens,
         )
         text.push(resumed)
         return text
@@ -86,6 +90,9 @@ class OpenSamples:
     def stream(self, progress: Progress, now: float, logprobs: StepLogprobs | None) -> None:
         """Converts a sample's new token to an output. Ends the sample at a stop string or the end of its constraint."""
         request, token_id = progress
+        if request.finish_reason is FinishReason.ERROR:
+            self._close(request, message=NOT_FINITE)
+            return
         token_ids = () if token_id is None else (token_id,)
         logprob = logprobs.of_output(request, token_id) if logprobs is not None and token_id is not None else None
         found = () if logprob is None else (logprob,)

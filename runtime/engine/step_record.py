@@ -44,6 +44,7 @@ class StepRecord:
     num_accepted_tokens: int = 0  # accepted draft tokens
     num_refused: int = 0  # requests refused because the queue was full
     num_expired: int = 0  # requests ended because of their deadline
+    num_not_finite: int = 0  # requests ended because of logits that are NaN or infinite
     # Durations, by the engine's clock:
     host_seconds: float  # planning and batch building
     step_seconds: float = 0.0  # from dispatch until the tokens were booked; includes waiting for the previous step
@@ -103,7 +104,7 @@ class StepRecorder:
     def collected(self, record: StepRecord, step_seconds: float) -> None:
         """Completes the record of a step whose tokens are booked, and passes it to `record`."""
         before, self._counts = self._counts, self._read_counts()
-        evicted, wasted, accepted, refused, expired = (
+        evicted, wasted, accepted, refused, expired, not_finite = (
             now - then for now, then in zip(self._counts, before, strict=True)
         )
         self._record(
@@ -115,6 +116,7 @@ class StepRecorder:
                 num_accepted_tokens=accepted,
                 num_refused=refused,
                 num_expired=expired,
+                num_not_finite=not_finite,
             )
         )
 
@@ -126,4 +128,5 @@ class StepRecorder:
             speculation.num_accepted if speculation is not None else 0,
             scheduler.num_refused,
             scheduler.num_expired,
+            scheduler.num_not_finite,
         )

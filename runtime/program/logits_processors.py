@@ -69,6 +69,7 @@ def sample_processed(
         adjusted = processor.apply(adjusted, kept, columns)
     allowed = jnp.where((flags & ADJUSTS != 0)[:, None], adjusted, logits)
     allowed = jnp.where(_local_bits(masks, logits.shape[1]), allowed, -jnp.inf)
+    allowed = jnp.where(logits < jnp.inf, allowed, logits)  # a ban must not hide NaN from the sampler
     params = SamplingBatch.unpacked(fields)
     tokens = choose(allowed, params, fields["mode"][0])
     logprobs = jax.lax.cond(

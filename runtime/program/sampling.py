@@ -25,6 +25,7 @@ from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, all_gather
 from meshserve.sharding.mesh import TENSOR_AXIS
 
+from ..api.request import NO_TOKEN
 from ..api.sampling_params import SamplingMode
 from .packing import DTYPES, PARAM_FIELDS
 
@@ -80,6 +81,7 @@ def sample(
 
     Returns:
       [B] int32 token ids, equal on every shard. Greedy requests take the largest logit, the lowest id among equals.
+      Requests with a logit that is NaN or infinite get NO_TOKEN; -inf means that a token is banned.
     """
     token_ids = local_token_ids(logits.shape[1])
     if logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
@@ -88,8 +90,10 @@ def sample(
     def best_of(threshold: _Threshold | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
         def best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
             scores = logits if threshold is None else _random_scores(logits, params, token_ids, threshold)
+            scores = jnp.where(logits < jnp.inf, scores, jnp.nan)  # fused; argmax finds NaN first
             index = jnp.argmax(scores, axis=1)
-            return jnp.take_along_axis(scores, index[:, None], axis=1)[:, 0], token_ids[0] + index.astype(jnp.int32)
+            score = jnp.take_along_axis(scores, index[:, None], axis=1)[:, 0]
+            return score, jnp.where(jnp.isnan(score), NO_TOKEN, token_ids[0] + index.astype(jnp.int32))
 
         return best
 

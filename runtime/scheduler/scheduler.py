@@ -23,7 +23,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from ..api.errors import InvalidRequestError, QueueFullError
-from ..api.request import FinishReason, Request
+from ..api.request import NO_TOKEN, FinishReason, Request
 from .fair_shares import FairShares
 from .limits import SchedulerLimits
 from .pace import Pace
@@ -48,6 +48,7 @@ class Scheduler:
         self.num_wasted_tokens = 0
         self.num_refused = 0  # samples refused because the queue was full
         self.num_expired = 0  # requests whose deadline passed or could no longer be met
+        self.num_not_finite = 0  # requests that ended with NO_TOKEN
         self._pages = pages
         self._eos_token_ids = eos_token_ids
         self._requests: dict[Request, None] = {}  # unfinished requests, in order of arrival
@@ -406,7 +407,7 @@ class Scheduler:
 
         Returns:
           One entry for each unfinished request that got a token or its end, in the same order. Requests that ended
-          in the meantime are left out; their tokens are wasted.
+          in the meantime are left out; their tokens are wasted. Requests that got NO_TOKEN have ended with an ERROR.
         """
         assert len(sampled) == plan.num_requests, f"{len(sampled)} tokens for {plan.num_requests} requests"
         if step == plan.num_steps - 1:  # with drafts, this is the first of several lists
@@ -431,8 +432,12 @@ class Scheduler:
                 self.num_wasted_tokens += 1
                 continue
             params = request.params
-            if (token_id in eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids:
-                self.finish(request, FinishReason.STOP, now)
+            is_end = (token_id in eos_token_ids and not params.ignore_eos) or token_id in params.stop_token_ids
+            if is_end or token_id == NO_TOKEN:
+                self.finish(request, FinishReason.STOP if is_end else FinishReason.ERROR, now)
+                if not is_end:
+                    self.num_not_finite += 1
+                    self._pages.flush()  # the pages of the request may hold the NaN that led here
                 progress.append((request, None))
                 continue
             request.output_token_ids.append(token_id)

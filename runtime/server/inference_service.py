@@ -165,9 +165,9 @@ class Edge(pb_grpc.InferenceServiceServicer):
 
         began = time.monotonic()
         try:
-            _, intake = self.serving()
+            backend, intake = self.serving()
             request_id = checked_request_id(request.request_id if request.HasField("request_id") else None)
-            params = proto_codec.sampling_params(request.sampling)
+            params = proto_codec.sampling_params(request.sampling, backend.info.default_sampling)
             tenant = self.access.tenant(context.invocation_metadata())
             options = on_behalf_of(tenant, proto_codec.request_options(request, None))
             with self.in_flight(method, request_id, tenant) as count_tokens:

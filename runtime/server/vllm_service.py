@@ -12,16 +12,17 @@ import io
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 
 from ..api import proto_codec
 from ..api.constraint import CONSTRAINT_KINDS, Constraint
-from ..api.errors import ConfigError, EngineStoppedError, InvalidRequestError
+from ..api.errors import ConfigError, EngineStoppedError, InvalidRequestError, UnavailableFeatureError
 from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import MAX_SEED, SamplingParams, params_table
 from ..api.tenants import LOCAL
@@ -30,6 +31,7 @@ from .inference_service import Asked, Backend, Edge, checked_request_id, on_beha
 from .output_queue import join
 
 _GENERATE_FIELDS = frozenset("request_id tokenized text sampling_params stream".split())
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _CHUNK_BYTES = 65_536
 _METHOD = "VllmEngine.Generate"  # in logs and metrics
 _TOKENIZER_FILES = (
@@ -65,10 +67,10 @@ def refuse_others(request: Any) -> None:
             raise InvalidRequestError(descriptor.name, "this server has no such option; leave it out.")
 
 
-def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
-    """Returns the sampling parameters, with the protocol's defaults for fields that were not sent.
+def sampling_params(message: Any, max_output_tokens: int, defaults: Mapping[str, Any] = _NONE) -> SamplingParams:
+    """Returns the sampling parameters, with `defaults` for fields that were not sent.
 
-    A 0 counts as not sent, the default temperature is 1, and without max_tokens the output may fill the rest of the
+    A 0 counts as not sent, except for the temperature, and without max_tokens the output may fill the rest of the
     context (`max_output_tokens`).
 
     Raises:
@@ -76,7 +78,8 @@ def sampling_params(message: Any, max_output_tokens: int) -> SamplingParams:
     """
     if message.HasField("truncate_prompt_tokens"):
         raise InvalidRequestError("truncate_prompt_tokens", "this server has no such option; leave it out.")
-    fields: dict[str, Any] = {"max_tokens": max(1, max_output_tokens), "constraint": _constraint(message)}
+    fields: dict[str, Any] = {"max_tokens": max(1, max_output_tokens), **defaults, "constraint": _constraint(message)}
+    fields["skip_special_tokens"] = message.skip_special_tokens  # always sent: a false means that
     theirs = message.DESCRIPTOR.fields_by_name
     for name, param in params_table().items():
         field = theirs.get(param.gateway_name or name)
@@ -168,7 +171,11 @@ def _servicer(base: type) -> type:
             return self.common.FlushCacheResponse(success=True, message=f"{num_pages} pages flushed")
 
         async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
-            data = await asyncio.to_thread(_tokenizer_zip, (await self.backend(context)).tokenizer.directory)
+            try:
+                directory = (await self.backend(context)).tokenizer.directory
+            except UnavailableFeatureError as error:
+                await abort(context, error)
+            data = await asyncio.to_thread(_tokenizer_zip, directory)
             digest = hashlib.sha256(data).hexdigest()
             for start in range(0, len(data), _CHUNK_BYTES):
                 is_last = start + _CHUNK_BYTES >= len(data)
@@ -204,7 +211,8 @@ class _Generation:
                     token_ids = intake.checked("tokenized", request.tokenized.input_ids)
                 else:
                     token_ids = intake.checked("text", await intake.encode(request.text, LOCAL.name))
-                params = sampling_params(request.sampling_params, backend.info.max_context_tokens - len(token_ids))
+                room, defaults = backend.info.max_context_tokens - len(token_ids), backend.info.default_sampling
+                params = sampling_params(request.sampling_params, room, defaults)
                 writer = _Writer(self.pb, request.stream, token_ids[0], context)
                 asked = Asked(request_id, token_ids, params, options, began, LOCAL, count_tokens)
                 await self.edge.stream(_METHOD, asked, writer.write, context)

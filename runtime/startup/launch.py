@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -24,7 +24,10 @@ from meshserve.sharding.mesh import claim_gpu_memory, make_mesh, use_cpu_devices
 
 from ..api.config import ServeConfig
 from ..api.engine_api import Deliver, ModelInfo
+from ..api.errors import ConfigError
+from ..api.generation_config import read_sampling_defaults
 from ..api.model_config import ModelConfig
+from ..api.sampling_params import SamplingParams, Stage, params_at
 from ..cluster.preflight import Cluster
 from ..engine.engine import Engine
 from ..engine.step_record import Record
@@ -38,11 +41,11 @@ from ..program.step_runner import StepRunner
 from ..scheduler.limits import SchedulerLimits
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
-from ..text.tokenizer import Tokenizer
-from ..weights.load import device_weight_bytes, load_model
+from ..text.tokenizer import Tokenizer, open_tokenizer
+from ..weights.load import device_weight_bytes, load_model, read_model_with_weights
 from ..weights.locate import ModelFiles, find_model
 from ..weights.random_weights import random_model
-from ..weights.registry import architecture_of, read_model
+from ..weights.registry import architecture_of
 from .live_reshard import Resharder
 from .runner_build import compile_runner
 
@@ -92,10 +95,11 @@ def launch(
       ClusterError: Another process does not allow it, or has failed.
     """
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = read_model(files.small / "config.json")
-    tokenizer = Tokenizer(files.small)
+    model = read_model_with_weights(files.small / "config.json", files.weights)
+    tokenizer = open_tokenizer(files.small)
+    default_sampling = _default_sampling(config, files)
     grammars = None
-    if config.logits_processors:
+    if config.logits_processors and tokenizer.has_text:
         from ..text.grammar import Grammars  # not at module level: benchmarks of the engine run without llguidance
 
         eos_token_ids = filter(tokenizer.knows, _eos_token_ids(tokenizer, model))
@@ -105,8 +109,8 @@ def launch(
         cluster.begin(config, files)
     load = _loading(files, progress)
     engine, server = build_engine(config, model, load, tokenizer, deliver, record, cluster)
-    info, resharder = _model_info(server, tokenizer), Resharder(engine, server)
-    return Launched(engine, tokenizer, info, resharder, server.limits, grammars)
+    info = dataclasses.replace(_model_info(server, tokenizer), default_sampling=default_sampling)
+    return Launched(engine, tokenizer, info, Resharder(engine, server), server.limits, grammars)
 
 
 def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> StepRunner:
@@ -116,7 +120,7 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
       As `launch`.
     """
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = read_model(files.small / "config.json")
+    model = read_model_with_weights(files.small / "config.json", files.weights)
     progress("waiting for the other processes")
     cluster.begin(config, files)
     runner, _ = build_runner(config, model, _loading(files, progress), cluster)
@@ -130,7 +134,7 @@ def open_model(name: str, *, random_weights: bool) -> tuple[ModelConfig, MakePar
       MeshserveError: The model does not exist, or its architecture is not implemented.
     """
     files = find_model(name, random_weights=random_weights)
-    return read_model(files.small / "config.json"), _make_params(files)
+    return read_model_with_weights(files.small / "config.json", files.weights), _make_params(files)
 
 
 def _make_params(files: ModelFiles) -> MakeParams:
@@ -225,6 +229,25 @@ def _eos_token_ids(tokenizer: Tokenizer, model: ModelConfig) -> frozenset[int]:
     return frozenset(token_id for token_id in tokenizer.eos_token_ids if token_id < model.vocab_size)
 
 
+def _default_sampling(config: ServeConfig, files: ModelFiles) -> dict[str, Any]:
+    """Returns the sampling defaults of the model's generation_config.json.
+
+    Raises:
+      UnsupportedModelError: See `read_sampling_defaults`.
+      ConfigError: They need the logits processors, and the server has none.
+    """
+    defaults = read_sampling_defaults(files.small) if config.generation_config == "auto" else {}
+    needed = SamplingParams(**defaults).changed_fields(params_at(Stage.PENALTY, Stage.PROCESSOR))
+    if needed and not config.logits_processors:
+        raise ConfigError(
+            f"the model's generation_config.json sets {', '.join(needed)}, which needs --logits-processors. Set it, or "
+            "--generation-config=off."
+        )
+    if defaults:
+        _log.info("sampling defaults of the model's generation_config.json: %s", defaults)
+    return defaults
+
+
 def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
     model, requested = server.model, server.requested
     return ModelInfo(
@@ -241,7 +264,8 @@ def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
         device_kind=server.mesh.devices.flat[0].device_kind,
         server_version=importlib.metadata.version("meshserve"),
         supports_chat=tokenizer.has_chat_template,
-        supports_structured_output=server.has_processors,
+        supports_structured_output=server.has_processors and tokenizer.has_text,
         supports_logprobs=server.has_processors,
         supports_penalties=server.has_processors,
+        supports_text=tokenizer.has_text,
     )

@@ -22,9 +22,11 @@ def reload_on_hangup(config: ServeConfig, read: Callable[[], ServeConfig], chang
       change_tp: Changes the TP size of the server; does nothing if it already has this size.
     """
     one_at_a_time = threading.Lock()
+    next_in_line = threading.Lock()  # held by the thread that waits for its turn, which will read the latest config
 
     def reload() -> None:
         with one_at_a_time:
+            next_in_line.release()
             try:
                 new = read()
                 for name in changed_options(config, new):
@@ -36,6 +38,8 @@ def reload_on_hangup(config: ServeConfig, read: Callable[[], ServeConfig], chang
                 _log.exception("changing the TP size failed")
 
     def on_signal(number: int, frame: Any) -> None:
+        if not next_in_line.acquire(blocking=False):
+            return
         # Not a daemon thread: a process that exits while XLA compiles in one of its threads is aborted.
         threading.Thread(target=reload, name="reload").start()
 

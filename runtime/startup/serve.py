@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..api.config import ServeConfig
-from ..api.errors import ConfigError, EngineStoppedError, InvalidRequestError
+from ..api.errors import ConfigError, InvalidRequestError
 from ..cluster.leader import Alone, Place, lead_or_follow
 from ..server.inference_service import Backend, Edge
 from ..server.lifecycle import Listen, run_server
@@ -136,16 +136,16 @@ class _Serving:
         """Changes the TP size of the running server.
 
         Raises:
-          EngineStoppedError: The server is still starting.
+          EngineStoppedError: The server is starting, draining or has stopped.
           ConfigError: The process belongs to a cluster, or see `Resharder.change_tp`.
         """
+        backend, _ = self.edge.serving()  # not while it starts, drains or has stopped: compiling would be in vain
         launched = self.launched
-        if self.edge.backend is None or launched is None:
-            raise EngineStoppedError("the server is starting; send SIGHUP again once it is ready.")
+        assert launched is not None
         if not self.place.is_alone and tp != self._config.tp:
             raise ConfigError("the TP size of a cluster is fixed at startup; restart all its processes.")
         if launched.resharder.change_tp(tp):
-            self.edge.attach(dataclasses.replace(self.edge.backend, info=launched.info_at(tp)))
+            self.edge.attach(dataclasses.replace(backend, info=launched.info_at(tp)))
 
     def close(self) -> None:
         if self.launched is not None:

@@ -67,6 +67,10 @@ _STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
     ),
     "num_refused": ("meshserve_refused_requests_total", "Requests that were refused because the queue was full."),
     "num_expired": ("meshserve_expired_requests_total", "Requests that ended because their deadline passed."),
+    "num_not_finite": (
+        "meshserve_not_finite_requests_total",
+        "Requests that ended because the model computed logits that are NaN or infinite.",
+    ),
 }
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..api.constraint import Constraint
 from ..api.errors import InvalidRequestError
+from .tokenizer import tokenizer_within
 
 _MAX_CACHED_GRAMMARS = 32
 _MAX_LEXER_STATES = 20_000  # about 2 kB each, kept as long as the grammar
@@ -140,7 +141,8 @@ class Grammars:
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Collection[int]):
         eos = sorted(eos_token_ids)
-        self._vocabulary = llguidance.LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos or None)
+        tokenizer = tokenizer_within(tokenizer_file, vocab_size)
+        self._vocabulary = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos or None)
         self._limits = llguidance.LLParserLimits(
             max_items_in_row=_MAX_ROW_ITEMS,
             max_lexer_states=_MAX_LEXER_STATES,
@@ -232,7 +234,8 @@ def compiled(constraint: Constraint | None, grammars: Grammars | None) -> Gramma
     if constraint is None:
         return None
     if grammars is None:
-        raise InvalidRequestError(constraint.field, "this server runs without --logits-processors; omit it.")
+        message = "this server runs without --logits-processors, or its model has no tokenizer.json; omit it."
+        raise InvalidRequestError(constraint.field, message)
     return grammars.compile(constraint)
 
 

@@ -10,7 +10,9 @@ looked up and fed to an incremental UTF-8 decoder, which holds back an incomplet
 import codecs
 import copy
 import functools
+import json
 import logging
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +20,13 @@ from typing import Any
 
 import tokenizers
 
-from ..api.errors import InvalidRequestError, UnsupportedModelError
+from ..api.errors import NEEDS_TOKENIZER, InvalidRequestError, UnavailableFeatureError, UnsupportedModelError
+from ..api.generation_config import read_eos_token_ids
 from ..api.model_config import read_json
 
 _DECODER = codecs.getincrementaldecoder("utf-8")
 _DECODED_TOKENS = 8_192  # at a time
+_log = logging.getLogger(__name__)
 _transformers_log = logging.getLogger("transformers")
 
 
@@ -56,6 +60,8 @@ class Tokenizer:
       UnsupportedModelError: A file is missing or unreadable, or the tokenizer is not a byte-level BPE.
     """
 
+    has_text = True  # whether it converts between tokens and text; see `NoTokenizer`
+
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         path = self.directory / "tokenizer.json"
@@ -79,28 +85,13 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         # Filled as tokens are generated, so its size is bounded by the vocabulary.
         self._token_bytes: dict[int, bytes] = {token_id: b"" for token_id, token in added.items() if token.special}
+        self._special_bytes = {token_id: token.content.encode() for token_id, token in added.items() if token.special}
         self._loaded_renderer: Any = None
         self._renderer_lock = threading.Lock()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         # A character in the vocabulary stands for a byte, so this also bounds the characters of text per token.
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        self.eos_token_ids = self._read_eos_token_ids()
-
-    def _read_eos_token_ids(self) -> frozenset[int]:
-        """Returns the union of the end tokens in the model's files, which may name different tokens for one model."""
-        found: set[int] = set()
-        for name in ("generation_config.json", "config.json"):
-            value = _read_json(self.directory / name).get("eos_token_id")
-            token_ids = [] if value is None else value if isinstance(value, list) else [value]
-            if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
-                path = self.directory / name
-                raise UnsupportedModelError(f"{path}: eos_token_id is {value!r}; allowed are token ids.")
-            found.update(token_ids)
-        token = _read_json(self.directory / "tokenizer_config.json").get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and (token_id := self._tokenizer.token_to_id(text)) is not None:
-            found.add(token_id)
-        return frozenset(found)
+        self.eos_token_ids = read_eos_token_ids(self.directory)
 
     @property
     def has_chat_template(self) -> bool:
@@ -164,6 +155,10 @@ class Tokenizer:
             self._token_bytes[token_id] = found
         return found
 
+    def all_token_bytes(self, token_id: int) -> bytes:
+        """Like `token_bytes`, but special tokens have their text."""
+        return self._special_bytes.get(token_id) or self.token_bytes(token_id)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -215,6 +210,73 @@ class Tokenizer:
             return self._loaded_renderer
 
 
+class NoTokenizer(Tokenizer):
+    """Stands in for the tokenizer of a model directory without one: outputs have no text, and text is refused."""
+
+    has_text = has_chat_template = False
+
+    def __init__(self, directory: str | Path):
+        self._directory = Path(directory)
+        self.vocab_size = 0
+        self.max_token_chars = sys.maxsize
+        self.eos_token_ids = read_eos_token_ids(self._directory)
+
+    @property
+    def directory(self) -> Path:  # type: ignore[override]
+        raise UnavailableFeatureError(f"GetTokenizer {NEEDS_TOKENIZER}")
+
+    def knows(self, token_id: int) -> bool:
+        return False
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        raise UnavailableFeatureError(f"text: {NEEDS_TOKENIZER}")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise UnavailableFeatureError(f"Detokenize {NEEDS_TOKENIZER}")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def all_token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        raise UnavailableFeatureError(f"messages: {NEEDS_TOKENIZER}")
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    """Returns the tokenizer of a model directory, or a `NoTokenizer` if there is no tokenizer.json.
+
+    Raises:
+      UnsupportedModelError: See `Tokenizer`.
+    """
+    if (directory / "tokenizer.json").is_file():
+        return Tokenizer(directory)
+    _log.warning("%s has no tokenizer.json: prompts must be token ids, and outputs have no text", directory)
+    return NoTokenizer(directory)
+
+
+def tokenizer_within(path: Path, vocab_size: int) -> str:
+    """Returns a tokenizer.json as llguidance takes it, without the tokens that a model's vocabulary does not have.
+
+    That is the path, or the changed content if the tokenizer has more tokens than the model.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    added = content.get("added_tokens") or []
+    if max([*vocabulary.values(), *(token["id"] for token in added)], default=0) < vocab_size:
+        return str(path)
+    kept = {token: token_id for token, token_id in vocabulary.items() if token_id < vocab_size}
+
+    def is_kept(merge: str | list[str]) -> bool:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        return kept.keys() >= {*parts, "".join(parts)}
+
+    content["model"] |= {"vocab": kept, "merges": [merge for merge in content["model"]["merges"] if is_kept(merge)]}
+    content["added_tokens"] = [token for token in added if token["id"] < vocab_size]
+    return json.dumps(content)
+
+
 def _drop(record: logging.LogRecord) -> bool:
     """Log filter that drops every record."""
     return False
@@ -234,14 +296,21 @@ class TextStream:
 
     The output ends as soon as it contains a stop string and is cut before it, or after it with `include_stop`. If
     several stop strings are completed by the same character, the longest one counts. Characters completed by the first
-    `num_free_tokens` tokens are not matched against stop strings. The resulting text does not depend on how the tokens
+    `num_free_tokens` tokens are not matched against stop strings. Special tokens have no text, unless
+    `skip_special_tokens` is false. The resulting text does not depend on how the tokens
     are split into calls.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False, num_free_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        num_free_tokens: int = 0,
     ):
-        self._tokenizer = tokenizer
+        self._token_bytes = tokenizer.token_bytes if skip_special_tokens else tokenizer.all_token_bytes
         self._decoder = _DECODER("replace")
         self._stop = stop
         self._beginnings = _beginnings(stop)
@@ -267,13 +336,13 @@ class TextStream:
         """
         if self._num_free_tokens:
             return self._push_free(tuple(token_ids))
-        token_bytes = self._tokenizer.token_bytes
+        token_bytes = self._token_bytes
         return self._advance(self._decoder.decode(b"".join([token_bytes(token_id) for token_id in token_ids])))
 
     def _push_free(self, token_ids: tuple[int, ...]) -> tuple[str, bool]:
         free, others = token_ids[: self._num_free_tokens], token_ids[self._num_free_tokens :]
         self._num_free_tokens -= len(free)
-        text = self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, free)))
+        text = self._decoder.decode(b"".join(map(self._token_bytes, free)))
         rest, is_stopped = self.push(others) if others else ("", False)
         return text + rest, is_stopped
 

@@ -31,7 +31,7 @@ from meshserve.sharding.mesh import use_cpu_devices
 
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
-from .load import is_orbax, open_weights, pieces_of
+from .load import is_orbax, open_weights, pieces_of, read_model_with_weights
 from .locate import model_directory
 from .orbax_layout import StoredArray, model_layout, stored_parts, stored_shapes
 from .registry import read_model
@@ -86,7 +86,7 @@ def convert(source: epath.PathLike, target: epath.PathLike, *, dtype: str = "aut
     directory, output = as_path(source), as_path(target)
     if os.path.realpath(directory) == os.path.realpath(output):
         raise ConfigError(f"--output {output} is the model itself. Choose another directory.")
-    config = read_model(directory / "config.json")
+    config = read_model_with_weights(directory / "config.json", directory)
     kind = _stored_dtype(config, dtype)
     weights = open_weights(directory, config)
     hashes = _source_hashes(directory)
@@ -95,7 +95,7 @@ def convert(source: epath.PathLike, target: epath.PathLike, *, dtype: str = "aut
     started = time.monotonic()
     job = _Job(weights, config, kind, output, source_id, devices)
     num_bytes = job.run(hashes)
-    _copy_other_files(directory, output, kind)
+    _copy_other_files(directory, output, {"dtype": kind.name, "tie_word_embeddings": config.is_tied})
     seconds = time.monotonic() - started
     _log.info("%.2f GB written to %s in %.1f s, %.2f GB/s", num_bytes / 1e9, output, seconds, num_bytes / 1e9 / seconds)
 
@@ -217,15 +217,16 @@ def _sha256(path: epath.Path, progress: tqdm) -> str:
     return digest.hexdigest()
 
 
-def _copy_other_files(directory: epath.Path, output: epath.Path, dtype: jnp.dtype) -> None:
+def _copy_other_files(directory: epath.Path, output: epath.Path, stored: Mapping[str, Any]) -> None:
     """Copies all files other than the weights: tokenizer, generation config, license.
 
-    config.json is written last, with the stored dtype.
+    config.json is written last, with the options that describe what is stored.
     """
     for path in directory.iterdir():
         is_weights = path.name.endswith(_WEIGHT_SUFFIXES) or path.name in (INDEX_FILE, MANIFEST_FILE, "config.json")
         if not (is_weights or path.name.startswith(".") or path.is_dir()):
             (output / path.name).write_bytes(path.read_bytes())
-    raw = json.loads((directory / "config.json").read_text())
-    changed = {key: dtype.name for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": dtype.name}
-    (output / "config.json").write_text(json.dumps({**raw, **changed}, indent=2) + "\n")
+    raw = json.loads((directory / "config.json").read_text()) | stored
+    if "torch_dtype" in raw:
+        raw["torch_dtype"] = raw["dtype"]
+    (output / "config.json").write_text(json.dumps(raw, indent=2) + "\n")

@@ -21,7 +21,7 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def tensors_to_ignore(config: ModelConfig) -> frozenset[str]:
     """Returns the names of tensors that a checkpoint may contain but the model does not need."""
-    return architecture_of(config).weight_map.tied_head if config.is_tied else frozenset()
+    return frozenset(architecture_of(config).weight_map.tied_head if config.is_tied else ())
 
 
 def hf_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:

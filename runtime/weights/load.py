@@ -1,8 +1,10 @@
 """Loads a model's parameters from its directory, in either format, to the devices of a mesh."""
 
+import dataclasses
 import logging
 import math
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from meshserve.sharding.mesh import named_sharding
 from ..api.model_config import ModelConfig
 from .hf_layout import checkpoint_tensors, hf_pieces, tensors_to_ignore
 from .orbax_layout import Pieces, stack_of, stored_pieces, stored_shapes
-from .registry import abstract_model
+from .registry import abstract_model, architecture_of, read_model
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +32,33 @@ def is_orbax(directory: epath.PathLike) -> bool:
     """Returns whether a directory is an Orbax checkpoint of meshserve, possibly unfinished."""
     path = epath.Path(directory)
     return (path / MANIFEST_FILE).exists() or (path / "weights").is_dir()
+
+
+def read_model_with_weights(config_file: Path, weights: epath.PathLike | None) -> ModelConfig:
+    """Reads a config.json as `read_model`, and corrects it where the weight files contradict it.
+
+    As by Hugging Face's transformers, a model with `tie_word_embeddings` is served untied if its checkpoint holds an
+    output head that differs from the embedding. If the checkpoint holds a head, both tables are read to compare them.
+
+    Args:
+      config_file: The model's config.json.
+      weights: Directory of the weights, or None without any.
+
+    Raises:
+      UnsupportedModelError: See `read_model`.
+      CheckpointError: The weight files are missing or damaged.
+    """
+    config = read_model(config_file)
+    if weights is None or not config.is_tied or is_orbax(weights):  # an Orbax checkpoint never stores an unused head
+        return config
+    files = TensorFiles(weights)
+    if not any(files.differ(*tensors) for tensors in architecture_of(config).weight_map.tied_head.items()):
+        return config
+    _log.warning(
+        "config.json sets tie_word_embeddings, but the weights hold an output head that differs from the embedding. "
+        "The head is used, as by Hugging Face; set tie_word_embeddings to false to make this explicit."
+    )
+    return dataclasses.replace(config, is_tied=False)
 
 
 def open_weights(directory: epath.PathLike, config: ModelConfig) -> Source:

@@ -21,5 +21,5 @@ WEIGHT_MAP = WeightMap(
         "mlp.down": Whole("mlp.down_proj.weight"),
     },
     layer_prefix="model.layers.{}.",
-    tied_head=frozenset({"lm_head.weight"}),
+    tied_head={"lm_head.weight": "model.embed_tokens.weight"},
 )

@@ -147,4 +147,4 @@ class WeightMap:
     tables: Mapping[str, Tensors]
     layers: Mapping[str, Tensors]  # per layer; `layer_prefix` is prepended to the tensors' names
     layer_prefix: str  # with {} for the layer index
-    tied_head: frozenset[str]  # names under which a checkpoint with tied embeddings may repeat the embedding
+    tied_head: Mapping[str, str]  # tensor that a checkpoint with tied embeddings may repeat -> the one it repeats

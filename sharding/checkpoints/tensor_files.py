@@ -12,6 +12,7 @@ import math
 import operator
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
 }
 _BLOCK_BYTES = 8 * 2**20
+_COMPARING_THREADS = 4
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
 
@@ -73,6 +75,32 @@ class TensorFiles:
         if wrong:
             lines = listed(f"of a dtype other than {', '.join(DTYPES)}", wrong)
             raise CheckpointError(f"{self._directory} cannot be served:\n  " + "\n  ".join(lines))
+
+    def differ(self, one: str, other: str) -> bool:
+        """Returns whether both tensors are there and their values differ. Reads both, a block at a time.
+
+        Raises:
+          CheckpointError: a file cannot be read.
+        """
+        if one not in self._tensors or other not in self._tensors:
+            return False
+        first, second = self._tensors[one], self._tensors[other]
+        if first.shape != second.shape or any(text.split(" ")[0] in (one, other) for text in self._wrong_dtype):
+            return True
+        pool = ThreadPoolExecutor(_COMPARING_THREADS)
+        try:
+            return any(pool.map(lambda block: self._differ_in(first, second, block), self.blocks(one)))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _differ_in(self, first: _Tensor, second: _Tensor, block: Region) -> bool:
+        shape = [last - start for start, last in block]
+        one, other = np.empty(shape, first.dtype), np.empty(shape, second.dtype)
+        self._read(first, block[0], one)
+        self._read(second, block[0], other)
+        if one.dtype != other.dtype:
+            return not np.array_equal(one.astype(np.float32), other.astype(np.float32))
+        return one.tobytes() != other.tobytes()  # numpy compares bfloat16 slowly
 
     def blocks(self, tensor: str) -> Sequence[Region]:
         """Returns blocks of whole rows, each of about `_BLOCK_BYTES`."""

@@ -78,6 +78,15 @@ def test_pods_serve_with_flags_and_keys_that_there_are(overlay: Path, tmp_path: 
     assert num_chips * num_pods == config.tp
 
 
+def check_other_ports_are_closed(policy: dict[str, Any], template: dict[str, Any]) -> None:
+    """Checks that a policy covers the pod and opens its unnamed ports, such as JAX's, to its own group alone."""
+    assert "Ingress" in policy["policyTypes"] and not template["spec"].get("hostNetwork")
+    own = policy["podSelector"]["matchLabels"]
+    assert own.items() <= template["metadata"]["labels"].items()
+    for rule in policy["ingress"]:
+        assert rule.get("from") and (rule.get("ports") or rule["from"] == [{"podSelector": {"matchLabels": own}}])
+
+
 @needs_kubectl
 @overlays
 def test_probes_and_ports_lead_to_the_server(overlay: Path, tmp_path: Path):
@@ -97,6 +106,7 @@ def test_probes_and_ports_lead_to_the_server(overlay: Path, tmp_path: Path):
                 assert names[port["targetPort"]] == port["port"]
         if item["kind"] == "NetworkPolicy":
             assert {port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())} <= names.keys()
+            check_other_ports_are_closed(spec, template)
         if item["kind"] == "InferencePool":
             assert [port["number"] for port in spec["targetPorts"]] == [config.gateway_port]
     others = [item for pod, _ in workloads(rendered(overlay)) for item in containers(pod) if item is not container]

@@ -46,6 +46,17 @@ def test_a_row_keeps_what_its_filters_keep(library: ctypes.CDLL, vocab: int, fil
         assert keeps_the_right_tokens(row, threshold, **filters), f"row {index}"
 
 
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_rows_with_values_that_are_not_finite_spoil_no_other(library: ctypes.CDLL, filters: dict[str, float]) -> None:
+    logits = rows(11, 200)
+    spoiled = np.repeat(logits, 2, axis=0)
+    for index, value in enumerate((np.nan, np.inf, -np.nan) * 3):
+        spoiled[2 * index, index % 3 :: 7] = value
+    spoiled[2 * 9] = np.nan
+    found = find_thresholds(library, spoiled, **filters)
+    np.testing.assert_array_equal(found[1::2], find_thresholds(library, logits, **filters))
+
+
 def test_rows_without_filters_and_greedy_rows_keep_everything(library: ctypes.CDLL) -> None:
     logits = rows(4, 100)
     assert not find_thresholds(library, logits).any()

@@ -101,6 +101,13 @@ def test_a_layer_with_a_window_is_named():
     assert "'sliding_attention'" in message and "meshserve implements only full_attention" in message
 
 
+@pytest.mark.parametrize("length", [0, 1, 27, 29])
+def test_layer_types_name_every_layer(length: int):
+    message = refusal(layer_types=["full_attention"] * length)
+    assert f"layer_types names {length} layers and num_hidden_layers is 28; they must agree" in message
+    ModelConfig.from_dict(published(layer_types=["full_attention"] * 28))
+
+
 @pytest.mark.parametrize("key", ["head_dim", "rms_norm_eps", "tie_word_embeddings", "num_key_value_heads"])
 def test_nothing_is_guessed_that_the_file_does_not_say(key: str):
     assert f"config.json lacks {key}" in refusal(**{key: None})
@@ -137,7 +144,15 @@ def test_a_file_that_holds_no_object(text: str, tmp_path: Path):
         ("tie_word_embeddings", 0, "true or false"), ("rms_norm_eps", math.nan, "a number above 0"),
         ("rms_norm_eps", "1e-6", "a number above 0"), ("rms_norm_eps", 0, "a number above 0"),
         ("rope_theta", 1.0, "a number above 1"), ("rope_theta", math.inf, "a number above 1"),
-        ("rope_scaling", "yarn", "an object"), ("layer_types", True, "only full_attention"),
+        ("rope_scaling", "yarn", "an object"), ("rope_scaling", False, "an object"),
+        ("rope_parameters", [], "an object"),
+        ("layer_types", True, "only full_attention"), ("layer_types", 0, "only full_attention"),
+        ("layer_types", "", "only full_attention"), ("layer_types", [["full_attention"]], "only full_attention"),
+        ("dtype", 7, "bfloat16, float32, float16"), ("dtype", "", "bfloat16, float32, float16"),
+        ("dtype", ["bfloat16"], "bfloat16, float32, float16"), ("torch_dtype", "float8_e4m3fn", "bfloat16, float32"),
+        ("torch_dtype", False, "bfloat16, float32, float16"), ("head_dim", 128.0, "a whole number"),
+        ("num_hidden_layers", "28", "a whole number"), ("rms_norm_eps", True, "a number above 0"),
+        ("rope_theta", "1e6", "a number above 1"), ("rope_theta", [1e6], "a number above 1"),
     ],
 )  # fmt: skip
 def test_values_that_mean_nothing_are_refused_by_name(key: str, value: object, allowed: str):
@@ -152,6 +167,7 @@ def test_values_that_mean_nothing_are_refused_by_name(key: str, value: object, a
         ("factor", "4", "a number above 0"), ("factor", math.nan, "a number above 0"),
         ("original_max_position_embeddings", -1, "a number above 0"), ("attention_factor", 0.0, "a number above 0"),
         ("beta_fast", "32", "a number above 0"), ("truncate", "false", "true or false"),
+        ("original_max_position_embeddings", 4096.5, "a whole number"),
     ],
 )  # fmt: skip
 def test_rope_options_that_mean_nothing_are_refused_by_name(key: str, value: object, allowed: str):

@@ -15,6 +15,7 @@ from meshserve.deploy import demo
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.api.request import FinishReason
+from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.client import resume
 from meshserve.runtime.client.client import AsyncClient, CallError, Client, Usage
 from meshserve.runtime.commands.local_cluster import reserved_port
@@ -38,11 +39,17 @@ class Breaking(pb_grpc.InferenceServiceServicer):
         self.breaks: list[tuple[int, grpc.StatusCode]] = []
         self.requests: list[pb.GenerateRequest] = []
         self.target = ""
+        self.default_sampling: pb.SamplingParams | None = pb.SamplingParams()
 
     def Tokenize(self, request, context):
         if self.breaks and self.breaks[0][0] < 0:
             context.abort(self.breaks.pop(0)[1], "not now")
         return pb.TokenizeResponse(token_ids=[1])
+
+    def GetModelInfo(self, request, context):
+        if self.default_sampling is None:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "not with this token")
+        return pb.GetModelInfoResponse(default_sampling=self.default_sampling)
 
     def Generate(self, request, context):
         self.requests.append(request)
@@ -102,6 +109,25 @@ def test_the_async_client_and_chats_resume_too(breaking):
             assert tuple(token for chunk in chunks for token in chunk.token_ids) == TOKENS[:12]
 
     asyncio.run(main())
+
+
+def test_the_servers_default_of_max_tokens_holds_over_all_attempts(breaking):
+    breaking.default_sampling.max_tokens = 10
+
+    async def main() -> None:
+        async with AsyncClient(breaking.target, resumes=3) as client:
+            assert (await client.complete([1])).token_ids == TOKENS[:10]
+
+    for _ in range(2):
+        breaking.breaks = [(4, grpc.StatusCode.UNAVAILABLE), (7, grpc.StatusCode.UNAVAILABLE)]
+        with Client(breaking.target, resumes=3) as client:
+            assert client.complete("p").token_ids == TOKENS[:10]
+    breaking.breaks = [(4, grpc.StatusCode.UNAVAILABLE)]
+    asyncio.run(main())
+    breaking.default_sampling = None
+    with Client(breaking.target, resumes=3) as client:
+        client.complete([1])
+    assert breaking.requests[-1].sampling.max_tokens == SamplingParams.max_tokens
 
 
 @pytest.mark.parametrize(("code", "resumes"), [(grpc.StatusCode.INVALID_ARGUMENT, 5), (grpc.StatusCode.UNAVAILABLE, 0)])

@@ -76,6 +76,25 @@ def test_a_port_in_use_is_an_error():
             start_devices(Membership(coordinator=coordinator, num_processes=2, process_id=0))
 
 
+@pytest.mark.parametrize(
+    ("host", "leads_to", "expected"),
+    [
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("[::1]", None, "[::1]"),
+        ("localhost", None, "localhost"),
+        ("192.0.2.1", None, "[::]"),  # an address of another machine, as with network address translation
+        ("node3", "127.0.1.1", "[::]"),  # /etc/hosts of a Debian machine called node3
+        ("nowhere.invalid", None, "[::]"),
+    ],
+)
+def test_process_0_listens_where_the_others_look_for_it(monkeypatch, caplog, host, leads_to, expected):
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *args, **kind: look_up(leads_to or host, *args, **kind))
+    membership = Membership(coordinator=f"{host}:50060", num_processes=2, process_id=0)
+    assert membership.listening_host == membership.listening_host == expected
+    assert caplog.text.count("process 0 listens on all addresses") == (expected == "[::]")
+
+
 def test_an_orchestrator_that_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", False)
     with pytest.raises(ClusterError, match="Pass --coordinator HOST:PORT"):

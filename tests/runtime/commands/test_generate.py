@@ -207,22 +207,23 @@ def test_a_refused_prompt_has_its_reason_and_the_others_are_completed(
     write, launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = write(
-        '{"prompt": "A"}\n{"prompt": "too long"}\n{"prompt_token_ids": [1, 100]}\n{"prompt_token_ids": [-1]}\n'
-        '{"prompt": "B"}\n'
+        '{"prompt": "A"}\n{"prompt": "TOO LONG"}\n{"prompt": "no"}\n{"prompt_token_ids": [1, 100]}\n'
+        '{"prompt_token_ids": [-1]}\n{"prompt": "B"}\n'
     )
     target = tmp_path / "out.jsonl"
     assert main(["generate", "--model=m", f"--input={path}", f"--output={target}"]) == 1
-    assert "3 samples" in capsys.readouterr().err
+    assert "4 samples" in capsys.readouterr().err
     lines = output_lines(target)
-    assert [line["finish_reason"] for line in lines] == ["stop", "error", "error", "error", "stop"]
+    assert [line["finish_reason"] for line in lines] == ["stop", "error", "error", "error", "error", "stop"]
     assert [line.get("error") for line in lines] == [
         None,
         "prompt: has 8 tokens; this server accepts 5.",
+        "prompt: 110 is not a token id; allowed are 0 to 99.",  # the tokenizer has more tokens than the model
         "prompt_token_ids: 100 is not a token id; allowed are 0 to 99.",
         "prompt_token_ids: -1 is not a token id; allowed are 0 to 99.",
         None,
     ]
-    assert [line["text"] for line in lines] == ["Bß\u2028", "", "", "", "Cß\u2028"]
+    assert [line["text"] for line in lines] == ["Bß\u2028", "", "", "", "", "Cß\u2028"]
 
 
 def test_when_the_engine_dies_what_was_finished_is_kept(write, launched, tmp_path: Path):

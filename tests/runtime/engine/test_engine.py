@@ -20,7 +20,7 @@ import tokenizers
 from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import EngineStoppedError, InvalidRequestError, QueueFullError
-from meshserve.runtime.api.request import DEFAULT_OPTIONS, FinishReason, Load, Output
+from meshserve.runtime.api.request import DEFAULT_OPTIONS, NO_TOKEN, FinishReason, Load, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.planning.buckets import declare_buckets
@@ -57,6 +57,7 @@ class Device:
         self.is_ready.set()
         self.is_awaited = threading.Event()
         self.fails_at = ""  # an event: "dispatch 3"
+        self.spoils = ""  # a character: sampling it fails because of logits that are not finite
         self._last_tokens = np.zeros(max_running + 1, np.int32)  # the last slot is for padding
         self._changed = threading.Condition()
 
@@ -70,6 +71,7 @@ class Device:
         on_device = self._last_tokens[fields["slots"][fields["token_request"]]]
         token_ids = np.where(fields["token_ids"] == ON_DEVICE, on_device, fields["token_ids"])
         sampled = (token_ids[fields["last_index"]] + 1) % VOCAB_SIZE
+        sampled = np.where(np.isin(sampled, list(self.spoils.encode())), NO_TOKEN, sampled)
         self._last_tokens[fields["slots"]] = self._sampled = sampled
         low, high = (int(fields[name].view(np.uint32)[0]) for name in ("seed_low", "seed_high"))
         self.seeds.append(low + (high << 32))
@@ -84,7 +86,7 @@ class Device:
         bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little") if masks is not None else []
         sampled = self._sampled.copy()
         for index, allowed in enumerate(bits):
-            if not allowed[sampled[index]]:
+            if sampled[index] != NO_TOKEN and not allowed[sampled[index]]:
                 sampled[index] = np.flatnonzero(allowed)[0]
         self._last_tokens[slots] = sampled
         return Sampled(Tokens(self, step, sampled), None)
@@ -249,6 +251,31 @@ def test_each_step_is_dispatched_before_the_one_before_it_is_collected(start: St
         "dispatch 3", "collect 2",
         "collect 3",
     ]  # fmt: skip
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(start: Start):
+    serving = start()
+    serving.device.spoils = "d"
+    prompt = "xyzwxyzwa"  # two full pages
+    for request_id, text in (("bad", prompt), ("good", "m")):
+        serving.submit(request_id, text, max_tokens=6)
+    *others, last = serving.outputs("bad")
+    assert "".join(output.text for output in others) == "bc"
+    assert (last.finish_reason, last.token_ids, last.num_output_tokens) == (FinishReason.ERROR, (), 2)
+    assert "logits that are NaN or infinite" in last.message
+    assert serving.result("good") == ("nopqrs", "nopqrs", FinishReason.LENGTH)
+    assert serving.scheduler.num_not_finite == 1
+    serving.device.spoils = ""
+    serving.submit("again", prompt, max_tokens=2)
+    assert serving.outputs("again")[-1].num_cached_tokens == 0  # the pages that led to the error are not reused
+    serving.scheduler.audit()
+
+
+def test_logits_that_are_not_finite_are_not_taken_for_a_constraint_at_its_end(start: Start):
+    serving = start(eos="!")
+    serving.device.spoils = "c"
+    serving.submit("r", "a", regex="b*", max_tokens=4)
+    assert "logits that are NaN or infinite" in serving.outputs("r")[-1].message
 
 
 def test_the_host_waits_for_the_device_with_two_steps_under_way(start: Start):

@@ -16,6 +16,7 @@ from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.model.qwen3 import StepContext
 from meshserve.runtime.model.rope import rotation
+from meshserve.runtime.weights.convert import convert
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.layout import shard_layout
@@ -113,6 +114,21 @@ def test_any_degree_that_divides_the_query_heads(tmp_path: Path) -> None:
     expected = checkpoints.greedy(model, prompts, MAX_TOKENS)
     for tp in (3, 6):
         assert run_generate(model, tmp_path, prompts, tp=tp, **SMALL) == expected
+
+
+@pytest.mark.parametrize("is_changed", [False, True], ids=["equal", "different"])
+def test_a_stored_head_of_a_tied_model(is_changed: bool, tmp_path: Path) -> None:
+    """Hugging Face uses a stored head that differs from the embedding, whatever config.json says."""
+    model = checkpoints.save_checkpoint(tmp_path / "model")
+    prompts = checkpoints.random_prompts(PROMPT_LENGTHS, vocab_size=320)
+    tied = checkpoints.greedy(model, prompts, MAX_TOKENS)
+    checkpoints.add_head(model, is_changed=is_changed)
+    expected = checkpoints.greedy(model, prompts, MAX_TOKENS)
+    assert (expected == tied) != is_changed
+    assert run_generate(model, tmp_path, prompts, tp=2, **SMALL) == expected
+    convert(model, tmp_path / "orbax", devices=jax.devices("cpu"))
+    assert read_model(tmp_path / "orbax" / "config.json").is_tied != is_changed
+    assert run_generate(tmp_path / "orbax", tmp_path, prompts, tp=2, **SMALL) == expected
 
 
 @pytest.mark.parametrize("name", ["tied", "untied_2_kv_heads", "yarn"])

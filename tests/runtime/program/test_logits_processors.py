@@ -10,8 +10,9 @@ import pytest
 import scipy.stats
 from jax.sharding import PartitionSpec
 
+from meshserve.runtime.api.request import NO_TOKEN
 from meshserve.runtime.api.sampling_params import SamplingMode
-from meshserve.runtime.processors.contract import ENDS, IN_PROMPT, ProcessorState
+from meshserve.runtime.processors.contract import COUNT, ENDS, IN_PROMPT, ProcessorState
 from meshserve.runtime.program import logits_processors
 from meshserve.runtime.program.processor_batch import ADJUSTS, SAMPLES, ProcessorShape, next_size, processor_sizes
 from meshserve.runtime.program.sampling import sample
@@ -175,6 +176,19 @@ CASES = {
         "mask": SOME,
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", TP_SIZES)
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+def test_bans_do_not_hide_logits_that_are_not_finite(tp: int, value: float):
+    logits = new_case().logits.copy()
+    logits[2] = value
+    for changes in ({"mask": SOME}, {"bias": np.where(SOME, 0.0, -np.inf)}, {"temperature": 0.0, "mask": SOME}):
+        case = new_case(logits=logits, has_logprobs=True, **changes)
+        assert not SOME[2]
+        state, last_tokens, sampled = case.run(tp, 1, 7)
+        assert (np.asarray(sampled.tokens) == NO_TOKEN).all() and last_tokens[1] == NO_TOKEN
+        np.testing.assert_array_equal(np.asarray(state.history)[1, :VOCAB_SIZE] & COUNT, case.counts)  # counts none
 
 
 @pytest.mark.parametrize("tp", TP_SIZES)

@@ -11,6 +11,7 @@ import scipy.stats
 from jax.extend.random import threefry_2x32
 from jax.sharding import PartitionSpec
 
+from meshserve.runtime.api.request import NO_TOKEN
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
 from meshserve.runtime.program import sampling
 from meshserve.runtime.program.sampling import SamplingBatch
@@ -120,6 +121,56 @@ def test_a_sampler_of_one_mode_gives_the_tokens_of_the_switch(mode: SamplingMode
     function = functools.partial(sampling.sample, mode=mode, vocab_size=VOCAB_SIZE, is_unrolled=False)
     alone = over_shards(1, function, 1)(logits, params)
     np.testing.assert_array_equal(alone, sample(logits, params, 1))
+
+
+# --- logits that are not finite
+
+MODES = {
+    SamplingMode.GREEDY: {"temperature": 0.0}, SamplingMode.RANDOM: {}, SamplingMode.TOP_P: {"top_p": 0.7},
+    SamplingMode.FILTERED: {"top_p": 0.9, "top_k": 7, "min_p": 0.05},
+}  # fmt: skip
+
+
+def spoiled_rows(logits: np.ndarray) -> dict[int, np.ndarray]:
+    """Rows with one or more logits that are not finite, by index."""
+    negative_nan = np.array([0xFFC00000], np.uint32).view(np.float32)[0]  # what x86 makes of inf - inf
+    rows: dict[int, np.ndarray] = {}
+    for value in (np.nan, negative_nan, np.inf):
+        for places in ([0], [VOCAB_SIZE - 1], [17, 40], range(VOCAB_SIZE)):
+            index = 1 + 5 * len(rows)
+            rows[index] = logits[index].copy()
+            rows[index][list(places)] = value
+    rows[1][3:] = -np.inf  # banned, which is no error by itself
+    return rows
+
+
+@pytest.mark.parametrize("tp", TP_SIZES)
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_with_logits_that_are_not_finite_get_no_token(tp: int, mode: SamplingMode):
+    params = make_params(**MODES[mode], seed=np.arange(NUM_ROWS))
+    logits = np.random.default_rng(8).normal(size=(NUM_ROWS, VOCAB_SIZE)).astype(np.float32)
+    expected = sample(logits, params, tp).copy()
+    for index, row in spoiled_rows(logits).items():
+        logits[index], expected[index] = row, NO_TOKEN
+    np.testing.assert_array_equal(sample(logits, params, tp), expected)
+
+
+@pytest.mark.parametrize("threshold", [0, 2**32 - 1])
+def test_no_threshold_hides_logits_that_are_not_finite(threshold: int):
+    """A kernel may find any threshold for such a row."""
+
+    def find_threshold(logits: jax.Array, **params: jax.Array) -> jax.Array:
+        return jnp.full(logits.shape[:1], threshold, jnp.uint32)
+
+    function = functools.partial(
+        sampling.sample, mode=SamplingMode.FILTERED, vocab_size=VOCAB_SIZE, is_unrolled=False,
+        find_threshold=find_threshold,
+    )  # fmt: skip
+    logits = np.random.default_rng(8).normal(size=(NUM_ROWS, VOCAB_SIZE)).astype(np.float32)
+    for index, row in (spoiled := spoiled_rows(logits)).items():
+        logits[index] = row
+    tokens = np.asarray(over_shards(1, function, 1)(logits, make_params(seed=np.arange(NUM_ROWS), top_k=3)))
+    np.testing.assert_array_equal(np.flatnonzero(tokens == NO_TOKEN), sorted(spoiled))
 
 
 # --- greedy

@@ -1,15 +1,100 @@
 """From a model's files to an engine, where the files do not agree."""
 
+import contextlib
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
+import grpc
+import pytest
+
+from meshserve.protos import inference_pb2 as pb
+from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.client.client import CallError, Client, call_errors
+from meshserve.runtime.commands.generate import generate_file
+from meshserve.runtime.server.inference_service import Backend, Edge
+from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.startup.launch import launch
 from tests import checkpoints
+from tests.runtime.loopback import serving
 from tests.waiting import WAIT_SECONDS
+
+SMALL: dict[str, Any] = {
+    "page_size": 8, "num_pages": 16, "max_running": 2, "max_step_tokens": 8, "max_context": 32, "cache_dir": "",
+}  # fmt: skip
+DEFAULTS = {"temperature": 0.5, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3, "max_new_tokens": 7}
+
+
+def completions(model: Path, folder: Path, *lines: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    generate_file(ServeConfig(model=str(model), **SMALL | options), folder / "in.jsonl", folder / "out.jsonl")
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def test_a_models_sampling_defaults_hold_unless_a_request_says_otherwise(tmp_path: Path) -> None:
+    model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=1)
+    (model / "generation_config.json").write_text(json.dumps(DEFAULTS))
+    bare = {"prompt_token_ids": [1, 2, 3], "seed": 5}
+    explicit = {name.replace("max_new", "max"): value for name, value in DEFAULTS.items()}
+    plain = {"temperature": 1, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "max_tokens": 9}
+    with_defaults = completions(model, tmp_path, bare, bare | explicit, bare | plain, bare | {"max_tokens": 3})
+    tokens = [line["token_ids"] for line in with_defaults]
+    assert len(tokens[0]) == 7 and tokens[0] == tokens[1] and tokens[3] == tokens[0][:3]
+    off = completions(model, tmp_path, bare, bare | explicit, bare | plain, generation_config="off")
+    assert [line["token_ids"] for line in off[1:]] == tokens[1:3]
+    assert off[0]["token_ids"][:9] == tokens[2] != tokens[0]
+    with pytest.raises(ConfigError, match="generation_config.json sets repetition_penalty, which needs"):
+        completions(model, tmp_path, bare, logits_processors=False)
+
+
+def test_a_model_without_a_tokenizer_is_served_for_token_ids(tmp_path: Path) -> None:
+    model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=1)
+    (model / "tokenizer.json").unlink()
+    (model / "generation_config.json").write_text(json.dumps(DEFAULTS))
+    queues = OutputQueues()
+    launched = launch(ServeConfig(model=str(model), **SMALL), queues.deliver)
+    edge = Edge(queues)
+    edge.attach(Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars))
+    launched.engine.start()
+    try:
+        with serving(edge, queues) as server, Client(server.target) as client, contextlib.ExitStack() as stack:
+            info = client.model_info()
+            assert not (info.supports_text or info.supports_chat or info.supports_structured_output)
+            assert info.default_sampling == {name.replace("max_new", "max"): value for name, value in DEFAULTS.items()}
+            done = client.complete([1, 2, 3], seed=1)
+            assert len(done.token_ids) == 7 and done.text == ""
+            assert len(client.complete([1, 2, 3], seed=1, max_tokens=2, logprobs=1).logprobs) == 2
+            refused = {
+                "text: needs a tokenizer": lambda: client.complete("a"),
+                "messages: needs a tokenizer": lambda: list(client.chat([{"role": "user", "content": "a"}])),
+                "sampling.stop: needs a tokenizer": lambda: client.complete([1], stop=["a"]),
+                "its model has no tokenizer.json": lambda: client.complete([1], constraint={"regex": "a"}),
+                "text: needs": lambda: stub.Tokenize(pb.TokenizeRequest(text="a")),
+                "Detokenize needs": lambda: stub.Detokenize(pb.DetokenizeRequest(token_ids=[1])),
+            }
+            stub = pb_grpc.InferenceServiceStub(stack.enter_context(grpc.insecure_channel(server.target)))
+            for message, call in refused.items():
+                with pytest.raises(CallError, match=message) as caught, call_errors():
+                    call()
+                is_constraint = message.startswith("its model")
+                expected = grpc.StatusCode.INVALID_ARGUMENT if is_constraint else grpc.StatusCode.FAILED_PRECONDITION
+                assert caught.value.code is expected
+    finally:
+        launched.engine.stop()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_served(tmp_path: Path) -> None:
+    model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=1, vocab_size=200)
+    lines = ({"prompt": "abc", "constraint": {"regex": "[a-z]{4}"}}, {"prompt": "a b"}, {"prompt": "abc"})
+    constrained, refused, free = completions(model, tmp_path, *lines)
+    assert constrained["finish_reason"] == "stop" and constrained["text"].isalpha() and len(constrained["text"]) == 4
+    assert refused["error"].startswith("prompt: ") and refused["error"].endswith("allowed are 0 to 199.")
+    assert free["finish_reason"] == "length" and max(free["token_ids"]) < 200
 
 
 def test_end_tokens_that_the_vocabulary_no_longer_has_are_left_out(tmp_path: Path) -> None:

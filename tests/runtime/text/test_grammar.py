@@ -59,6 +59,18 @@ def walk(grammars: Grammars, constraint: Constraint, eos: frozenset[int], rng: r
     return token_ids
 
 
+@pytest.mark.parametrize("vocab_size", [1000, 1024, 2047])
+def test_a_vocabulary_smaller_than_the_tokenizers(grammars, tokenizer, vocab_size: int):
+    """The model of a tokenizer may have been cut. Masks have no bit for tokens that it does not have."""
+    cut = Grammars(MODEL / "tokenizer.json", vocab_size, frozenset({0, 2}))
+    for constraint in (of("regex", "[a-z ]{5,40}!"), of("json_object", ""), of("choice", ["the kingdom", "the king"])):
+        whole, part = grammars.compile(constraint).matcher(), cut.compile(constraint).matcher()
+        assert allowed(part.mask) == [token for token in allowed(whole.mask) if token < vocab_size]
+    rng = random.Random(5)
+    token_ids = walk(cut, of("regex", "[a-z ]{5,40}!"), frozenset({0, 2}), rng)
+    assert max(token_ids) < vocab_size and re.fullmatch("[a-z ]{5,40}!", tokenizer.decode(token_ids))
+
+
 def test_what_random_walks_write_satisfies_the_schema(grammars, tokenizer):
     rng, formats = random.Random(1), jsonschema.FormatChecker()
     for _ in range(100):

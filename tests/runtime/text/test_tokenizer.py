@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshserve.protos import inference_pb2 as pb
-from meshserve.runtime.api.errors import InvalidRequestError, UnsupportedModelError
+from meshserve.runtime.api.errors import InvalidRequestError, UnavailableFeatureError, UnsupportedModelError
 from meshserve.runtime.text.chat_messages import template_arguments
-from meshserve.runtime.text.tokenizer import TextStream, Tokenizer
+from meshserve.runtime.text.tokenizer import TextStream, Tokenizer, open_tokenizer
 
 SNIPPETS = [
     "hello", " world", "  leading", "\n\n", "def f(x):\n    return x\n", "你好世界", "世", "🙂", "👩‍👩‍👧‍👦",
@@ -229,9 +229,34 @@ def test_other_threads_go_on_while_a_long_text_is_turned_over(tokenizer, is_enco
     assert num_ticks > 20
 
 
-def test_end_tokens_come_from_every_file(tokenizer):
-    (im_end,) = tokenizer.encode("<|im_end|>")
-    assert tokenizer.eos_token_ids == {7, 9, 11, im_end}
+def test_end_tokens_come_from_one_file(tokenizer):
+    """That of generation_config.json; config.json and tokenizer_config.json name others."""
+    assert tokenizer.eos_token_ids == {7, 9}
+
+
+def test_special_tokens_have_text_where_they_are_asked_for(tokenizer):
+    ids = tokenizer.encode("a<|im_end|>b<|im_start|>c")
+    assert "".join(stream(tokenizer, [ids], ())[0]) == "abc"
+    assert "".join(stream(tokenizer, [ids], (), skip_special_tokens=False)[0]) == "a<|im_end|>b<|im_start|>c"
+    stopped, is_stopped = stream(tokenizer, [ids], ("<|im_start|>",), skip_special_tokens=False)
+    assert ("".join(stopped), is_stopped) == ("a<|im_end|>b", True)
+    assert not stream(tokenizer, [ids], ("<|im_start|>",))[1]
+
+
+def test_without_a_tokenizer_text_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 3}')
+    tokenizer = open_tokenizer(tmp_path)
+    assert not tokenizer.has_text and not tokenizer.has_chat_template and tokenizer.eos_token_ids == {3}
+    text = TextStream(tokenizer)
+    assert text.push([1, 2, 3]) == ("", False) and text.flush() == ""
+    for refused in (
+        lambda: tokenizer.encode("a"),
+        lambda: tokenizer.decode([1]),
+        lambda: tokenizer.render_chat([]),
+        lambda: tokenizer.directory,
+    ):
+        with pytest.raises(UnavailableFeatureError, match="this server's model directory has no tokenizer.json"):
+            refused()
 
 
 @pytest.mark.parametrize("value", [-1, "</s>", True, [7, None], 1.0])

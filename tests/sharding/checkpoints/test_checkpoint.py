@@ -158,7 +158,7 @@ def test_a_part_of_another_model_is_refused(demo: Path, small: Path, tmp_path: P
 
 def test_the_config_of_another_model_is_refused(demo: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(demo, tmp_path / "copy")
-    checkpoints.edit_config(copy, num_hidden_layers=7, intermediate_size=256)
+    checkpoints.edit_config(copy, num_hidden_layers=7, layer_types=None, intermediate_size=256)
     with pytest.raises(CheckpointError, match="layers.0006") as caught:
         parameters(copy, 1)
     assert "layers.0000.mlp.down is (192, 512), config.json asks for (192, 256)" in str(caught.value)

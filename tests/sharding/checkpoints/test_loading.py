@@ -319,3 +319,31 @@ def test_an_index_that_is_none(text: str, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="is not an index of safetensors files"):
         TensorFiles(tmp_path)
+
+
+# --- comparing two tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "differ"),
+    [
+        (lambda embedding: embedding, False),
+        (lambda embedding: embedding.astype(ml_dtypes.bfloat16), True),  # rounded
+        (lambda embedding: np.concatenate([embedding[:-1], embedding[-1:] + 1]), True),
+        (lambda embedding: embedding[:-1], True),
+        (lambda embedding: embedding.astype(np.float64), True),  # not served, so `check` names it
+    ],
+    ids=["equal", "rounded", "last_row", "shape", "dtype"],
+)
+def test_whether_two_tensors_differ(change: Callable[[np.ndarray], np.ndarray], differ: bool, tmp_path: Path) -> None:
+    tensors = random_tensors()
+    embedding = tensors["model.embed_tokens.weight"]
+    files = TensorFiles(save_indexed(tmp_path, {**tensors, "lm_head.weight": change(embedding)}))
+    assert files.differ("lm_head.weight", "model.embed_tokens.weight") == differ
+    assert not files.differ("lm_head.weight", "no.such.tensor")
+
+
+def test_equal_values_of_two_dtypes_do_not_differ(tmp_path: Path) -> None:
+    head = random_tensors("bfloat16")["lm_head.weight"]
+    tensors = {**random_tensors(), "lm_head.weight": head, "model.embed_tokens.weight": head.astype(np.float32)}
+    assert not TensorFiles(save_single(tmp_path, tensors)).differ("lm_head.weight", "model.embed_tokens.weight")

@@ -1,0 +1,75 @@
+"""Tests SIGHUP: one reload at a time, one more in line, and none for a server that takes no requests."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.api.errors import EngineStoppedError
+from meshserve.runtime.cluster.leader import Alone
+from meshserve.runtime.server.inference_service import Backend
+from meshserve.runtime.startup.reload import reload_on_hangup
+from meshserve.runtime.startup.serve import _Serving
+from tests.runtime.loopback import INFO, FakeEngine, Letters
+from tests.waiting import WAIT_SECONDS, wait_for
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """Restores the handler of SIGHUP."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def hang_up(times: int = 1) -> None:
+    for _ in range(times):
+        signal.raise_signal(signal.SIGHUP)
+
+
+def reloads() -> int:
+    return sum(thread.name == "reload" for thread in threading.enumerate())
+
+
+def test_signals_during_a_reload_cause_one_more():
+    begun, may_end, changes = threading.Event(), threading.Event(), []
+
+    def change_tp(tp: int) -> None:
+        changes.append(tp)
+        begun.set()
+        assert may_end.wait(WAIT_SECONDS)
+
+    tps = iter(range(2, 10))
+    reload_on_hangup(ServeConfig(), lambda: ServeConfig(tp=next(tps)), change_tp)
+    hang_up()
+    assert begun.wait(WAIT_SECONDS)
+    hang_up(50)
+    assert reloads() == 2
+    may_end.set()
+    wait_for(lambda: not reloads())
+    assert changes == [2, 3]
+    hang_up()
+    wait_for(lambda: changes == [2, 3, 4])
+
+
+@pytest.mark.parametrize("state", ["starting", "draining"])
+def test_a_server_that_takes_no_requests_changes_nothing(state: str):
+    """Otherwise it would compile every program for an engine that is about to stop."""
+
+    def change_tp(tp: int) -> bool:
+        raise AssertionError("compiles")
+
+    serving = _Serving(ServeConfig(), Alone())
+    launched: Any = SimpleNamespace(resharder=SimpleNamespace(change_tp=change_tp), engine=SimpleNamespace(stop=bool))
+    serving.launched = launched
+    if state == "draining":
+        serving.edge.attach(Backend(FakeEngine(print), Letters(), INFO))  # type: ignore[arg-type]
+        serving.edge.accept()
+        serving.edge.refuse("the server is stopping; try another replica")
+    with pytest.raises(EngineStoppedError, match="the server is st"):
+        serving.change_tp(2)
+    serving.close()
