@@ -14,7 +14,7 @@ from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
 from ..api.config import ServeConfig
-from ..api.errors import EngineStoppedError, InvalidRequestError, MeshserveError
+from ..api.errors import EngineStoppedError, InvalidRequestError, MeshserveError, QuotaExceededError
 from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import SamplingParams, params_table
 from ..client import messages
@@ -167,10 +167,10 @@ class Batch:
                 self._num_open += prompt.options.n
             try:
                 launched.info.check(prompt.params)
-                grammar = compiled(prompt.params.constraint, launched.grammars)
+                grammar = compiled(prompt.params.constraint, launched.grammars)  # a file resumes no output
                 token_ids = self._token_ids(launched, prompt)
                 launched.engine.submit(str(index), token_ids, prompt.params, prompt.options, grammar)
-            except (InvalidRequestError, EngineStoppedError) as error:
+            except (InvalidRequestError, QuotaExceededError, EngineStoppedError) as error:
                 for completion in self.completions[index]:
                     completion.finish_reason, completion.error = "error", str(error)
                 with self._changed:
@@ -222,7 +222,7 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
     try:
         batch.run(launched)
     finally:  # also after Ctrl-C: JAX aborts a process that exits while one of its threads computes
-        launched.engine.stop()
+        launched.close()
         completions = [
             (completion, index, sample)
             for index, samples in enumerate(batch.completions)

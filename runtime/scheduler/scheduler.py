@@ -30,7 +30,7 @@ from .pace import Pace
 from .page_allocator import PageAllocator
 from .page_keys import extend_page_keys
 from .ranked_queue import RankedQueue
-from .running import NEVER, Running
+from .running import NEVER, Running, book_prompt_logprobs
 from .speculation import Speculation
 from .step_plan import Admission, Chunk, Draft, Progress, StepPlan
 
@@ -156,7 +156,7 @@ class Scheduler:
         for chunk in prefills:
             self._running.publish(chunk.request)
             if chunk.request.num_prompt_logprobs_left:
-                logprob_starts[chunk.request] = self._book_prompt_logprobs(chunk)
+                logprob_starts[chunk.request] = book_prompt_logprobs(chunk)
         drafts = self.speculation.extend(draft) if self.speculation is not None else []
         if drafts:
             num_steps, lengths = 1, [1 + len(tokens) for tokens in drafts]
@@ -192,10 +192,10 @@ class Scheduler:
             if request.slot is None:
                 continue  # preempted for another one
             start = request.num_computed_tokens
-            if start < request.num_prefill_tokens:
+            if start < request.num_prefill_tokens and not request.is_blocked:
                 prefilling.append(request)
                 continue
-            if request.num_drafts:
+            if request.num_drafts or request.is_blocked:
                 draft.num_sitting_out += 1
                 continue
             if start == request.num_page_positions and not self._grow(request, draft):
@@ -265,15 +265,6 @@ class Scheduler:
         draft.page_keys.update(request.page_keys[start // page_size : self.limits.num_pages_for(end)])
         if is_sampling and end + 1 == request.max_total_tokens:
             self._about_to_leave.append(request)
-
-    @staticmethod
-    def _book_prompt_logprobs(chunk: Chunk) -> int:
-        """Books the log-probabilities that a chunk computes. Returns the first position; it gives that of the next."""
-        request, start, num_tokens, _ = chunk
-        first = max(start, request.num_prompt_logprobs)
-        last = min(start + num_tokens, len(request.prompt_token_ids) - 1)
-        request.num_prompt_logprobs = max(request.num_prompt_logprobs, last)
-        return first
 
     def _fit(self, draft: Draft) -> None:
         """Cuts the last prefill chunk to the next smaller bucket if that defers fewer tokens than padding would add."""
@@ -365,6 +356,18 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._shares.queue(request)
+
+    def set_blocked(self, request: Request, is_blocked: bool) -> None:
+        """Leaves an unfinished request out of all plans from now on, or no longer; see `FairShares.set_blocked`."""
+        if not request.is_finished:
+            self._shares.set_blocked(request, is_blocked)
+
+    def withdraw(self, request: Request) -> None:
+        """Takes back what the last plan has for a request, which computes its last known token again; its token in
+        flight is not to be passed to `account`. Call it before the next plan.
+        """
+        if not self._running.withdraw(request):
+            self._preempt(request)
 
     def _let_leave(self) -> None:
         """Releases the pages and slots of requests whose whole output is in flight."""

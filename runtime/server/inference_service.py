@@ -194,14 +194,17 @@ class Edge(pb_grpc.InferenceServiceServicer):
           QuotaExceededError: The tenant has too much in flight.
           MeshserveError: Any error of `engine_api.Engine.submit` and `OutputQueue.take`.
         """
-        grammar = await self.serving()[1].grammar(asked.params.constraint)
-        backend, intake = self.serving()  # again, because compiling may have taken a while
+        backend, intake = self.serving()  # tokenising may have taken a while
         num_prompt_tokens = len(asked.prompt_token_ids)
         intake.check_params(asked.params, num_prompt_tokens)
         metadata = context.invocation_metadata()
         tenant, options = asked.tenant, dataclasses.replace(asked.options, timeout_seconds=context.time_remaining())
         num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * options.n
         asked.count_tokens(num_tokens)
+        seconds = options.timeout_seconds
+        grammar = await intake.grammar(asked.params, asked.prompt_token_ids, tenant.name, seconds)
+        backend, intake = self.serving()  # again, because compiling may have taken a while
+        options = dataclasses.replace(options, timeout_seconds=context.time_remaining())
         queue = self.queues.open(scoped(tenant, asked.request_id), options.n)
         try:
             backend.engine.submit(queue.request_id, asked.prompt_token_ids, asked.params, options, grammar)
