@@ -37,6 +37,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.client.client import CallError, Client
 from meshserve.runtime.text.grammar import Grammars
+from meshserve.runtime.text.mask_exchange import MaskExchange, Matcher
 from meshserve.runtime.text.tokenizer import Tokenizer
 
 _NUM_CHARS = 1_000_000
@@ -73,7 +74,7 @@ def works(tokenizer: Tokenizer, grammars: Grammars) -> dict[str, Callable[[], ob
     words = "the quick brown fox jumps over a lazy dog and says that this is how long prompts read".split()
     prose = " ".join(draw.choices(words, k=_NUM_CHARS // 4))[:_NUM_CHARS]
     token_ids = tokenizer.encode(prose)
-    array = grammars.compile(Constraint(kind="json_schema", text='{"type": "array", "items": {"type": "string"}}'))
+    array = Constraint(kind="json_schema", text='{"type": "array", "items": {"type": "string"}}')
     written = tokenizer.encode("[" + ",".join(['"abc def"'] * 8000))
     return {
         "tokenise a MB of prose": lambda: tokenizer.encode(prose),
@@ -81,17 +82,20 @@ def works(tokenizer: Tokenizer, grammars: Grammars) -> dict[str, Callable[[], ob
         "tokenise a MB of spaces": lambda: tokenizer.encode(" " * _NUM_CHARS),
         f"detokenise {len(token_ids):,} tokens": lambda: tokenizer.decode(token_ids),
         "write out a chat of 32,000": lambda: tokenizer.render_chat([{"role": "user", "content": "a"}] * 32_000),
-        f"resume {len(written):,} tokens, 64 samples": lambda: array.matchers(64, written),
+        f"resume {len(written):,} tokens under a constraint": lambda: grammars.compile(array, written),
         "follow an ambiguous grammar to its limit": lambda: follow(tokenizer, grammars),
     }
 
 
 def follow(tokenizer: Tokenizer, grammars: Grammars) -> None:
-    """Advances a matcher until it gives up; its masks are made without the lock, but the steps wait for them anyway."""
-    matcher, draw = grammars.compile_alone(Constraint(kind="grammar", text=_AMBIGUOUS)).matcher(), random.Random(1)
+    """Follows one sample until it is given up."""
+    exchange, draw = MaskExchange(), random.Random(1)
+    matcher = Matcher(grammars.compile(Constraint(kind="grammar", text=_AMBIGUOUS)))
     token_ids = tokenizer.encode("a") + tokenizer.encode("b")
-    while matcher.failure is None and matcher.advance([draw.choice(token_ids)]):
-        grammars.renew_masks([matcher])
+    while matcher.failure is None:
+        exchange.advance(matcher, draw.choice(token_ids))
+        while matcher.is_waiting:
+            exchange.renew(1.0, for_any=True)
 
 
 _NUM_TOKENIZE_CALLS, _TOKENIZE_CHARS = 150, 500_000

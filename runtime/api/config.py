@@ -345,6 +345,22 @@ class ServeConfig:
         least=1,
         is_expert=True,
     )
+    constraint_seconds: float = option(
+        10.0,
+        _KERNELS,
+        "time in seconds that compiling one constraint, or the masks of one step for it, may take",
+        least=0.1,
+        may_differ=True,
+        is_expert=True,
+    )
+    constraint_memory_mib: int = option(
+        512,
+        _KERNELS,
+        "memory in MiB that the process which compiles and follows one constraint may allocate",
+        least=64,
+        may_differ=True,
+        is_expert=True,
+    )
     dispatch_threads: bool = option(
         True, _KERNELS, "with several GPUs, dispatch to each from a thread of its own", is_expert=True
     )

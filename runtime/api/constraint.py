@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from .errors import InvalidRequestError
 
-MAX_CONSTRAINT_CHARS = 65_536  # any constraint of this size compiles within half a second (docs/decisions/014)
+MAX_CONSTRAINT_CHARS = 65_536
 MAX_CHOICES = 1_024
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]

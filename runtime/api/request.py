@@ -95,6 +95,7 @@ class SchedulingState:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when the request first ran
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    is_blocked: bool = False  # its next token mask has not been computed, so it is in no plan
     drafter: "Drafter | None" = None  # proposes draft tokens
 
 

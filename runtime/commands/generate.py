@@ -15,7 +15,13 @@ from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
 from ..api.config import ServeConfig
-from ..api.errors import EngineStoppedError, InvalidRequestError, MeshserveError, UnavailableFeatureError
+from ..api.errors import (
+    EngineStoppedError,
+    InvalidRequestError,
+    MeshserveError,
+    QuotaExceededError,
+    UnavailableFeatureError,
+)
 from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import SamplingParams, params_table
 from ..client import messages
@@ -180,10 +186,10 @@ class Batch:
             try:
                 params = proto_codec.sampling_params(prompt.sampling, launched.info.default_sampling)
                 launched.info.check(params)
-                grammar = compiled(params.constraint, launched.grammars)
+                grammar = compiled(params.constraint, launched.grammars)  # a file resumes no output
                 token_ids = self._token_ids(launched, prompt)
                 launched.engine.submit(str(index), token_ids, params, prompt.options, grammar)
-            except (InvalidRequestError, UnavailableFeatureError, EngineStoppedError) as error:
+            except (InvalidRequestError, UnavailableFeatureError, QuotaExceededError, EngineStoppedError) as error:
                 for completion in self.completions[index]:
                     completion.finish_reason, completion.error = "error", str(error)
                 with self._changed:
@@ -236,7 +242,7 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
     try:
         batch.run(launched)
     finally:  # also after Ctrl-C: JAX aborts a process that exits while one of its threads computes
-        launched.engine.stop()
+        launched.close()
         completions = [
             (completion, index, sample)
             for index, samples in enumerate(batch.completions)

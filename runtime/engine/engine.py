@@ -37,7 +37,7 @@ from .output_streams import OpenSamples
 from .step_record import Record, StepRecord, StepRecorder
 
 if TYPE_CHECKING:
-    from ..text.grammar import Grammar  # llguidance, which it imports, is needed only for constraints
+    from ..text.grammar import Grammar
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class _Flight:
     dispatched: float  # time of the dispatch, in seconds
     record: StepRecord | None
     logprobs: StepLogprobs | None = None
+    withdrawn: frozenset[int] = frozenset()  # indices of requests whose tokens count for nothing; see `_withdraw`
 
 
 def _reason_of(error: BaseException) -> str:
@@ -180,7 +181,6 @@ class Engine:
         assert (grammar is None) == (params.constraint is None), "pass a grammar with a constraint, and only then"
         samples = self._samples(request_id, tuple(prompt_token_ids), params, options)
         resumed = prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :]
-        matchers = grammar.matchers(len(samples), resumed) if grammar is not None else []
         text = self._open.text_after(params, resumed)
         with self._changed:
             if self.failure is not None:
@@ -189,7 +189,7 @@ class Engine:
                 raise EngineStoppedError("the engine is stopping; send the request to another server.")
             self._open.check_new(request_id)
             self._scheduler.add(*samples)
-            self._open.add(samples, matchers, text)
+            self._open.add(samples, grammar, text)
             self._changed.notify()
 
     def _samples(
@@ -318,6 +318,7 @@ class Engine:
                     or self._scheduler.has_work
                     or self._flight
                     or self._open.has_outputs
+                    or self._open.constrained.has_work
                 )
             )
             return not self._is_stopping
@@ -326,12 +327,13 @@ class Engine:
         """Dispatches the next step, then collects the previous one.
 
         The token masks of constrained requests depend on the collected tokens. Steps with such requests are therefore
-        dispatched in two parts, and the masks are computed while the device runs the first.
+        dispatched in two parts, and the masks are computed while the device runs the first. A request whose mask is
+        late is withdrawn from the step and sits out until it comes, so that no other request waits for it.
         """
         flight, processors = self._dispatch() or (None, None)
         if self._flight is not None:
             self._collect(self._flight)
-        self._renew_masks()
+        flight = self._renew_masks(flight, processors, is_idle=flight is None and self._flight is None)
         if flight is not None and processors is not None:
             flight = self._control(flight, processors)
         self._flight = flight
@@ -382,18 +384,43 @@ class Engine:
             now = self._clock()
             self._open.stream_prompts(flight.logprobs)
             for step, tokens in enumerate(self._scheduler.accept(plan, sampled, now)):
+                if flight.withdrawn:
+                    tokens = [None if index in flight.withdrawn else token for index, token in enumerate(tokens)]
                 for progress in self._scheduler.account(plan, tokens, now, step):
                     self._open.stream(progress, now, flight.logprobs)
             if self._recorder is not None and flight.record is not None:
                 self._recorder.collected(flight.record, now - flight.dispatched)
 
-    def _renew_masks(self) -> None:
-        """Computes the next token masks of constrained requests. Without the lock, because it may take long."""
-        ended = self._open.constrained.renew_masks()
-        if ended:
-            with self._changed:
-                for request, (reason, message) in ended:
-                    self._open.end(request, reason, self._clock(), message)
+    def _renew_masks(
+        self, flight: _Flight | None, processors: ProcessorBatch | None, *, is_idle: bool
+    ) -> _Flight | None:
+        """Fetches the token masks of constrained requests, and withdraws those without one from the step."""
+        constrained = self._open.constrained
+        if not constrained.has_work and (flight is None or processors is None):
+            return flight
+        renewal = constrained.renew_masks(is_idle=is_idle)  # without the lock, because it waits
+        with self._changed:
+            now = self._clock()
+            for request, end in renewal.ended:
+                self._open.end_constrained(request, end, now)
+            for request in renewal.ready:
+                self._scheduler.set_blocked(request, False)
+            for request in renewal.late:
+                self._scheduler.set_blocked(request, True)
+            requests = flight.plan.requests if flight is not None else ()
+            withdrawn = [
+                index for index, request in enumerate(requests) if request.is_blocked and not request.is_finished
+            ]
+            for index in withdrawn:
+                self._scheduler.withdraw(requests[index])
+            for request in requests:
+                if request.num_pending_tokens and constrained.is_slow(request):
+                    self._scheduler.set_blocked(request, True)  # the next step would only wait for its mask
+        if flight is None or not withdrawn:
+            return flight
+        if processors is not None:
+            processors.withdraw(withdrawn)
+        return replace(flight, withdrawn=frozenset(withdrawn))
 
     def _flush(self) -> None:
         with self._delivering:

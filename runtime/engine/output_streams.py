@@ -12,12 +12,12 @@ from ..api.request import NOT_FINITE, FinishReason, Output, Request, TokenLogpro
 from ..api.sampling_params import SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_plan import Progress
+from ..text.constrained_samples import ConstrainedSamples, End
 from ..text.tokenizer import TextStream, Tokenizer
-from .grammar_masks import ConstrainedSamples
 from .logprobs import StepLogprobs
 
 if TYPE_CHECKING:
-    from ..text.grammar import Matcher
+    from ..text.grammar import Grammar
 
 
 class OpenSamples:
@@ -64,11 +64,12 @@ class OpenSamples:
         text.push(resumed)
         return text
 
-    def add(self, samples: list[Request], matchers: Sequence["Matcher"], text: TextStream | None) -> None:
-        """Adds all samples of a request, with one matcher each or none, and the result of `text_after`."""
+    def add(self, samples: list[Request], grammar: "Grammar | None", text: TextStream | None) -> None:
+        """Adds all samples of a request, with its grammar and the result of `text_after`."""
         self._samples[samples[0].request_id] = samples
-        for sample, matcher in zip(samples, matchers, strict=False):
-            self.constrained.open(sample, matcher)
+        if grammar is not None:
+            for sample in samples:
+                self.constrained.open(sample, grammar)
         if text is not None:
             self._texts.update((sample, text.fork()) for sample in samples)
 
@@ -106,7 +107,8 @@ class OpenSamples:
             reason = FinishReason.STOP if has_stopped else reason
         if reason is not None:
             self._scheduler.finish_at_token(request, reason, now, is_dropped=is_wrong)
-        if request.is_finished:
+        is_open = reason is None and request.is_constrained and request.finish_reason is FinishReason.LENGTH
+        if request.is_finished and not is_open:  # a constraint may be complete with the last token: `end_constrained`
             self._close(request, token_ids=token_ids, text=text, message=message, logprobs=found)
         else:
             self._put(request, token_ids=token_ids, text=text, logprobs=found)
@@ -117,6 +119,15 @@ class OpenSamples:
         if has_ended:
             self._close(request, message=message)
         return has_ended
+
+    def end_constrained(self, request: Request, end: End, now: float) -> None:
+        """Ends a sample as its constraint says, unless it has ended otherwise."""
+        reason, message = end
+        if request.finish_reason is FinishReason.LENGTH and request in self._samples.get(request.request_id, ()):
+            self._scheduler.finish_at_token(request, reason, now)
+            self._close(request, message=message)
+        else:
+            self.end(request, reason, now, message)
 
     def expired(self, request: Request, message: str) -> None:
         """Adds the last output of a sample that the scheduler has ended because of its deadline."""

@@ -79,6 +79,12 @@ class ProcessorBatch(NamedTuple):
     slots: Sequence[SlotAdjustments]
     packed: np.ndarray | None  # int32, see `ProcessorShape`; None: the step's own sample is used
     prompt_targets: np.ndarray | None  # [T] int32: the prompt token after each token of the step, or -1
+    flags: np.ndarray | None = None  # a view of that field of `packed`
+
+    def withdraw(self, indices: Sequence[int]) -> None:
+        """Makes the tokens of some of the step's requests count for nothing. Called before the dispatch."""
+        if self.flags is not None:
+            self.flags[list(indices)] &= ~SAMPLES
 
 
 class Logprobs(NamedTuple, Generic[Leaf]):
@@ -148,11 +154,16 @@ class ProcessorBatchBuilder:
         """
         targets = self._prompt_targets(plan, step)
         real = step["slots"][: plan.num_requests]
-        packed, shape = None, ProcessorShape(next_size(self._sizes, num_requests))
+        packed, flags, shape = None, None, ProcessorShape(next_size(self._sizes, num_requests))
         if self._needs_processors[real].any():
             packed = np.zeros(shape.size, np.int32)
+            flags = packed[shape.fields["flags"]]
             self._fill(plan, {name: packed[place] for name, place in shape.fields.items()}, step)
-        return ProcessorBatch(slots, packed, targets) if slots or packed is not None or targets is not None else None
+        return (
+            ProcessorBatch(slots, packed, targets, flags)
+            if slots or packed is not None or targets is not None
+            else None
+        )
 
     def _fill(self, plan: StepPlan, fields: dict[str, np.ndarray], step: dict[str, np.ndarray]) -> None:
         fields["slots"][:] = self._no_slot

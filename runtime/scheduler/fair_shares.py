@@ -41,6 +41,7 @@ class FairShares:
         self._limits = limits
         self._pages = pages
         self._accounts: dict[str, Account] = {}
+        self._parked: set[Request] = set()  # blocked requests that would wait otherwise
         self._total_weight = 0.0
         self._virtual_time = 0.0  # the turn of the last prefill
         self._left_turns: dict[str, float] = {}  # next turns of tenants without requests, if later than that
@@ -72,18 +73,34 @@ class FairShares:
                 self._left_turns[request.tenant] = account.next_turn
 
     def queue(self, request: Request) -> None:
+        if request.is_blocked:
+            self._parked.add(request)
+            return
         self.of(request).waiting.push(request.rank, request)
         self.num_waiting += 1
 
-    def unqueue(self, request: Request) -> None:
-        """Removes a request from its queue. Does nothing if it does not wait."""
+    def unqueue(self, request: Request) -> bool:
+        """Removes a request from its queue. Returns False if it does not wait."""
         waiting = self.of(request).waiting
-        if request in waiting:
+        if request in self._parked:
+            self._parked.remove(request)
+        elif request in waiting:
             waiting.discard(request)
             self.num_waiting -= 1
+        else:
+            return False
+        return True
+
+    def set_blocked(self, request: Request, is_blocked: bool) -> None:
+        """Blocks a request, whose next token mask is late, or ends that. Others are admitted past blocked requests."""
+        is_queued = self.unqueue(request)
+        request.is_blocked = is_blocked
+        if is_queued:
+            self.queue(request)
 
     def waiting(self) -> Iterator[Request]:
         """Iterates over the waiting requests in no particular order."""
+        yield from self._parked
         for account in self._accounts.values():
             yield from account.waiting
 

@@ -13,6 +13,7 @@ from .fair_shares import FairShares, rank_of
 from .limits import SchedulerLimits
 from .page_allocator import PageAllocator
 from .page_keys import extend_page_keys
+from .step_plan import Chunk
 
 NEVER = 2**62  # tokens
 
@@ -126,6 +127,18 @@ class Running:
         heapq.heappush(self._free_slots, request.slot)
         request.slot = None
 
+    def withdraw(self, request: Request) -> bool:
+        """Undoes the computation of a request's last known token, which is planned with its successor in flight.
+
+        Returns whether it can be computed again in place. It cannot if its page is published, and not to be written.
+        """
+        request.num_pending_tokens -= 1
+        request.num_prefill_tokens = request.num_known_tokens
+        if request.num_published_pages * self._limits.page_size == request.num_known_tokens:
+            return False
+        request.num_computed_tokens = request.num_known_tokens - 1
+        return True
+
     def publish(self, request: Request) -> None:
         """Publishes the full pages whose tokens are known and whose computation is done or planned."""
         num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
@@ -160,3 +173,12 @@ class Running:
 
     def _num_new_pages(self, request: Request, cached: Collection[int]) -> int:
         return self._limits.num_pages_for(request.num_known_tokens) - len(cached)
+
+
+def book_prompt_logprobs(chunk: Chunk) -> int:
+    """Books the log-probabilities that a chunk computes. Returns the first position; it gives that of the next."""
+    request, start, num_tokens, _ = chunk
+    first = max(start, request.num_prompt_logprobs)
+    last = min(start + num_tokens, len(request.prompt_token_ids) - 1)
+    request.num_prompt_logprobs = max(request.num_prompt_logprobs, last)
+    return first

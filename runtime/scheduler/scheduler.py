@@ -5,10 +5,8 @@ plans one step ahead:
 
     plan k+1  (step k still runs)  ->  dispatch k+1  ->  collect the tokens of step k  ->  account(k)
 
-so a plan counts the tokens in flight (`Request.num_pending_tokens`) without knowing their ids. Freed pages and slots
-are reused immediately, although a step in flight may still write to them: the device runs steps in order, so the new
-owner's writes come later. For the same reason a page can be shared as soon as the step that fills it is planned and the
-host knows its tokens.
+so a plan counts the tokens in flight (`Request.num_pending_tokens`) without knowing their ids. The device runs steps in
+order, so freed pages and slots are reused immediately, and a full page is shared as soon as its tokens are known.
 
 The requests of a tenant follow one order, the rank: the arrival time minus `priority_seconds` per level of priority.
 The rank of a request never changes. Admission takes the request with the lowest rank. A request that lacks pages or a
@@ -30,7 +28,7 @@ from .pace import Pace
 from .page_allocator import PageAllocator
 from .page_keys import extend_page_keys
 from .ranked_queue import RankedQueue
-from .running import NEVER, Running
+from .running import NEVER, Running, book_prompt_logprobs
 from .speculation import Speculation
 from .step_plan import Admission, Chunk, Draft, Progress, StepPlan
 
@@ -157,7 +155,7 @@ class Scheduler:
         for chunk in prefills:
             self._running.publish(chunk.request)
             if chunk.request.num_prompt_logprobs_left:
-                logprob_starts[chunk.request] = self._book_prompt_logprobs(chunk)
+                logprob_starts[chunk.request] = book_prompt_logprobs(chunk)
         drafts = self.speculation.extend(draft) if self.speculation is not None else []
         if drafts:
             num_steps, lengths = 1, [1 + len(tokens) for tokens in drafts]
@@ -193,10 +191,10 @@ class Scheduler:
             if request.slot is None:
                 continue  # preempted for another one
             start = request.num_computed_tokens
-            if start < request.num_prefill_tokens:
+            if start < request.num_prefill_tokens and not request.is_blocked:
                 prefilling.append(request)
                 continue
-            if request.num_drafts:
+            if request.num_drafts or request.is_blocked:
                 draft.num_sitting_out += 1
                 continue
             if start == request.num_page_positions and not self._grow(request, draft):
@@ -266,15 +264,6 @@ class Scheduler:
         draft.page_keys.update(request.page_keys[start // page_size : self.limits.num_pages_for(end)])
         if is_sampling and end + 1 == request.max_total_tokens:
             self._about_to_leave.append(request)
-
-    @staticmethod
-    def _book_prompt_logprobs(chunk: Chunk) -> int:
-        """Books the log-probabilities that a chunk computes. Returns the first position; it gives that of the next."""
-        request, start, num_tokens, _ = chunk
-        first = max(start, request.num_prompt_logprobs)
-        last = min(start + num_tokens, len(request.prompt_token_ids) - 1)
-        request.num_prompt_logprobs = max(request.num_prompt_logprobs, last)
-        return first
 
     def _fit(self, draft: Draft) -> None:
         """Cuts the last prefill chunk to the next smaller bucket if that defers fewer tokens than padding would add."""
@@ -366,6 +355,18 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._shares.queue(request)
+
+    def set_blocked(self, request: Request, is_blocked: bool) -> None:
+        """Leaves an unfinished request out of all plans from now on, or no longer; see `FairShares.set_blocked`."""
+        if not request.is_finished:
+            self._shares.set_blocked(request, is_blocked)
+
+    def withdraw(self, request: Request) -> None:
+        """Takes back what the last plan has for a request, which computes its last known token again; its token in
+        flight is not to be passed to `account`. Call it before the next plan.
+        """
+        if not self._running.withdraw(request):
+            self._preempt(request)
 
     def _let_leave(self) -> None:
         """Releases the pages and slots of requests whose whole output is in flight."""

@@ -194,14 +194,17 @@ class Edge(pb_grpc.InferenceServiceServicer):
           QuotaExceededError: The tenant has too much in flight.
           MeshserveError: Any error of `engine_api.Engine.submit` and `OutputQueue.take`.
         """
-        grammar = await self.serving()[1].grammar(asked.params.constraint)
-        backend, intake = self.serving()  # again, because compiling may have taken a while
+        backend, intake = self.serving()  # tokenising may have taken a while
         num_prompt_tokens = len(asked.prompt_token_ids)
         intake.check_params(asked.params, num_prompt_tokens)
         metadata = context.invocation_metadata()
-        tenant, options = asked.tenant, dataclasses.replace(asked.options, timeout_seconds=context.time_remaining())
-        num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * options.n
+        tenant, num_samples = asked.tenant, asked.options.n
+        num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * num_samples
         asked.count_tokens(num_tokens)
+        remaining = context.time_remaining()  # None if the call has no deadline
+        grammar = await intake.grammar(asked.params, asked.prompt_token_ids, tenant.name, remaining)
+        backend, intake = self.serving()  # again, because compiling may have taken a while
+        options = dataclasses.replace(asked.options, timeout_seconds=context.time_remaining())
         queue = self.queues.open(scoped(tenant, asked.request_id), options.n)
         try:
             backend.engine.submit(queue.request_id, asked.prompt_token_ids, asked.params, options, grammar)
@@ -230,7 +233,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
             outcome = code_of(error).name.lower()
             raise
         finally:
-            remaining = context.time_remaining()  # None if the call has no deadline
+            remaining = context.time_remaining()
             is_late = remaining is not None and remaining < _DEADLINE_SLACK_SECONDS
             reason = FinishReason.DEADLINE if is_late else FinishReason.CANCELLED
             self.queues.close(queue, reason)

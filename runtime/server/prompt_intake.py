@@ -3,22 +3,22 @@ token ids. Out: token ids.
 
 Short texts are tokenised on the event loop, others and conversations in threads, so that no stream waits for them.
 Short and long prompts have threads of their own, and so have Tokenize and Detokenize: a prompt waits for prompts of its
-kind only. So are constraints compiled, few at a time: a large one keeps a core busy for half a second.
+kind only. Constraints are compiled in other processes, each of which a thread waits for.
 """
 
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from meshserve.protos import inference_pb2 as pb
 
-from ..api.constraint import Constraint
 from ..api.engine_api import ModelInfo
 from ..api.errors import InvalidRequestError
 from ..api.sampling_params import SamplingParams
 from ..scheduler.limits import check_prompt_length
 from ..text import chat_messages
-from ..text.grammar import Grammar, Grammars, compiled
+from ..text.grammar import Compiling, Grammar, Grammars, supporting
 from ..text.tokenizer import Tokenizer
 from ..text.work_pool import WorkPool
 
@@ -26,7 +26,7 @@ _MAX_INLINE_CHARS = 2_000  # takes about 1 ms to tokenise; longer prompts would 
 _MAX_SHORT_SIZE = 16_384  # characters; takes about 5 ms
 _PIECE_TOKENS = 8_192  # checked or copied at a time, as each piece holds Python's lock
 _MAX_DETOKENIZE_TOKENS = 2**20
-_MAX_COMPILING = 2  # constraints
+_MAX_COMPILING = 24  # constraints; more than may take long, see `constraint_limits.SlowCompiles`
 
 
 class Intake:
@@ -35,7 +35,7 @@ class Intake:
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, grammars: Grammars | None = None):
         self._tokenizer = tokenizer
         self._grammars = grammars
-        self._compilers = ThreadPoolExecutor(_MAX_COMPILING, "compile")  # its own: callers may go, compiling goes on
+        self._compilers = ThreadPoolExecutor(_MAX_COMPILING, "compile")
         self._short_prompts = WorkPool("short prompts", num_threads=2, max_calls=4096, max_size=2**26)
         self._long_prompts = WorkPool("long prompts", num_threads=2, max_calls=2048, max_size=2**28)
         self._conversions = WorkPool("Tokenize and Detokenize", num_threads=1, max_calls=1024, max_size=2**26)
@@ -131,16 +131,26 @@ class Intake:
         self._check_vocabulary(field, token_ids)
         return tuple(token_ids)
 
-    async def grammar(self, constraint: Constraint | None) -> Grammar | None:
-        """A constraint, compiled.
+    async def grammar(
+        self, params: SamplingParams, token_ids: Sequence[int], tenant: str, seconds: float | None
+    ) -> Grammar | None:
+        """Compiles the constraint of a request with this prompt; ends the work if the caller goes.
 
         Raises:
-          InvalidRequestError: it cannot be honoured.
+          As `Grammars.compile`.
         """
-        if constraint is None:
+        if params.constraint is None:
             return None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._compilers, compiled, constraint, self._grammars)
+        compiling, resumed = Compiling(), token_ids[len(token_ids) - params.num_resumed_tokens :]
+        compile_it = partial(
+            supporting(params.constraint, self._grammars).compile,
+            params.constraint, resumed, tenant=tenant, seconds=seconds, compiling=compiling,
+        )  # fmt: skip
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compilers, compile_it)
+        except asyncio.CancelledError:
+            compiling.cancel()
+            raise
 
     def check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """What depends on the prompt and on the vocabulary.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -41,6 +41,8 @@ from ..program.step_runner import StepRunner
 from ..scheduler.limits import SchedulerLimits
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
+from ..text.constraint_limits import ConstraintLimits
+from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer, open_tokenizer
 from ..weights.load import device_weight_bytes, load_model, read_model_with_weights
 from ..weights.locate import ModelFiles, find_model
@@ -48,9 +50,6 @@ from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of
 from .live_reshard import Resharder
 from .runner_build import compile_runner
-
-if TYPE_CHECKING:
-    from ..text.grammar import Grammars
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +66,13 @@ class Launched:
     info: ModelInfo
     resharder: Resharder
     limits: SchedulerLimits
-    grammars: "Grammars | None"  # None if constraints are not supported
+    grammars: Grammars | None  # None if constraints are not supported
+
+    def close(self) -> None:
+        """Stops the engine and the processes for constraints."""
+        self.engine.stop()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def info_at(self, tp: int) -> ModelInfo:
         """Returns the model information after a change of the TP size."""
@@ -100,10 +105,7 @@ def launch(
     default_sampling = _default_sampling(config, files)
     grammars = None
     if config.logits_processors and tokenizer.has_text:
-        from ..text.grammar import Grammars  # not at module level: benchmarks of the engine run without llguidance
-
-        eos_token_ids = filter(tokenizer.knows, _eos_token_ids(tokenizer, model))
-        grammars = Grammars(files.small / "tokenizer.json", model.vocab_size, frozenset(eos_token_ids))
+        grammars = _grammars(config, tokenizer, model, files.small / "tokenizer.json")
     if cluster is not None:
         progress("waiting for the other processes")
         cluster.begin(config, files)
@@ -219,6 +221,12 @@ def build_runner(
     runner.start(params)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))
     return runner, server
+
+
+def _grammars(config: ServeConfig, tokenizer: Tokenizer, model: ModelConfig, tokenizer_file: Path) -> Grammars:
+    eos_token_ids = filter(tokenizer.knows, _eos_token_ids(tokenizer, model))
+    limits = ConstraintLimits(seconds=config.constraint_seconds, memory_bytes=config.constraint_memory_mib << 20)
+    return Grammars(tokenizer_file, model.vocab_size, frozenset(eos_token_ids), limits)
 
 
 def _eos_token_ids(tokenizer: Tokenizer, model: ModelConfig) -> frozenset[int]:

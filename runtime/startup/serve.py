@@ -129,6 +129,9 @@ class _Serving:
         self.place.attach(launched.engine)
         gc.collect()
         gc.freeze()  # the objects of startup are permanent, and scanning them takes 0.1 s per full collection
+        if launched.grammars is not None:
+            launched.grammars.wait_until_ready()
+            metrics.read_constraint_counts = launched.grammars.counts
         launched.engine.start()
         return Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars)
 
@@ -149,7 +152,7 @@ class _Serving:
 
     def close(self) -> None:
         if self.launched is not None:
-            self.launched.engine.stop()
+            self.launched.close()
         self._open_things.close()
         if self._tracer is not None:
             self._tracer.close()

@@ -95,6 +95,8 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self.read_state: Callable[[], ServerState] = ServerState  # replaced by the server
         self.read_late_compiles: Callable[[], int] = lambda: 0  # replaced once `compile_cache.CompileWatch` counts
+        # Lost workers, and refused constraints by limit; replaced by the server with `grammar.Grammars.counts`.
+        self.read_constraint_counts: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})
         self.stream = StreamCounts()
         self._add_request_metrics()
         self._add_step_metrics()
@@ -232,6 +234,7 @@ class _StateCollector(Collector):
         )
         yield GaugeMetricFamily("meshserve_open_requests", "Requests with an open stream.", value=state.num_open)
         yield late_compiles(self._metrics.read_late_compiles())
+        yield from _constraint_metrics(*self._metrics.read_constraint_counts())
         if (load := state.load) is None:
             return
         for name, text, value in (
@@ -253,6 +256,20 @@ def late_compiles(count: int) -> Metric:
         "Programs compiled after the server was ready; each one is a bug that stalls all requests.",
         value=count,
     )
+
+
+def _constraint_metrics(num_lost_workers: int, num_refused: Mapping[str, int]) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "meshserve_constraint_workers_lost_total",
+        "Processes for constraints that crashed, or were ended because of a limit.",
+        value=num_lost_workers,
+    )
+    refused = CounterMetricFamily(
+        "meshserve_constraints_refused_total", "Constraints refused because of a limit, by limit.", labels=["limit"]
+    )
+    for limit, count in num_refused.items():
+        refused.add_metric([limit], count)
+    yield refused
 
 
 def _server_info(info: ModelInfo) -> Metric:

@@ -1,133 +1,116 @@
-"""Structured output: computes which tokens may come next when an output must match a schema or grammar.
+"""Compiles constraints on a request's output, in processes of their own.
 
-Accompanies steps 3 and 8 of 10. In: a `Constraint`. Out: a `Grammar`, compiled once and shared, which creates a
-`Matcher` per sample. The matcher follows the sample's tokens and holds the bitmask of allowed next tokens. Parsing is
-done by llguidance, which walks a trie of the vocabulary with an Earley parser, so that no grammar states are computed
-ahead of time.
+Accompanies step 2 of 10. In: a `Constraint`. Out: a `Grammar`, from which `mask_exchange` takes the token masks of a
+request. Parsing is done by llguidance, which walks a trie of the vocabulary with an Earley parser, so that no grammar
+states are computed ahead of time. It is native code and its input comes from callers: some crash it, some keep it busy
+for minutes. So each constraint is first compiled in a worker process that serves nothing else; a crash, a time limit or
+a memory limit ends that process and refuses one request. Constraints that compile fast are then followed in workers
+that are shared, and all others stay in the worker that compiled them.
 """
 
 import contextlib
-import json
-import re
+import signal
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from weakref import WeakSet
 
-import llguidance
 import numpy as np
 
 from ..api.constraint import Constraint
-from ..api.errors import InvalidRequestError
-from .tokenizer import tokenizer_within
+from ..api.errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
+from .constraint_limits import LIMITS, ConstraintLimits, LimitError, SlowCompiles, check_size
+from .worker_processes import WorkerLostError, WorkerProcess, WorkerTemplate
+from .worker_protocol import HAS_FAILED, IS_COMPLETE, IS_REFUSED, MUST_END
 
-_MAX_CACHED_GRAMMARS = 32
+_MAX_CACHED_GRAMMARS = 256
+_MAX_OWN_WORKERS = 32  # constraints with a worker of their own; half of them may be one tenant's
 _MAX_LEXER_STATES = 20_000  # about 2 kB each, kept as long as the grammar
 _MAX_ROW_ITEMS = 500  # parser items; ambiguous grammars cost their square: 40 ms per mask, 2 s at llguidance's 2,000
 _MAX_LEXER_FUEL = 100_000  # per mask, half of the default: hostile expressions delay all requests
-_CHEAP_SECONDS = 0.05
+_FAST_SECONDS = 0.05  # constraints that compile within this share a worker,
+_FAST_MASK_SECONDS = 0.005  # if their first mask takes no longer than this
+_PROMPT_SECONDS = 0.1  # compiling for longer takes one of few places
+_STACK_BYTES = 16 << 20  # of a worker; constraints are parsed recursively
+_MAX_SPARE_WORKERS = 4
+_MAX_USES = 500  # of a worker that compiles, before a fresh one replaces it
+_RETRY_SECONDS = 1.0
 _MAX_MESSAGE_CHARS = 500
-_MAX_EXACT_INT = 2**53
-# Whitespace allowed between JSON tokens: none, a space, or a newline and indentation. With more freedom, some models
-# never stop producing whitespace.
-_JSON_OPTIONS: Any = {
-    "whitespace_pattern": r"( |\n( {0,16}|\t{0,8}))?",
-    "item_separator": ",",  # a schema must not override these (`x-guidance`): the output would not be JSON
-    "key_separator": ":",
-    "lenient": False,
-    "coerce_one_of": False,
-}
 
-# A rule attribute in llguidance's Lark dialect that llguidance does not enforce: it leaves the temperature to the
-# sampler.
-_GUIDING_ATTRIBUTE = re.compile(r"^[?!]?\w+\s*\[[^\]]*?\b(temperature)\s*=", re.MULTILINE)
+FIRST_NUMBER = 0  # of the constraint that a worker has compiled alone
+
+
+class Compiled:
+    """A constraint that compiles. Shared by all requests with the same constraint.
+
+    Attributes:
+      seconds: How long compiling took, with the first mask.
+      is_fast: Whether it may be followed in a shared worker. Following it may show that it is slow.
+      worker: The worker of its own, if it has one.
+    """
+
+    def __init__(self, constraint: Constraint, seconds: float, mask_seconds: float = 0.0):
+        self.constraint = constraint
+        self.seconds = seconds
+        self.is_fast = seconds <= _FAST_SECONDS and mask_seconds <= _FAST_MASK_SECONDS
+        self.num_slow_masks = 0
+        self.worker: WorkerProcess | None = None
+        self.is_in_worker = False  # which has compiled it already, under `FIRST_NUMBER`
 
 
 class Grammar:
-    """A compiled constraint. Created by `Grammars.compile` and shared by all requests with the same constraint.
+    """A compiled constraint, after the tokens of the output that a request resumes. Made by `Grammars.compile`.
 
-    The lexer is shared too. Its set of states only grows, whichever request needs them; see `Matcher.begin_anew`.
+    Attributes:
+      tenant: On whose behalf it was compiled.
+      mask: [W] uint32, the allowed next tokens; bit i % 32 of word i // 32 is for token i.
+      state: Flags of `worker_protocol`.
     """
 
-    def __init__(self, grammars: "Grammars", start: llguidance.LLMatcher, first_mask: np.ndarray, seconds: float):
-        self.grammars = grammars
-        self.is_cheap = seconds <= _CHEAP_SECONDS  # whether it may be compiled again on the engine's thread
-        self._start = start
-        self._first_mask = first_mask
-
-    def matcher(self, token_ids: Sequence[int] = ()) -> "Matcher":
-        """Creates a matcher that has consumed these tokens.
-
-        Raises:
-          InvalidRequestError: The constraint does not allow the tokens.
-        """
-        matcher = Matcher(self, self._start.deep_copy(), self._first_mask)
-        if token_ids:
-            if not matcher.advance(token_ids):
-                raise InvalidRequestError(
-                    "sampling.num_resumed_tokens",
-                    "the tokens at the end of the prompt break the constraint; send output generated under it.",
-                )
-            self.grammars.renew_masks([matcher])
-        return matcher
-
-    def matchers(self, num: int, token_ids: Sequence[int] = ()) -> list["Matcher"]:
-        """Like `matcher`, but creates `num` matchers, one per sample. The tokens are parsed once."""
-        first = self.matcher(token_ids)
-        return [first, *(Matcher(self, first.inner.deep_copy(), first.mask) for _ in range(num - 1))]
+    def __init__(
+        self,
+        owner: tuple["Grammars", str],
+        compiled: Compiled,
+        resumed: Sequence[int],
+        mask: np.ndarray,
+        state: int,
+    ):
+        self.grammars, self.tenant = owner
+        self.compiled = compiled
+        self.resumed = tuple(resumed)
+        self.mask = mask
+        self.state = state
 
 
-class Matcher:
-    """Position of one sample in its grammar. Not safe for concurrent use."""
+class Compiling:
+    """Lets another thread give up a compilation."""
 
-    def __init__(self, grammar: Grammar, inner: llguidance.LLMatcher, mask: np.ndarray):
-        self.grammar = grammar
-        self.inner = inner
-        self.mask = mask  # [W] uint32; bit i % 32 of word i // 32: whether token i is allowed next; see `renew_masks`
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: WorkerProcess | None = None
+        self.is_cancelled = False
 
-    def allows(self, token_id: int) -> bool:
-        """Returns whether the mask allows a token."""
-        word, bit = divmod(token_id, self.mask.itemsize * 8)
-        return bool(self.mask[word] >> np.uint32(bit) & 1)
+    def cancel(self) -> None:
+        """Ends the compilation, and the process that does it."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._worker is not None:
+                self._worker.kill()
 
-    def begin_anew(self, constraint: Constraint, token_ids: Sequence[int]) -> bool:
-        """Recompiles the constraint and replays the tokens, because other requests may have filled the shared lexer.
-
-        Returns:
-          False if the new grammar fails as well, or compiling it would take too long.
-        """
-        grammars, is_cheap = self.grammar.grammars, self.grammar.is_cheap
-        grammars.forget(self.grammar)
-        for compiled_again in (grammars.compile, grammars.compile_alone) if is_cheap else ():
-            try:
-                fresh = compiled_again(constraint).matcher(token_ids)
-            except InvalidRequestError:
-                continue
-            if fresh.failure is None:
-                self.grammar, self.inner, self.mask = fresh.grammar, fresh.inner, fresh.mask
-                return True
-        return False
-
-    def advance(self, token_ids: Sequence[int]) -> bool:
-        """Consumes the next tokens. Returns False if they are not allowed; the matcher is then unusable."""
-        return self.inner.consume_tokens(list(token_ids))
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no further token is allowed."""
-        return self.inner.is_stopped() and not self.inner.is_error()
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the output may end here."""
-        return self.inner.is_accepting()
-
-    @property
-    def failure(self) -> str | None:
-        """Why the matcher is unusable, or None."""
-        return _one_line(self.inner.get_error()) if self.inner.is_error() else None
+    @contextlib.contextmanager
+    def using(self, worker: WorkerProcess) -> Iterator[None]:
+        """Makes `cancel` kill the worker while the block runs."""
+        with self._lock:
+            self._worker = worker
+            if self.is_cancelled:
+                worker.kill()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._worker = None
 
 
 class Grammars:
@@ -137,106 +120,300 @@ class Grammars:
       tokenizer_file: The model's tokenizer.json.
       vocab_size: Vocabulary size of the model, including padding. A mask has one bit per token.
       eos_token_ids: End tokens, allowed wherever the output may end. Known to the tokenizer.
+      limits: What one constraint may take.
     """
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Collection[int]):
-        eos = sorted(eos_token_ids)
-        tokenizer = tokenizer_within(tokenizer_file, vocab_size)
-        self._vocabulary = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos or None)
-        self._limits = llguidance.LLParserLimits(
-            max_items_in_row=_MAX_ROW_ITEMS,
-            max_lexer_states=_MAX_LEXER_STATES,
-            step_lexer_fuel=_MAX_LEXER_FUEL,
-            verbose_errors=False,
-        )
-        self._executor = llguidance.LLExecutor()
-        self.eos_mask = _mask_of(eos, -(-vocab_size // 32))  # [W] uint32, like `Matcher.mask`
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        limits: ConstraintLimits = ConstraintLimits(),  # noqa: B008
+        max_lexer_states: int = _MAX_LEXER_STATES,
+    ):
+        self.limits = limits
+        self.num_lost_workers = 0  # crashed, or killed for exceeding a limit
+        # Constraints, by the name of the limit.
+        self.num_refused = Counter({name: 0 for name in LIMITS})
+        num_words = -(-vocab_size // 32)
+        settings = {
+            "tokenizer_file": str(tokenizer_file),
+            "vocab_size": vocab_size,
+            "eos_token_ids": sorted(eos_token_ids),
+            "mask_bytes": num_words * 4,
+            "stack_bytes": _STACK_BYTES,
+            "limits": {
+                "max_items_in_row": _MAX_ROW_ITEMS,
+                "max_lexer_states": max_lexer_states,
+                "step_lexer_fuel": _MAX_LEXER_FUEL,
+            },
+        }
+        self.eos_mask = _mask_of(sorted(eos_token_ids), num_words)  # [W] uint32, like `Grammar.mask`
+        self._template = WorkerTemplate(settings, limits.memory_bytes)
+        self._spares: deque[tuple[WorkerProcess, int]] = deque()  # and how often each has been used
+        self._own_workers: WeakSet[WorkerProcess] = WeakSet()
+        self._slow = SlowCompiles()
         self._cached: OrderedDict[Constraint, Grammar] = OrderedDict()
-        self._lock = threading.Lock()  # guards the cache
+        self._lock = threading.Lock()  # guards the cache, the spares and the counters
+        self._is_closed = False
 
-    def compile(self, constraint: Constraint) -> Grammar:
-        """Returns the grammar of a constraint, compiled or cached.
-
-        Compiling takes about 1 ms for most constraints and 0.5 s for the largest.
+    def wait_until_ready(self) -> None:
+        """Waits until constraints can be compiled.
 
         Raises:
-          InvalidRequestError: The constraint is malformed, cannot be satisfied, or uses unsupported features. The
-            message names them.
+          WorkerLostError: The tokenizer cannot be loaded.
         """
+        self._template.wait_until_ready()
         with self._lock:
-            if (found := self._cached.get(constraint)) is not None:
-                self._cached.move_to_end(constraint)
-                return found
-        grammar = self.compile_alone(constraint)
-        with self._lock:
-            self._cached[constraint] = grammar
-            if len(self._cached) > _MAX_CACHED_GRAMMARS:
-                self._cached.popitem(last=False)
+            self._spares.append((self._template.fork(), 0))
+
+    def close(self) -> None:
+        """Ends all processes. Compilations in other threads end with an error."""
+        self._is_closed = True
+        self._template.close()
+
+    def compile(
+        self,
+        constraint: Constraint,
+        resumed: Sequence[int] = (),
+        *,
+        tenant: str = "",
+        seconds: float | None = None,
+        compiling: Compiling | None = None,
+    ) -> Grammar:
+        """Returns the grammar of a constraint, compiled or cached, after the tokens `resumed`.
+
+        Compiling takes about 1 ms for most constraints.
+
+        Args:
+          tenant: On whose behalf; each has a share of the room for constraints that take long.
+          seconds: How long the caller waits, if not as long as the limit allows.
+
+        Raises:
+          InvalidRequestError: The constraint is malformed, cannot be satisfied, uses unsupported features or exceeds a
+            limit, or it does not allow the tokens. The message names them.
+          QuotaExceededError: There is no room for a constraint that takes long.
+          DeadlineError: The caller does not wait any longer.
+          EngineStoppedError: The server is stopping.
+        """
+        if not resumed:
+            with self._lock:
+                if (found := self._cached.get(constraint)) is not None:
+                    self._cached.move_to_end(constraint)
+                    return Grammar((self, tenant), found.compiled, (), found.mask, found.state)
+        try:
+            check_size(constraint)
+            grammar = self._compile(constraint, resumed, tenant, seconds, compiling or Compiling())
+        except (LimitError, QuotaExceededError) as error:
+            with self._lock:
+                self.num_refused[getattr(error, "limit", "slow_constraints")] += 1
+            raise
+        if not resumed:
+            with self._lock:
+                self._cached[constraint] = grammar
+                if len(self._cached) > _MAX_CACHED_GRAMMARS:
+                    self._cached.popitem(last=False)
         return grammar
 
-    def compile_alone(self, constraint: Constraint) -> Grammar:
-        """Like `compile`, but bypasses the cache: the grammar is not shared."""
-        started = time.perf_counter()
-        start = self._start(constraint)
-        [first_mask] = self._masks([start])
-        if start.is_error():  # a grammar that exceeds the limits fails at the first mask
-            raise _refusal(constraint, start.get_error())
-        if not (first_mask & ~self.eos_mask).any():
-            raise _refusal(constraint, "only the empty text satisfies it")
-        first_mask.flags.writeable = False
-        return Grammar(self, start, first_mask, time.perf_counter() - started)
-
-    def renew_masks(self, matchers: Sequence[Matcher]) -> None:
-        """Updates the masks of matchers that have advanced.
-
-        Takes 20 to 200 microseconds per matcher, without the GIL and on several cores. A matcher whose grammar turns
-        out to be too complex has a `failure` afterwards.
-        """
-        masks = self._masks([matcher.inner for matcher in matchers])
-        for matcher, mask in zip(matchers, masks, strict=True):
-            matcher.mask = mask
-
-    def forget(self, grammar: Grammar) -> None:
-        """Removes a grammar whose lexer has grown too large from the cache, so that the next request compiles a new
-        one."""
+    def counts(self) -> tuple[int, dict[str, int]]:
+        """Returns the number of lost workers, and the numbers of refused constraints by limit, for metrics."""
         with self._lock:
-            for constraint in [key for key, cached in self._cached.items() if cached is grammar]:
-                del self._cached[constraint]
+            return self.num_lost_workers, dict(self.num_refused)
 
-    def _masks(self, matchers: Sequence[llguidance.LLMatcher]) -> np.ndarray:
-        """Computes the allowed next tokens of each matcher: [n, W] uint32."""
-        masks = np.zeros((len(matchers), len(self.eos_mask)), np.uint32)
-        rows = [(matcher, index) for index, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * 4, len(rows))
-        return masks
+    def forget(self, compiled: Compiled) -> None:
+        """Removes a constraint from the cache, so that the next request compiles it again."""
+        with self._lock:
+            found = self._cached.get(compiled.constraint)
+            if found is not None and found.compiled is compiled:
+                del self._cached[compiled.constraint]
 
-    def _start(self, constraint: Constraint) -> llguidance.LLMatcher:
-        try:
-            source = _source(constraint)
-        except (ValueError, RecursionError) as error:
-            raise _refusal(constraint, str(error)) from error
-        start = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=self._limits)
-        if start.is_error():
-            raise _refusal(constraint, start.get_error())
-        return start
+    def shared_worker(self) -> WorkerProcess:
+        """Returns a new worker for constraints that are fast.
+
+        Raises:
+          WorkerLostError: It cannot be started.
+        """
+        return self._template.fork()
+
+    def own_worker(self, compiled: Compiled, tenant: str) -> WorkerProcess:
+        """Returns the worker of a constraint's own, a new one if it has none.
+
+        Raises:
+          QuotaExceededError: Too many constraints have one.
+          WorkerLostError: It cannot be started.
+        """
+        if compiled.worker is None or compiled.worker.is_lost:
+            compiled.is_in_worker = False
+            self._keep(compiled, self._template.fork(), tenant)
+        assert compiled.worker is not None
+        return compiled.worker
+
+    def lost(self, worker: WorkerProcess) -> None:
+        """Counts a worker that has crashed or was killed."""
+        worker.kill()
+        with self._lock:
+            self.num_lost_workers += 1
+
+    def _compile(
+        self, constraint: Constraint, resumed: Sequence[int], tenant: str, seconds: float | None, compiling: Compiling
+    ) -> Grammar:
+        worker, num_uses = self._spare()
+        source = [constraint.kind, constraint.text, constraint.choices]
+        with compiling.using(worker):
+            worker.send({"sources": {FIRST_NUMBER: source}, "rows": [[0, FIRST_NUMBER, True, list(resumed)]]})
+            try:
+                self._await(worker, constraint, tenant, seconds)
+                answer = worker.receive()
+            except WorkerLostError:
+                raise self._loss(worker, constraint, compiling) from None
+            except BaseException:
+                self.lost(worker)
+                raise
+        [(state, error)] = answer["rows"]
+        mask = worker.masks[0].copy()
+        mask.flags.writeable = False
+        compiled = Compiled(constraint, answer["seconds"], answer["mask_seconds"])
+        if state & HAS_FAILED or compiled.is_fast:
+            self._give_back(worker, num_uses + 1)
+        else:
+            self._keep(compiled, worker, tenant)
+            compiled.is_in_worker = True
+        if state & IS_REFUSED:
+            raise InvalidRequestError(
+                "sampling.num_resumed_tokens",
+                "the tokens at the end of the prompt break the constraint; send output generated under it.",
+            )
+        if state & HAS_FAILED:
+            raise _refusal(constraint, error)
+        if not resumed and state & (MUST_END | IS_COMPLETE):
+            raise _refusal(constraint, "only the empty text satisfies it")
+        return Grammar((self, tenant), compiled, resumed, mask, state)
+
+    def _await(self, worker: WorkerProcess, constraint: Constraint, tenant: str, seconds: float | None) -> None:
+        """Waits for a worker's answer.
+
+        Raises:
+          As `compile`.
+        """
+        limit = self.limits.seconds
+        end = time.monotonic() + (limit if seconds is None else min(seconds, limit))
+        while not worker.has_used(_PROMPT_SECONDS) and (left := end - time.monotonic()) > 0:
+            if worker.wait(min(left, _PROMPT_SECONDS)):
+                return
+        worker.pause()
+        worker.renice()
+        with self._slow.turn(tenant) as turn:
+            if turn.wait(end - time.monotonic()):
+                worker.resume()
+                if worker.wait(end - time.monotonic()):
+                    return
+        if seconds is not None and seconds < limit:
+            raise DeadlineError("the deadline passed while the constraint was compiled")
+        raise LimitError(
+            constraint, "seconds", f"takes longer to compile than {limit:g} s (constraint_seconds). Simplify it."
+        )
+
+    def _loss(self, worker: WorkerProcess, constraint: Constraint, compiling: Compiling) -> Exception:
+        """Returns the error for a constraint whose worker has ended while compiling it."""
+        self.lost(worker)
+        if compiling.is_cancelled:
+            return DeadlineError("the caller has gone")
+        if self._is_closed:
+            return EngineStoppedError("the server is stopping; send the request to another server.")
+        status = worker.exit_status
+        if status is None:  # the template has ended with all its workers
+            return EngineStoppedError("the process that compiles constraints has ended; retry.")
+        if status in (-signal.SIGSEGV, -signal.SIGBUS):
+            return LimitError(
+                constraint, "stack", "is nested or chained more deeply than the parser's stack allows. Simplify it."
+            )
+        memory_mib = self.limits.memory_bytes >> 20
+        if status in (-signal.SIGABRT, -signal.SIGKILL):
+            return LimitError(
+                constraint, "memory", f"takes more memory than {memory_mib} MiB (constraint_memory_mib). Simplify it."
+            )
+        return LimitError(constraint, "crash", f"its parser has failed (exit status {status}). Change or omit it.")
+
+    def _spare(self) -> tuple[WorkerProcess, int]:
+        """Returns an idle worker for compiling and how often it has been used, and starts the next one."""
+        with self._lock:
+            if len(self._spares) < 2:
+                try:
+                    self._spares.append((self._template.fork(), 0))
+                except WorkerLostError as error:
+                    raise EngineStoppedError(f"constraints cannot be compiled: {error}") from None
+            return self._spares.popleft()
+
+    def _give_back(self, worker: WorkerProcess, num_uses: int) -> None:
+        with self._lock:
+            if num_uses < _MAX_USES and len(self._spares) < _MAX_SPARE_WORKERS and not worker.is_lost:
+                self._spares.append((worker, num_uses))
+                return
+        worker.kill()
+
+    def _keep(self, compiled: Compiled, worker: WorkerProcess, tenant: str) -> None:
+        """Makes a worker that of one constraint.
+
+        Raises:
+          QuotaExceededError: Too many constraints have one.
+        """
+        with self._lock:
+            for constraint, cached in tuple(self._cached.items()):  # those that nobody uses end with their entries
+                if self._has_room_for_own(tenant):
+                    break
+                if cached.compiled.worker is not None:
+                    del self._cached[constraint]
+                del cached
+            if not self._has_room_for_own(tenant):
+                worker.kill()
+                raise QuotaExceededError(
+                    f"{len(self._own_workers)} constraints that take long are in use (limit slow_constraints); allowed "
+                    f"are {_MAX_OWN_WORKERS}, and {_MAX_OWN_WORKERS // 2} for one caller. Retry later, or simplify it.",
+                    f"tenant:{tenant}",
+                    _RETRY_SECONDS,
+                )
+            worker.tenant = tenant
+            self._own_workers.add(worker)
+        compiled.worker = worker
+        worker.renice()
+
+    def _has_room_for_own(self, tenant: str) -> bool:
+        workers = [worker for worker in self._own_workers if not worker.is_lost]
+        num_of_tenant = sum(worker.tenant == tenant for worker in workers)
+        return len(workers) < _MAX_OWN_WORKERS and num_of_tenant < _MAX_OWN_WORKERS // 2
 
 
-def compiled(constraint: Constraint | None, grammars: Grammars | None) -> Grammar | None:
+def compiled(constraint: Constraint | None, grammars: Grammars | None, resumed: Sequence[int] = ()) -> Grammar | None:
     """Returns the grammar of a constraint, or None without a constraint.
 
     Args:
       constraint: Constraint of a request, if any.
       grammars: None if the server does not support constraints.
+      resumed: See `Grammars.compile`.
 
     Raises:
       InvalidRequestError: See `Grammars.compile`; or the server does not support constraints.
     """
-    if constraint is None:
-        return None
+    return None if constraint is None else supporting(constraint, grammars).compile(constraint, resumed)
+
+
+def supporting(constraint: Constraint, grammars: Grammars | None) -> Grammars:
+    """Returns `grammars` if the server supports constraints.
+
+    Raises:
+      InvalidRequestError: It does not.
+    """
     if grammars is None:
         message = "this server runs without --logits-processors, or its model has no tokenizer.json; omit it."
         raise InvalidRequestError(constraint.field, message)
-    return grammars.compile(constraint)
+    return grammars
+
+
+def one_line(message: str) -> str:
+    """Returns a message of llguidance without its backtrace."""
+    message = message.partition("<backtrace>")[0]  # appended when llguidance panics
+    line = " ".join(message.split()).removesuffix(" <non-verbose/>").rstrip(".")
+    return line if len(line) <= _MAX_MESSAGE_CHARS else line[:_MAX_MESSAGE_CHARS] + "..."
 
 
 def _mask_of(token_ids: Sequence[int], num_words: int) -> np.ndarray:
@@ -246,49 +423,7 @@ def _mask_of(token_ids: Sequence[int], num_words: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def _source(constraint: Constraint) -> str:
-    """Returns the grammar source that llguidance compiles.
-
-    Raises:
-      ValueError: The constraint is malformed.
-    """
-    if constraint.kind in ("json_schema", "json_object"):
-        schema = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
-        with contextlib.suppress(json.JSONDecodeError):  # llguidance reports the error
-            _check_numbers(json.loads(schema), is_written=False)
-        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
-    if constraint.kind == "choice":  # as a regex they form one lexeme; as grammar alternatives, one parser item each
-        return llguidance.grammar_from("regex", "|".join(map(re.escape, constraint.choices)))
-    if constraint.kind == "regex":
-        return llguidance.grammar_from("regex", constraint.text)
-    if (found := _GUIDING_ATTRIBUTE.search(constraint.text)) is not None:
-        raise ValueError(f"the rule attribute {found[1]} is not supported")
-    return llguidance.grammar_from("grammar", constraint.text)
-
-
-def _check_numbers(schema: Any, *, is_written: bool) -> None:
-    """Checks that float64, which llguidance uses for numbers, represents the integers of `const` and `enum` exactly.
-
-    Raises:
-      ValueError: An integer is not represented exactly. The message names it.
-    """
-    if isinstance(schema, dict):
-        for key, value in schema.items():
-            _check_numbers(value, is_written=is_written or key in ("const", "enum"))
-    elif isinstance(schema, list):
-        for value in schema:
-            _check_numbers(value, is_written=is_written)
-    elif is_written and isinstance(schema, int) and abs(schema) > _MAX_EXACT_INT:
-        raise ValueError(f"{schema} in const or enum is beyond 2^53, where integers are not represented exactly")
-
-
 def _refusal(constraint: Constraint, reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        constraint.field, f"this server cannot enforce it: {_one_line(reason)}. Change or omit it."
+        constraint.field, f"this server cannot enforce it: {one_line(reason)}. Change or omit it."
     )
-
-
-def _one_line(message: str) -> str:
-    message = message.partition("<backtrace>")[0]  # appended when llguidance panics
-    line = " ".join(message.split()).removesuffix(" <non-verbose/>").rstrip(".")
-    return line if len(line) <= _MAX_MESSAGE_CHARS else line[:_MAX_MESSAGE_CHARS] + "..."

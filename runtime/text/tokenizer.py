@@ -10,7 +10,6 @@ looked up and fed to an incremental UTF-8 decoder, which holds back an incomplet
 import codecs
 import copy
 import functools
-import json
 import logging
 import sys
 import threading
@@ -254,27 +253,6 @@ def open_tokenizer(directory: Path) -> Tokenizer:
         return Tokenizer(directory)
     _log.warning("%s has no tokenizer.json: prompts must be token ids, and outputs have no text", directory)
     return NoTokenizer(directory)
-
-
-def tokenizer_within(path: Path, vocab_size: int) -> str:
-    """Returns a tokenizer.json as llguidance takes it, without the tokens that a model's vocabulary does not have.
-
-    That is the path, or the changed content if the tokenizer has more tokens than the model.
-    """
-    content = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary: dict[str, int] = content["model"]["vocab"]
-    added = content.get("added_tokens") or []
-    if max([*vocabulary.values(), *(token["id"] for token in added)], default=0) < vocab_size:
-        return str(path)
-    kept = {token: token_id for token, token_id in vocabulary.items() if token_id < vocab_size}
-
-    def is_kept(merge: str | list[str]) -> bool:
-        parts = merge.split(" ") if isinstance(merge, str) else merge
-        return kept.keys() >= {*parts, "".join(parts)}
-
-    content["model"] |= {"vocab": kept, "merges": [merge for merge in content["model"]["merges"] if is_kept(merge)]}
-    content["added_tokens"] = [token for token in added if token["id"] < vocab_size]
-    return json.dumps(content)
 
 
 def _drop(record: logging.LogRecord) -> bool:

@@ -204,6 +204,7 @@ class Simulation:
         self.accepted: list[Request] = []
         self.streamed: dict[Request, list[int]] = {}
         self.ended_outside: set[Request] = set()
+        self.withdrawn: dict[int, set[int]] = {}  # by the identity of a plan in flight, indices of its requests
         self.now = 0.0
         self.num_steps = 0
         self.num_prefill_tokens = 0
@@ -258,7 +259,7 @@ class Simulation:
             return
         first = min(alive, key=lambda request: request.rank)
         planned = {chunk.request for chunk in plan.chunks} if plan is not None else set()
-        is_awaited = first.num_pending_tokens and (first.slot is None or first.num_drafts)
+        is_awaited = first.is_blocked or (first.num_pending_tokens and (first.slot is None or first.num_drafts))
         assert first in planned or is_awaited, first
 
     def _check_precedence(self, plan: StepPlan, running: list[Request]) -> None:
@@ -270,10 +271,10 @@ class Simulation:
             is_prefilling = request.num_computed_tokens < request.num_prefill_tokens
             is_stalled = request is last and not self.allocator.num_free_pages
             lacks_page = request.num_computed_tokens == request.num_page_positions and self._has_tenants()
-            assert is_prefilling or is_stalled or lacks_page or request.num_drafts, request
+            assert is_prefilling or is_stalled or lacks_page or request.num_drafts or request.is_blocked, request
         for victim in plan.preempted:
             own = [request for request in planned if request.tenant == victim.tenant]
-            assert all(request.rank < victim.rank for request in own)
+            assert victim.is_blocked or all(request.rank < victim.rank for request in own)
             assert victim.slot is None and victim.num_computed_tokens == 0
 
     def _has_tenants(self) -> bool:
@@ -324,7 +325,9 @@ class Simulation:
         plan, sampled = self.in_flight.popleft()
         progress = []
         samples = [tokens[: plan.num_samples] for tokens in sampled]
+        withdrawn = self.withdrawn.pop(id(plan), set())
         for step, tokens in enumerate(self.scheduler.accept(plan, samples, self.now)):
+            tokens = [None if index in withdrawn else token for index, token in enumerate(tokens)]
             progress += self.scheduler.account(plan, tokens, self.now, step)
         for request, token_id in progress:
             if token_id is not None:
@@ -342,7 +345,7 @@ class Simulation:
         plan = self.dispatch()
         if self.in_flight and (plan is None or len(self.in_flight) > self.num_steps_ahead):
             self.collect()
-        elif plan is None:
+        elif plan is None and not any(request.is_blocked for request in self.scheduler.requests):
             assert not self.scheduler.has_work, "work is left, nothing is in flight, and nothing can be planned"
 
     def drain(self) -> None:

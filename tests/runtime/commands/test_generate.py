@@ -163,7 +163,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServeConfig, FakeEng
     def launch(config: ServeConfig, deliver: Deliver) -> Any:
         found.append((config, FakeEngine(deliver)))
         info = dataclasses.replace(INFO, vocab_size=VOCAB_SIZE)
-        return SimpleNamespace(engine=found[-1][1], tokenizer=Letters(), info=info, grammars=None)
+        engine = found[-1][1]
+        return SimpleNamespace(engine=engine, tokenizer=Letters(), info=info, grammars=None, close=engine.stop)
 
     monkeypatch.setattr(generate, "launch", launch)
     return found

@@ -124,7 +124,9 @@ def letter_grammars(eos: str) -> Grammars:
     letters.decoder = tokenizers.decoders.ByteLevel()
     with tempfile.TemporaryDirectory() as directory:
         letters.save(f"{directory}/tokenizer.json")
-        return Grammars(Path(directory, "tokenizer.json"), VOCAB_SIZE, tuple(eos.encode()))
+        grammars = Grammars(Path(directory, "tokenizer.json"), VOCAB_SIZE, tuple(eos.encode()))
+        grammars.wait_until_ready()  # it has read the file
+        return grammars
 
 
 def ascii_tokens() -> Iterator[tuple[str, int]]:
@@ -180,6 +182,11 @@ class Serving:
         grammar = self.grammars.compile(constraint) if constraint is not None else None
         params = {"temperature": 0.0, "constraint": constraint, **params}
         self.engine.submit(request_id, tuple(prompt.encode()), SamplingParams(**params), DEFAULT_OPTIONS, grammar)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a condition on what has been delivered."""
+        with self._changed:
+            assert self._changed.wait_for(condition, WAIT_SECONDS)
 
     def outputs(self, request_id: str) -> list[Output]:
         """Returns all outputs of a request, once it has ended; only the last one has a finish reason."""
@@ -328,7 +335,8 @@ def test_without_a_tokenizer_there_is_no_text(start: Start):
 # --- constraints
 
 
-def test_masks_are_made_while_the_device_is_in_the_layers(start: Start):
+def test_masks_are_made_while_the_device_is_in_the_layers(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshserve.runtime.text.constrained_samples.PATIENCE_SECONDS", WAIT_SECONDS)
     serving = start(eos="~")
     serving.submit("r", regex="b[x-z]c?d{2,3}!", max_tokens=9)
     assert serving.result("r") == ("bxcdd!", "bxcdd!", FinishReason.STOP)
@@ -347,6 +355,55 @@ def test_a_constraint_leaves_the_others_alone(start: Start):
     assert serving.result("free") == ("BCDEFG", "BCDEFG", FinishReason.LENGTH)
     assert serving.result("held") == ("bebebe", "bebebe", FinishReason.LENGTH)
     assert serving.result("stops") == ("be", "", FinishReason.STOP)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_mask_that_does_not_come_holds_up_nobody_else(start: Start, monkeypatch: pytest.MonkeyPatch, is_slow: bool):
+    """Its worker is suspended, and `is_slow` says whether that was to be expected."""
+    monkeypatch.setattr("meshserve.runtime.text.mask_exchange._STUCK_SECONDS", WAIT_SECONDS)
+    if is_slow:
+        monkeypatch.setattr("meshserve.runtime.text.mask_exchange._SLOW_SECONDS", -1.0)
+        monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_MASK_SECONDS", -1.0)
+    serving = start(eos="~", max_context=256, num_pages=128)
+    serving.submit("held", regex="(be|no){30}", max_tokens=40)
+    serving.wait_until(lambda: len(serving.deliveries) > 3)
+    exchange = serving.engine._open.constrained._exchange
+    workers = [followers.worker for followers in (*exchange._shared, *exchange._own.values())]
+    for worker in workers:
+        worker.pause()
+    serving.submit("free", "A", max_tokens=25)
+    assert serving.result("free")[0] == "BCDEFGHIJKLMNOPQRSTUVWXYZ"
+    assert not any(output.finish_reason for output in serving._outputs["held"])
+    assert serving.scheduler.num_running == 1
+    for worker in workers:
+        worker.resume()
+    assert serving.result("held") == ("be" * 20, "be" * 20, FinishReason.LENGTH)
+    serving.scheduler.audit()
+
+
+def test_a_request_without_a_mask_can_be_cancelled(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshserve.runtime.text.mask_exchange._STUCK_SECONDS", WAIT_SECONDS)
+    serving = start(eos="~", max_context=256, num_pages=128)
+    serving.submit("held", regex="(be|no){100}", max_tokens=200)
+    serving.wait_until(lambda: len(serving.deliveries) > 3)
+    worker = serving.engine._open.constrained._exchange._shared[0].worker
+    worker.pause()
+    serving.submit("free", "A", max_tokens=25)
+    assert serving.result("free")[2] is FinishReason.LENGTH
+    serving.engine.cancel("held", FinishReason.CANCELLED)
+    assert serving.result("held")[2] is FinishReason.CANCELLED
+    assert serving.engine.load() == serving.free_load
+    worker.resume()
+    serving.submit("next", regex="(be|no){30}", max_tokens=4)
+    assert serving.result("next")[0] == "bebe"
+
+
+def test_an_output_that_is_complete_with_its_last_token_stops(start: Start):
+    serving = start(eos="~")
+    serving.submit("whole", regex="bcd", max_tokens=3)
+    serving.submit("part", regex="bcd", max_tokens=2)
+    assert serving.result("whole") == ("bcd", "bcd", FinishReason.STOP)
+    assert serving.result("part") == ("bc", "bc", FinishReason.LENGTH)
 
 
 def test_an_end_token_may_come_where_the_grammar_may_end(start: Start):

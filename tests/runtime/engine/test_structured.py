@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import jsonschema
-import llguidance
 import pytest
 
 from meshserve.runtime.api.config import ServeConfig
@@ -18,7 +17,8 @@ from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.startup.launch import Launched, launch
-from meshserve.runtime.text.grammar import compiled
+from meshserve.runtime.text.grammar import Grammars, compiled
+from meshserve.runtime.text.mask_exchange import MaskExchange
 from tests.runtime.schemas import random_document_schema, random_regex
 
 PROMPT = "Thou art a scholar; speak to it, Horatio.\n"
@@ -56,7 +56,7 @@ class Serving:
     def submit(self, params: SamplingParams, resumed: Sequence[int] = (), n: int = 1) -> str:
         name = str(self._num_submitted)
         self._num_submitted += n
-        grammar = compiled(params.constraint, self.launched.grammars)
+        grammar = compiled(params.constraint, self.launched.grammars, resumed)
         prompt = (*self.launched.tokenizer.encode(PROMPT), *resumed)
         params = dataclasses.replace(params, num_resumed_tokens=len(resumed))
         self.launched.engine.submit(name, prompt, params, RequestOptions(n=n), grammar)
@@ -85,7 +85,7 @@ class Serving:
 def serving() -> Iterator[Serving]:
     serving = Serving()
     yield serving
-    serving.launched.engine.stop()
+    serving.launched.close()
 
 
 def held_to(kind: str, text: str, **fields: object) -> SamplingParams:
@@ -196,15 +196,18 @@ def test_nobody_ends_because_others_have_filled_the_grammar(serving: Serving, mo
     regex = "|".join(f"{letter}[a-z {letter.upper()}]{{100}}!" for letter in "abcdefgh")
     several = [held_to("regex", regex, seed=seed) for seed in range(12)]
     expected = [tokens for _, tokens, _ in serving.run(*several)]
-    grammars = serving.launched.grammars
-    assert grammars is not None
-    grammars.forget(compiled(several[0].constraint, grammars))
-    monkeypatch.setattr("meshserve.runtime.text.grammar._CHEAP_SECONDS", math.inf)  # however busy the machine is
-    monkeypatch.setattr(grammars, "_limits", llguidance.LLParserLimits(max_lexer_states=300))
+    launched = serving.launched
+    for name in ("grammar._FAST_SECONDS", "mask_exchange._RESTART_SECONDS"):  # however busy the machine is
+        monkeypatch.setattr(f"meshserve.runtime.text.{name}", math.inf)
+    tokenizer_file, eos_token_ids = launched.tokenizer.directory / "tokenizer.json", launched.info.eos_token_ids
+    grammars = Grammars(tokenizer_file, launched.info.vocab_size, eos_token_ids, max_lexer_states=300)
+    monkeypatch.setattr(serving, "launched", dataclasses.replace(launched, grammars=grammars))
+    monkeypatch.setattr(launched.engine._open.constrained, "_exchange", MaskExchange())  # no workers of other limits
     ends = serving.run(*several)
     assert {end.finish_reason for _, _, end in ends} == {FinishReason.STOP}, [end.message for _, _, end in ends]
     assert [tokens for _, tokens, _ in ends] == expected
-    grammars.forget(compiled(several[0].constraint, grammars))
+    assert launched.engine._open.constrained._exchange.num_restarts > 0
+    grammars.close()
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

@@ -1,5 +1,6 @@
 """Realistic traffic through scheduler, pages and batches: `make simulate` runs it with 20,000 requests a case."""
 
+import contextlib
 import random
 
 import pytest
@@ -100,6 +101,68 @@ def test_everything_ends_whatever_the_demand(
     speculation = simulation.scheduler.speculation
     assert speculation is None or 0 < speculation.num_accepted < speculation.num_drafts
     assert simulation.num_cached_tokens > simulation.num_prefill_tokens / 20
+
+
+class LateMasks(Simulation):
+    """The masks of some tokens come late, and of some requests always, as the engine handles it."""
+
+    def __init__(self, limits: SchedulerLimits, num_pages: int, draw: random.Random):
+        super().__init__(limits, num_pages)
+        self.draw = draw
+        self.ready_at: dict[Request, float] = {}
+        self.num_withdrawn = 0
+
+    def step(self) -> None:
+        plan = self.dispatch()
+        if self.in_flight and (plan is None or len(self.in_flight) > self.num_steps_ahead):
+            for request, _ in self.collect():
+                if not request.is_finished and (request.seed % 4 == 0 or self.draw.random() < 0.3):
+                    self.ready_at[request] = self.now + self.draw.randint(1, 5)
+        for request, moment in list(self.ready_at.items()):
+            if moment <= self.now or request.is_finished:
+                del self.ready_at[request]
+                self.scheduler.set_blocked(request, False)
+            else:
+                self.scheduler.set_blocked(request, True)
+        requests = plan.requests if plan is not None else []
+        for index, request in enumerate(requests):
+            if request.is_blocked and not request.is_finished:
+                self.scheduler.withdraw(request)
+                self.withdrawn.setdefault(id(plan), set()).add(index)
+                self.num_withdrawn += 1
+            elif request.num_pending_tokens and request.seed % 4 == 0:
+                self.scheduler.set_blocked(request, True)
+        self.scheduler.audit()
+
+
+@pytest.mark.parametrize("demand", [0.5, 3.0])
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+@pytest.mark.parametrize("num_tenants", [1, 2])
+def test_requests_whose_masks_are_late_lose_nothing(
+    demand: float, has_prefix_cache: bool, num_tenants: int, num_simulated: int
+) -> None:
+    draw = random.Random(f"{demand} {has_prefix_cache} {num_tenants}")
+    limits = SchedulerLimits(
+        page_size=4, max_running=8, max_step_tokens=32, max_waiting=200, max_context=64,
+        has_prefix_cache=has_prefix_cache,
+    )  # fmt: skip
+    simulation = LateMasks(limits, num_pages=int(8 * 16 / demand), draw=draw)
+    for seed in range(1, min(num_simulated, 2_000)):
+        request = make_request(
+            seed, draw.randint(1, 20), max_tokens=draw.randint(1, 40), tenant=draw.choice(("a", "b")[:num_tenants])
+        )
+        with contextlib.suppress(QueueFullError):
+            simulation.add(request)
+        for _ in range(draw.randint(0, 12)):
+            simulation.step()
+        if draw.random() < 0.1:
+            simulation.finish(draw.choice(simulation.accepted))
+    for _ in range(100_000):
+        if not (simulation.scheduler.has_work or simulation.in_flight):
+            break
+        simulation.step()
+    simulation.drain()
+    assert simulation.num_withdrawn > 0 and (simulation.scheduler.num_preemptions > 0 or demand < 1.0)
 
 
 def report(simulation: Simulation, refused: dict[str, int]) -> None:

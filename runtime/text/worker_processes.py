@@ -1,0 +1,304 @@
+"""Starts the processes in which constraints run, talks to them, and ends those that crash or exceed a limit.
+
+The server's side of `constraint_worker`. All workers are forks of one template process, which holds the vocabulary; a
+fork takes 3 ms and 5 MB.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .worker_protocol import (
+    CONTROL,
+    EXITED,
+    FORK,
+    HEADER_BYTES,
+    PROGRESS,
+    READY,
+    RENICE,
+    SIGNAL,
+    encoded,
+    is_answer,
+    receive,
+)
+
+MAX_ROWS = 256  # samples of a worker
+# With the import path of this process, however it was set.
+_PROGRAM = f"""
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])["path"]
+from {__package__}.constraint_worker import main
+main(sys.argv[1:])
+"""
+_READ_SECONDS = 5.0  # for the rest of an answer that has begun
+_EXIT_SECONDS = 2.0
+_START_SECONDS = 120.0
+_MAX_STARVATION = 6.0
+_NICENESS = 10  # of workers whose constraints are expensive: the engine goes first
+
+
+class WorkerLostError(Exception):
+    """A worker process has ended, by itself or because it was killed."""
+
+
+class WorkerTemplate:
+    """Forks workers. Thread-safe; the template process is started again if it is lost.
+
+    Args:
+      settings: See `constraint_worker`.
+      memory_bytes: What each worker may allocate.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], memory_bytes: int):
+        self.num_starts = 0
+        self._settings = settings
+        self._memory_bytes = memory_bytes
+        # Reentrant, because a worker is also killed when it is collected as garbage, at any point of any thread.
+        self._lock = threading.RLock()
+        self._reading = threading.RLock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._is_ready = False
+        self._exits: dict[int, int] = {}  # token of a worker -> exit status, negative for signals
+        self._num_workers = 0
+        self._is_closed = False
+        with self._lock:
+            self._start()
+
+    def fork(self) -> "WorkerProcess":
+        """Returns a new worker. It may be sent messages at once.
+
+        Raises:
+          WorkerLostError: The template cannot be started, or has been closed.
+        """
+        try:
+            return self._forked()
+        except OSError as error:  # no memory or no descriptor is left
+            raise WorkerLostError(f"no process could be started: {error}") from None
+
+    def _forked(self) -> "WorkerProcess":
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.closing(_shared_memory(HEADER_BYTES + MAX_ROWS * self._settings["mask_bytes"])) as file:
+            memory = mmap.mmap(file.fileno(), 0)
+            with self._lock:
+                self._num_workers += 1
+                token = self._num_workers
+                for _ in range(2):
+                    try:
+                        assert self._control is not None
+                        command = CONTROL.pack(FORK, token, self._memory_bytes)
+                        socket.send_fds(self._control, [command], [theirs.fileno(), file.fileno()])
+                        break
+                    except OSError:
+                        self._start()
+        return WorkerProcess(self, token, ours, memory, self._settings["mask_bytes"])
+
+    def command(self, operation: bytes, token: int, operand: int) -> None:
+        """Sends the template a command about a worker. Does nothing if either has ended."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._control is not None:
+                self._control.sendall(CONTROL.pack(operation, token, operand))
+
+    def wait_until_ready(self) -> None:
+        """Waits until the template has loaded the vocabulary.
+
+        Raises:
+          WorkerLostError: It could not. Its standard error, which is the server's, says why.
+        """
+        self._read_reports(lambda: self._is_ready, _START_SECONDS)
+        if not self._is_ready:
+            raise WorkerLostError("the process for constraints cannot load the tokenizer; see its error above")
+
+    def exit_status(self, token: int) -> int | None:
+        """Returns how a worker has ended, negative for signals; None if that is unknown."""
+        self._read_reports(lambda: token in self._exits, _EXIT_SECONDS)
+        return self._exits.pop(token, None)
+
+    def close(self) -> None:
+        """Ends the template and all workers."""
+        with self._lock:
+            self._is_closed = True
+            self._stop()
+
+    def _read_reports(self, is_done: Callable[[], bool], seconds: float) -> None:
+        """Reads what the template reports until `is_done`, but not for longer than `seconds`."""
+        end = time.monotonic() + seconds
+        with self._reading:
+            while not is_done() and (control := self._control) is not None and (left := end - time.monotonic()) > 0:
+                try:
+                    report = control.recv(CONTROL.size, socket.MSG_WAITALL) if _is_readable(control, left) else b""
+                except (OSError, ValueError):  # closed meanwhile
+                    return
+                if len(report) < CONTROL.size:
+                    return
+                operation, token, operand = CONTROL.unpack(report)
+                self._is_ready |= operation == READY
+                if operation == EXITED:
+                    self._exits[token] = operand
+
+    def _start(self) -> None:
+        if self._is_closed:
+            raise WorkerLostError("the server is stopping")
+        self._stop()
+        self._control, theirs = socket.socketpair()
+        self._is_ready = False
+        self.num_starts += 1
+        with theirs:
+            settings = json.dumps({**self._settings, "path": sys.path})
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), settings],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for the server
+            )
+
+    def _stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.kill()  # its workers end with it
+            self._process.wait()
+            self._process = None
+
+
+class WorkerProcess:
+    """One worker. Used by one thread at a time, except for `kill`, `signal` and `renice`."""
+
+    def __init__(
+        self, template: WorkerTemplate, token: int, connection: socket.socket, memory: mmap.mmap, mask_bytes: int
+    ):
+        self.masks = np.frombuffer(memory, np.uint32, offset=HEADER_BYTES).reshape(MAX_ROWS, mask_bytes // 4)
+        self.busy_since: float | None = None  # when the message was sent whose answer has not been read
+        self.is_lost = False
+        self.tenant = ""  # on whose behalf a worker of one constraint runs
+        self.free_rows = list(range(MAX_ROWS - 1, -1, -1))
+        self._template = template
+        self._token = token
+        self._connection = connection
+        self._connection.settimeout(_READ_SECONDS)
+        self._memory = memory
+        weakref.finalize(self, template.command, SIGNAL, token, signal.SIGKILL).atexit = False
+
+    def fileno(self) -> int:
+        """Returns the descriptor that is readable when an answer has come."""
+        return self._connection.fileno()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message to an idle worker. If the worker is lost, `receive` tells."""
+        assert self.busy_since is None, "the worker is busy"
+        self.busy_since = time.monotonic()
+        with contextlib.suppress(OSError):
+            self._connection.sendall(encoded(message))
+
+    def receive(self) -> dict[str, Any]:
+        """Reads the answer, once `fileno` is readable.
+
+        Raises:
+          WorkerLostError: The worker has ended.
+        """
+        try:
+            answer = receive(self._connection)
+            if not is_answer(answer):
+                raise EOFError("the answer makes no sense")
+        except (EOFError, OSError) as error:
+            self.kill()
+            raise WorkerLostError(str(error)) from None
+        self.busy_since = None
+        return answer
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for an answer. Returns whether it has come, or the worker has ended."""
+        return self.is_lost or _is_readable(self._connection, seconds)
+
+    @property
+    def progress(self) -> int | None:
+        """The row that the worker is busy with, or was when it ended."""
+        row = PROGRESS.unpack_from(self._memory, 0)[0]
+        return row - 1 if 0 < row <= MAX_ROWS else None
+
+    def has_used(self, seconds: float) -> bool:
+        """Returns whether the worker has computed for so long since its message was sent.
+
+        Processor time counts where it is known, so that a busy machine ends nothing that is not at fault; and elapsed
+        time, at several times as long.
+        """
+        if self.busy_since is None or (elapsed := time.monotonic() - self.busy_since) < seconds:
+            return False
+        _, process_id, began = PROGRESS.unpack_from(self._memory, 0)
+        used = _processor_seconds(process_id) if sys.platform == "linux" else elapsed + began * 1e-9
+        return elapsed > _MAX_STARVATION * seconds or used - began * 1e-9 >= seconds
+
+    @property
+    def exit_status(self) -> int | None:
+        """How the worker has ended, negative for signals; None if that is unknown."""
+        return self._template.exit_status(self._token)
+
+    def pause(self) -> None:
+        """Suspends the worker until `resume`."""
+        self._template.command(SIGNAL, self._token, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Ends the effect of `pause`."""
+        self._template.command(SIGNAL, self._token, signal.SIGCONT)
+
+    def renice(self) -> None:
+        """Lets other processes go first from now on."""
+        self._template.command(RENICE, self._token, _NICENESS)
+
+    def kill(self) -> None:
+        """Ends the worker, whatever it does. Any thread may call it, more than once."""
+        if not self.is_lost:
+            self.is_lost = True
+            self._template.command(SIGNAL, self._token, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits
+
+
+def wait_for_any(workers: Sequence[WorkerProcess], seconds: float) -> list[WorkerProcess]:
+    """Waits until one of the busy workers has answered or ended. Returns all that have."""
+    poller = select.poll()
+    by_descriptor = {worker.fileno(): worker for worker in workers}
+    for descriptor in by_descriptor:
+        poller.register(descriptor, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poller.poll(max(seconds, 0.0) * 1000)]
+
+
+def _processor_seconds(process_id: int) -> float:
+    """Returns the processor time that a process has used, 0.0 if it is gone."""
+    try:
+        with open(f"/proc/{process_id}/stat", encoding="ascii", errors="replace") as stat:
+            ticks = stat.read().rpartition(")")[2].split()[11:13]  # user and system time
+    except OSError:
+        return 0.0
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_readable(connection: socket.socket, seconds: float) -> bool:
+    poller = select.poll()  # unlike select, for any number of open descriptors
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(max(seconds, 0.0) * 1000))
+
+
+def _shared_memory(num_bytes: int) -> Any:
+    """Returns a file in memory, which processes can map."""
+    if hasattr(os, "memfd_create"):
+        file = os.fdopen(os.memfd_create("meshserve-masks", os.MFD_CLOEXEC), "r+b")
+    else:
+        file = tempfile.TemporaryFile()
+    file.truncate(num_bytes)
+    return file
