@@ -40,7 +40,7 @@ def experts(
     num_local = weights.down.shape[1]
     num_rows = tile_rows(routing.experts.size, num_experts, 32 // x.dtype.itemsize)
     tiles = arrange(routing.experts, num_local=num_local, num_rows=num_rows)
-    num_tiles = jnp.maximum(tiles.num_tiles, 1)  # a grid needs a step; the tile that is computed in vain is not read
+    num_tiles = jnp.maximum(tiles.num_tiles, 1)  # a grid needs a step; the result of an empty tile is not read
     arguments = jnp.asarray(layer, jnp.int32).reshape(1), tiles.expert
     outputs = _tiles_through_experts(x[tiles.token], weights, arguments, num_tiles, num_rows, interpret)
     return add_up(outputs, tiles, routing.weights)

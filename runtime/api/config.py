@@ -214,7 +214,7 @@ class ServeConfig:
         0,
         _SCHEDULING,
         "maximum number of prefill tokens in a step that also decodes; auto keeps such steps of a GPU under about "
-        "50 ms, and elsewhere allows whatever max_step_tokens leaves",
+        "120 ms, and elsewhere allows whatever max_step_tokens leaves",
         least=1,
         is_auto=True,
     )

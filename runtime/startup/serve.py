@@ -142,7 +142,7 @@ class _Serving:
           EngineStoppedError: The server is starting, draining or has stopped.
           ConfigError: The process belongs to a cluster, or see `Resharder.change_tp`.
         """
-        backend, _ = self.edge.serving()  # not while it starts, drains or has stopped: compiling would be in vain
+        backend, _ = self.edge.serving()  # raises while it starts, drains or has stopped: nothing is compiled then
         launched = self.launched
         assert launched is not None
         if not self.place.is_alone and tp != self._config.tp:

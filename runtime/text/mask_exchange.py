@@ -92,7 +92,7 @@ class _Followers:
         self.numbers: dict[Compiled, int] = {}  # the constraints that it has compiled
         self.asked: list[tuple[Matcher, int]] = []  # samples, and how many of their tokens it had before
         self.seconds = 0.0  # that its answers have taken lately
-        self.is_late = False  # it was waited for in vain
+        self.is_late = False  # it was not there when the wait ended
         self._num_numbers = 0
         self._free: list[int] = []  # rows that it has not been told of
 

@@ -31,18 +31,18 @@ def chosen(*values: int) -> StepLimits:
 
 def test_a_gpu_gets_what_was_measured():
     assert limits("qwen3-0.6b", "h200") == chosen(256, 8192, 8192, 4)
-    assert limits("qwen3-8b", "h200") == chosen(256, 8192, 1024, 1)
-    assert limits("qwen3-32b", "h200") == chosen(256, 8192, 256, 1)
+    assert limits("qwen3-8b", "h200") == chosen(256, 8192, 4096, 1)
+    assert limits("qwen3-32b", "h200") == chosen(256, 8192, 1024, 1)
 
 
 def test_devices_that_share_a_model_prefill_more_in_the_same_time():
     sizes = [limits("qwen3-32b", "h100", num_devices).max_prefill_tokens for num_devices in (1, 2, 4)]
-    assert sizes == [256, 512, 1024]
+    assert sizes == [1024, 2048, 4096]
 
 
 def test_an_unknown_gpu_is_taken_for_a_small_one():
     found = limits("qwen3-8b", None)
-    assert found.max_step_tokens < 8192 and found.max_prefill_tokens < 1024 and found.max_decode_steps == 1
+    assert found.max_step_tokens < 8192 and found.max_prefill_tokens < 4096 and found.max_decode_steps == 1
 
 
 def test_other_devices_stay_small():
