@@ -1,0 +1,78 @@
+"""Multiplies activations by a weight matrix, which may be quantised to 8 or 4 bits, on one device's block.
+
+A quantised matrix is one value: the numbers, and a scale for each rectangle of n rows and k columns, which follow from
+the shapes. A shard of a published matrix whose blocks do not align with it holds its scales for smaller rectangles, so
+a matrix on one device is always complete in itself.
+
+Dimensions: T tokens, N outputs (rows of the matrix), K inputs (columns).
+"""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from . import reference, xla
+from .matrix import (
+    FP8,
+    FP8_MAX,
+    SYMMETRIC_ZERO,
+    Matrix,
+    QuantisedMatrix,
+    dequantised,
+    quantised_activations,
+    to_fp8,
+    unpacked,
+)
+
+__all__ = [
+    "FP8",
+    "FP8_MAX",
+    "SYMMETRIC_ZERO",
+    "Matrix",
+    "QuantisedMatrix",
+    "dequantised",
+    "quantised_activations",
+    "to_fp8",
+    "unpacked",
+]
+
+
+class Linear(Protocol):
+    """The interface of an implementation."""
+
+    def __call__(self, x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+        """Computes x weight^T.
+
+        Args:
+          x: [T, K] bfloat16 or float32.
+          weight: [..., N, K]. Leading dimensions are treated as further rows.
+          out_dtype: dtype of the result; None means x's.
+
+        Returns:
+          [T, rows], accumulated in float32. float32 inputs are multiplied in full float32 precision.
+        """
+        ...
+
+
+IMPLEMENTATIONS: dict[str, Linear] = {
+    "reference": reference.linear,
+    "xla": xla.linear,
+    "xla_fp8": xla.linear_fp8,
+}
+
+
+def implementation(name: str) -> Linear:
+    """Returns the named implementation.
+
+    Args:
+      name: "reference" (dequantises in float32), "xla" (dequantises in the dtype of the activations), or "xla_fp8",
+        which also rounds the activations to FP8 before a product with FP8 weights, with a scale for each token and the
+        columns of each weight block. All run on any backend.
+
+    Raises:
+      ValueError: there is no such implementation.
+    """
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"linear is {name!r}; this build has {', '.join(IMPLEMENTATIONS)}.")
+    return IMPLEMENTATIONS[name]

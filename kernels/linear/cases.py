@@ -1,0 +1,97 @@
+"""Shapes, random inputs and expected results for the tests and benchmarks of the linear operation."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from .matrix import FP8, FP8_MAX, SYMMETRIC_ZERO, Matrix, QuantisedMatrix
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A product of `tokens` activations with a matrix of `rows` x `columns`, whose scales cover `block` elements."""
+
+    name: str
+    kind: str  # "plain", "fp8", "int4" or "int4-zero" (with zero points)
+    block: tuple[int, int] = (1, 1)
+    tokens: int = 5
+    leading: tuple[int, ...] = ()
+    rows: int = 256
+    columns: int = 256
+    dtype: str = "float32"  # of the activations
+
+
+CASES = (
+    Case(name="plain", kind="plain"),
+    Case(name="plain-bfloat16-stacked", kind="plain", leading=(2,), dtype="bfloat16"),
+    Case(name="fp8-block", kind="fp8", block=(128, 128)),
+    Case(name="fp8-block-bfloat16", kind="fp8", block=(128, 128), dtype="bfloat16", tokens=17),
+    Case(name="fp8-block-cut", kind="fp8", block=(64, 16), rows=192, columns=48),
+    Case(name="fp8-block-of-rows", kind="fp8", block=(32, 96), leading=(3,), rows=128, columns=96),
+    Case(name="fp8-channel", kind="fp8", block=(1, 256)),
+    Case(name="fp8-channel-bfloat16", kind="fp8", block=(1, 256), leading=(2,), rows=96, dtype="bfloat16"),
+    Case(name="int4-32", kind="int4", block=(1, 32)),
+    Case(name="int4-64-zero", kind="int4-zero", block=(1, 64)),
+    Case(name="int4-128-zero-bfloat16", kind="int4-zero", block=(1, 128), leading=(2,), dtype="bfloat16"),
+    Case(name="int4-cut", kind="int4", block=(1, 2), columns=38, rows=6),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Arguments of `Linear`."""
+
+    x: jnp.ndarray
+    weight: Matrix
+
+
+def make_inputs(case: Case, seed: int) -> Inputs:
+    """Returns random inputs. Scales differ by a factor of up to 16 between blocks."""
+    rng = np.random.default_rng(seed)
+    shape = (*case.leading, case.rows, case.columns)
+    x = jnp.asarray(rng.standard_normal((case.tokens, case.columns)), case.dtype)
+    if case.kind == "plain":
+        return Inputs(x, jnp.asarray(rng.standard_normal(shape), case.dtype))
+    grid = (*case.leading, case.rows // case.block[0], case.columns // case.block[1])
+    scale = jnp.asarray(2.0 ** rng.uniform(-8, -4, grid), jnp.float32)
+    if case.kind == "fp8":
+        data = np.clip(rng.standard_normal(shape) * 100, -FP8_MAX, FP8_MAX).astype(np.float32).astype(FP8)
+        return Inputs(x, QuantisedMatrix(jnp.asarray(data), scale))
+    data = rng.integers(0, 256, (*shape[:-1], case.columns // 2), np.uint8)
+    zero = jnp.asarray(rng.integers(0, 16, grid, np.uint8)) if case.kind == "int4-zero" else None
+    return Inputs(x, QuantisedMatrix(jnp.asarray(data), scale, zero))
+
+
+def exact_matrix(weight: Matrix) -> np.ndarray:
+    """Returns the matrix [..., N, K] in float64, element by element as the contract describes it."""
+    if not isinstance(weight, QuantisedMatrix):
+        return np.asarray(weight).astype(np.float64)
+    data, scale = np.asarray(weight.data), np.asarray(weight.scale).astype(np.float64)
+    rows, columns = weight.block
+    scale = np.repeat(np.repeat(scale, rows, axis=-2), columns, axis=-1)
+    if not weight.is_int4:
+        return data.astype(np.float64) * scale
+    values = np.empty(weight.shape)
+    values[..., 0::2], values[..., 1::2] = data % 16, data // 16
+    if weight.zero is None:
+        return (values - SYMMETRIC_ZERO) * scale
+    zero = np.repeat(np.repeat(np.asarray(weight.zero).astype(np.float64), rows, axis=-2), columns, axis=-1)
+    return (values - zero) * scale
+
+
+def rounded_activations(x: np.ndarray, columns: int) -> np.ndarray:
+    """Returns activations as FP8 checkpoints' inference code rounds them, in float64."""
+    groups = x.astype(np.float32).reshape(x.shape[0], -1, columns)
+    scale = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(FP8_MAX)
+    scale = np.where(scale > 0, scale, np.float32(1))
+    numbers = np.clip(groups / scale, -FP8_MAX, FP8_MAX).astype(FP8).astype(np.float64)
+    return (numbers * scale.astype(np.float64)).reshape(x.shape)
+
+
+def expected(inputs: Inputs, *, is_fp8: bool = False) -> np.ndarray:
+    """Returns the product in float64; with `is_fp8`, of rounded activations if the matrix is FP8."""
+    x, weight = np.asarray(inputs.x).astype(np.float64), inputs.weight
+    if is_fp8 and isinstance(weight, QuantisedMatrix) and not weight.is_int4:
+        x = rounded_activations(np.asarray(inputs.x), weight.block[1])
+    return x @ exact_matrix(weight).reshape(-1, x.shape[1]).T

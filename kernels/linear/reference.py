@@ -1,0 +1,14 @@
+"""Reference implementation of the linear operation: the matrix is dequantised and multiplied in float32."""
+
+import jax
+import jax.numpy as jnp
+
+from .matrix import Matrix, QuantisedMatrix, dequantised
+
+
+def linear(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """See `Linear`."""
+    matrix = dequantised(weight) if isinstance(weight, QuantisedMatrix) else weight.astype(jnp.float32)
+    matrix = matrix.reshape(-1, x.shape[1])
+    product = jnp.einsum("tk,nk->tn", x.astype(jnp.float32), matrix, precision="highest")
+    return product.astype(out_dtype or x.dtype)

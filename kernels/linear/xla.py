@@ -1,0 +1,49 @@
+"""The linear operation in operations that XLA compiles for any backend.
+
+XLA may keep one dequantised matrix in memory while it multiplies, so a quantised model saves memory here, but no time:
+the bytes of the full matrix are written and read again.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .matrix import Matrix, QuantisedMatrix, dequantised, quantised_activations
+
+
+def linear(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """See `Linear`. A dequantised matrix is rounded to the dtype of x; activations keep their precision."""
+    if not isinstance(weight, QuantisedMatrix):
+        return _product(x, weight, out_dtype)
+    if weight.is_int4 or weight.block != (1, x.shape[1]):
+        return _product(x, dequantised(weight).astype(x.dtype), out_dtype)
+    product = _product(x, weight.data.astype(x.dtype), jnp.dtype("float32"))  # a scale of a row can be applied to it
+    return (product * weight.scale.astype(jnp.float32).reshape(1, -1)).astype(out_dtype or x.dtype)
+
+
+def linear_fp8(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """See `Linear`. With an FP8 matrix, activations are rounded to FP8, too, as in FP8 checkpoints' own inference code.
+
+    A token's activations have one scale for the columns of each block of the matrix: 128 for the published block
+    format, less where a shard's blocks are smaller; all of a shard's columns for a matrix with a scale per row.
+    """
+    if not isinstance(weight, QuantisedMatrix) or weight.is_int4:
+        return linear(x, weight, out_dtype=out_dtype)
+    rows, columns = weight.block
+    numbers, scale = quantised_activations(x, columns)
+    if columns == x.shape[1] and rows == 1:  # the scales can be applied to the product
+        data = weight.data.reshape(-1, columns)
+        product = jnp.einsum("tk,nk->tn", numbers, data, preferred_element_type=jnp.float32)
+        product = product * scale * weight.scale.astype(jnp.float32).reshape(1, -1)
+        return product.astype(out_dtype or x.dtype)
+    groups = numbers.astype(jnp.float32).reshape(*scale.shape, columns) * scale[..., None]
+    return _product(groups.reshape(x.shape).astype(x.dtype), dequantised(weight).astype(x.dtype), out_dtype)
+
+
+def _product(x: jax.Array, matrix: jax.Array, out_dtype: jnp.dtype | None) -> jax.Array:
+    return jnp.einsum(
+        "tk,nk->tn",
+        x,
+        matrix.reshape(-1, x.shape[1]),
+        precision="highest" if x.dtype == jnp.float32 else None,
+        preferred_element_type=out_dtype,
+    )

@@ -1,0 +1,76 @@
+"""Tests every implementation of the linear operation against a float64 computation, case by case."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshserve.kernels.linear import (
+    FP8,
+    FP8_MAX,
+    IMPLEMENTATIONS,
+    QuantisedMatrix,
+    cases,
+    dequantised,
+    implementation,
+    to_fp8,
+)
+
+BOUNDS = {"float32": 2e-6, "bfloat16": 6e-3}  # norm of the error over norm of the result
+
+
+def relative_error(found: jax.Array, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(found).astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_the_product_is_the_float64_computation(name: str, case: cases.Case) -> None:
+    inputs = cases.make_inputs(case, seed=1)
+    product = jax.jit(implementation(name))(inputs.x, inputs.weight)
+    assert product.dtype == inputs.x.dtype
+    expected = cases.expected(inputs, is_fp8=name == "xla_fp8")
+    assert product.shape == expected.shape
+    assert relative_error(product, expected) < BOUNDS[case.dtype]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_the_result_can_be_float32(name: str) -> None:
+    case = next(case for case in cases.CASES if case.name == "fp8-block-bfloat16")
+    inputs = cases.make_inputs(case, seed=2)
+    product = implementation(name)(inputs.x, inputs.weight, out_dtype=jnp.dtype("float32"))
+    assert product.dtype == jnp.float32
+    assert relative_error(product, cases.expected(inputs, is_fp8=name == "xla_fp8")) < BOUNDS["bfloat16"]
+
+
+@pytest.mark.parametrize("case", [case for case in cases.CASES if case.kind != "plain"], ids=lambda case: case.name)
+def test_dequantised_elements_are_rounded_once(case: cases.Case) -> None:
+    weight = cases.make_inputs(case, seed=3).weight
+    assert isinstance(weight, QuantisedMatrix)
+    exact = cases.exact_matrix(weight)
+    np.testing.assert_array_equal(dequantised(weight), exact.astype(np.float32))
+    assert weight.shape == exact.shape and weight.block == case.block
+
+
+def test_rounded_activations_differ_from_the_others() -> None:
+    """The two modes are told apart by the bounds of the first test."""
+    inputs = cases.make_inputs(next(case for case in cases.CASES if case.name == "fp8-block"), seed=4)
+    difference = relative_error(jnp.asarray(cases.expected(inputs, is_fp8=True)), cases.expected(inputs))
+    assert 0.01 < difference < 0.05
+
+
+def test_tokens_of_zeros_give_zeros() -> None:
+    inputs = cases.make_inputs(next(case for case in cases.CASES if case.name == "fp8-channel"), seed=5)
+    product = implementation("xla_fp8")(jnp.zeros_like(inputs.x), inputs.weight)
+    np.testing.assert_array_equal(product, 0.0)
+
+
+def test_numbers_beyond_the_range_of_fp8_saturate() -> None:
+    values = to_fp8(jnp.array([449.0, -1e30, 0.0, 1.0, jnp.inf]))
+    assert values.dtype == FP8
+    np.testing.assert_array_equal(values.astype(jnp.float32), [FP8_MAX, -FP8_MAX, 0.0, 1.0, FP8_MAX])
+
+
+def test_an_unknown_implementation_is_named() -> None:
+    with pytest.raises(ValueError, match="'fast'; this build has reference, xla"):
+        implementation("fast")
