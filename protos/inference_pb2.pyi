@@ -299,7 +299,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context_tokens", "eos_token_ids", "tp_degree", "dtype", "page_size_tokens", "num_parameters", "num_devices", "device_kind", "server_version", "default_sampling", "supports_chat", "supports_resume", "supports_logprobs", "supports_structured_output", "supports_penalties", "supports_text")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context_tokens", "eos_token_ids", "tp_degree", "dtype", "page_size_tokens", "num_parameters", "num_devices", "device_kind", "server_version", "default_sampling", "quantization", "kv_cache_dtype", "supports_chat", "supports_resume", "supports_logprobs", "supports_structured_output", "supports_penalties", "supports_text")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +313,8 @@ class GetModelInfoResponse(_message.Message):
     DEVICE_KIND_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_CHAT_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_RESUME_FIELD_NUMBER: _ClassVar[int]
     SUPPORTS_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -332,13 +334,15 @@ class GetModelInfoResponse(_message.Message):
     device_kind: str
     server_version: str
     default_sampling: SamplingParams
+    quantization: str
+    kv_cache_dtype: str
     supports_chat: bool
     supports_resume: bool
     supports_logprobs: bool
     supports_structured_output: bool
     supports_penalties: bool
     supports_text: bool
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tp_degree: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size_tokens: _Optional[int] = ..., num_parameters: _Optional[int] = ..., num_devices: _Optional[int] = ..., device_kind: _Optional[str] = ..., server_version: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., supports_chat: _Optional[bool] = ..., supports_resume: _Optional[bool] = ..., supports_logprobs: _Optional[bool] = ..., supports_structured_output: _Optional[bool] = ..., supports_penalties: _Optional[bool] = ..., supports_text: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tp_degree: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size_tokens: _Optional[int] = ..., num_parameters: _Optional[int] = ..., num_devices: _Optional[int] = ..., device_kind: _Optional[str] = ..., server_version: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., quantization: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., supports_chat: _Optional[bool] = ..., supports_resume: _Optional[bool] = ..., supports_logprobs: _Optional[bool] = ..., supports_structured_output: _Optional[bool] = ..., supports_penalties: _Optional[bool] = ..., supports_text: _Optional[bool] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

@@ -114,9 +114,10 @@ def shard_layout(
     num_kv_heads: int,
     vocab_size: int,
     mlp_dim: int,
+    mlp_unit: int = 1,
     experts: ExpertLayout | None = None,
 ) -> ShardLayout:
-    """Returns the layout for a tensor-parallel size.
+    """Returns the layout for a tensor-parallel size. A shard of the MLP is a multiple of `mlp_unit`.
 
     Raises:
       ValueError: `num_shards` does not divide the number of query heads.
@@ -135,6 +136,6 @@ def shard_layout(
         group_size=group_size,
         repeats=num_groups // num_kv_heads,
         vocab_size=round_up(vocab_size, num_shards),
-        mlp_dim=round_up(mlp_dim, num_shards),
+        mlp_dim=round_up(mlp_dim, num_shards * mlp_unit),
         experts=experts,
     )

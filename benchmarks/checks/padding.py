@@ -63,7 +63,9 @@ class Server:
     def __init__(self, config: ServeConfig, device: str):
         model, chip = named_model(config.model), target(device).chip
         server = resolve_for(config, model, chip=chip, num_devices=config.tp)
-        roofline = Roofline(model=model, layout=server.layout, dtype=server.dtype, chip=chip)
+        roofline = Roofline(
+            model=model, layout=server.layout, dtype=server.dtype, cache_dtype=server.cache_dtype, chip=chip
+        )
         self._weight_seconds = roofline.weight_bytes / chip.hbm_bytes_per_second
         self._key_seconds = roofline.token_bytes / chip.hbm_bytes_per_second  # one token's keys and values
         self._token_seconds = (

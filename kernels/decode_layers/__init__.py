@@ -14,26 +14,30 @@ P pages, S page size (tokens per page), B requests.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from meshserve.kernels.linear import QuantisedMatrix
 from meshserve.kernels.p2p import P2PGroup
 
 from . import gpu, reference
 
 
 class LayerWeights(NamedTuple):
-    """The weights stacked over layers, row-major [out, in] as Hugging Face stores them."""
+    """The weights stacked over layers, row-major [out, in] as Hugging Face stores them.
+
+    The matrices are arrays, or `kernels.linear.QuantisedMatrix` values; see `unsupported_reason`.
+    """
 
     input_norm: jax.Array  # [L, D]
-    qkv: jax.Array  # [L, K, (G + 2) * H, D]: for each kv head, its G query heads, then its key, then its value
+    qkv: Any  # [L, K, (G + 2) * H, D]: for each kv head, its G query heads, then its key, then its value
     q_norm: jax.Array  # [L, H]
     k_norm: jax.Array  # [L, H]
-    o: jax.Array  # [L, D, K * G * H]
+    o: Any  # [L, D, K * G * H]
     post_norm: jax.Array  # [L, D]
-    gate_up: jax.Array  # [L, 2, F, D]: gate, then up
-    down: jax.Array  # [L, D, F]
+    gate_up: Any  # [L, 2, F, D]: gate, then up
+    down: Any  # [L, D, F]
 
     def group_size(self, head_dim: int) -> int:
         """Returns the number of query heads per KV head, from the shape of `qkv`."""
@@ -150,6 +154,14 @@ def implementation(name: str, device: jax.Device | None = None) -> DecodeKernels
     return IMPLEMENTATIONS[name]
 
 
-def unsupported_reason(weights: LayerWeights, cache: jax.Array) -> str | None:
-    """Returns why "cuda" does not support these shapes or dtypes, or None if it does. Array contents are not read."""
-    return gpu.unsupported_reason(weights, cache)
+def unsupported_reason(weights: LayerWeights, cache: jax.Array, name: str = "cuda") -> str | None:
+    """Returns why an implementation does not support these shapes or dtypes, or None if it does.
+
+    Array contents are not read, so that shapes suffice.
+    """
+    for field, matrix in weights._asdict().items():
+        if isinstance(matrix, QuantisedMatrix):
+            return f"{field} is quantised ({matrix.dtype}), which the fused layers do not support yet"
+    if cache.dtype.itemsize == 1:
+        return f"the KV cache is {cache.dtype}, which the fused layers do not support yet"
+    return gpu.unsupported_reason(weights, cache) if name == "cuda" else None

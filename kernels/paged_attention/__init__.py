@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from . import gpu, reference, tpu, tpu_write
+from .storage import as_bits, from_bits, to_cache
 
 
 class PagedBatch(NamedTuple):
@@ -38,7 +39,8 @@ class PagedAttention(Protocol):
 
         Args:
           q: [T, K, G, H].
-          cache: [L, P, K, 2, S, H], with this step's keys and values already written.
+          cache: [L, P, K, 2, S, H], with this step's keys and values already written; in q's dtype, or e4m3 where the
+            implementation supports it.
           batch: the tokens and requests of the step.
           layer: index of the layer.
           scale: multiplies the scores.
@@ -67,9 +69,9 @@ def write_kv(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, *,
     positions = jnp.maximum(batch.positions, 0)
     page = batch.page_table[batch.token_request, positions // page_size]
     page = jnp.where(is_padding, num_pages, page)  # out of range, so the write is dropped
-    return cache.at[layer, page, :, :, positions % page_size].set(
-        jnp.stack([k, v], axis=2).astype(cache.dtype), mode="drop"
-    )
+    fresh = as_bits(to_cache(jnp.stack([k, v], axis=2), cache.dtype))
+    written = as_bits(cache).at[layer, page, :, :, positions % page_size].set(fresh, mode="drop")
+    return from_bits(written, cache.dtype)
 
 
 class RopeSettings(NamedTuple):

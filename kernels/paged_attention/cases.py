@@ -4,6 +4,7 @@ All arrays but the batch are numpy arrays; each implementation moves them to its
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
@@ -28,6 +29,7 @@ class Case:
     head_dim: int = 16
     page_size: int = 16
     dtype: str = "float32"
+    cache_dtype: str = ""  # empty: as `dtype`
     num_layers: int = 2  # the last layer is tested
     num_padding_tokens: int = 0
     num_padding_requests: int = 0
@@ -64,6 +66,11 @@ CASES = (
         name="bfloat16-mixed", requests=((1, 200), (0, 0), (1, 64), (33, 90)), head_dim=128, page_size=64, group=8,
         dtype="bfloat16", num_padding_tokens=3, num_padding_requests=1,
     ),
+    Case(name="fp8-cache", requests=((1, 40), (0, 0), (1, 3), (20, 20), (7, 50)), cache_dtype="float8_e4m3fn"),
+    Case(
+        name="fp8-cache-bfloat16", requests=((1, 200), (1, 64), (33, 90)), head_dim=128, page_size=64, group=8,
+        dtype="bfloat16", cache_dtype="float8_e4m3fn", num_padding_tokens=3, num_padding_requests=1,
+    ),
     Case(
         name="qwen3-8b-decodes", requests=((1, 1024),) * 32, kv_heads=8, group=4, head_dim=128, page_size=32,
         dtype="bfloat16", num_layers=1,
@@ -79,7 +86,7 @@ CASES = (
 )  # fmt: skip
 
 
-def _matrix_case(name: str, requests: tuple[tuple[int, int], ...], **shape: int) -> Case:
+def _matrix_case(name: str, requests: tuple[tuple[int, int], ...], **shape: Any) -> Case:
     return Case(name=name, requests=requests, **{"head_dim": 128, "page_size": 64, **shape}, dtype="bfloat16")
 
 
@@ -153,7 +160,8 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         table[row, : len(pages)] = pages
 
     heads = (case.num_layers, case.kv_heads, 2, case.head_dim)
-    cache = np.full((case.num_layers, num_pages, case.kv_heads, 2, case.page_size, case.head_dim), np.nan, dtype)
+    shape = (case.num_layers, num_pages, case.kv_heads, 2, case.page_size, case.head_dim)
+    cache = np.full(shape, np.nan, np.dtype(case.cache_dtype or dtype))
     positions: list[int] = []
     token_request: list[int] = []
     for row, (num_new, total) in enumerate(case.requests):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from .storage import as_bits, from_bits
+
 if TYPE_CHECKING:
     from . import PagedBatch
 
@@ -17,7 +19,7 @@ def paged_attention(
     q: jax.Array, cache: jax.Array, batch: "PagedBatch", *, layer: int | jax.Array, scale: float
 ) -> jax.Array:
     """See `PagedAttention`."""
-    page_size = cache.shape[4]
+    page_size, bits = cache.shape[4], as_bits(cache)
     queries = q.astype(jnp.float32) * scale
     offsets = jnp.arange(page_size)
 
@@ -25,7 +27,7 @@ def paged_attention(
         highest, total, weighted = carry
         page = batch.page_table[batch.token_request, index]  # [T]
         is_seen = (index * page_size + offsets)[None, :] <= batch.positions[:, None]  # [T, S]
-        block = cache[layer, page].astype(jnp.float32)  # [T, K, 2, S, H]
+        block = from_bits(bits[layer, page], cache.dtype).astype(jnp.float32)  # [T, K, 2, S, H]
         block = jnp.where(is_seen[:, None, None, :, None], block, 0.0)
         scores = jnp.einsum("tkgh,tksh->tkgs", queries, block[:, :, 0], precision="highest")
         scores = jnp.where(is_seen[:, None, None, :], scores, -jnp.inf)

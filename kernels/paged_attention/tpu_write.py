@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .storage import to_cache
+
 if TYPE_CHECKING:
     from . import PagedBatch
 
@@ -32,7 +34,7 @@ def write_kv(
     # The index of each token's tile, equal for tokens that share one; -1 for padding.
     tile = page * (page_size // tile_rows) + positions % page_size // tile_rows
     tile = jnp.where(batch.positions < 0, -1, tile).astype(jnp.int32)
-    fresh = jnp.stack([k, v], axis=2).astype(cache.dtype)  # [T, K, 2, H]
+    fresh = to_cache(jnp.stack([k, v], axis=2), cache.dtype)  # [T, K, 2, H]
     num_tokens, kv_heads, _, head_dim = fresh.shape
     tile_bytes = 2 * kv_heads * tile_rows * head_dim * cache.dtype.itemsize
     block_tokens = min(num_tokens, max(8, 1 << (max(_BLOCK_BYTES // tile_bytes, 1).bit_length() - 1)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .model_config import ModelConfig
+from .quantisation import SCHEMES
 
 _MIN_FAIL_SECONDS = 1.0  # with a shorter time, a busy machine could be mistaken for a lost one
 _DEFAULT_MAX_CONTEXT = 32_768  # tokens, if the model allows more and max_context is not set
@@ -147,6 +148,22 @@ class ServeConfig:
         "the model's generation_config.json, off ignores them",
         choices=("auto", "off"),
     )
+    kv_dtype: str = option(
+        "auto",
+        _MODEL,
+        "type of the KV cache; auto is the activations'; fp8 (e4m3) holds twice as many tokens as bfloat16",
+        choices=("auto", "fp8"),
+    )
+    quantize: str = option(
+        "none",
+        _MODEL,
+        "quantise the weights of an unquantised model while they are loaded: fp8-block (128 x 128 weights share a "
+        "scale), fp8-channel (rows), or int4 (groups of 128)",
+        choices=("none", *SCHEMES),
+    )
+    fp8_head: bool = option(
+        False, _MODEL, "quantise the output head to FP8 while it is loaded, unless it is the model's embedding"
+    )
     random_weights: bool = option(
         False,
         _MODEL,
@@ -274,6 +291,13 @@ class ServeConfig:
         "all-reduce of a GPU mesh; p2p writes to the other GPUs' memory from within the fused layers; auto is p2p for "
         "two or four GPUs of one process that can access each other's memory, xla elsewhere",
         choices=("auto", "xla", "p2p"),
+    )
+    linear: str = option(
+        "auto",
+        _KERNELS,
+        "implementation of products with quantised weights: xla dequantises them, xla_fp8 also rounds activations to "
+        "FP8 before a product with FP8 weights; auto is xla",
+        choices=("auto", "reference", "xla", "xla_fp8"),
     )
     host: str = _listening("127.0.0.1", "address to bind")
     port: int = _listening(50051, "gRPC port to bind; 0 picks a free one", least=0, most=65_535)
@@ -414,7 +438,7 @@ class ServeConfig:
 
 
 def serving_dtype(config: ServeConfig, model: ModelConfig, platform: str) -> str:
-    """Returns the dtype of weights, activations and cache on JAX's `platform`.
+    """Returns the dtype of activations, of weights that are not quantised and, by default, of the cache.
 
     The default for float16 checkpoints is bfloat16, which has the range of float32. On CPUs it is always float32,
     because XLA computes in float32 there, and before jax 0.11.2 copies a bfloat16 cache in every step.
@@ -422,6 +446,11 @@ def serving_dtype(config: ServeConfig, model: ModelConfig, platform: str) -> str
     if config.dtype != "auto":
         return config.dtype
     return "float32" if model.dtype == "float32" or platform == "cpu" else "bfloat16"
+
+
+def cache_dtype(config: ServeConfig, model: ModelConfig, platform: str) -> str:
+    """Returns the dtype of the KV cache on JAX's `platform`."""
+    return "float8_e4m3fn" if config.kv_dtype == "fp8" else serving_dtype(config, model, platform)
 
 
 def context_tokens(config: ServeConfig, model: ModelConfig) -> int:

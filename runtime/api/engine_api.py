@@ -78,6 +78,8 @@ class ModelInfo:
     num_devices: int
     device_kind: str
     server_version: str
+    quantization: str = ""
+    kv_cache_dtype: str = ""
     supports_chat: bool = False
     supports_resume: bool = True
     supports_logprobs: bool = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UnsupportedModelError
+from .quantisation import Quantisation
 
 # Keys of config.json that do not affect the forward pass.
 _IGNORED_KEYS = frozenset(
@@ -86,6 +87,8 @@ class ModelConfig:
     dtype: str  # dtype of the checkpoint: "bfloat16", "float32" or "float16"
     rope: RopeConfig
     experts: ExpertsConfig | None  # None: every layer has a single MLP
+    quantisation: Quantisation | None  # of the layers' projections; None: they have `dtype`
+    head_quantisation: Quantisation | None  # of the output head, made when it is loaded
 
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
@@ -100,6 +103,13 @@ class ModelConfig:
         dense = tuple(layer for layer in layers if not self.experts.has_experts(layer))
         sparse = {"layers": tuple(layer for layer in layers if layer not in dense)}
         return sparse | ({"dense_layers": dense} if dense else {})
+
+    @property
+    def quantisation_name(self) -> str:
+        """What is quantised and how, for logs and GetModelInfo; empty if nothing is."""
+        layers = "" if self.quantisation is None else self.quantisation.name
+        head = "" if self.head_quantisation is None else f"head {self.head_quantisation.name}"
+        return ", ".join(filter(None, (layers, head)))
 
     @property
     def longest_context(self) -> int:
@@ -133,6 +143,8 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """Reads the contents of a config.json. `weights.registry` selects the model class.
 
+        The registry also reads `quantization_config`, which is unknown here.
+
         Raises:
           UnsupportedModelError: The file has an option that is missing, invalid or not implemented.
         """
@@ -152,6 +164,8 @@ class ModelConfig:
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
             rope=_rope_config(raw),
             experts=None,
+            quantisation=None,
+            head_quantisation=None,
         )
 
 

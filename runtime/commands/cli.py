@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ..api.config import SECTIONS, Option, ServeConfig, read_toml, server_only_options
+from ..api.config import SECTIONS, Option, ServeConfig, options, read_toml, server_only_options
 from ..api.errors import ConfigError, EngineStoppedError, MeshserveError
+from ..api.quantisation import NOT_QUANTIZED
 from ..telemetry.logs import configure_logs, drop_output
 
 _EXIT_USAGE = 2
@@ -86,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "bfloat16", "float32"),
         default="auto",
         help="dtype of the weights; auto: the model's (%(default)s)",
+    )
+    convert.add_argument(
+        "--quantize",
+        choices=options()["quantize"].choices,
+        default=NOT_QUANTIZED,
+        help="quantise the weights of an unquantised model (%(default)s)",
     )
     convert.add_argument("--verify", action="store_true", help="read the checkpoint and compare all its checksums")
     convert.set_defaults(run=_convert)
@@ -249,6 +256,7 @@ def _convert(namespace: argparse.Namespace) -> int:
         namespace.output,
         revision=namespace.revision,
         dtype=namespace.dtype,
+        quantize=namespace.quantize,
         is_verified=namespace.verify,
     )
 

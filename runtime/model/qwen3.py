@@ -12,7 +12,7 @@ mlp, V vocab.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,15 +21,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
-from meshserve.kernels.experts import Experts, xla
+from meshserve.kernels.experts import Experts
+from meshserve.kernels.experts import xla as xla_experts
+from meshserve.kernels.linear import Linear, xla
 from meshserve.kernels.p2p import P2PGroup, P2POperations
 from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, QKNormRope, RopeSettings, WriteKV, write_kv
+from meshserve.kernels.paged_attention.storage import scaled_access
 from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, P2PAllReduce, all_gather, all_reduce
 from meshserve.sharding.layout import GATE, UP, ShardLayout, split_group
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
 from ..api.model_config import ModelConfig
+from ..quantisation.declaration import Declare, matrix_of
 from . import fused_decode
 from .rope import rotate, rotation
 
@@ -38,20 +42,17 @@ LIBRARY_TOKENS = 64  # from this size on, library GEMMs are at least as fast as 
 LIBRARY_ROWS = 8  # minimum rows of logits with library GEMMs; for fewer, cuBLAS converts the table to float32
 
 
-class Weight(nnx.Param):
-    """A model parameter. Its metadata `axes` names the logical axis of each dimension (see `sharding.mesh.RULES`)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """Kernels and options with which a backend computes the layers."""
 
     attend: PagedAttention
+    linear: Linear = xla.linear
     write: WriteKV = write_kv
     prepare: QKNormRope | None = None  # replaces `write` and the norms and rotation before it
     decode: DecodeKernels | None = None  # fused layers for small decode steps
     max_fused_tokens: int = 64  # largest decode step that runs on them
-    experts: Experts = xla.experts  # of layers that have experts
+    experts: Experts = xla_experts.experts  # of layers that have experts
     is_unrolled: bool = False  # unrolls the layers instead of looping over them
     has_statistics_apart: bool = False  # in large steps without `prepare`; see `Attention`
     has_library_gemms: bool = False  # in steps of LIBRARY_TOKENS and more; see `chips.compiler_options`
@@ -83,8 +84,9 @@ class MLPContext(NamedTuple):
     """Values shared by the MLPs of all layers of a step."""
 
     p2p_all_reduce: P2PAllReduce | None = None
-    experts: Experts = xla.experts
+    experts: Experts = xla_experts.experts
     positions: jax.Array | None = None  # [T] int32: of each token, -1 for padding; None if no token is padding
+    linear: Linear = xla.linear
 
 
 class StepContext(NamedTuple):
@@ -94,27 +96,17 @@ class StepContext(NamedTuple):
     cos: jax.Array  # [T, H / 2]
     sin: jax.Array
     attend: PagedAttention
+    linear: Linear = xla.linear
     write: WriteKV = write_kv
     prepare: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # `QKNormRope` with its settings
     p2p_all_reduce: P2PAllReduce | None = None
     has_statistics_apart: bool = False
-    experts: Experts = xla.experts
+    experts: Experts = xla_experts.experts
 
     @property
     def mlp(self) -> MLPContext:
         """The part of it that the MLPs use."""
-        return MLPContext(self.p2p_all_reduce, self.experts, self.batch.positions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Declare:
-    """Creates parameters of one dtype. With `stack`, all layers share one array, so that a step has few arguments."""
-
-    dtype: jnp.dtype
-    stack: tuple[int, ...] = ()
-
-    def __call__(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Weight:
-        return Weight(jnp.zeros(self.stack + shape, self.dtype), axes=(None,) * len(self.stack) + axes)
+        return MLPContext(self.p2p_all_reduce, self.experts, self.batch.positions, self.linear)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, inverse: jax.Array | None = None) -> jax.Array:
@@ -132,23 +124,20 @@ def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
-def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiplies x [T, in] by the transpose of weight [out, in]: [T, out].
-
-    float32 inputs are multiplied in full float32 precision on every backend.
-    """
-    return jnp.einsum("ti,oi->to", x, weight, precision="highest" if x.dtype == jnp.float32 else None)
-
-
 class Attention(nnx.Module):
     """Grouped-query attention with normalized q and k."""
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, declare: Declare):
         embed_dim, head_dim = config.embed_dim, config.head_dim
-        self.qkv = declare(layout.qkv_shape(head_dim, embed_dim), ("kv_heads", None, None))
+        qkv_shape = layout.qkv_shape(head_dim, embed_dim)
+        self.qkv = declare.matrix("attention.qkv", qkv_shape, ("kv_heads", None, None), row_unit=head_dim)
         self.q_norm = declare((head_dim,), (None,))
         self.k_norm = declare((head_dim,), (None,))
-        self.out = declare((embed_dim, config.num_query_heads * head_dim), (None, "query_heads"))
+        out_shape = (embed_dim, config.num_query_heads * head_dim)
+        self.out = declare.matrix("attention.out", out_shape, (None, "query_heads"))
+        has_scales = config.quantisation is not None and config.quantisation.has_kv_scales
+        scale_shape = (layout.num_groups, 2)  # scales of the keys and of the values in an 8-bit cache
+        self.kv_scale = declare(scale_shape, ("kv_heads", None), jnp.dtype("float32")) if has_scales else None
         self.head_dim, self.eps = head_dim, config.rms_norm_eps
 
     def __call__(
@@ -159,7 +148,9 @@ class Attention(nnx.Module):
         Returns:
           The all-reduced output [T, D], and the cache with this step's keys and values.
         """
-        rows = project(x, self.qkv[...].reshape(-1, x.shape[1]))
+        if self.kv_scale is not None:
+            context = context._replace(**scaled_access(context.attend, context.write, self.kv_scale[...]))
+        rows = context.linear(x, self.qkv[...])
         if not isinstance(
             layer, int
         ):  # in a loop, the TPU compiler would otherwise split the weights instead of the rows
@@ -169,7 +160,8 @@ class Attention(nnx.Module):
         else:
             q, cache = self._prepare(rows, cache, layer, context)
         attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
-        return all_reduce(project(attended.reshape(x.shape[0], -1), self.out[...]), context.p2p_all_reduce), cache
+        output = context.linear(attended.reshape(x.shape[0], -1), self.out[...])
+        return all_reduce(output, context.p2p_all_reduce), cache
 
     def _prepare(
         self, rows: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
@@ -192,13 +184,13 @@ class MLP(nnx.Module):
     """Feed-forward network with SwiGLU activation."""
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, declare: Declare):
-        self.gate_up = declare((2, layout.mlp_dim, config.embed_dim), (None, "mlp", None))
-        self.down = declare((config.embed_dim, layout.mlp_dim), (None, "mlp"))
+        self.gate_up = declare.matrix("mlp.gate_up", (2, layout.mlp_dim, config.embed_dim), (None, "mlp", None))
+        self.down = declare.matrix("mlp.down", (config.embed_dim, layout.mlp_dim), (None, "mlp"))
 
-    def __call__(self, x: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, linear: Linear, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
         """Applies the MLP to x [T, D] and returns the all-reduced output [T, D]."""
-        halves = jnp.split(project(x, self.gate_up[...].reshape(-1, x.shape[1])), 2, axis=-1)
-        return all_reduce(project(jax.nn.silu(halves[GATE]) * halves[UP], self.down[...]), p2p_all_reduce)
+        halves = jnp.split(linear(x, self.gate_up[...]), 2, axis=-1)
+        return all_reduce(linear(jax.nn.silu(halves[GATE]) * halves[UP], self.down[...]), p2p_all_reduce)
 
 
 class DecoderLayer(nnx.Module):
@@ -230,7 +222,7 @@ class DecoderLayer(nnx.Module):
 
     def after_mlp(self, x: jax.Array, layer: int | jax.Array, context: MLPContext) -> jax.Array:
         """Applies the MLP half, in which tokens are independent: x [B, D] -> the same shape."""
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.p2p_all_reduce)
+        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.linear, context.p2p_all_reduce)
 
 
 class Forward(NamedTuple):
@@ -247,15 +239,15 @@ class Qwen3(nnx.Module):
     layer_types = {"layers": DecoderLayer}  # by the name of the stack
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype):
-        declare = Declare(dtype=dtype)
+        declare = Declare(dtype=dtype, num_shards=layout.num_shards, quantisation=config.quantisation)
         table = (layout.vocab_size, config.embed_dim)
         self.embedding = declare(table, ("vocab", None))
         for name, layers in config.stacks.items():
-            stacked = Declare(dtype=dtype, stack=(len(layers),))
+            stacked = replace(declare, prefix=f"{name}.", stack=(len(layers),))
             setattr(self, name, self.layer_types[name](config, layout, stacked))
         self.norm = declare((config.embed_dim,), (None,))
         if not config.is_tied:
-            self.head = declare(table, ("vocab", None))
+            self.head = replace(declare, quantisation=config.head_quantisation).matrix("head", table, ("vocab", None))
         self.config = config
 
     def embed(self, token_ids: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
@@ -299,7 +291,16 @@ class Qwen3(nnx.Module):
             prepare = partial(kernels.prepare, settings=settings)
         is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
         context = StepContext(
-            batch, cos, sin, kernels.attend, kernels.write, prepare, kernels.p2p_all_reduce, is_apart, kernels.experts
+            batch,
+            cos,
+            sin,
+            kernels.attend,
+            kernels.linear,
+            kernels.write,
+            prepare,
+            kernels.p2p_all_reduce,
+            is_apart,
+            kernels.experts,
         )
 
         def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -332,8 +333,7 @@ class Qwen3(nnx.Module):
         """Computes float32 logits [B, V / shards] of this shard's vocabulary from hidden states [B, D]."""
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         table = self.embedding[...] if self.config.is_tied else self.head[...]
-        precision = "highest" if x.dtype == jnp.float32 else None
-        return jnp.einsum("bd,vd->bv", x, table, precision=precision, preferred_element_type=jnp.float32)
+        return xla.linear(x, table, out_dtype=jnp.dtype("float32"))
 
 
 def slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:
@@ -348,17 +348,20 @@ def slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:
 
 
 def layer_weights(layers: nnx.State) -> LayerWeights:
-    """Returns the stacked parameters of all layers, arrays or shapes, as operands of the fused decode kernels."""
+    """Returns the stacked parameters of all layers, arrays or shapes, as operands of the fused decode kernels.
+
+    Quantised projections are `QuantisedMatrix` values, which the kernels may not support: ask `unsupported_reason`.
+    """
     attention, mlp = layers["attention"], layers["mlp"]
     return LayerWeights(
         input_norm=layers["attention_norm"].get_value(),
-        qkv=attention["qkv"].get_value(),
+        qkv=matrix_of(attention["qkv"]),
         q_norm=attention["q_norm"].get_value(),
         k_norm=attention["k_norm"].get_value(),
-        o=attention["out"].get_value(),
+        o=matrix_of(attention["out"]),
         post_norm=layers["mlp_norm"].get_value(),
-        gate_up=mlp["gate_up"].get_value(),
-        down=mlp["down"].get_value(),
+        gate_up=matrix_of(mlp["gate_up"]),
+        down=matrix_of(mlp["down"]),
     )
 
 

@@ -20,7 +20,8 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.model_config import ExpertsConfig, ModelConfig
-from .qwen3 import Declare, DecoderLayer, MLPContext, Qwen3, rms_norm, slice_stack
+from ..quantisation.declaration import Declare
+from .qwen3 import DecoderLayer, MLPContext, Qwen3, rms_norm, slice_stack
 
 _STACKED_MATRICES = ("gate_up", "down")
 

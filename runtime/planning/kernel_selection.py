@@ -6,14 +6,14 @@ and returns the kernels. `make_kernels` returns the kernels of given names, also
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.kernels import decode_layers, experts, paged_attention, sampling
+from meshserve.kernels import decode_layers, experts, linear, paged_attention, sampling
 from meshserve.kernels.cuda import build
 from meshserve.kernels.p2p import P2PGroup, check
 from meshserve.kernels.p2p import gpu as p2p_gpu
@@ -46,6 +46,7 @@ class KernelNames:
 
     attention: str
     decode_layers: str
+    linear: str
     all_reduce: str
     gemm_backend: str
     moe_backend: str
@@ -83,7 +84,15 @@ class KernelShapes:
     model: ModelConfig
     layout: ShardLayout
     dtype: jnp.dtype
+    cache_dtype: jnp.dtype
     page_size: int
+
+
+class CudaRefusals(NamedTuple):
+    """Why the CUDA kernels cannot serve, by the option that names them; None if they can."""
+
+    attention: str | None = None
+    decode_layers: str | None = None
 
 
 def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
@@ -98,24 +107,31 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
 
 
 def name_kernels(
-    config: ServeConfig, *, platform: str, num_devices: int, cuda_refusal: str | None, has_fused_layers: bool = True
+    config: ServeConfig,
+    *,
+    platform: str,
+    num_devices: int,
+    cuda_refusals: CudaRefusals,
+    has_fused_layers: bool = True,
 ) -> KernelNames:
     """Returns the kernels that the options name, and for "auto" the fastest ones that can run.
 
     An automatic all-reduce is P2P on numbers of GPUs in one process for which it has been measured.
 
     Args:
+      config: The options.
       platform: JAX's name for the devices' platform.
       num_devices: TP size.
-      cuda_refusal: Why the CUDA kernels cannot serve on these devices; None if they can.
+      cuda_refusals: Why the CUDA kernels cannot serve on these devices.
       has_fused_layers: Whether the model class has fused layers for small decode steps.
 
     Raises:
       ConfigError: The options name fused layers for a model class without any.
     """
     ours, layers = {"tpu": ("tpu", "off"), "gpu": ("cuda", "cuda")}.get(platform, ("reference", "off"))
-    if platform == "gpu" and cuda_refusal is not None:
-        ours, layers = "reference", "off"
+    if platform == "gpu":
+        ours = ours if cuda_refusals.attention is None else "reference"
+        layers = layers if cuda_refusals.decode_layers is None else "off"
     if not has_fused_layers:
         if config.decode_layers not in ("auto", "off"):
             raise ConfigError(
@@ -128,6 +144,7 @@ def name_kernels(
     return KernelNames(
         attention=ours if config.attention == "auto" else config.attention,
         decode_layers=layers,
+        linear="xla" if config.linear == "auto" else config.linear,
         all_reduce=("p2p" if has_p2p else "xla") if config.all_reduce == "auto" else config.all_reduce,
         gemm_backend=backend if config.gemm_backend == "auto" else config.gemm_backend,
         moe_backend=experts.default_name(platform) if config.moe_backend == "auto" else config.moe_backend,
@@ -149,12 +166,12 @@ def select_kernels(
     """
     device, asked = mesh.devices.flat[0], (config.attention, config.decode_layers)
     may_use_cuda = "cuda" in asked or ("auto" in asked and device.platform == "gpu")
-    refusal = _cuda_refusal(shapes, device) if may_use_cuda else None
+    refusals = _cuda_refusals(shapes, device) if may_use_cuda else CudaRefusals()
     names = name_kernels(
         config,
         platform=device.platform,
         num_devices=mesh.size,
-        cuda_refusal=refusal,
+        cuda_refusals=refusals,
         has_fused_layers=architecture_of(shapes.model).layer_weights is not None,
     )
     p2p, known = None, findings or P2PFindings()
@@ -167,7 +184,7 @@ def select_kernels(
                 known = P2PFindings(wrong_sums=_wrong_sums(mesh, p2p))
         if p2p is None or known.wrong_sums is not None:
             names, p2p = dataclasses.replace(names, all_reduce="xla"), None
-    return KernelSelection(names, _kernels(names, shapes, mesh, refusal, p2p), known)
+    return KernelSelection(names, _kernels(names, shapes, mesh, refusals, p2p), known)
 
 
 def make_kernels(names: KernelNames, shapes: KernelShapes, mesh: Mesh) -> Kernels:
@@ -177,26 +194,31 @@ def make_kernels(names: KernelNames, shapes: KernelShapes, mesh: Mesh) -> Kernel
       ValueError: A named kernel cannot serve the model on such devices, or its compiler is not installed.
     """
     has_cuda = "cuda" in (names.attention, names.decode_layers)
-    refusal = _cuda_refusal(shapes, mesh.devices.flat[0]) if has_cuda else None
+    refusals = _cuda_refusals(shapes, mesh.devices.flat[0]) if has_cuda else CudaRefusals()
     p2p = P2PGroup(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size))) if names.has_p2p and mesh.size > 1 else None
-    return _kernels(names, shapes, mesh, refusal, p2p)
+    return _kernels(names, shapes, mesh, refusals, p2p)
 
 
 def _kernels(
-    names: KernelNames, shapes: KernelShapes, mesh: Mesh, cuda_refusal: str | None, p2p: P2PGroup | None
+    names: KernelNames, shapes: KernelShapes, mesh: Mesh, cuda_refusals: CudaRefusals, p2p: P2PGroup | None
 ) -> Kernels:
     device, attention, decode = mesh.devices.flat[0], names.attention, names.decode_layers
+    _log_quantisation(names, shapes)
     if attention == "tpu" and device.platform == "tpu":
         return _tpu_kernels(names, shapes, device)
     is_gpu, has_cuda = device.platform == "gpu", "cuda" in (attention, decode)
-    if cuda_refusal is not None:
-        for option, chosen in (("attention", attention), ("decode_layers", decode)):
-            if chosen == "cuda":
-                raise ValueError(f"--{option.replace('_', '-')} cuda cannot serve this model here: {cuda_refusal}.")
-        _log.warning("serving with XLA's kernels, which are slower: %s", cuda_refusal)
+    if decode == "reference":
+        cuda_refusals = cuda_refusals._replace(decode_layers=_layers_refusal(shapes, decode))
+    for option, reason in cuda_refusals._asdict().items():
+        name = getattr(names, option)
+        if reason is not None and (name == "cuda" or (option, name) == ("decode_layers", "reference")):
+            raise ValueError(f"--{option.replace('_', '-')} {name} cannot serve this model here: {reason}.")
+        if reason is not None:
+            _log.warning("%s: %s, which is slower than the CUDA kernels: %s", option.replace("_", " "), name, reason)
     _log.info("attention: %s; decode layers: %s; all-reduce: %s", attention, decode, "xla" if p2p is None else "p2p")
     return Kernels(
         attend=paged_attention.implementation(attention, device),
+        linear=linear.implementation(names.linear),
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
         # It finds the norms of a layer in one stack, by the model's layer.
         prepare=paged_attention.QK_NORM_ROPE.get(attention) if len(shapes.model.stacks) == 1 else None,
@@ -214,10 +236,13 @@ def _kernels(
 
 
 def _tpu_kernels(names: KernelNames, shapes: KernelShapes, device: jax.Device) -> Kernels:
-    paged_attention.tpu.check_shapes(head_dim=shapes.model.head_dim, page_size=shapes.page_size, dtype=shapes.dtype)
+    paged_attention.tpu.check_shapes(
+        head_dim=shapes.model.head_dim, page_size=shapes.page_size, dtype=shapes.cache_dtype
+    )
     chip = chip_of(device)
     return Kernels(
         attend=paged_attention.IMPLEMENTATIONS["tpu"],
+        linear=linear.implementation(names.linear),
         write=paged_attention.WRITERS["tpu"],
         experts=experts.implementation(names.moe_backend, device),
         is_unrolled=chip is not None and chip.is_unrolled,
@@ -259,34 +284,65 @@ def _wrong_sums(mesh: Mesh, p2p: P2PGroup) -> str | None:
     return reason
 
 
-def _cuda_refusal(shapes: KernelShapes, device: jax.Device) -> str | None:
-    """Returns why the CUDA kernels cannot serve the model on a device, or None if they can. Builds them."""
+def _cuda_refusals(shapes: KernelShapes, device: jax.Device) -> CudaRefusals:
+    """Returns why the CUDA kernels cannot serve the model on a device. Builds them."""
     reason = build.unavailable_reason(device)
     if reason is not None:
-        return reason
+        return CudaRefusals(reason, reason)
     try:
         build.build()
     except build.KernelBuildError as error:
-        return str(error)
-    return shape_refusal(shapes)
+        return CudaRefusals(str(error), str(error))
+    return shape_refusals(shapes)
 
 
-def shape_refusal(shapes: KernelShapes) -> str | None:
-    """Returns why the CUDA kernels do not support a device's shard of the model, or None if they do."""
-    model, num_devices, dtype = shapes.model, shapes.layout.num_shards, shapes.dtype
+def shape_refusals(shapes: KernelShapes) -> CudaRefusals:
+    """Returns why the CUDA kernels do not support a device's shard of the model."""
+    attention = paged_attention.gpu.unsupported_reason(shapes.layout.group_size, shapes.dtype, _cache_shard(shapes))
+    return CudaRefusals(attention, _layers_refusal(shapes, "cuda"))
+
+
+def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
+    """Returns why fused layers do not support a device's shard of the model.
+
+    None means that they do, or that the model class has none.
+    """
+    model, num_devices = shapes.model, shapes.layout.num_shards
     layer_weights = architecture_of(model).layer_weights
-    whole = state_shapes(model, shapes.layout, CacheShape(1, shapes.page_size, 1, 1), dtype).cache.shape
-    cache: Any = jax.ShapeDtypeStruct((*whole[:2], whole[2] // num_devices, *whole[3:]), dtype)
-    if layer_weights is None:  # only the attention kernels serve such a model
-        return paged_attention.gpu.unsupported_reason(shapes.layout.group_size, dtype, cache)
+    if layer_weights is None:
+        return None
 
     def shard(weight: nnx.Variable) -> nnx.Variable:
         shape = [
             size // (1 if axis is None else num_devices) for size, axis in zip(weight.shape, weight.axes, strict=True)
         ]
-        return weight.replace(jax.ShapeDtypeStruct(tuple(shape), dtype))
+        return weight.replace(jax.ShapeDtypeStruct(tuple(shape), weight.get_value().dtype))
 
-    _, abstract = abstract_model(model, shapes.layout, dtype)
+    _, abstract = abstract_model(model, shapes.layout, shapes.dtype)
     is_weight = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
     weights = layer_weights(jax.tree.map(shard, abstract["layers"], is_leaf=is_weight))
-    return decode_layers.unsupported_reason(weights, cache)
+    return decode_layers.unsupported_reason(weights, _cache_shard(shapes), name)
+
+
+def _cache_shard(shapes: KernelShapes) -> Any:
+    """Returns the shape of one page of the cache on a device."""
+    one_page = CacheShape(1, shapes.page_size, 1, 1)
+    whole = state_shapes(shapes.model, shapes.layout, one_page, shapes.cache_dtype).cache.shape
+    return jax.ShapeDtypeStruct((*whole[:2], whole[2] // shapes.layout.num_shards, *whole[3:]), shapes.cache_dtype)
+
+
+def _log_quantisation(names: KernelNames, shapes: KernelShapes) -> None:
+    """Logs what is quantised, and what serves it."""
+    quantisation, description = shapes.model.quantisation, shapes.model.quantisation_name
+    if description:
+        _log.info(
+            "quantised weights: %s; linear: %s, which dequantises in every step: memory is saved, time is not",
+            description,
+            names.linear,
+        )
+    if quantisation is not None and not quantisation.parameters:
+        _log.warning("every projection is dequantised while it is loaded: each is left out in some layer")
+    if shapes.cache_dtype.itemsize == 1:
+        has_scales = quantisation is not None and quantisation.has_kv_scales
+        kind = "with the checkpoint's scales" if has_scales else "without scales"
+        _log.info("KV cache: %s, %s", shapes.cache_dtype, kind)

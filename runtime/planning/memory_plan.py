@@ -5,6 +5,7 @@ Serves `meshserve plan`. Needs neither devices nor weights. `compiled_plan` comp
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,12 +24,14 @@ from ..program.device_figures import DeviceFigures
 from ..program.output_buffers import output_buffer_keys
 from ..program.processor_batch import WORD_BITS, processor_sizes
 from ..program.step import cache_page_bytes
+from ..weights.orbax_layout import parameters_in
 from ..weights.registry import abstract_model
 from .auto_limits import GPU_MEMORY_FRACTION
 from .resolved_server import ResolvedServer, resolve_for
 
 MIB = 1 << 20
-# On CPU devices, earlier releases of XLA keep a float32 copy and another bfloat16 copy of a bfloat16 cache.
+# On CPU devices, earlier releases of XLA keep a float32 copy and another bfloat16 copy of a bfloat16 cache,
+# and a copy of an 8-bit cache.
 _XLA_WIDENS_CPU_CACHES = jax.__version_info__ < (0, 11, 2)
 _ADJUSTED_LOGITS = 3  # arrays of the size of the logits that exist at the same time while penalties are applied
 _PROCESSOR_BYTES = 8  # per slot and token of the vocabulary: an int32 of its history, a float32 of bias
@@ -42,6 +45,8 @@ class MemoryPlan:
     target: str
     tp: int
     dtype: str
+    quantisation: str  # of the weights, or "none"
+    cache_dtype: str
     page_size: int
     limit_bytes: int  # maximum that a program may use; 0 if unknown
     weight_bytes: int
@@ -124,8 +129,9 @@ class Planner:
         processors = self.processor_state_bytes + self._mask_bytes() if server.has_processors else 0
         if server.platform == "cpu":  # as `sharding.memory.free_bytes` computes it
             free = served = CPU_CACHE_BYTES // server.tp
-            if server.dtype.itemsize < 4 and _XLA_WIDENS_CPU_CACHES:
-                scratch += 3 * (server.requested_pages or served // page) * page
+            if server.cache_dtype.itemsize < 4 and _XLA_WIDENS_CPU_CACHES:
+                num_copies = 3 if server.cache_dtype.itemsize == 2 else 1
+                scratch += num_copies * (server.requested_pages or served // page) * page
         else:
             free = limit - weights - scratch - processors
             served = int(limit * server.memory_fraction) - (limit - free) - server.reserve_bytes
@@ -140,6 +146,8 @@ class Planner:
             target=self.target.name,
             tp=server.tp,
             dtype=server.dtype.name,
+            quantisation=server.model.quantisation_name or "none",
+            cache_dtype=server.cache_dtype.name,
             page_size=server.limits.page_size,
             limit_bytes=limit,
             weight_bytes=weights,
@@ -187,11 +195,12 @@ class Planner:
         server, dtype = self.server, self.server.dtype
         bucket = server.buckets[-1]
         scratch = scratch_estimate(server.model, server.layout, bucket, dtype)
+        scratch += dequantised_bytes(server.model, server.layout, dtype)
         if server.platform == "tpu" or server.kernel_names.attention == "cuda":
             return scratch
         page_values = cache_page_bytes(server.model, server.layout, server.limits.page_size, jnp.dtype("int8"))
         gathered = bucket.num_tokens * page_values // server.model.num_layers
-        scratch += gathered * (dtype.itemsize + 4)  # in the cache's dtype, and in float32
+        scratch += gathered * (server.cache_dtype.itemsize + 4)  # in the cache's dtype, and in float32
         if server.platform == "cpu" and dtype.itemsize < 4:  # XLA multiplies in float32 and keeps such copies of layers
             scratch += layer_bytes(server.model, server.layout, jnp.dtype("float32"))
         return scratch
@@ -212,20 +221,32 @@ def _split(layout: ShardLayout) -> str:
 def weight_bytes(model: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> int:
     """Returns the bytes of all weights on one device."""
     _, abstract = abstract_model(model, layout, dtype)
-    return _shard_bytes(abstract.flat_state().leaves, layout, dtype)
+    return _shard_bytes(abstract.flat_state().leaves, layout)
 
 
 def layer_bytes(model: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> int:
     """Returns the bytes of the layers' weights on one device, without embedding and output head."""
     _, abstract = abstract_model(model, layout, dtype)
-    return sum(_shard_bytes(abstract[stack].flat_state().leaves, layout, dtype) for stack in model.stacks)
+    return sum(_shard_bytes(abstract[stack].flat_state().leaves, layout) for stack in model.stacks)
 
 
-def _shard_bytes(weights: Iterable[Any], layout: ShardLayout, dtype: jnp.dtype) -> int:
+def num_layer_weights(model: ModelConfig, layout: ShardLayout) -> int:
+    """Returns the number of weights of the layers on one device, quantised or not."""
+    return layer_bytes(dataclasses.replace(model, quantisation=None), layout, jnp.dtype("int8"))
+
+
+def dequantised_bytes(model: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> int:
+    """Returns the bytes of the largest quantised matrix of a layer on one device once XLA has dequantised it."""
+    matrices = [array for array in parameters_in(model, layout).values() if array.granule is not None]
+    return max((math.prod(array.matrix_shape) // layout.num_shards * dtype.itemsize for array in matrices), default=0)
+
+
+def _shard_bytes(weights: Iterable[Any], layout: ShardLayout) -> int:
     total = 0  # every sharded axis is a multiple of the number of shards
     for weight in weights:
         is_sharded = any(axis is not None for axis in weight.axes)
-        total += weight.get_value().size * dtype.itemsize // (layout.num_shards if is_sharded else 1)
+        array = weight.get_value()
+        total += array.size * array.dtype.itemsize // (layout.num_shards if is_sharded else 1)
     return total
 
 

@@ -73,7 +73,12 @@ def plan_table(plan: MemoryPlan) -> str:
         ("pages served", f"{plan.served_pages} ({plan.served_tokens} tokens)"),
         ("step programs", f"{plan.num_programs}"),
     ]
-    head = f"{plan.model} on {plan.target}, tp {plan.tp}, {plan.dtype}, per device:"
+    kinds = [plan.dtype]
+    if plan.quantisation != "none":
+        kinds.append(f"weights {plan.quantisation}")
+    if plan.cache_dtype != plan.dtype:
+        kinds.append(f"KV cache {plan.cache_dtype}")
+    head = f"{plan.model} on {plan.target}, tp {plan.tp}, {', '.join(kinds)}, per device:"
     limits = f"  limits: {plan.limits}"
     return "\n".join([head, *(f"  {name:<26} {value:>22}" for name, value in rows), limits])
 
@@ -213,6 +218,6 @@ def compile_with_table(planner: Planner, known: dict[KnownKey, ProgramReport] | 
 
 def _model(config: ServeConfig) -> ModelConfig:
     if is_published(config.model):
-        return named_model(config.model)
+        return named_model(config.model, config.quantize, fp8_head=config.fp8_head)
     files = find_model(config.model, revision=config.revision, random_weights=True)  # downloads no weights
-    return read_model(files.small / "config.json")
+    return read_model(files.small / "config.json", config.quantize, fp8_head=config.fp8_head)

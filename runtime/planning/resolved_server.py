@@ -19,7 +19,7 @@ from meshserve.sharding.chips import Chip, chip_of
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding
 
-from ..api.config import ServeConfig, context_tokens, serving_dtype
+from ..api.config import ServeConfig, cache_dtype, context_tokens, serving_dtype
 from ..api.model_config import ModelConfig
 from ..model.qwen3 import Kernels
 from ..program.batch import Bucket
@@ -31,6 +31,7 @@ from ..weights.registry import abstract_model, architecture_of
 from .auto_limits import StepLimits, choose_limits, usable_share
 from .buckets import declare_buckets
 from .kernel_selection import (
+    CudaRefusals,
     KernelNames,
     KernelShapes,
     P2PFindings,
@@ -38,7 +39,7 @@ from .kernel_selection import (
     max_fused_tokens,
     name_kernels,
     select_kernels,
-    shape_refusal,
+    shape_refusals,
 )
 from .server_programs import ServerPrograms
 
@@ -53,7 +54,8 @@ class ResolvedServer:
     model: ModelConfig
     platform: str  # JAX's name
     layout: ShardLayout
-    dtype: jnp.dtype  # of weights, activations and KV cache
+    dtype: jnp.dtype  # of activations and weights that are not quantised
+    cache_dtype: jnp.dtype  # of the KV cache
     kernel_names: KernelNames
     max_fused_tokens: int  # largest decode step on fused layers; 0 without them
     limits: SchedulerLimits
@@ -72,7 +74,7 @@ class ResolvedServer:
     @property
     def page_bytes(self) -> int:
         """Bytes of one KV cache page on each device."""
-        return cache_page_bytes(self.model, self.layout, self.limits.page_size, self.dtype)
+        return cache_page_bytes(self.model, self.layout, self.limits.page_size, self.cache_dtype)
 
     def cache_shape(self, num_pages: int) -> CacheShape:
         limits = self.limits
@@ -95,13 +97,13 @@ class PlacedServer(ResolvedServer):
 
         def place(weight: nnx.Variable) -> nnx.Variable:
             sharding = named_sharding(self.mesh, weight.axes)
-            return weight.replace(jax.ShapeDtypeStruct(weight.shape, self.dtype, sharding=sharding))
+            return weight.replace(jax.ShapeDtypeStruct(weight.shape, weight.get_value().dtype, sharding=sharding))
 
         return structure, jax.tree.map(place, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
     def programs(self, structure: nnx.GraphDef, params: nnx.State, shape: CacheShape) -> ServerPrograms:
         """Declares the programs of this server. `params` may be shapes with shardings."""
-        state = state_shapes(self.model, self.layout, shape, self.dtype)
+        state = state_shapes(self.model, self.layout, shape, self.cache_dtype)
         processors = ProcessorPrograms(
             structure=structure,
             params=params,
@@ -153,13 +155,13 @@ def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devi
       ValueError: The model cannot be split over so many devices.
     """
     shapes = _shapes(config, model, chip.platform, num_devices)
-    refusal = shape_refusal(shapes) if chip.platform == "gpu" else None
+    refusals = shape_refusals(shapes) if chip.platform == "gpu" else CudaRefusals()
     has_fused_layers = architecture_of(model).layer_weights is not None
     names = name_kernels(
         config,
         platform=chip.platform,
         num_devices=num_devices,
-        cuda_refusal=refusal,
+        cuda_refusals=refusals,
         has_fused_layers=has_fused_layers,
     )
     limits = choose_limits(
@@ -201,12 +203,19 @@ def _shapes(config: ServeConfig, model: ModelConfig, platform: str, num_devices:
         model=model,
         layout=model_layout(model, num_devices, expert_parallel=config.expert_parallel),
         dtype=jnp.dtype(serving_dtype(config, model, platform)),
+        cache_dtype=jnp.dtype(cache_dtype(config, model, platform)),
         page_size=config.page_size,
     )
 
 
 def _kernel_shapes(server: ResolvedServer) -> KernelShapes:
-    return KernelShapes(model=server.model, layout=server.layout, dtype=server.dtype, page_size=server.limits.page_size)
+    return KernelShapes(
+        model=server.model,
+        layout=server.layout,
+        dtype=server.dtype,
+        cache_dtype=server.cache_dtype,
+        page_size=server.limits.page_size,
+    )
 
 
 def _resolved(
@@ -230,6 +239,7 @@ def _resolved(
         platform=platform,
         layout=shapes.layout,
         dtype=shapes.dtype,
+        cache_dtype=shapes.cache_dtype,
         kernel_names=names,
         max_fused_tokens=num_fused_tokens,
         limits=_limits(config, chosen, context_tokens(config, shapes.model), buckets),

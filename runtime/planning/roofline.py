@@ -20,7 +20,7 @@ from meshserve.sharding.chips import Chip
 from meshserve.sharding.layout import ShardLayout
 
 from ..api.model_config import ExpertsConfig, ModelConfig
-from .memory_plan import layer_bytes
+from .memory_plan import layer_bytes, num_layer_weights
 
 # Time of an all-reduce of few bytes within a host, measured on four H200 (docs/performance.md) and guessed for TPUs.
 _XLA_ALL_REDUCE_SECONDS = {"gpu": 18e-6, "tpu": 10e-6}
@@ -55,6 +55,7 @@ class Roofline:
     model: ModelConfig
     layout: ShardLayout
     dtype: jnp.dtype
+    cache_dtype: jnp.dtype
     chip: Chip
     has_p2p: bool = False  # whether the devices use the P2P all-reduce
 
@@ -74,7 +75,11 @@ class Roofline:
 
     @property
     def _head_bytes(self) -> int:
-        return self.layout.vocab_size // self.layout.num_shards * self.model.embed_dim * self.dtype.itemsize
+        return self._num_head_weights * (self.dtype.itemsize if self.model.head_quantisation is None else 1)
+
+    @property
+    def _num_head_weights(self) -> int:
+        return self.layout.vocab_size // self.layout.num_shards * self.model.embed_dim
 
     @property
     def _expert_bytes(self) -> int:
@@ -99,18 +104,21 @@ class Roofline:
     def _layer_flops(self, num_tokens: int) -> float:
         """Returns the operations of the layers' projections in a step, on the device with the most."""
         _, num_choices = self._expert_load(num_tokens)
-        return 2 * (num_tokens * self._shared_layer_bytes + num_choices * self._expert_bytes) / self.dtype.itemsize
+        held = self.layout.experts.block_experts if self.layout.experts is not None else 0
+        num_expert_weights = self._expert_bytes / self.dtype.itemsize
+        num_shared = num_layer_weights(self.model, self.layout) - held * num_expert_weights
+        return 2 * (num_tokens * num_shared + num_choices * num_expert_weights)
 
     @property
     def token_bytes(self) -> int:
         """The bytes of a token's keys and values on each device."""
         groups = self.layout.num_groups // self.layout.num_shards
-        return self.model.num_layers * groups * 2 * self.model.head_dim * self.dtype.itemsize
+        return self.model.num_layers * groups * 2 * self.model.head_dim * self.cache_dtype.itemsize
 
     def decode(self, batch: int, context: int) -> Roof:
         """Returns the roofline of a decode step of `batch` requests with `context` tokens each."""
         read_bytes = self.read_weight_bytes(batch) + batch * context * self.token_bytes
-        head_flops = 2 * self._head_bytes / self.dtype.itemsize
+        head_flops = 2 * self._num_head_weights
         flops = self._layer_flops(batch) + batch * (head_flops + context * self._attention_flops)
         return self._roof(batch, context, read_bytes, flops, num_steps=1)
 

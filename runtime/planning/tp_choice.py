@@ -86,6 +86,7 @@ def roofline_of(planner: Planner) -> Roofline | None:
         model=planner.server.model,
         layout=planner.server.layout,
         dtype=planner.server.dtype,
+        cache_dtype=planner.server.cache_dtype,
         chip=chip,
         has_p2p=planner.server.kernel_names.has_p2p,
     )

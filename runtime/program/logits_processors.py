@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshserve.kernels.experts import Experts
+from meshserve.kernels.linear import Linear
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.sampling_params import MAX_LOGPROBS
@@ -137,14 +138,14 @@ def _top(logits: jax.Array, token_ids: jax.Array, num_top: int) -> tuple[jax.Arr
 
 
 def prompt_logprobs(
-    structure: nnx.GraphDef, experts: Experts, params: nnx.State, hidden: jax.Array, targets: jax.Array
+    structure: nnx.GraphDef, experts: Experts, linear: Linear, params: nnx.State, hidden: jax.Array, targets: jax.Array
 ) -> Logprobs[jax.Array]:
     """Returns those of `targets` [T], the tokens after the step's, from its hidden states [T, D] (`model.Forward`).
 
     Written per shard.
     """
     model = nnx.merge(structure, params)
-    hidden = model.after_last_mlp(hidden, MLPContext(experts=experts))
+    hidden = model.after_last_mlp(hidden, MLPContext(experts=experts, linear=linear))
     num_tokens = len(targets)
     block = min(num_tokens, _BLOCK_TOKENS)
     padding = (0, -num_tokens % block)

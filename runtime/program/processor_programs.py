@@ -178,7 +178,7 @@ class ProcessorPrograms:
         return sharded.lower(self.state_shapes, last_tokens, logits, packed, masks)
 
     def _lower_prompt(self, num_tokens: int) -> jax.stages.Lowered:
-        program = partial(prompt_logprobs, self.structure, self.kernels.experts)
+        program = partial(prompt_logprobs, self.structure, self.kernels.experts, self.kernels.linear)
         in_specs = (specs_of(self.params), _REPLICATED, _REPLICATED)
         sharded = self._sharded(program, in_specs, _REPLICATED, has_library_gemms=self.kernels.has_library_gemms)
         return sharded.lower(self.params, self._hidden(num_tokens), self._shape((num_tokens,)))

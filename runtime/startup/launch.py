@@ -27,6 +27,7 @@ from ..api.engine_api import Deliver, ModelInfo
 from ..api.errors import ConfigError
 from ..api.generation_config import read_sampling_defaults
 from ..api.model_config import ModelConfig
+from ..api.quantisation import NOT_QUANTIZED
 from ..api.sampling_params import SamplingParams, Stage, params_at
 from ..cluster.preflight import Cluster
 from ..engine.engine import Engine
@@ -100,7 +101,7 @@ def launch(
       ClusterError: Another process does not allow it, or has failed.
     """
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = read_model_with_weights(files.small / "config.json", files.weights)
+    model = _read_model(config, files)
     tokenizer = open_tokenizer(files.small)
     default_sampling = _default_sampling(config, files)
     grammars = None
@@ -122,21 +123,26 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
       As `launch`.
     """
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
-    model = read_model_with_weights(files.small / "config.json", files.weights)
+    model = _read_model(config, files)
     progress("waiting for the other processes")
     cluster.begin(config, files)
     runner, _ = build_runner(config, model, _loading(files, progress), cluster)
     return runner
 
 
-def open_model(name: str, *, random_weights: bool) -> tuple[ModelConfig, MakeParams]:
-    """Finds a model for an engine without a tokenizer; the arguments are the options `model` and `random_weights`.
+def open_model(name: str, *, random_weights: bool, quantize: str = NOT_QUANTIZED) -> tuple[ModelConfig, MakeParams]:
+    """Finds a model for an engine without a tokenizer. The arguments are the options of the same names.
 
     Raises:
       MeshserveError: The model does not exist, or its architecture is not implemented.
     """
     files = find_model(name, random_weights=random_weights)
-    return read_model_with_weights(files.small / "config.json", files.weights), _make_params(files)
+    return read_model_with_weights(files.small / "config.json", files.weights, quantize), _make_params(files)
+
+
+def _read_model(config: ServeConfig, files: ModelFiles) -> ModelConfig:
+    config_file = files.small / "config.json"
+    return read_model_with_weights(config_file, files.weights, config.quantize, fp8_head=config.fp8_head)
 
 
 def _make_params(files: ModelFiles) -> MakeParams:
@@ -266,6 +272,8 @@ def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
         eos_token_ids=tuple(sorted(_eos_token_ids(tokenizer, model))),
         tp_degree=server.tp,
         dtype=server.dtype.name,
+        quantization=model.quantisation_name,
+        kv_cache_dtype=server.cache_dtype.name,
         page_size_tokens=server.limits.page_size,
         num_parameters=model.num_params,
         num_devices=server.mesh.size,

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshserve.sharding.checkpoints.parameters import Piece
 from meshserve.sharding.checkpoints.resharding import reshard
@@ -29,8 +29,9 @@ from ..api.model_config import ModelConfig
 from ..engine.engine import Engine
 from ..planning.resolved_server import PlacedServer
 from ..program.step_runner import StepRunner
+from ..quantisation.grids import Granule, regrid_indices
 from ..weights.load import device_weight_bytes
-from ..weights.orbax_layout import moved_pieces, stack_of
+from ..weights.orbax_layout import moved_pieces, parameters_in, stack_of
 from ..weights.registry import abstract_model
 from .runner_build import compile_runner
 
@@ -130,11 +131,13 @@ def move_params(
     one parameter in addition to its old and new shards.
     """
     pieces = moved_pieces(model, old_layout, layout)
+    before, after = parameters_in(model, old_layout), parameters_in(model, layout)
     old = dict(nnx.to_flat_state(params))
     _, abstract = abstract_model(model, layout, jax.tree.leaves(params)[0].dtype)
     flat = []
     for path, weight in nnx.to_flat_state(abstract):
-        array, name = old[path][...], ".".join(map(str, path))
+        name = ".".join(map(str, path))
+        array = _in_granule(old[path][...], before[name].granule, after[name].granule)
         found, stack = pieces[name], stack_of(model, name)
         if stack is not None:
             found = [_of_all_layers(piece, len(stack.layers)) for piece in found]
@@ -142,7 +145,20 @@ def move_params(
         new.block_until_ready()
         flat.append((path, weight.replace(new)))
         array.delete()
+        old[path][...].delete()
     return nnx.from_flat_state(flat)
+
+
+def _in_granule(grid: jax.Array, old: Granule | None, new: Granule | None) -> jax.Array:
+    """Returns a grid of scales [..., N / n, K / k] for other rectangles, on every device of its mesh."""
+    if old is None or new is None or old == new:
+        return grid
+    rows, columns = (
+        regrid_indices(length * old[axis], old[axis], new[axis]) for axis, length in enumerate(grid.shape[-2:])
+    )
+    assert isinstance(grid.sharding, NamedSharding)
+    sharding = NamedSharding(grid.sharding.mesh, PartitionSpec())
+    return jax.jit(lambda grid: grid[..., rows[:, None], columns], out_shardings=sharding)(grid)
 
 
 def _of_all_layers(piece: Piece, num_layers: int) -> Piece:

@@ -4,6 +4,7 @@ An interrupted conversion continues where it stopped: parts already written from
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -12,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 from meshserve.sharding.checkpoints.checkpoint import MANIFEST_FILE, OrbaxCheckpoint
 from meshserve.sharding.checkpoints.loading import load_parameters, progress_bar
-from meshserve.sharding.checkpoints.parameters import Parameter, Source
+from meshserve.sharding.checkpoints.parameters import Parameter
 from meshserve.sharding.checkpoints.storage import as_path, is_remote
 from meshserve.sharding.checkpoints.tensor_files import INDEX_FILE, weight_files
 from meshserve.sharding.checkpoints.writer import CheckpointWriter, storage_sharding
@@ -31,7 +32,9 @@ from meshserve.sharding.mesh import use_cpu_devices
 
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
-from .load import is_orbax, open_weights, pieces_of, read_model_with_weights
+from ..api.quantisation import NOT_QUANTIZED
+from ..quantisation.making import published_form
+from .load import OpenedWeights, is_orbax, open_weights, read_model_with_weights
 from .locate import model_directory
 from .orbax_layout import StoredArray, model_layout, stored_parts, stored_shapes
 from .registry import read_model
@@ -43,7 +46,15 @@ _NUM_DEVICES = 16  # each writes its shard; up to this TP size, a shard consists
 _HASH_BLOCK_BYTES = 8 * 2**20
 
 
-def run_convert(model: str, target: str, *, revision: str = "", dtype: str = "auto", is_verified: bool = False) -> int:
+def run_convert(
+    model: str,
+    target: str,
+    *,
+    revision: str = "",
+    dtype: str = "auto",
+    quantize: str = NOT_QUANTIZED,
+    is_verified: bool = False,
+) -> int:
     """Runs the command and returns its exit status.
 
     Raises the errors of `model_directory`, `convert` and `verify`, too.
@@ -58,7 +69,7 @@ def run_convert(model: str, target: str, *, revision: str = "", dtype: str = "au
         with contextlib.suppress(RuntimeError):  # JAX is already initialized with other devices
             use_cpu_devices(_NUM_DEVICES)
         try:
-            convert(source, target, dtype=dtype, devices=jax.devices("cpu"))
+            convert(source, target, dtype=dtype, quantize=quantize, devices=jax.devices("cpu"))
         except OSError as error:
             raise ConfigError(
                 f"{error}. {target} keeps the parts written so far; the same command continues from there."
@@ -68,34 +79,47 @@ def run_convert(model: str, target: str, *, revision: str = "", dtype: str = "au
     return 0
 
 
-def convert(source: epath.PathLike, target: epath.PathLike, *, dtype: str = "auto", devices: list[jax.Device]) -> None:
+def convert(
+    source: epath.PathLike,
+    target: epath.PathLike,
+    *,
+    dtype: str = "auto",
+    quantize: str = NOT_QUANTIZED,
+    devices: list[jax.Device],
+) -> None:
     """Writes the model in directory `source` to directory `target` as an Orbax checkpoint.
 
     Args:
       source: Model directory.
       target: Directory to write.
       dtype: "bfloat16", "float32", or "auto": the model's own, or bfloat16 for a float16 model.
+      quantize: Scheme to quantise an unquantised model in; see `ServeConfig.quantize`.
       devices: CPU devices. Their number bounds how finely an Orbax array is split along its sharded axis.
 
     Raises:
       CheckpointError: The weight files of the source are invalid.
       UnsupportedModelError: meshserve does not support the model.
-      ConfigError: Source and target are the same, or the target's disk is too small.
+      ConfigError: Source and target are the same, the target's disk is too small, or the model cannot be quantised.
       OSError: The target cannot be written.
     """
     directory, output = as_path(source), as_path(target)
     if os.path.realpath(directory) == os.path.realpath(output):
         raise ConfigError(f"--output {output} is the model itself. Choose another directory.")
-    config = read_model_with_weights(directory / "config.json", directory)
+    config = read_model_with_weights(directory / "config.json", directory, quantize)
     kind = _stored_dtype(config, dtype)
+    config = _with_scales(config, kind)
     weights = open_weights(directory, config)
     hashes = _source_hashes(directory)
-    source_id = hashlib.sha256(json.dumps([hashes, "orbax", kind.name], sort_keys=True).encode()).hexdigest()
+    made = [quantize] if quantize != NOT_QUANTIZED else []
+    source_id = hashlib.sha256(json.dumps([hashes, "orbax", kind.name, *made], sort_keys=True).encode()).hexdigest()
     output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     job = _Job(weights, config, kind, output, source_id, devices)
     num_bytes = job.run(hashes)
-    _copy_other_files(directory, output, {"dtype": kind.name, "tie_word_embeddings": config.is_tied})
+    stored: dict[str, Any] = {"dtype": kind.name, "tie_word_embeddings": config.is_tied}
+    if made and config.quantisation is not None:
+        stored["quantization_config"] = published_form(config.quantisation)
+    _copy_other_files(directory, output, stored)
     seconds = time.monotonic() - started
     _log.info("%.2f GB written to %s in %.1f s, %.2f GB/s", num_bytes / 1e9, output, seconds, num_bytes / 1e9 / seconds)
 
@@ -127,21 +151,21 @@ class _Job:
 
     def __init__(
         self,
-        source: Source,
+        opened: OpenedWeights,
         config: ModelConfig,
         dtype: jnp.dtype,
         output: epath.Path,
         source_id: str,
         devices: list[jax.Device],
     ):
-        self._source, self._config, self._dtype = source, config, dtype
+        self._opened, self._config, self._dtype = opened, config, dtype
         self._output, self._source_id, self._devices = output, source_id, devices
 
     def run(self, hashes: Mapping[str, str]) -> int:
         """Writes all missing parts and returns their total bytes. The next part is read while one is written."""
-        parts = stored_parts(self._config)
+        parts = stored_parts(self._config, self._dtype)
         writer = CheckpointWriter(self._output, self._source_id)
-        sizes = {part: self._num_bytes(array.shape for array in arrays.values()) for part, arrays in parts.items()}
+        sizes = {part: _num_bytes(arrays.values()) for part, arrays in parts.items()}
         missing: dict[str, Any] = {}
         with progress_bar(sum(sizes.values()), "check") as progress:
             for part, arrays in parts.items():
@@ -154,7 +178,7 @@ class _Job:
         writing: Future[None] | None = None
         with progress_bar(sum(sizes[part] for part in missing), "convert") as progress, ThreadPoolExecutor(1) as thread:
             for part, arrays in missing.items():
-                loaded = load_parameters(self._source, self._stored_parameters(arrays))
+                loaded = load_parameters(self._opened.source, self._stored_parameters(arrays))
                 if writing is not None:
                     writing.result()
                 writing = thread.submit(writer.write, part, loaded)
@@ -165,19 +189,16 @@ class _Job:
         return writer.finish(list(parts), dtype=self._dtype.name, source=hashes, version=version)
 
     def _stored_parameters(self, arrays: Mapping[str, StoredArray]) -> dict[str, Parameter]:
-        pieces = pieces_of(self._source, self._config, model_layout(self._config, 1))
+        pieces = self._opened.pieces(self._config, model_layout(self._config, 1))
         parameters = {}
         for key, array in arrays.items():
             parameters[key] = Parameter(
                 shape=array.shape,
-                dtype=self._dtype,
+                dtype=array.dtype,
                 sharding=storage_sharding(array.shape, array.sharded_axis, self._devices),
                 pieces=lambda _, array=array: pieces[array.parameter](array.stack_index),  # type: ignore[misc]
             )
         return parameters
-
-    def _num_bytes(self, shapes: Any) -> int:
-        return sum(math.prod(shape) for shape in shapes) * self._dtype.itemsize
 
     def _check_disk(self, num_bytes: int) -> None:
         if is_remote(self._output):
@@ -190,10 +211,22 @@ class _Job:
             )
 
 
+def _num_bytes(arrays: Iterable[StoredArray]) -> int:
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+
+
 def _stored_dtype(config: ModelConfig, dtype: str) -> jnp.dtype:
     if dtype != "auto":
         return jnp.dtype(dtype)
     return jnp.dtype("float32" if config.dtype == "float32" else "bfloat16")
+
+
+def _with_scales(config: ModelConfig, dtype: jnp.dtype) -> ModelConfig:
+    """Returns the config with scales in the stored dtype, where their format says that they have the model's dtype."""
+    quantisation = config.quantisation
+    if quantisation is None or not quantisation.is_int4 or quantisation.method in ("awq", "gptq"):
+        return config
+    return dataclasses.replace(config, quantisation=dataclasses.replace(quantisation, scale_dtype=dtype.name))
 
 
 def _source_hashes(directory: epath.Path) -> dict[str, str]:

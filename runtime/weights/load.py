@@ -4,7 +4,9 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +23,20 @@ from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import named_sharding
 
 from ..api.model_config import ModelConfig
-from .hf_layout import checkpoint_tensors, hf_pieces, tensors_to_ignore
-from .orbax_layout import Pieces, stack_of, stored_pieces, stored_shapes
-from .registry import abstract_model, architecture_of, read_model
+from ..api.quantisation import NOT_QUANTIZED
+from ..quantisation.making import QuantisingSource, is_made
+from ..quantisation.sources import PublishedMatrices, StoredGrids
+from .hf_layout import checkpoint_tensors, hf_pieces, quantised_matrices, tensors_to_ignore
+from .orbax_layout import (
+    Pieces,
+    stack_of,
+    stored_name,
+    stored_parts,
+    stored_pieces,
+    stored_shapes,
+    with_plain_matrices,
+)
+from .registry import abstract_model, architecture_of, read_model, with_fp8_head
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +47,9 @@ def is_orbax(directory: epath.PathLike) -> bool:
     return (path / MANIFEST_FILE).exists() or (path / "weights").is_dir()
 
 
-def read_model_with_weights(config_file: Path, weights: epath.PathLike | None) -> ModelConfig:
+def read_model_with_weights(
+    config_file: Path, weights: epath.PathLike | None, quantize: str = NOT_QUANTIZED, *, fp8_head: bool = False
+) -> ModelConfig:
     """Reads a config.json as `read_model`, and corrects it where the weight files contradict it.
 
     As by Hugging Face's transformers, a model with `tie_word_embeddings` is served untied if its checkpoint holds an
@@ -43,12 +58,19 @@ def read_model_with_weights(config_file: Path, weights: epath.PathLike | None) -
     Args:
       config_file: The model's config.json.
       weights: Directory of the weights, or None without any.
+      quantize: As in `ServeConfig`.
+      fp8_head: As in `ServeConfig`.
 
     Raises:
-      UnsupportedModelError: See `read_model`.
+      UnsupportedModelError, ConfigError: See `read_model`.
       CheckpointError: The weight files are missing or damaged.
     """
-    config = read_model(config_file)
+    config = _corrected(read_model(config_file, quantize), weights)
+    return with_fp8_head(config) if fp8_head else config
+
+
+def _corrected(config: ModelConfig, weights: epath.PathLike | None) -> ModelConfig:
+    """Returns the config of the model that the weights hold; see `read_model_with_weights`."""
     if weights is None or not config.is_tied or is_orbax(weights):  # an Orbax checkpoint never stores an unused head
         return config
     files = TensorFiles(weights)
@@ -61,24 +83,57 @@ def read_model_with_weights(config_file: Path, weights: epath.PathLike | None) -
     return dataclasses.replace(config, is_tied=False)
 
 
-def open_weights(directory: epath.PathLike, config: ModelConfig) -> Source:
+class OpenedWeights(NamedTuple):
+    """The stored weights of a model, and how its parameters consist of them."""
+
+    source: Source
+    pieces: Callable[[ModelConfig, ShardLayout], dict[str, Pieces]]  # pieces of each parameter
+
+
+def open_weights(directory: epath.PathLike, config: ModelConfig) -> OpenedWeights:
     """Opens the stored tensors of a model and checks their names, shapes and dtypes.
 
     Raises:
       CheckpointError: The files do not contain the model.
     """
+    quantisation = config.quantisation
     if is_orbax(directory):
-        checkpoint = OrbaxCheckpoint(directory)
-        checkpoint.check(stored_shapes(config))
-        return checkpoint
+        checkpoint, made = OrbaxCheckpoint(directory), is_made(quantisation)
+        stored = with_plain_matrices(config) if made else dataclasses.replace(config, head_quantisation=None)
+        checkpoint.check(stored_shapes(stored))
+        source: Source = checkpoint
+        if quantisation is not None:
+            source = QuantisingSource(checkpoint, quantisation) if made else _grids(checkpoint, stored)
+        return OpenedWeights(_with_head(source, config, "head"), stored_pieces)
     files = TensorFiles(directory)
-    files.check(checkpoint_tensors(config), ignored=tensors_to_ignore(config))
-    return files
+    expected: dict[str, tuple[int, ...]] = checkpoint_tensors(config)
+    dtypes: dict[str, tuple[str, ...]] = {}
+    matrices = quantised_matrices(config)
+    for name, matrix in matrices.items():
+        del expected[name]
+        expected |= matrix.tensors()
+        dtypes |= matrix.dtypes()
+    files.check(expected, tensors_to_ignore(config), dtypes)
+    source = files
+    if quantisation is not None and is_made(quantisation):
+        source = QuantisingSource(files, quantisation)
+    elif quantisation is not None:
+        source = PublishedMatrices(files, matrices, quantisation.scale_dtype)
+    (head,) = architecture_of(config).weight_map.tables["head"].all_names
+    return OpenedWeights(_with_head(source, config, head), hf_pieces)
 
 
-def pieces_of(source: Source, config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
-    """Returns the pieces of each parameter for the format of the source."""
-    return (stored_pieces if isinstance(source, OrbaxCheckpoint) else hf_pieces)(config, layout)
+def _with_head(source: Source, config: ModelConfig, head: str) -> Source:
+    """Quantises the output head while it is read, if the config asks for it."""
+    return QuantisingSource(source, config.head_quantisation, {head}) if config.head_quantisation else source
+
+
+def _grids(checkpoint: OrbaxCheckpoint, config: ModelConfig) -> StoredGrids:
+    arrays = {
+        stored_name(part, key): array for part, arrays in stored_parts(config).items() for key, array in arrays.items()
+    }
+    granules = {name: array.granule for name, array in arrays.items() if array.granule is not None}
+    return StoredGrids(checkpoint, granules, {name: array.shape for name, array in arrays.items()})
 
 
 def device_weight_bytes(config: ModelConfig, layout: ShardLayout, mesh: Mesh, dtype: jnp.dtype) -> int:
@@ -86,7 +141,8 @@ def device_weight_bytes(config: ModelConfig, layout: ShardLayout, mesh: Mesh, dt
     _, abstract = abstract_model(config, layout, dtype)
     weights = [weight for _, weight in nnx.to_flat_state(abstract)]
     return sum(
-        math.prod(named_sharding(mesh, weight.axes).shard_shape(weight.shape)) * dtype.itemsize for weight in weights
+        math.prod(named_sharding(mesh, weight.axes).shard_shape(weight.shape)) * weight.get_value().dtype.itemsize
+        for weight in weights
     )
 
 
@@ -98,15 +154,15 @@ def load_model(
     Raises:
       CheckpointError: The files do not contain the model, or are damaged.
     """
-    source = open_weights(directory, config)
+    opened = open_weights(directory, config)
     structure, abstract = abstract_model(config, layout, dtype)
-    pieces = pieces_of(source, config, layout)
+    pieces = opened.pieces(config, layout)
     flat = {".".join(map(str, path)): weight for path, weight in nnx.to_flat_state(abstract)}
     stacks = {name: stack_of(config, name) for name in flat}
     parameters = {
         name: Parameter(
             shape=weight.shape,
-            dtype=dtype,
+            dtype=weight.get_value().dtype,
             sharding=named_sharding(mesh, weight.axes),
             pieces=pieces[name],
             num_layers=len(stack.layers) if (stack := stacks[name]) is not None else None,
@@ -114,7 +170,8 @@ def load_model(
         for name, weight in flat.items()
     }
     started = time.monotonic()
-    arrays = load_parameters(source, parameters)
+    arrays = load_parameters(opened.source, parameters)
     seconds, num_bytes = time.monotonic() - started, mesh.size * shard_bytes(arrays)
-    _log.info("%.2f GB of weights in %.1f s, %.2f GB/s", num_bytes / 1e9, seconds, num_bytes / 1e9 / seconds)
+    kind = dtype.name if config.quantisation is None else config.quantisation.name
+    _log.info("%.2f GB of %s weights in %.1f s, %.2f GB/s", num_bytes / 1e9, kind, seconds, num_bytes / 1e9 / seconds)
     return structure, jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in flat])

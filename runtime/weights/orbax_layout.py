@@ -20,10 +20,13 @@ from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.mesh import RULES
 
 from ..api.model_config import ModelConfig
+from ..quantisation.grids import Granule, PartName
 from .registry import abstract_model, architecture_of
 from .weight_map import StoredParameter, Tensors
 
 Pieces = Callable[[int], list[Piece]]  # pieces of a parameter per layer of its stack; unstacked ones have only layer 0
+
+_FLOAT32 = jnp.dtype("float32")
 
 
 class Stack(NamedTuple):
@@ -34,12 +37,35 @@ class Stack(NamedTuple):
 
 
 class StoredArray(NamedTuple):
-    """An array of the checkpoint."""
+    """An array of the checkpoint, or a parameter of a model in some layout; of one layer, if layers are stacked."""
 
     shape: tuple[int, ...]
     sharded_axis: int | None  # axis that is sharded for serving, if any
     parameter: str  # path of the model's parameter that it belongs to
+    dtype: jnp.dtype
     stack_index: int = 0  # in the parameter's stack
+    granule: Granule | None = None  # of a part of a quantised matrix: rows and columns that an element describes
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape of the matrix that this is a part of; its own shape if it is none."""
+        if self.granule is None:
+            return self.shape
+        *leading, rows, columns = self.shape
+        return (*leading, rows * self.granule[0], columns * self.granule[1])
+
+    def matrix_name(self, name: str) -> str:
+        """Returns a name of this without the part, if it is part of a quantised matrix."""
+        return name if self.granule is None else name.rpartition(".")[0]
+
+    def part_name(self, matrix: str) -> str:
+        """Returns what a `Source` is asked for: `matrix`, or the part of it that this is."""
+        part = self.parameter.rpartition(".")[2]
+        return matrix if self.granule is None else str(PartName(matrix, part, self.granule))
+
+    def in_granules(self, pieces: list[Piece]) -> list[Piece]:
+        """Converts pieces of the matrix to pieces of this part of it."""
+        return pieces if self.granule is None else [_in_granules(piece, self.granule) for piece in pieces]
 
 
 def stack_of(config: ModelConfig, name: str) -> Stack | None:
@@ -75,44 +101,66 @@ def model_layout(config: ModelConfig, num_shards: int, *, expert_parallel: bool 
         num_kv_heads=config.num_kv_heads,
         vocab_size=config.vocab_size,
         mlp_dim=config.mlp_dim,
+        mlp_unit=2 if config.quantisation is not None and config.quantisation.is_int4 else 1,  # whole bytes
         experts=experts,
     )
 
 
-def tensors_of(config: ModelConfig, name: str) -> Tensors:
-    """Returns the tensors that form a parameter, given by its path."""
-    weight_map, stack = architecture_of(config).weight_map, stack_of(config, name)
+def with_plain_matrices(config: ModelConfig) -> ModelConfig:
+    """Returns the config of the same model with no matrix quantised."""
+    quantisation = config.quantisation
+    if quantisation is not None:
+        quantisation = dataclasses.replace(quantisation, parameters=frozenset())
+    return dataclasses.replace(config, quantisation=quantisation, head_quantisation=None)
+
+
+def tensors_of(config: ModelConfig, array: StoredArray) -> Tensors:
+    """Returns the tensors that form a parameter, or the matrix that it is part of."""
+    weight_map, name = architecture_of(config).weight_map, array.matrix_name(array.parameter)
+    stack = stack_of(config, name)
     return weight_map.tables[name] if stack is None else weight_map.layers[stack.key]
 
 
-@functools.lru_cache(maxsize=8)
-def single_device_arrays(config: ModelConfig) -> dict[str, StoredArray]:
-    """Returns each parameter by path as a single device holds it; for stacked parameters, one layer.
+@functools.lru_cache(maxsize=16)
+def parameters_in(config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype = _FLOAT32) -> dict[str, StoredArray]:
+    """Returns each parameter by path, in a layout; for stacked parameters, one layer.
 
-    They are in the order of the weight map.
+    They are in the order of the weight map. `dtype` is that of all that are not part of a quantised matrix.
     """
-    _, abstract = abstract_model(config, model_layout(config, 1), jnp.dtype("float32"))
+    _, abstract = abstract_model(config, layout, dtype)
     arrays = {}
     for path, weight in nnx.to_flat_state(abstract):
         name = ".".join(map(str, path))
         num_stacked = 0 if stack_of(config, name) is None else 1
         sharded = [index for index, axis in enumerate(weight.axes[num_stacked:]) if axis in RULES]
-        arrays[name] = StoredArray(weight.shape[num_stacked:], sharded[0] if sharded else None, name)
+        arrays[name] = StoredArray(
+            weight.shape[num_stacked:],
+            sharded[0] if sharded else None,
+            name,
+            weight.get_value().dtype,
+            granule=weight.get_metadata().get("granule"),
+        )
     weight_map = architecture_of(config).weight_map
     order = [*weight_map.tables, *weight_map.layers]
 
     def place(name: str) -> int:
-        stack = stack_of(config, name)
-        return order.index(name if stack is None else stack.key)
+        matrix = arrays[name].matrix_name(name)
+        stack = stack_of(config, matrix)
+        return order.index(matrix if stack is None else stack.key)
 
     return {name: arrays[name] for name in sorted(arrays, key=place)}
 
 
-def stored_parts(config: ModelConfig) -> dict[str, dict[str, StoredArray]]:
+def single_device_arrays(config: ModelConfig, dtype: jnp.dtype = _FLOAT32) -> dict[str, StoredArray]:
+    """Returns `parameters_in` the layout of a single device."""
+    return parameters_in(config, model_layout(config, 1), dtype)
+
+
+def stored_parts(config: ModelConfig, dtype: jnp.dtype = _FLOAT32) -> dict[str, dict[str, StoredArray]]:
     """Returns the arrays of each part of a checkpoint."""
     tables: dict[str, dict[str, StoredArray]] = {}
     layers: dict[str, dict[str, StoredArray]] = {part_of_layer(index): {} for index in range(config.num_layers)}
-    for name, array in single_device_arrays(config).items():
+    for name, array in single_device_arrays(config, dtype).items():
         stack = stack_of(config, name)
         if stack is None:
             tables[name] = {name: array}
@@ -145,23 +193,29 @@ def moved_pieces(config: ModelConfig, old: ShardLayout, new: ShardLayout) -> dic
     """Returns the pieces that convert each parameter from one layout to another; for stacked parameters, of one layer.
 
     The pieces refer to the same parameter in the old layout and have no tensor name. Regions without a piece are
-    padding.
+    padding. Grids of scales have the new layout's granules (see `grids.regrid_indices`).
     """
-    return {
-        name: tensors_of(config, name).moved_pieces(StoredParameter(array.shape, config.head_dim), old, new)
-        for name, array in single_device_arrays(config).items()
-    }
+    moved = parameters_in(config, new)
+
+    def pieces(array: StoredArray) -> list[Piece]:
+        stored = StoredParameter(array.matrix_shape, config.head_dim)
+        return moved[array.parameter].in_granules(tensors_of(config, array).moved_pieces(stored, old, new))
+
+    return {name: pieces(array) for name, array in single_device_arrays(config).items()}
 
 
 def stored_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]:
     """Returns the pieces of each parameter of the model, keyed by path. Stacked parameters have pieces per layer."""
+    parameters = parameters_in(config, layout)
 
     def named(name: str, pieces: list[Piece]) -> Pieces:
-        stack = stack_of(config, name)
+        array = parameters[name]
+        matrix = array.matrix_name(name)
+        stack = stack_of(config, matrix)
 
         def of_layer(index: int) -> list[Piece]:
-            tensor = name if stack is None else stored_name(part_of_layer(stack.layers[index]), stack.key)
-            return [dataclasses.replace(piece, tensor=tensor) for piece in pieces]
+            stored = matrix if stack is None else stored_name(part_of_layer(stack.layers[index]), stack.key)
+            return [dataclasses.replace(piece, tensor=array.part_name(stored)) for piece in pieces]
 
         return of_layer
 
@@ -171,4 +225,16 @@ def stored_pieces(config: ModelConfig, layout: ShardLayout) -> dict[str, Pieces]
 
 def num_weight_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
     """Returns the bytes of the model without sharding and padding."""
-    return sum(math.prod(shape) for shape in stored_shapes(config).values()) * dtype.itemsize
+    parts = stored_parts(config, dtype).values()
+    return sum(math.prod(array.shape) * array.dtype.itemsize for arrays in parts for array in arrays.values())
+
+
+def _in_granules(piece: Piece, granule: Granule) -> Piece:
+    sizes = (*(1,) * (len(piece.size) - 2), *granule)
+    place_sizes = (*(1,) * (len(piece.place) - 2), *granule)
+    return dataclasses.replace(
+        piece,
+        start=tuple(start // size for start, size in zip(piece.start, sizes, strict=True)),
+        size=tuple(-(-length // size) for length, size in zip(piece.size, sizes, strict=True)),
+        place=tuple(start // size for start, size in zip(piece.place, place_sizes, strict=True)),
+    )

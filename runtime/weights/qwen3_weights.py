@@ -2,7 +2,7 @@
 
 from meshserve.sharding.layout import GATE, UP
 
-from .weight_map import FusedQKV, SideBySide, WeightMap, Whole
+from .weight_map import FusedQKV, PerKVHead, SideBySide, WeightMap, Whole
 
 WEIGHT_MAP = WeightMap(
     tables={
@@ -15,11 +15,13 @@ WEIGHT_MAP = WeightMap(
         "attention.qkv": FusedQKV("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
         "attention.q_norm": Whole("self_attn.q_norm.weight"),
         "attention.k_norm": Whole("self_attn.k_norm.weight"),
+        "attention.kv_scale": PerKVHead("self_attn.k_scale", "self_attn.v_scale"),  # of some quantised checkpoints
         "attention.out": Whole("self_attn.o_proj.weight"),
         "mlp_norm": Whole("post_attention_layernorm.weight"),
         "mlp.gate_up": SideBySide({GATE: "mlp.gate_proj.weight", UP: "mlp.up_proj.weight"}),
         "mlp.down": Whole("mlp.down_proj.weight"),
     },
     layer_prefix="model.layers.{}.",
+    projections=frozenset({"attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"}),
     tied_head={"lm_head.weight": "model.embed_tokens.weight"},
 )

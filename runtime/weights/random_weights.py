@@ -1,6 +1,7 @@
 """Random parameters created on the devices, for measuring model sizes without their files."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -8,16 +9,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from meshserve.kernels.linear import SYMMETRIC_ZERO
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding
 
 from ..api.model_config import ModelConfig
+from ..quantisation.grids import DATA, SCALE, ZERO
 from .registry import abstract_model
 
 _STANDARD_DEVIATION = 0.02  # usual initialization: activations stay in range through all layers
 # With it, hidden states of different tokens soon resemble each other, and the router would prefer few experts. An
 # embedding as wide as the layers' outputs keeps them apart, so that tokens choose experts about uniformly.
 _EMBEDDING_DEVIATION_WITH_EXPERTS = 1.0
+_INT4_DEVIATION = 4.6  # of uniform integers from -8 to 7
 _MOST_ELEMENTS = 1 << 32  # drawn at once; larger arrays, as of experts, are drawn layer by layer to need less memory
 
 
@@ -29,15 +33,27 @@ def random_model(
     keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(abstract))))
 
     def fill(path: tuple[str, ...], weight: nnx.Variable) -> nnx.Variable:
-        sharding = named_sharding(mesh, weight.axes)
-        has_experts = path[-1] == "embedding" and config.experts is not None
-        deviation = _EMBEDDING_DEVIATION_WITH_EXPERTS if has_experts else _STANDARD_DEVIATION
-        draw = _ones if "norm" in path[-1] else partial(_normal, deviation=deviation)
-        make = partial(draw, shape=weight.shape, dtype=dtype)
+        sharding, dtype = named_sharding(mesh, weight.axes), weight.get_value().dtype
+        make = partial(_maker(path, config), shape=weight.shape, dtype=dtype)
         return weight.replace(jax.jit(make, out_shardings=sharding)(next(keys)))
 
     flat = [(path, fill(path, weight)) for path, weight in nnx.to_flat_state(abstract)]
     return structure, nnx.from_flat_state(flat)
+
+
+def _maker(path: tuple[str, ...], config: ModelConfig) -> Callable[..., jax.Array]:
+    """Returns the function that makes a parameter. The elements of quantised matrices have the usual deviation, too."""
+    if "norm" in path[-1]:
+        return _ones
+    if path[-1] == ZERO:
+        return partial(_constant, value=SYMMETRIC_ZERO)
+    if path[-1] == SCALE:
+        is_int4 = path[0] != "head" and config.quantisation is not None and config.quantisation.is_int4
+        return partial(_constant, value=_STANDARD_DEVIATION / (_INT4_DEVIATION if is_int4 else 1.0))
+    if path[-1] == DATA:
+        return _numbers
+    has_experts = path[-1] == "embedding" and config.experts is not None
+    return partial(_normal, deviation=_EMBEDDING_DEVIATION_WITH_EXPERTS if has_experts else _STANDARD_DEVIATION)
 
 
 def _normal(key: jax.Array, *, deviation: float, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
@@ -45,6 +61,17 @@ def _normal(key: jax.Array, *, deviation: float, shape: tuple[int, ...], dtype: 
         layer = partial(_normal, deviation=deviation, shape=shape[1:], dtype=dtype)
         return jax.lax.map(layer, jax.random.split(key, shape[0]))
     return deviation * jax.random.normal(key, shape, dtype)
+
+
+def _numbers(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Returns numbers of deviation 1 in an 8-bit float, or uniform bits."""
+    if dtype == jnp.uint8:
+        return jax.random.bits(key, shape, dtype)
+    return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
+
+
+def _constant(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype, value: float) -> jax.Array:
+    return jnp.full(shape, value, dtype)
 
 
 def _ones(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

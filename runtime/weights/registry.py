@@ -4,6 +4,7 @@ A new model class needs its module, its weight map, an entry in `ARCHITECTURES`,
 path, and the modules are imported when needed, because importing JAX takes seconds.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..api.errors import ConfigError, UnsupportedModelError
 from ..api.model_config import ModelConfig, read_json
+from ..api.quantisation import NOT_QUANTIZED, SCHEMES, Quantisation
+from ..quantisation.config_json import is_skipped, read_quantisation
 
 if TYPE_CHECKING:
     import jax.numpy as jnp
@@ -46,18 +49,56 @@ class Architecture:
         """Function from the state of all layers to operands of the fused decode kernels; None if unsupported."""
         return _resolved(self.fused_operands) if self.fused_operands else None
 
-    def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """Parses a config.json of this class.
+    def read_config(
+        self, raw: Mapping[str, Any], quantize: str = NOT_QUANTIZED, *, fp8_head: bool = False
+    ) -> ModelConfig:
+        """Parses a config.json of this class. `quantize` and `fp8_head` are as in `ServeConfig`.
 
         Raises:
           UnsupportedModelError: It has an option that is not implemented.
+          ConfigError: The model cannot be quantised, or already is.
         """
         kind = raw.get("model_type", self.model_type)
         if kind != self.model_type:
             raise UnsupportedModelError(
                 f"config.json: model_type is {kind!r}; meshserve implements {self.model_type!r} only."
             )
-        return _resolved(self.config).from_dict({**raw, "model_type": kind})
+        quantisation = raw.get("quantization_config")
+        config = _resolved(self.config).from_dict({**raw, "model_type": kind, "quantization_config": None})
+        if fp8_head:
+            config = with_fp8_head(config)
+        if config.experts is not None and (quantisation is not None or quantize != NOT_QUANTIZED):
+            raise UnsupportedModelError(
+                f"quantised weights of {self.name} are not implemented. Use an unquantised model without --quantize; "
+                "--kv-dtype fp8 and --fp8-head work."
+            )
+        if quantisation is not None:
+            if quantize != NOT_QUANTIZED:
+                raise ConfigError(
+                    f"--quantize {quantize}: the model is already quantised (quantization_config in config.json). "
+                    "Omit --quantize, or use the unquantised model."
+                )
+            return self.with_quantisation(config, read_quantisation(quantisation, config.dtype))
+        return self.with_quantisation(config, _made(quantize, config)) if quantize != NOT_QUANTIZED else config
+
+    def with_quantisation(self, config: ModelConfig, quantisation: Quantisation) -> ModelConfig:
+        """Returns the config of the model with quantised weights.
+
+        A parameter is quantised on the devices if all tensors that form it, in all layers, are. If some are not, those
+        that are will be dequantised when they are loaded.
+        """
+        weight_map = self.weight_map
+
+        def is_quantised(key: str) -> bool:
+            names = [
+                weight_map.layer_prefix.format(layer) + name.removesuffix(".weight")
+                for layer in range(config.num_layers)
+                for name in weight_map.layers[key].all_names
+            ]
+            return not any(is_skipped(name, quantisation.skipped) for name in names)
+
+        parameters = frozenset(f"layers.{key}" for key in weight_map.projections if is_quantised(key))
+        return dataclasses.replace(config, quantisation=dataclasses.replace(quantisation, parameters=parameters))
 
 
 def _size(layers: int, embed: int, mlp: int, query_heads: int, is_tied: bool, **others: Any) -> dict[str, Any]:
@@ -134,23 +175,53 @@ def architecture_of(config: ModelConfig) -> Architecture:
     return ARCHITECTURES[config.model_type]
 
 
-def read_model(path: Path) -> ModelConfig:
-    """Reads config.json.
+def with_fp8_head(config: ModelConfig) -> ModelConfig:
+    """Returns the config of the model with its output head in FP8.
+
+    Raises:
+      ConfigError: The head is the embedding.
+    """
+    from ..quantisation.making import head_quantisation  # not at module level: importing jax takes seconds
+
+    if config.is_tied:
+        raise ConfigError(
+            "--fp8-head: the output head of this model is its embedding (tie_word_embeddings in config.json), which "
+            "stays unquantised. Omit --fp8-head."
+        )
+    return dataclasses.replace(config, head_quantisation=head_quantisation())
+
+
+def _made(scheme: str, config: ModelConfig) -> Quantisation:
+    from ..quantisation.making import made_quantisation  # not at module level: importing jax takes seconds
+
+    if scheme not in SCHEMES:
+        raise ConfigError(f"quantize is {scheme!r}; allowed are {', '.join(SCHEMES)}.")
+    columns = config.embed_dim, config.num_query_heads * config.head_dim, config.mlp_dim
+    dtype = "float32" if config.dtype == "float32" else "bfloat16"
+    try:
+        return made_quantisation(scheme, columns, dtype)
+    except ValueError as error:
+        raise ConfigError(f"--quantize {scheme}: {error}") from None
+
+
+def read_model(path: Path, quantize: str = NOT_QUANTIZED, *, fp8_head: bool = False) -> ModelConfig:
+    """Reads config.json. `quantize` and `fp8_head` are as in `ServeConfig`.
 
     Raises:
       UnsupportedModelError: The file is missing, or its architecture or an option is not implemented.
+      ConfigError: The model cannot be quantised in this scheme, or already is.
     """
     try:
-        return model_config(read_json(path))
+        return model_config(read_json(path), quantize, fp8_head=fp8_head)
     except FileNotFoundError:
         raise UnsupportedModelError(f"{path} does not exist. --model takes a Hugging Face model directory.") from None
 
 
-def model_config(raw: Mapping[str, Any]) -> ModelConfig:
+def model_config(raw: Mapping[str, Any], quantize: str = NOT_QUANTIZED, *, fp8_head: bool = False) -> ModelConfig:
     """Reads a parsed config.json. Raises the same errors as `read_model`."""
     for architecture in ARCHITECTURES.values():
         if raw.get("architectures") == [architecture.name]:
-            return architecture.read_config(raw)
+            return architecture.read_config(raw, quantize, fp8_head=fp8_head)
     served = " or ".join(repr([architecture.name]) for architecture in ARCHITECTURES.values())
     raise UnsupportedModelError(f"config.json: architectures is {raw.get('architectures')!r}; supported: {served}.")
 
@@ -168,13 +239,13 @@ def is_published(name: str) -> bool:
     return any(name.lower() in architecture.sizes for architecture in ARCHITECTURES.values())
 
 
-def named_model(name: str) -> ModelConfig:
-    """Returns the config of a published size, for example "qwen3-8b".
+def named_model(name: str, quantize: str = NOT_QUANTIZED, *, fp8_head: bool = False) -> ModelConfig:
+    """Returns the config of a published size, for example "qwen3-8b", with weights quantised as `ServeConfig.quantize`.
 
     Raises:
       ConfigError: There is no such size.
     """
-    return model_config(published_config(name))
+    return model_config(published_config(name), quantize, fp8_head=fp8_head)
 
 
 def published_config(name: str) -> dict[str, Any]:

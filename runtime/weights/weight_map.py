@@ -23,6 +23,11 @@ class StoredParameter(NamedTuple):
 class Tensors(Protocol):
     """The tensors that form one parameter."""
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The tensors' names, without the prefix of a layer."""
+        ...
+
     def pieces(self, prefix: str, stored: StoredParameter, layout: ShardLayout) -> list[Piece]:
         """Returns the rectangles that fill the parameter in a layout. `prefix` is prepended to each tensor's name."""
 
@@ -45,6 +50,11 @@ class Whole(_Unmoved):
 
     name: str
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """See `Tensors`."""
+        return (self.name,)
+
     def pieces(self, prefix: str, stored: StoredParameter, layout: ShardLayout) -> list[Piece]:
         """See `Tensors`."""
         zeros = (0,) * len(stored.shape)
@@ -56,6 +66,11 @@ class SideBySide(_Unmoved):
     """Tensors of equal shape, stacked along the parameter's first dimension. The keys are the indices."""
 
     names: Mapping[int, str]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """See `Tensors`."""
+        return tuple(self.names.values())
 
     def pieces(self, prefix: str, stored: StoredParameter, layout: ShardLayout) -> list[Piece]:
         """See `Tensors`."""
@@ -71,6 +86,11 @@ class FusedQKV:
     q: str
     k: str
     v: str
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """See `Tensors`."""
+        return (self.q, self.k, self.v)
 
     def pieces(self, prefix: str, stored: StoredParameter, layout: ShardLayout) -> list[Piece]:
         """See `Tensors`."""
@@ -103,6 +123,11 @@ class PerExpert:
 
     names: Mapping[int | None, str]
     mlp_axis: int  # axis of the tensors that is the intermediate dimension
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """See `Tensors`. They have {} for the expert."""
+        return tuple(self.names.values())
 
     def pieces(self, prefix: str, stored: StoredParameter, layout: ShardLayout) -> list[Piece]:
         """See `Tensors`."""
@@ -140,6 +165,33 @@ def _experts_of(layout: ShardLayout) -> ExpertLayout:
     return layout.experts
 
 
+@dataclass(frozen=True)
+class PerKVHead:
+    """Numbers that belong to a layer's keys and to its values, one for all KV heads, repeated as [K, 2]."""
+
+    k: str
+    v: str
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """See `Tensors`."""
+        return (self.k, self.v)
+
+    def pieces(self, prefix: str, stored: StoredParameter, layout: ShardLayout) -> list[Piece]:
+        """See `Tensors`."""
+        names = enumerate(self.all_names)
+        return [
+            Piece(prefix + name, (0,), (1,), (group, index))
+            for index, name in names
+            for group in range(layout.num_groups)
+        ]
+
+    def moved_pieces(self, stored: StoredParameter, old: ShardLayout, new: ShardLayout) -> list[Piece]:
+        """See `Tensors`."""
+        held = [new.kv_head(group) * old.repeats for group in range(new.num_groups)]
+        return [Piece("", (old_group, 0), (1, 2), (group, 0)) for group, old_group in enumerate(held)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightMap:
     """Mapping of parameters to tensors, in the order in which a checkpoint is written."""
@@ -147,4 +199,5 @@ class WeightMap:
     tables: Mapping[str, Tensors]
     layers: Mapping[str, Tensors]  # per layer; `layer_prefix` is prepended to the tensors' names
     layer_prefix: str  # with {} for the layer index
+    projections: frozenset[str]  # keys of `layers`: the matrices that a checkpoint may quantise
     tied_head: Mapping[str, str]  # tensor that a checkpoint with tied embeddings may repeat -> the one it repeats

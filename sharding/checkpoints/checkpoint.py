@@ -33,7 +33,10 @@ from .storage import is_remote
 MANIFEST_FILE = "checkpoint.json"
 FORMAT = "meshserve orbax"
 FORMAT_VERSION = 1
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name, name))
+    for name in ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8")
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import operator
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -29,7 +29,12 @@ DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
 }
+FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are not quantised
 _BLOCK_BYTES = 8 * 2**20
 _COMPARING_THREADS = 4
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
@@ -41,6 +46,7 @@ class _Tensor:
     offset: int  # of the first byte in the file
     shape: tuple[int, ...]
     dtype: np.dtype
+    dtype_name: str  # as the file has it
 
     @property
     def row_bytes(self) -> int:
@@ -57,13 +63,22 @@ class TensorFiles:
     def __init__(self, directory: epath.PathLike):
         self._directory = epath.Path(directory)
         self._tensors: dict[str, _Tensor] = {}
-        self._wrong_dtype: list[str] = []
         self._memory = threading.local()
         for path in weight_files(self._directory):
             self._add(path)
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], ignored: frozenset[str] = frozenset()) -> None:
-        """Checks that the files hold the tensors that a model needs; `ignored` tensors may be present but are not used.
+    def check(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        ignored: frozenset[str] = frozenset(),
+        dtypes: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Checks that the files hold the tensors that a model needs.
+
+        Args:
+          expected: shapes of the tensors that the model needs.
+          ignored: tensors that may be present but are not used.
+          dtypes: allowed dtypes of single tensors; all others must have one of `FLOATS`.
 
         Raises:
           CheckpointError: tensors are missing, unexpected, of the wrong shape, or of an unsupported dtype; the message
@@ -71,9 +86,15 @@ class TensorFiles:
         """
         shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         check_tensors(self._directory, shapes, expected, ignored)
-        wrong = [text for text in self._wrong_dtype if text.split(" ")[0] not in ignored]
+        wrong: dict[tuple[str, ...], list[str]] = {}
+        for name in sorted(self._tensors.keys() - ignored):
+            allowed, found = tuple((dtypes or {}).get(name, FLOATS)), self._tensors[name].dtype_name
+            if found not in allowed:
+                wrong.setdefault(allowed, []).append(f"{name} is {found}")
         if wrong:
-            lines = listed(f"of a dtype other than {', '.join(DTYPES)}", wrong)
+            lines: list[str] = []
+            for kinds, texts in wrong.items():
+                lines += listed(f"of a dtype other than {', '.join(kinds)}", texts)
             raise CheckpointError(f"{self._directory} cannot be served:\n  " + "\n  ".join(lines))
 
     def differ(self, one: str, other: str) -> bool:
@@ -85,7 +106,7 @@ class TensorFiles:
         if one not in self._tensors or other not in self._tensors:
             return False
         first, second = self._tensors[one], self._tensors[other]
-        if first.shape != second.shape or any(text.split(" ")[0] in (one, other) for text in self._wrong_dtype):
+        if first.shape != second.shape or not {first.dtype_name, second.dtype_name} <= set(FLOATS):
             return True
         pool = ThreadPoolExecutor(_COMPARING_THREADS)
         try:
@@ -101,6 +122,28 @@ class TensorFiles:
         if one.dtype != other.dtype:
             return not np.array_equal(one.astype(np.float32), other.astype(np.float32))
         return one.tobytes() != other.tobytes()  # numpy compares bfloat16 slowly
+
+    def __contains__(self, tensor: str) -> bool:
+        return tensor in self._tensors
+
+    def read(self, tensor: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """Returns a tensor, or some of its rows.
+
+        Raises:
+          CheckpointError: the file cannot be read.
+        """
+        stored = self._tensors[tensor]
+        first, last = rows if rows is not None else (0, stored.shape[0])
+        values = np.empty((last - first, *stored.shape[1:]), stored.dtype)
+        self._read(stored, (first, last), values)
+        return values
+
+    def view_as_bytes(self, tensor: str) -> None:
+        """Makes a tensor of integers appear as bytes, with as many more columns, lowest byte first."""
+        stored = self._tensors[tensor]
+        *leading, columns = stored.shape
+        shape = (*leading, columns * stored.dtype.itemsize)
+        self._tensors[tensor] = replace(stored, shape=shape, dtype=DTYPES["U8"], dtype_name="U8")
 
     def blocks(self, tensor: str) -> Sequence[Region]:
         """Returns blocks of whole rows, each of about `_BLOCK_BYTES`."""
@@ -166,11 +209,10 @@ class TensorFiles:
             dtype = DTYPES.get(entry["dtype"])
             end = last
             if dtype is None:
-                self._wrong_dtype.append(f"{name} is {entry['dtype']}")
                 dtype = np.dtype(np.uint8)
             elif min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != last - first:
                 raise ValueError(f"{name} has shape {shape} but occupies bytes {first} to {last}")
-            self._tensors[name] = _Tensor(file, start + first, shape, dtype)
+            self._tensors[name] = _Tensor(file, start + first, shape, dtype, str(entry["dtype"]))
         if start + end != file.size:
             raise ValueError(f"its header describes {start + end} bytes, the file has {file.size}")
 

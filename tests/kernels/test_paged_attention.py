@@ -87,7 +87,7 @@ class CountingCache:
     """A cache that counts how often pages are gathered from it."""
 
     def __init__(self, cache: np.ndarray):
-        self.shape = cache.shape
+        self.shape, self.dtype = cache.shape, cache.dtype
         self.num_gathers = 0
         self._cache = jnp.asarray(cache)
 

@@ -16,7 +16,7 @@ from tests.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 # `make test` runs these; --every-case runs all that an interpreter can finish.
-QUICK = ("decodes-beside-chunks", "rows-without-tokens", "padding", "bfloat16-head-128")
+QUICK = ("decodes-beside-chunks", "rows-without-tokens", "padding", "bfloat16-head-128", "fp8-cache")
 EVERY = tuple(case.name for case in cases.CASES if case.num_kv_tokens <= 400)
 TOLERANCE = {
     "float32": 1e-5,

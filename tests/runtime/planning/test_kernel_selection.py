@@ -15,13 +15,14 @@ from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.planning import kernel_selection
 from meshserve.runtime.planning.kernel_selection import (
+    CudaRefusals,
     KernelNames,
     KernelSelection,
     KernelShapes,
     P2PFindings,
     name_kernels,
     select_kernels,
-    shape_refusal,
+    shape_refusals,
 )
 from meshserve.runtime.planning.resolved_server import resolve_for
 from meshserve.runtime.weights.orbax_layout import model_layout
@@ -33,14 +34,23 @@ MODEL = named_model("qwen3-8b")
 EXPERTS = named_model("qwen3-30b-a3b")
 
 
-def shapes(num_devices: int, page_size: int = 32, model: ModelConfig = MODEL) -> KernelShapes:
-    layout = model_layout(model, num_devices)
-    return KernelShapes(model=model, layout=layout, dtype=jnp.dtype("bfloat16"), page_size=page_size)
+def shapes(
+    num_devices: int, page_size: int = 32, model: ModelConfig = MODEL, cache_dtype: str = "bfloat16"
+) -> KernelShapes:
+    return KernelShapes(
+        model=model,
+        layout=model_layout(model, num_devices),
+        dtype=jnp.dtype("bfloat16"),
+        cache_dtype=jnp.dtype(cache_dtype),
+        page_size=page_size,
+    )
 
 
 def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = None, **options: object) -> KernelNames:
     config = ServeConfig(model="random", **options)
-    return name_kernels(config, platform=platform, num_devices=num_devices, cuda_refusal=refusal)
+    return name_kernels(
+        config, platform=platform, num_devices=num_devices, cuda_refusals=CudaRefusals(refusal, refusal)
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,13 +75,14 @@ def test_gpus_of_one_process_with_fused_layers_use_p2p(case: dict[str, object], 
 
 
 def test_shapes_that_the_cuda_kernels_do_not_support_are_refused() -> None:
-    assert shape_refusal(shapes(4)) is None
-    assert "page" in (shape_refusal(shapes(4, page_size=20)) or "")
+    assert shape_refusals(shapes(4)) == CudaRefusals()
+    assert all("page_size is 20" in (reason or "") for reason in shape_refusals(shapes(4, page_size=20)))
 
 
 def test_of_a_model_with_experts_only_attention_is_asked() -> None:
-    assert shape_refusal(shapes(8, model=EXPERTS)) is None, "96 rows of an expert are too few for fused layers"
-    assert "page" in (shape_refusal(shapes(8, page_size=20, model=EXPERTS)) or "")
+    assert shape_refusals(shapes(8, model=EXPERTS)) == CudaRefusals(), "96 rows of an expert are too few for layers"
+    refusals = shape_refusals(shapes(8, page_size=20, model=EXPERTS))
+    assert "page" in (refusals.attention or "") and refusals.decode_layers is None
 
 
 @pytest.mark.parametrize(
@@ -169,3 +180,80 @@ def test_gpus_that_stop_during_a_sum_end_the_startup_with_a_remedy(host: pytest.
 def test_the_reference_sums_are_right() -> None:
     p2p = P2PGroup(axis=TENSOR_AXIS, ordinals=(0, 1))
     assert check.num_wrong_elements(make_mesh(2), p2p, reference, max_bytes=1 << 20) == 0
+
+
+# --- quantised weights and caches
+
+FP8_MODEL, FP8 = named_model("qwen3-8b", "fp8-block"), "float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    ("model", "cache_dtype", "attention", "decode_layers"),
+    [
+        (MODEL, "bfloat16", "cuda", "cuda"),
+        (
+            FP8_MODEL,
+            "bfloat16",
+            "cuda",
+            "off",
+        ),  # attention does not see the weights
+        (named_model("qwen3-8b", "int4"), "bfloat16", "cuda", "off"),
+        (named_model("qwen3-8b", fp8_head=True), "bfloat16", "cuda", "cuda"),  # the head is outside the layers
+        (MODEL, FP8, "reference", "off"),
+    ],
+    ids=["plain", "fp8", "int4", "head", "cache"],
+)
+def test_cuda_kernels_are_not_selected_for_what_they_do_not_support(
+    model: ModelConfig, cache_dtype: str, attention: str, decode_layers: str
+) -> None:
+    refusals = shape_refusals(shapes(1, model=model, cache_dtype=cache_dtype))
+    found = name_kernels(ServeConfig(model="random"), platform="gpu", num_devices=1, cuda_refusals=refusals)
+    assert (found.attention, found.decode_layers, found.linear) == (attention, decode_layers, "xla")
+
+
+def selected(caplog: pytest.LogCaptureFixture, kernel_shapes: KernelShapes, **options: str) -> str:
+    """Returns the log of the selection of kernels on a CPU, with the refusals of a GPU."""
+    names = name_kernels(
+        ServeConfig(model="random", **options), platform="cpu", num_devices=1, cuda_refusals=CudaRefusals()
+    )
+    with caplog.at_level(logging.INFO):
+        kernel_selection._kernels(names, kernel_shapes, make_mesh(1), shape_refusals(kernel_shapes), None)
+    return caplog.text
+
+
+def test_the_reason_is_logged_for_each_option(caplog: pytest.LogCaptureFixture) -> None:
+    log = selected(caplog, shapes(1, model=FP8_MODEL, cache_dtype=FP8))
+    slower = "which is slower than the CUDA kernels"
+    assert f"attention: reference, {slower}: heads are bfloat16, the cache float8_e4m3fn" in log
+    assert f"decode layers: off, {slower}: qkv is quantised (float8_e4m3fn)" in log
+    assert "quantised weights: fp8-block-128x128; linear: xla, which dequantises" in log
+    assert "KV cache: float8_e4m3fn, without scales" in log
+
+
+@pytest.mark.parametrize(
+    ("kernel_shapes", "options", "message"),
+    [
+        (
+            shapes(1, model=FP8_MODEL),
+            {"decode_layers": "reference"},
+            "-layers reference cannot .*: qkv is quant",
+        ),
+        (shapes(1, cache_dtype=FP8), {"decode_layers": "reference"}, "the KV cache is float8_e4m3fn, which the fused"),
+        (
+            shapes(1, cache_dtype=FP8),
+            {"attention": "cuda"},
+            "--attention cuda cannot .*: heads are bfloat16",
+        ),
+        (
+            shapes(1, model=FP8_MODEL),
+            {"decode_layers": "cuda"},
+            "--decode-layers cuda cannot .*: qkv is quant",
+        ),
+    ],
+    ids=["weights", "cache", "attention", "cuda"],
+)
+def test_named_kernels_that_cannot_serve_are_refused(
+    kernel_shapes: KernelShapes, options: dict[str, str], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        selected(caplog, kernel_shapes, **options)

@@ -27,7 +27,8 @@ def resolved_fields(server: ResolvedServer) -> dict[str, object]:
 def test_nothing_resolved_is_auto(chip: str) -> None:
     server = resolve_for(CONFIG, MODEL, chip=CHIPS[chip], num_devices=2)
     asked = [name for name, value in vars(CONFIG).items() if value == "auto"]
-    assert asked == ["dtype", "attention", "decode_layers", "moe_backend", "all_reduce", "gemm_backend"]
+    kernels = ["attention", "decode_layers", "moe_backend", "all_reduce", "linear", "gemm_backend"]
+    assert asked == ["dtype", "generation_config", "kv_dtype", *kernels]
     for name, value in resolved_fields(server).items():
         assert name == "requested" or "auto" not in repr(value), name
 

@@ -42,6 +42,8 @@ CONFIG = ModelConfig(
         theta=1e4, kind="default", factor=1.0, original_max_positions=64, attention_factor=1.0,
         beta_fast=32.0, beta_slow=1.0, truncate=True,
     ),
+    quantisation=None,
+    head_quantisation=None,
 )  # fmt: skip
 FLOAT32 = jnp.dtype("float32")
 Q_PROJ, K_PROJ = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
