@@ -17,6 +17,7 @@ It contains only digests. Tokens are 32 random bytes, so one round of SHA-256 is
 
 import enum
 import hashlib
+import ipaddress
 import re
 import secrets
 import tomllib
@@ -148,3 +149,11 @@ def new_token(tenant: str, *, expires: datetime | None = None) -> tuple[str, str
 
 def _key(name: str) -> str:
     return f'"{name}"' if "." in name else name
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only callers on this machine can reach the host. An IPv6 address may be in brackets."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ..api.config import ServeConfig
 from ..api.errors import ConfigError
-from ..server.lifecycle import is_loopback
+from ..api.tenants import is_loopback
 from ..server.tls import TlsFiles, mutual_credentials
 from .membership import Membership
 from .steps import Security

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..server.lifecycle import is_loopback
+from ..api.tenants import is_loopback
 from ..server.ports import is_taken
 
 JOIN_SECONDS = 300.0  # how long processes wait for each other at startup; pods start one after another

@@ -9,7 +9,6 @@ status, so that its supervisor restarts it.
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import threading
@@ -25,7 +24,7 @@ from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from ..api.errors import ConfigError, EngineStoppedError
-from ..api.tenants import ANYBODY
+from ..api.tenants import ANYBODY, is_loopback
 from ..telemetry.logs import say
 from ..telemetry.metrics import ServerState
 from ..telemetry.probe_server import HttpPort, Probe
@@ -194,14 +193,6 @@ def run_until_done(coroutine: Coroutine[Any, Any, None]) -> None:
         asyncio.run(coroutine)
     else:
         uvloop.run(coroutine)
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach the host. An IPv6 address may be in brackets."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_safety(edge: Edge, listen: Listen, is_local: bool) -> None:

@@ -56,7 +56,7 @@ def test_a_program_of_which_everything_holds():
         (report(num_all_reduces=31), "0 to 30 all-reduces"),
         (dataclasses.replace(report(), aliased_bytes=CACHE_BYTES - 1), "the KV cache is updated in place"),
         (dataclasses.replace(report(), temp_bytes=8 << 30), "temporaries stay below"),
-        (dataclasses.replace(report(), peak_bytes=60 << 30), "it uses less than 60826 MiB"),
+        (dataclasses.replace(report(), peak_bytes=80 << 30), "it uses less than 74613 MiB"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -110,7 +110,10 @@ def test_models_that_one_gpu_has_no_room_for_are_left_out():
 
 
 def test_only_decodes_are_no_server():
-    with pytest.raises(SystemExit, match=r"selects no step that may hold prompts; add one of \[64, 128, 256, 512\]"):
+    with pytest.raises(
+        SystemExit,
+        match=r"selects no step that may hold prompts; add one of \[64, 96, 128, 192, 256",
+    ):
         check_cuda.main(["--models", "qwen3-8b", "--targets", "h100:1", "--kernels", "cuda", "--tokens", "1", "8"])
 
 

@@ -64,7 +64,7 @@ def test_a_server_that_takes_no_requests_changes_nothing(state: str):
         raise AssertionError("compiles")
 
     serving = _Serving(ServeConfig(), Alone())
-    launched: Any = SimpleNamespace(resharder=SimpleNamespace(change_tp=change_tp), engine=SimpleNamespace(stop=bool))
+    launched: Any = SimpleNamespace(resharder=SimpleNamespace(change_tp=change_tp), close=bool)
     serving.launched = launched
     if state == "draining":
         serving.edge.attach(Backend(FakeEngine(print), Letters(), INFO))  # type: ignore[arg-type]
