@@ -1,5 +1,6 @@
 """Tells which addresses a process listens on, from /proc."""
 
+import contextlib
 import ipaddress
 import re
 from pathlib import Path
@@ -11,8 +12,9 @@ def listening_addresses(pid: int) -> dict[int, str]:
     """Returns the address of each TCP port that a process of this machine listens on, in its own network namespace."""
     sockets = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        if (found := re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink()))) is not None:
-            sockets.add(found[1])
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if (found := re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink()))) is not None:
+                sockets.add(found[1])
     rows = [
         line.split()
         for kind in ("tcp", "tcp6")
