@@ -192,6 +192,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         max_context=max(options.max_context, max(contexts) + num_new),
         max_running=max(options.batch),
         max_step_tokens=max(options.max_step_tokens, *options.batch),
+        max_decode_steps=1,  # each step has a time of its own
         attention=options.attention,
         decode_layers=options.decode_layers,
         prefix_cache=False,  # the cases use the same prompts, and each must be prefilled
