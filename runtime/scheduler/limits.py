@@ -40,6 +40,14 @@ class SchedulerLimits:
         below = self.step_sizes[index - 1] if index else 0
         return below, self.step_sizes[index] if index < len(self.step_sizes) else self.max_step_tokens
 
+    def num_beside(self, num_decodes: int) -> int:
+        """Returns how many prefill tokens a step with `num_decodes` decodes may hold: `max_prefill_tokens`, or slightly
+        fewer where the decodes would otherwise pad the step to a much larger size."""
+        num_tokens = num_decodes + self.max_prefill_tokens
+        below, above = self.sizes_around(num_tokens)
+        is_cut = num_decodes < below and num_tokens - below < above - num_tokens
+        return below - num_decodes if is_cut else self.max_prefill_tokens
+
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 

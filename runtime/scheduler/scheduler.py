@@ -141,7 +141,7 @@ class Scheduler:
         prefilling = self._plan_decodes(draft)
         draft.num_tokens_left -= len(draft.decodes)
         if draft.decodes and self.limits.max_prefill_tokens:
-            draft.num_tokens_left = min(draft.num_tokens_left, self.limits.max_prefill_tokens)
+            draft.num_tokens_left = min(draft.num_tokens_left, self.limits.num_beside(len(draft.decodes)))
         for request in prefilling:
             self._admit(draft, ahead_of=request)
             if request.slot is not None:

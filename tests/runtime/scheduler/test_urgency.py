@@ -97,6 +97,23 @@ def test_prefill_beside_decodes_is_bounded():
     assert plan is not None and (len(plan.decodes), plan.num_prefill_tokens) == (1, 3)
 
 
+def test_bounded_prefill_and_decodes_fill_a_step_size():
+    limits = make_limits(
+        page_size=16, max_running=64, max_waiting=64, max_context=64, max_step_tokens=512, max_prefill_tokens=256,
+        step_sizes=(64, 128, 256, 512),
+    )  # fmt: skip
+    simulation = Simulation(limits, num_pages=256)
+    simulation.add(*[make_request(seed, num_prompt_tokens=32, max_tokens=30, ignore_eos=True) for seed in range(64)])
+    mixed = []
+    while simulation.scheduler.num_waiting:
+        plan = simulation.dispatch()
+        assert plan is not None
+        if plan.decodes and simulation.scheduler.num_waiting:
+            mixed.append(plan.num_batch_tokens)
+        simulation.collect()
+    assert mixed == [256] * 4  # 256 and the decodes would be padded to 512
+
+
 def test_prefill_chunks_of_several_requests_share_a_step():
     scheduler = make_scheduler(max_step_tokens=16, max_running=8)
     for seed, length in ((1, 2), (2, 5), (3, 6), (4, 9)):
