@@ -27,7 +27,7 @@ FLAGS = [
     "--num-pages=128", "--no-logits-processors", f"--fail-seconds={FAIL_SECONDS:g}",
     f"--drain-seconds={WAIT_SECONDS:g}",
 ]  # fmt: skip
-NUM_STREAMS = 12
+NUM_STREAMS = 8
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
                 assert "\nmeshserve_ready 1.0\n" in scraped(cluster, 0) and "\nmeshserve_ready" not in scraped(
                     cluster, 1
                 )
-                stream = Stream(cluster.target, 1, max_tokens=400)
+                stream = Stream(cluster.target, 1, max_tokens=200)
                 stream.has_begun.wait(WAIT_SECONDS)
                 cluster.processes[1].send_signal(signal.SIGHUP)  # has no effect
                 wait_for(lambda: "SIGHUP changes nothing here" in cluster.log(1).read_text())
@@ -125,7 +125,7 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
                 wait_for(lambda: health(cluster.target) == health_pb2.HealthCheckResponse.NOT_SERVING)
                 cluster.processes[0].send_signal(signal.SIGTERM)
                 stream.finish()
-                assert stream.error is None and len(stream.token_ids) == 400
+                assert stream.error is None and len(stream.token_ids) == 200
                 assert cluster.wait(WAIT_SECONDS) == [0, 0]
             else:
                 assert cluster.stop(WAIT_SECONDS) == [0] * num_processes, cluster.log(0).read_text()
