@@ -25,7 +25,7 @@ test: $(VENV)/.test
 
 # The tests that a change most often breaks, without compiling large programs: repository layout, protocol,
 # configuration, scheduler, text processing, packing, client and sharding.
-FAST := tests/test_layout.py tests/test_protos.py tests/runtime/api tests/runtime/scheduler tests/runtime/text \
+FAST := tests/test_layout.py tests/test_protos.py tests/runtime/api tests/runtime/options tests/runtime/scheduler tests/runtime/text \
     tests/runtime/client tests/runtime/telemetry tests/runtime/server/test_auth.py tests/runtime/server/test_output_queue.py \
     tests/runtime/program/test_batch.py tests/sharding/test_layout.py tests/sharding/test_chips.py tests/kernels/test_tiles.py
 test-fast: $(VENV)/.test

@@ -23,8 +23,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {"protos": set(), "kernels": set(), "shar
 
 # The packages of runtime in import order: each may import those before it.
 PACKAGES = (
-    "api", "text", "scheduler", "quantisation", "model", "weights", "processors", "program", "planning", "engine",
-    "telemetry", "server", "cluster", "startup", "client", "commands",
+    "api", "options", "text", "scheduler", "quantisation", "model", "weights", "processors", "program", "planning",
+    "engine", "telemetry", "server", "cluster", "startup", "client", "commands",
 )  # fmt: skip
 MAX_FILES = 12  # per package, besides its __init__.py
 

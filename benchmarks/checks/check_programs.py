@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.aot import KnownKey, ProgramReport
 from meshserve.runtime.planning.memory_plan import Planner
 from meshserve.runtime.planning.report import Asked, compile_with_table, plan_json, plan_table, planner_of

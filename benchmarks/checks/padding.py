@@ -18,9 +18,9 @@ from pathlib import Path
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.token_times import percentile
 from meshserve.benchmarks.lib.traffic import Lengths, Traffic
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.request import Request
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import resolve_for
 from meshserve.runtime.planning.roofline import Roofline
 from meshserve.runtime.program.batch import BatchBuilder, Bucket

@@ -15,8 +15,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshserve.runtime.api.config import ServeConfig, server_only_options
-from meshserve.runtime.commands.cli import add_options, serve_config
+from meshserve.runtime.options.flags import add_options, serve_config
+from meshserve.runtime.options.serve_config import ServeConfig, server_only_options
 from meshserve.runtime.planning.report import Asked, planner_of
 from meshserve.runtime.program.device_figures import FIGURES_IN_LOG, DeviceFigures
 from meshserve.runtime.startup.launch import build_runner, open_model

@@ -31,11 +31,11 @@ import numpy as np
 
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.roofline import num_read_params
 from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.processor_batch import Logprobs, Sampled

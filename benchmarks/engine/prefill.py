@@ -22,10 +22,10 @@ import numpy as np
 
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import build_engine, open_model
 
 from .decode import Timeline

@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import launch
 
 

@@ -33,10 +33,10 @@ from meshserve.benchmarks.kernels import repeats, sums
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.timing import time_steps
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.model.qwen3 import Kernels
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.kernel_selection import P2PFindings
 from meshserve.runtime.planning.resolved_server import resolve_here
 from meshserve.runtime.planning.server_programs import ServerPrograms

@@ -24,12 +24,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from meshserve.runtime.api.config import server_only_options
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.commands.cli import add_options, serve_config
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.options.flags import add_options, serve_config
+from meshserve.runtime.options.serve_config import server_only_options
 from meshserve.runtime.planning.resolved_server import ResolvedServer
 from meshserve.runtime.program.compile_cache import CompileWatch
 from meshserve.runtime.program.step_runner import StepRunner

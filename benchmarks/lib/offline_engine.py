@@ -6,12 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshserve.runtime.api.config import ConfigError, ServeConfig
+from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import Record
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import MakeParams, build_engine
 
 from .token_times import RunTimes, TokenClock

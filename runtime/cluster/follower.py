@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from ..api.config import ServeConfig
+from ..options.serve_config import ServeConfig
 from ..server.lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, run_until_done, set_health
 from ..telemetry.logs import say
 from ..telemetry.probe_server import HttpPort

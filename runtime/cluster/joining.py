@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ..api.config import ServeConfig
 from ..api.errors import ConfigError
 from ..api.tenants import is_loopback
+from ..options.serve_config import ServeConfig
 from ..server.tls import TlsFiles, mutual_credentials
 from .membership import Membership
 from .steps import Security

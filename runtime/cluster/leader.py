@@ -7,8 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from ..api.config import ServeConfig
 from ..api.errors import ConfigError
+from ..options.serve_config import ServeConfig
 from ..server.lifecycle import Listen, ServerHandle
 from .follower import LaunchFollower, follow_until_stopped
 from .joining import lead, new_watch

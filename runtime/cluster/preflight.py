@@ -8,7 +8,7 @@ from typing import Protocol
 
 from etils import epath
 
-from ..api.config import ServeConfig, options
+from ..options.serve_config import ServeConfig, options
 from ..weights.locate import ModelFiles
 from .membership import Membership, start_devices
 

@@ -6,18 +6,17 @@ defaults. Heavy imports happen inside the commands, so that --help stays fast.
 
 import argparse
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from ..api.config import SECTIONS, Option, ServeConfig, options, read_toml, server_only_options
 from ..api.errors import ConfigError, EngineStoppedError, MeshserveError
 from ..api.quantisation import NOT_QUANTIZED
+from ..options.flags import add_options, serve_config
+from ..options.serve_config import options, server_only_options
 from ..telemetry.logs import configure_logs, drop_output
 
 _EXIT_USAGE = 2
@@ -172,50 +171,12 @@ class _BenchHelp(argparse.Action):
         parser.exit()
 
 
-def add_options(parser: argparse.ArgumentParser, *, left_out: frozenset[str] = frozenset()) -> None:
-    """Adds --config and one flag per option of ServeConfig, grouped by section. Expert options come last."""
-    parser.add_argument("--config", type=Path, help="TOML file with the same options as keys; flags override it")
-    titles = {section: parser.add_argument_group(section) for section in SECTIONS}
-    expert = parser.add_argument_group("expert options", "These rarely need to be changed.")
-    for field in dataclasses.fields(ServeConfig):
-        if field.name in left_out:
-            continue
-        about: Option = field.metadata["option"]
-        group = expert if about.is_expert else titles[about.section]
-        flag, text = "--" + field.name.replace("_", "-"), f"{about.help} (default: {about.shown(field.default)})"
-        if field.type is bool:
-            group.add_argument(
-                flag, dest=field.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-            )
-        else:
-            group.add_argument(
-                flag,
-                dest=field.name,
-                type=partial(about.parsed, kind=field.type),  # int, float or str
-                choices=about.choices or None,
-                default=argparse.SUPPRESS,
-                help=text,
-            )
-
-
 def add_credentials(parser: argparse.ArgumentParser) -> None:
     """Adds the client options for authentication and TLS; see `client.credentials_from`."""
     parser.add_argument("--token-file", type=Path, help="file that contains the access token")
     parser.add_argument(
         "--tls-ca", type=Path, help="PEM certificate of the authority that signed the server's certificate"
     )
-
-
-def serve_config(namespace: argparse.Namespace) -> ServeConfig:
-    """Merges the TOML file and the flags into a ServeConfig.
-
-    Raises:
-      ConfigError: See `read_toml` and `ServeConfig`.
-    """
-    names = {field.name for field in dataclasses.fields(ServeConfig)}
-    from_file = read_toml(namespace.config) if namespace.config else {}
-    from_flags = {name: value for name, value in vars(namespace).items() if name in names}
-    return ServeConfig(**(from_file | from_flags))
 
 
 def _serve(namespace: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ from google.protobuf import json_format
 from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
-from ..api.config import ServeConfig
 from ..api.errors import (
     EngineStoppedError,
     InvalidRequestError,
@@ -25,6 +24,7 @@ from ..api.errors import (
 from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import SamplingParams, params_table
 from ..client import messages
+from ..options.serve_config import ServeConfig
 from ..startup.launch import Launched, launch
 from ..text.grammar import compiled
 

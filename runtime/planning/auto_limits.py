@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from meshserve.sharding.chips import Chip
 
-from ..api.config import ServeConfig
 from ..api.model_config import ModelConfig
+from ..options.serve_config import ServeConfig
 
 GPU_MEMORY_FRACTION = 0.92  # the rest is for the driver, communication between GPUs, and programs' code
 _REPORTED_FRACTION = 0.85  # of what other devices report

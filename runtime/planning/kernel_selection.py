@@ -22,10 +22,10 @@ from meshserve.sharding.collectives import p2p_max_bytes
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS
 
-from ..api.config import ServeConfig
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
 from ..model.qwen3 import Kernels
+from ..options.serve_config import ServeConfig
 from ..program.step import CacheShape, state_shapes
 from ..weights.registry import abstract_model, architecture_of
 

@@ -17,8 +17,8 @@ from meshserve.sharding.chips import GIB, Target
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import CPU_CACHE_BYTES
 
-from ..api.config import ServeConfig
 from ..api.model_config import ModelConfig
+from ..options.serve_config import ServeConfig
 from ..program.batch import Bucket
 from ..program.device_figures import DeviceFigures
 from ..program.output_buffers import output_buffer_keys

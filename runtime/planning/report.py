@@ -8,9 +8,9 @@ import jax
 
 from meshserve.sharding.chips import GIB, NoCompilerError, target
 
-from ..api.config import ServeConfig
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
+from ..options.serve_config import ServeConfig
 from ..weights.locate import find_model
 from ..weights.registry import is_published, named_model, read_model
 from .aot import KnownKey, ProgramReport

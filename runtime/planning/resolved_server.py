@@ -19,9 +19,10 @@ from meshserve.sharding.chips import Chip, chip_of
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding
 
-from ..api.config import ServeConfig, cache_dtype, context_tokens, serving_dtype
 from ..api.model_config import ModelConfig
 from ..model.qwen3 import Kernels
+from ..options.model_defaults import cache_dtype, context_tokens, serving_dtype
+from ..options.serve_config import ServeConfig
 from ..program.batch import Bucket
 from ..program.processor_programs import ProcessorPrograms
 from ..program.step import CacheShape, cache_page_bytes, placed_state, state_shapes

@@ -22,7 +22,6 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import check_weights_fit
 from meshserve.sharding.mesh import claim_gpu_memory, make_mesh, use_cpu_devices, use_dispatch_threads
 
-from ..api.config import ServeConfig
 from ..api.engine_api import Deliver, ModelInfo
 from ..api.errors import ConfigError
 from ..api.generation_config import read_sampling_defaults
@@ -32,6 +31,7 @@ from ..api.sampling_params import SamplingParams, Stage, params_at
 from ..cluster.preflight import Cluster
 from ..engine.engine import Engine
 from ..engine.step_record import Record
+from ..options.serve_config import ServeConfig
 from ..planning.auto_limits import GPU_MEMORY_FRACTION
 from ..planning.resolved_server import PlacedServer, resolve_here
 from ..program.batch import BatchBuilder

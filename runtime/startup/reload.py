@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..api.config import ServeConfig
 from ..api.errors import MeshserveError
+from ..options.serve_config import ServeConfig
 
 _log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..api.config import ServeConfig
 from ..api.errors import ConfigError, InvalidRequestError
 from ..cluster.leader import Alone, Place, lead_or_follow
+from ..options.serve_config import ServeConfig
 from ..server.inference_service import Backend, Edge
 from ..server.lifecycle import Listen, run_server
 from ..server.method_permissions import new_access

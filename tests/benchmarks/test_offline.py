@@ -12,7 +12,7 @@ from meshserve.benchmarks.engine import decode, speculation, throughput
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.token_times import TokenClock, percentile
 from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
-from meshserve.runtime.api.config import ConfigError
+from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.weights.registry import model_config, named_model, published_config
 from tests.checkpoints import TINY
 

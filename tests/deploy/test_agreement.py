@@ -17,13 +17,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from meshserve.protos import inference_pb2 as pb
-from meshserve.runtime.api.config import ServeConfig, read_toml
 from meshserve.runtime.api.engine_api import ModelInfo
 from meshserve.runtime.api.request import Load
 from meshserve.runtime.cluster.follower_metrics import FollowerState, follower_registry
 from meshserve.runtime.cluster.membership import Membership
 from meshserve.runtime.cluster.stream_client import FollowingStats
 from meshserve.runtime.commands import cli
+from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.options.toml_file import read_toml
 from meshserve.runtime.planning.report import Asked, planner_of
 from meshserve.runtime.telemetry.metrics import Metrics, ServerState
 from meshserve.sharding.chips import GIB

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup import launch as launching
 from meshserve.runtime.startup.launch import launch
 from meshserve.sharding import memory

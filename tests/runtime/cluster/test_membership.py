@@ -104,7 +104,7 @@ def test_an_orchestrator_that_is_not_there_is_an_error(monkeypatch):
 MEMBER = """
 import json, sys
 import jax
-from meshserve.runtime.api.config import ModelConfig
+from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.weights.registry import read_model
 from meshserve.runtime.weights.locate import find_model
 from meshserve.runtime.weights.orbax_layout import model_layout

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.engine_api import Deliver
 from meshserve.runtime.api.errors import EngineStoppedError, InvalidRequestError, MeshserveError
@@ -19,6 +18,7 @@ from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.commands import generate
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.commands.generate import Prompt, generate_file, read_prompts
+from meshserve.runtime.options.serve_config import ServeConfig
 from tests.runtime.loopback import INFO
 
 VOCAB_SIZE = 100

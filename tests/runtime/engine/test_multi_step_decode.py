@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.sampling_params import SamplingMode
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.program.batch import ON_DEVICE, Bucket
 from meshserve.runtime.program.packing import PARAM_FIELDS
 from meshserve.runtime.program.step_runner import StepRunner

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.request import NOT_FINITE
 from meshserve.runtime.commands.generate import generate_file
+from meshserve.runtime.options.serve_config import ServeConfig
 from tests import checkpoints
 
 SERVE: dict[str, Any] = {

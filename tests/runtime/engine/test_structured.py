@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 import jsonschema
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import Launched, launch
 from meshserve.runtime.text.grammar import Grammars, compiled
 from meshserve.runtime.text.mask_exchange import MaskExchange

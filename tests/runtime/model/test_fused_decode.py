@@ -18,9 +18,9 @@ from meshserve.kernels.p2p import MAX_BYTES, P2PGroup, takes_sum
 from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.kernels.p2p import reference as p2p_reference
 from meshserve.kernels.paged_attention import PagedBatch
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.model import fused_decode
 from meshserve.runtime.model.qwen3 import Kernels
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import resolve_here
 from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.collectives import all_reduce

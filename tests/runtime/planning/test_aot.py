@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from meshserve.benchmarks.checks import check_tpu
-from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.aot import DryServer
 from meshserve.runtime.planning.compiled_plan import program_faults
 from meshserve.runtime.planning.memory_plan import Planner

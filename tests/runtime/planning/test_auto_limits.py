@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig, read_toml
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.commands.cli import main
+from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.options.toml_file import read_toml
 from meshserve.runtime.planning.auto_limits import StepLimits, choose_limits, usable_share
 from meshserve.runtime.planning.memory_plan import Planner
 from meshserve.runtime.weights.registry import named_model

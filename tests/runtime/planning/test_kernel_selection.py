@@ -9,10 +9,10 @@ import pytest
 
 from meshserve.kernels.p2p import P2PGroup, check, reference
 from meshserve.kernels.p2p import gpu as p2p_gpu
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.model.qwen3 import Kernels
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning import kernel_selection
 from meshserve.runtime.planning.kernel_selection import (
     CudaRefusals,

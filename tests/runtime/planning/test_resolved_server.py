@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning import resolved_server
 from meshserve.runtime.planning.kernel_selection import P2PFindings
 from meshserve.runtime.planning.resolved_server import PlacedServer, ResolvedServer, resolve_for, resolve_here

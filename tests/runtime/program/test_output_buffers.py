@@ -6,7 +6,7 @@ import gc
 import jax
 import numpy as np
 
-from meshserve.runtime.api.config import ServeConfig
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import resolve_here
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import open_model

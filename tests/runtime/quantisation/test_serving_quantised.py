@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.proto_codec import model_info, model_info_response
 from meshserve.runtime.commands.cli import main
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.memory_plan import Planner, weight_bytes
 from meshserve.runtime.startup.launch import launch
 from meshserve.runtime.weights.orbax_layout import model_layout

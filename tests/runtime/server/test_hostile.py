@@ -23,9 +23,9 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.request import FinishReason
 from meshserve.runtime.client.client import Client
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.method_permissions import new_access
 from meshserve.runtime.server.output_queue import OutputQueues

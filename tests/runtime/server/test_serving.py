@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions, TokenLogprobs
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.program.batch import BatchBuilder
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder

@@ -11,12 +11,12 @@ import pytest
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.client.client import CallError, Client, call_errors
 from meshserve.runtime.commands.generate import generate_file
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.startup.launch import launch

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError, EngineStoppedError
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import Launched, launch
 from meshserve.runtime.startup.live_reshard import move_params
 from meshserve.runtime.weights.load import load_model

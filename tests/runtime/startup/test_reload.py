@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import EngineStoppedError
 from meshserve.runtime.cluster.leader import Alone
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.server.inference_service import Backend
 from meshserve.runtime.startup.reload import reload_on_hangup
 from meshserve.runtime.startup.serve import _Serving

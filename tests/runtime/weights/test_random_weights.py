@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from meshserve.runtime.api.config import ServeConfig
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.commands.generate import generate_file
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.weights import registry
 from meshserve.runtime.weights.locate import find_model
 

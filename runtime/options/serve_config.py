@@ -1,84 +1,20 @@
 """The options of a server. Each is written once, in `ServeConfig`; flags, TOML keys and help follow from it."""
 
 import dataclasses
-import difflib
-import math
-import sys
-import tomllib
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from .errors import ConfigError
-from .model_config import ModelConfig
-from .quantisation import SCHEMES
+from ..api.quantisation import SCHEMES
+from .combinations import check_combinations
+from .option import Option, option
 
 _MIN_FAIL_SECONDS = 1.0  # with a shorter time, a busy machine could be mistaken for a lost one
-_DEFAULT_MAX_CONTEXT = 32_768  # tokens, if the model allows more and max_context is not set
 
 _MODEL, _MEMORY, _SCHEDULING, _KERNELS = "model and devices", "memory and compilation", "scheduling", "kernels"
 _LISTENING, _OBSERVABILITY, _CLUSTER = "listening and security", "observability", "several processes"
 
 # The sections of the help text, in order.
 SECTIONS = (_MODEL, _MEMORY, _SCHEDULING, _KERNELS, _LISTENING, _OBSERVABILITY, _CLUSTER)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """The definition of an option, except its name and default, which are those of its field in `ServeConfig`.
-
-    Attributes:
-      help: What the option sets, with its unit and the meaning of special values.
-      section: The section of the help text.
-      choices: The allowed values, if there are only a few.
-      least, most: The bounds of a number.
-      is_server_only: Whether the option has no effect without a server, as in `generate` and the benchmarks.
-      may_differ: Whether the processes of one cluster may have different values.
-      is_expert: Whether the option rarely needs to be changed; `--help` lists such options last.
-      is_auto: Whether `auto` is allowed, which is stored as 0 and resolved at startup (`planning.auto_limits`).
-    """
-
-    help: str
-    section: str
-    choices: tuple[str, ...] = ()
-    least: float = -math.inf
-    most: float = math.inf
-    is_server_only: bool = False
-    may_differ: bool = False
-    is_expert: bool = False
-    is_auto: bool = False
-
-    def parsed(self, text: str, kind: Any) -> Any:
-        """Parses the text of a flag as a value of type `kind`.
-
-        Raises:
-          ValueError: The text is no such value.
-        """
-        return kind(0) if self.is_auto and text == "auto" else kind(text)
-
-    def shown(self, value: Any) -> str:
-        """Returns a value as help texts show it."""
-        return "auto" if self.is_auto and value == 0 else repr(value)
-
-    def check(self, name: str, value: Any) -> None:
-        """Checks a value of the option.
-
-        Raises:
-          ConfigError: The value is out of range or not among the choices.
-        """
-        if self.choices and value not in self.choices:
-            raise ConfigError(f"{name} is {value!r}; allowed are {', '.join(self.choices)}.")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            if not math.isfinite(value):
-                raise ConfigError(f"{name} is {value}; it must be finite.")
-            if not self.least <= value <= self.most and not (self.is_auto and value == 0):
-                allowed = f"{self.least:g} or more" if self.most == math.inf else f"{self.least:g} to {self.most:g}"
-                raise ConfigError(f"{name} is {value}; it must be {allowed}.")
-
-
-def option(default: Any, section: str, help: str, **rest: Any) -> Any:
-    """Returns a field of `ServeConfig`; see `Option`."""
-    return field(default=default, metadata={"option": Option(help=help, section=section, **rest)})
 
 
 def _listening(default: Any, help: str, **rest: Any) -> Any:
@@ -392,109 +328,4 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for name, each in options().items():
             each.check(name, getattr(self, name))
-        if self.max_context == 1:
-            raise ConfigError("max_context is 1; it must be 2 or more (a prompt and one token), or 0 for the default.")
-        if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
-            raise ConfigError("tls_cert and tls_key must be set together, and tls_client_ca requires both.")
-        if 0 < self.max_step_tokens < self.max_running:
-            raise ConfigError(
-                f"max_step_tokens is {self.max_step_tokens} and max_running {self.max_running}: every running request "
-                "decodes one token per step, so max_step_tokens must be at least max_running. Raise it or lower "
-                "max_running."
-            )
-        if self.max_decode_steps > self.page_size:
-            raise ConfigError(
-                f"max_decode_steps is {self.max_decode_steps}; allowed is 1 to page_size ({self.page_size}): a request "
-                "begins at most one page per dispatch. Lower it or raise page_size."
-            )
-        if self.draft_tokens >= self.page_size:
-            raise ConfigError(
-                f"draft_tokens is {self.draft_tokens}; allowed is 0 to page_size - 1 ({self.page_size - 1}): a request "
-                "begins at most one page per step. Lower it or raise page_size."
-            )
-        self._check_cluster()
-        if self.cpu_devices and self.cpu_devices < self.tp and not self.coordinator:
-            raise ConfigError(
-                f"tp is {self.tp} but cpu_devices only {self.cpu_devices}. Raise cpu_devices or set it to 0."
-            )
-
-    def _check_cluster(self) -> None:
-        is_explicit = self.coordinator not in ("", "auto")
-        host, _, port = self.coordinator.rpartition(":")
-        if is_explicit and not (host and port.isdigit()):
-            raise ConfigError(f"coordinator is {self.coordinator!r}; it must be HOST:PORT of process 0, or 'auto'.")
-        if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
-            raise ConfigError(
-                f"process_id is {self.process_id} and num_processes {self.num_processes}; the processes are numbered "
-                "from 0 to num_processes - 1."
-            )
-        if self.num_processes > 1 and not is_explicit:
-            raise ConfigError(
-                f"num_processes is {self.num_processes} and coordinator {self.coordinator!r}. Set coordinator to "
-                "HOST:PORT of process 0; with 'auto', omit num_processes and process_id, which the orchestrator sets."
-            )
-        if self.cluster_ca and not self.tls_cert:
-            raise ConfigError("cluster_ca requires tls_cert and tls_key, which this process presents to the others.")
-
-
-def serving_dtype(config: ServeConfig, model: ModelConfig, platform: str) -> str:
-    """Returns the dtype of activations, of weights that are not quantised and, by default, of the cache.
-
-    The default for float16 checkpoints is bfloat16, which has the range of float32. On CPUs it is always float32,
-    because XLA computes in float32 there, and before jax 0.11.2 copies a bfloat16 cache in every step.
-    """
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if model.dtype == "float32" or platform == "cpu" else "bfloat16"
-
-
-def cache_dtype(config: ServeConfig, model: ModelConfig, platform: str) -> str:
-    """Returns the dtype of the KV cache on JAX's `platform`."""
-    return "float8_e4m3fn" if config.kv_dtype == "fp8" else serving_dtype(config, model, platform)
-
-
-def context_tokens(config: ServeConfig, model: ModelConfig) -> int:
-    """Returns the maximum number of prompt and output tokens of a request.
-
-    Raises:
-      ConfigError: max_context exceeds what the model supports.
-    """
-    if config.max_context > model.longest_context:
-        scaled = f" times a rope factor of {model.rope.factor:g}" if model.rope.factor > 1.0 else ""
-        raise ConfigError(
-            f"max_context is {config.max_context}; the model supports {model.longest_context} tokens "
-            f"(max_position_embeddings{scaled}). Lower it, or configure YaRN rope scaling in the model's config.json."
-        )
-    return config.max_context or min(model.longest_context, _DEFAULT_MAX_CONTEXT)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Reads the options of a TOML file. The error for an unknown key suggests a similar one.
-
-    Raises:
-      ConfigError: The file does not exist or is not valid TOML, a key is unknown, or a value has the wrong type.
-    """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}.") from None
-    except (ValueError, RecursionError) as error:  # invalid TOML, or a number or nesting too large for Python
-        raise ConfigError(f"--config {path}: {error}.") from None
-    types = {option_field.name: option_field.type for option_field in dataclasses.fields(ServeConfig)}
-    for key, value in raw.items():
-        if value == "auto" and key in types and options()[key].is_auto:
-            raw[key] = value = types[key](0)  # type: ignore[operator]
-        if key not in types:
-            near = difflib.get_close_matches(key, types, n=1)
-            hint = f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(types)}."
-            raise ConfigError(f"--config {path}: unknown key {key!r}.{hint}")
-        expected = types[key]
-        if expected is float and type(value) is int and abs(value) <= sys.float_info.max:
-            raw[key] = float(value)
-        elif type(value) is not expected:
-            raise ConfigError(
-                f"--config {path}: {key} is {value!r}; it must be of type {getattr(expected, '__name__', expected)}."
-            )
-    return raw
+        check_combinations(self)

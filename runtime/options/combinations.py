@@ -1,0 +1,60 @@
+"""Checks options against each other."""
+
+from typing import TYPE_CHECKING
+
+from ..api.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .serve_config import ServeConfig
+
+
+def check_combinations(config: "ServeConfig") -> None:
+    """Checks options whose allowed values depend on other options.
+
+    Raises:
+      ConfigError: Options contradict each other.
+    """
+    if config.max_context == 1:
+        raise ConfigError("max_context is 1; it must be 2 or more (a prompt and one token), or 0 for the default.")
+    if bool(config.tls_cert) != bool(config.tls_key) or (config.tls_client_ca and not config.tls_cert):
+        raise ConfigError("tls_cert and tls_key must be set together, and tls_client_ca requires both.")
+    if 0 < config.max_step_tokens < config.max_running:
+        raise ConfigError(
+            f"max_step_tokens is {config.max_step_tokens} and max_running {config.max_running}: every running request "
+            "decodes one token per step, so max_step_tokens must be at least max_running. Raise it or lower "
+            "max_running."
+        )
+    if config.max_decode_steps > config.page_size:
+        raise ConfigError(
+            f"max_decode_steps is {config.max_decode_steps}; allowed is 1 to page_size ({config.page_size}): a request "
+            "begins at most one page per dispatch. Lower it or raise page_size."
+        )
+    if config.draft_tokens >= config.page_size:
+        raise ConfigError(
+            f"draft_tokens is {config.draft_tokens}; allowed is 0 to page_size - 1 ({config.page_size - 1}): a request "
+            "begins at most one page per step. Lower it or raise page_size."
+        )
+    _check_cluster(config)
+    if config.cpu_devices and config.cpu_devices < config.tp and not config.coordinator:
+        raise ConfigError(
+            f"tp is {config.tp} but cpu_devices only {config.cpu_devices}. Raise cpu_devices or set it to 0."
+        )
+
+
+def _check_cluster(config: "ServeConfig") -> None:
+    is_explicit = config.coordinator not in ("", "auto")
+    host, _, port = config.coordinator.rpartition(":")
+    if is_explicit and not (host and port.isdigit()):
+        raise ConfigError(f"coordinator is {config.coordinator!r}; it must be HOST:PORT of process 0, or 'auto'.")
+    if config.num_processes < 1 or not 0 <= config.process_id < config.num_processes:
+        raise ConfigError(
+            f"process_id is {config.process_id} and num_processes {config.num_processes}; the processes are numbered "
+            "from 0 to num_processes - 1."
+        )
+    if config.num_processes > 1 and not is_explicit:
+        raise ConfigError(
+            f"num_processes is {config.num_processes} and coordinator {config.coordinator!r}. Set coordinator to "
+            "HOST:PORT of process 0; with 'auto', omit num_processes and process_id, which the orchestrator sets."
+        )
+    if config.cluster_ca and not config.tls_cert:
+        raise ConfigError("cluster_ca requires tls_cert and tls_key, which this process presents to the others.")
