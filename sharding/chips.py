@@ -30,6 +30,7 @@ class Chip:
     flops_per_second: float = 0.0  # bfloat16, dense
     link_bytes_per_second: float = 0.0  # in each direction, all links of the device together
     is_unrolled: bool  # whether layers are unrolled; see docs/decisions
+    is_hopper: bool = False  # whether it runs our CUDA kernels
     compiler_options: Mapping[str, str]
     sum_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # added on meshes of several devices
 
@@ -91,6 +92,7 @@ CHIPS = {
         flops_per_second=989e12,
         link_bytes_per_second=450e9,
         is_unrolled=True,
+        is_hopper=True,
         compiler_options={},
     ),
     "h200": Chip(
@@ -101,6 +103,51 @@ CHIPS = {
         hbm_bytes_per_second=4800e9,
         flops_per_second=989e12,
         link_bytes_per_second=450e9,
+        is_unrolled=True,
+        is_hopper=True,
+        compiler_options={},
+    ),
+    "a100": Chip(
+        kind="NVIDIA A100-SXM4-80GB",
+        platform="gpu",
+        hbm_bytes=int(79.1 * GIB),
+        jax_fraction=0.75,
+        hbm_bytes_per_second=2039e9,
+        flops_per_second=312e12,
+        link_bytes_per_second=300e9,
+        is_unrolled=True,
+        compiler_options={},
+    ),
+    "l40s": Chip(
+        kind="NVIDIA L40S",
+        platform="gpu",
+        hbm_bytes=int(44.4 * GIB),
+        jax_fraction=0.75,
+        hbm_bytes_per_second=864e9,
+        flops_per_second=362e12,
+        link_bytes_per_second=32e9,  # PCIe 4.0
+        is_unrolled=True,
+        compiler_options={},
+    ),
+    "rtx4090": Chip(
+        kind="NVIDIA GeForce RTX 4090",
+        platform="gpu",
+        hbm_bytes=int(23.5 * GIB),
+        jax_fraction=0.75,
+        hbm_bytes_per_second=1008e9,
+        flops_per_second=165e12,
+        link_bytes_per_second=32e9,  # PCIe 4.0
+        is_unrolled=True,
+        compiler_options={},
+    ),
+    "rtx5090": Chip(
+        kind="NVIDIA GeForce RTX 5090",
+        platform="gpu",
+        hbm_bytes=int(31.4 * GIB),
+        jax_fraction=0.75,
+        hbm_bytes_per_second=1792e9,
+        flops_per_second=209e12,
+        link_bytes_per_second=64e9,  # PCIe 5.0
         is_unrolled=True,
         compiler_options={},
     ),
@@ -190,6 +237,8 @@ def _topology(target: Target) -> topologies.TopologyDescription:
     chip = target.chip
     if chip.platform == "cpu":
         raise ValueError(f"{target.name} needs no target compiler: use virtual CPU devices of this host.")
+    if chip.platform == "gpu" and not chip.is_hopper:
+        raise NoCompilerError(f"programs for {target.name} can be compiled on such GPUs only. Omit --compile.")
     if chip.platform == "gpu":
         return gpu_topology(
             kind=chip.kind,

@@ -62,7 +62,7 @@ class Server:
 
     def __init__(self, config: ServeConfig, device: str):
         model, chip = named_model(config.model), target(device).chip
-        server = resolve_for(config, model, chip=chip, num_devices=config.tp)
+        server = resolve_for(config, model, chip=chip, num_devices=config.tp or 1)
         roofline = Roofline(
             model=model, layout=server.layout, dtype=server.dtype, cache_dtype=server.cache_dtype, chip=chip
         )

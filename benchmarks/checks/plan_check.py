@@ -27,6 +27,7 @@ _TOLERANCE = 0.02
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     config = serve_config(options)
+    config = dataclasses.replace(config, tp=config.tp or 1)
     asked = Asked(config=config, target=options.target, tensor_parallelism=config.tp, jax_fraction=options.jax_fraction)
     planner = planner_of(asked)
     planned = planner.plan().figures

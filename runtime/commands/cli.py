@@ -1,33 +1,51 @@
 """Command line of meshserve: meshserve serve | generate | chat | plan | convert | token | bench | demo.
 
-The flags of `serve` and `generate` are generated from `ServeConfig`. Flags override the TOML file, which overrides the
-defaults. Heavy imports happen inside the commands, so that --help stays fast.
+The flags of `serve`, `generate` and `plan` are generated from `ServeConfig`. Flags override the TOML file, which
+overrides the defaults. Heavy imports happen inside the commands, so that --help stays fast.
 """
 
 import argparse
 import ast
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..api.errors import ConfigError, EngineStoppedError, MeshserveError
 from ..api.quantisation import NOT_QUANTIZED
-from ..options.flags import add_options, serve_config
+from ..options.flags import Parser, add_options, serve_config
 from ..options.serve_config import options, server_only_options
 from ..telemetry.logs import configure_logs, drop_output
+from ..weights.registry import published_names
 
 _EXIT_USAGE = 2
 _MAX_TOKEN_DAYS = 36_500
+_EXAMPLES = """\
+examples:
+  meshserve demo                                   try it: an embedded model on virtual CPU devices
+  meshserve serve Qwen/Qwen3-8B                    download a model and serve it on the machine's GPUs or TPUs
+  meshserve serve demo --cpu-devices 4 --tp 4      serve the embedded model on four virtual CPU devices
+  meshserve chat                                   talk to the server on this machine
+  meshserve plan qwen3-32b --target h100:8         memory and speed of a model on a machine, before there is one
+  meshserve generate Qwen/Qwen3-8B --input prompts.jsonl --output completions.jsonl
+  meshserve bench serve --rate 4 8 16              put load on the server on this machine
+
+`meshserve COMMAND --help` explains a command."""
 _BENCHMARK_FOLDERS = ("load", "engine", "kernels", "checks")  # of meshserve.benchmarks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status. User-facing errors are printed without a traceback."""
     _open_missing_files()
-    namespace = _parser().parse_args(arguments)
+    parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return 0
+    namespace = parser.parse_args(arguments)
     configure_logs("text")
     try:
         return namespace.run(namespace)
@@ -51,9 +69,16 @@ def _open_missing_files() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve", description="Serve Qwen3 from a mesh of accelerators.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+def _parser() -> Parser:
+    parser = Parser(
+        prog="meshserve",
+        description="Serve Qwen3 from a mesh of accelerators.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"meshserve {importlib.metadata.version('meshserve')}"
+    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands", dest="command")
 
     serve = commands.add_parser("serve", help="serve a model over gRPC")
     add_options(serve)
@@ -69,52 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(run=_generate)
 
-    chat = commands.add_parser("chat", help="talk to a server")
-    chat.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (%(default)s)")
-    chat.add_argument("--max-tokens", type=int, default=512, help="maximum tokens per answer (%(default)s)")
-    chat.add_argument("--temperature", type=float, help="sampling temperature; 0 is greedy (default: the server's)")
-    chat.add_argument("--system", default="", help="system message that starts the conversation")
-    add_credentials(chat)
-    chat.set_defaults(run=_chat)
-
-    convert = commands.add_parser("convert", help="convert a Hugging Face model to an Orbax checkpoint")
-    convert.add_argument("--model", required=True, help="local, gs:// or s3:// directory, or a Hugging Face id")
-    convert.add_argument("--revision", default="", help="branch, tag or commit, if --model is a Hugging Face id")
-    convert.add_argument("--output", default="", help="directory to write; without it, --verify checks --model itself")
-    convert.add_argument(
-        "--dtype",
-        choices=("auto", "bfloat16", "float32"),
-        default="auto",
-        help="dtype of the weights; auto: the model's (%(default)s)",
-    )
-    convert.add_argument(
-        "--quantize",
-        choices=options()["quantize"].choices,
-        default=NOT_QUANTIZED,
-        help="quantise the weights of an unquantised model (%(default)s)",
-    )
-    convert.add_argument("--verify", action="store_true", help="read the checkpoint and compare all its checksums")
-    convert.set_defaults(run=_convert)
-
-    plan = commands.add_parser("plan", help="estimate a model's memory per device and its speed on a machine")
-    without_machine = {"cpu_devices", "cache_dir", "compile_threads", "random_weights"}
-    add_options(plan, left_out=server_only_options() | without_machine)
-    plan.add_argument(
-        "--target", required=True, help="machine, such as h100:8, v6e:2x4 or cpu:4; sets the default TP size"
-    )
-    plan.add_argument("--length", type=int, default=1024, help="tokens per request to plan for (%(default)s)")
-    plan.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="decode batch sizes (%(default)s)")
-    plan.add_argument(
-        "--jax-fraction",
-        type=float,
-        default=0.0,
-        help="fraction of GPU memory that JAX preallocates; 0: that of memory_fraction",
-    )
-    plan.add_argument(
-        "--compile", action="store_true", help="compile every program for the target (extra [tpu] or [cuda])"
-    )
-    plan.add_argument("--json", action="store_true", help="print one line of JSON")
-    plan.set_defaults(run=_plan)
+    _add_chat(commands)
+    _add_convert(commands)
+    _add_plan(commands)
 
     bench = commands.add_parser(
         "bench", help="benchmark this machine", add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -136,6 +118,63 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_chat(commands: Any) -> None:
+    chat = commands.add_parser("chat", help="talk to a server")
+    chat.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (%(default)s)")
+    chat.add_argument("--max-tokens", type=int, help="maximum tokens per answer (default: what fits the context)")
+    chat.add_argument("--temperature", type=float, help="sampling temperature; 0 is greedy (default: the server's)")
+    chat.add_argument("--system", default="", help="system message that starts the conversation")
+    add_credentials(chat)
+    chat.set_defaults(run=_chat)
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser("convert", help="convert a Hugging Face model to an Orbax checkpoint")
+    convert.add_argument("--model", required=True, help="local, gs:// or s3:// directory, or a Hugging Face id")
+    convert.add_argument("--revision", default="", help="branch, tag or commit, if --model is a Hugging Face id")
+    convert.add_argument("--output", default="", help="directory to write; without it, --verify checks --model itself")
+    convert.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="dtype of the weights; auto: the model's (%(default)s)",
+    )
+    convert.add_argument(
+        "--quantize",
+        choices=options()["quantize"].choices,
+        default=NOT_QUANTIZED,
+        help="quantise the weights of an unquantised model (%(default)s)",
+    )
+    convert.add_argument("--verify", action="store_true", help="read the checkpoint and compare all its checksums")
+    convert.set_defaults(run=_convert)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="estimate a model's memory per device and its speed on a machine")
+    without_machine = {"cpu_devices", "cache_dir", "compile_threads", "random_weights"}
+    helps = {
+        "model": f"a published size ({', '.join(published_names())}), or a model as for serve",
+        "tp": "tensor-parallel size (default: all devices of the target); the report compares all sizes",
+    }
+    add_options(plan, left_out=server_only_options() | without_machine, helps=helps)
+    plan.add_argument(
+        "--target", required=True, help="machine: CHIP:NUMBER or CHIP:SHAPE, such as h100:8, a100:4, v6e:2x4 or cpu:4"
+    )
+    plan.add_argument("--length", type=int, default=1024, help="tokens per request to plan for (%(default)s)")
+    plan.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="decode batch sizes (%(default)s)")
+    plan.add_argument(
+        "--jax-fraction",
+        type=float,
+        default=0.0,
+        help="fraction of GPU memory that JAX preallocates; 0: that of memory_fraction",
+    )
+    plan.add_argument(
+        "--compile", action="store_true", help="compile every program for the target (extra [tpu] or [cuda])"
+    )
+    plan.add_argument("--json", action="store_true", help="print one line of JSON")
+    plan.set_defaults(run=_plan)
 
 
 def benchmarks() -> dict[str, tuple[str, str]]:
@@ -229,7 +268,7 @@ def _plan(namespace: argparse.Namespace) -> int:
     asked = Asked(
         config=config,
         target=namespace.target,
-        tensor_parallelism=getattr(namespace, "tp", 0) or (config.tp if config.tp > 1 else 0),
+        tensor_parallelism=config.tp,
         length=namespace.length,
         batches=tuple(namespace.batch),
         jax_fraction=namespace.jax_fraction,

@@ -1,10 +1,13 @@
 """The definition of an option: its help, its range, and how its value is parsed, shown and checked."""
 
 import math
+from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..api.errors import ConfigError
+
+_KINDS = {int: "a whole number", float: "a number", str: "text"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,7 @@ class Option:
       may_differ: Whether the processes of one cluster may have different values.
       is_expert: Whether the option rarely needs to be changed; `--help` lists such options last.
       is_auto: Whether `auto` is allowed, which is stored as 0 and resolved at startup (`planning.auto_limits`).
+      alias: The name of the same option in vLLM, which is accepted as a flag, too.
     """
 
     help: str
@@ -31,14 +35,19 @@ class Option:
     may_differ: bool = False
     is_expert: bool = False
     is_auto: bool = False
+    alias: str = ""
 
     def parsed(self, text: str, kind: Any) -> Any:
         """Parses the text of a flag as a value of type `kind`.
 
         Raises:
-          ValueError: The text is no such value.
+          ArgumentTypeError: The text is no such value.
         """
-        return kind(0) if self.is_auto and text == "auto" else kind(text)
+        try:
+            return kind(0) if self.is_auto and text == "auto" else kind(text)
+        except ValueError:
+            allowed = _KINDS[kind] + (" or auto" if self.is_auto else "")
+            raise ArgumentTypeError(f"got {text!r}; allowed is {allowed}.") from None
 
     def shown(self, value: Any) -> str:
         """Returns a value as help texts show it."""

@@ -34,6 +34,11 @@ def options() -> dict[str, Option]:
     return {each.name: each.metadata["option"] for each in dataclasses.fields(ServeConfig)}
 
 
+def aliases() -> dict[str, str]:
+    """Returns the name of each option that has an alias, by the alias."""
+    return {each.alias: name for name, each in options().items() if each.alias}
+
+
 def server_only_options() -> frozenset[str]:
     """Returns the names of the options that have no effect without a server."""
     return frozenset(name for name, each in options().items() if each.is_server_only)
@@ -62,7 +67,15 @@ class ServeConfig:
         "branch, tag or commit of a model given by its Hugging Face id; empty is its default branch",
         may_differ=True,
     )
-    tp: int = option(1, _MODEL, "tensor-parallel size: over how many devices each layer is split", least=1)
+    tp: int = option(
+        0,
+        _MODEL,
+        "tensor-parallel size: over how many devices each layer is split; auto is the size that decodes a single "
+        "request fastest, by the roofline of the machine's devices, 1 on CPUs, and all devices of several processes",
+        least=1,
+        is_auto=True,
+        alias="tensor_parallel_size",
+    )
     expert_parallel: bool = option(
         False,
         _MODEL,
@@ -117,6 +130,7 @@ class ServeConfig:
         _MODEL,
         "maximum number of prompt and output tokens of a request; 0 uses the model's limit, at most 32768",
         least=0,
+        alias="max_model_len",
     )
     page_size: int = option(32, _MEMORY, "tokens per KV cache page", least=1)
     num_pages: int = option(
@@ -130,6 +144,7 @@ class ServeConfig:
         least=0.01,
         most=1,
         is_auto=True,
+        alias="gpu_memory_utilization",
     )
     reserve_mib: int = option(
         512, _MEMORY, "device memory in MiB to leave free beside weights, KV cache and scratch memory", least=0
@@ -154,6 +169,7 @@ class ServeConfig:
         "maximum number of requests that run at the same time; auto is 256 on GPUs, 64 elsewhere",
         least=1,
         is_auto=True,
+        alias="max_num_seqs",
     )
     max_step_tokens: int = option(
         0,

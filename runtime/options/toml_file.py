@@ -1,14 +1,14 @@
 """Reads the options of a server from a TOML file."""
 
 import dataclasses
-import difflib
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from ..api.errors import ConfigError
-from .serve_config import ServeConfig, options
+from .nearest import nearest
+from .serve_config import ServeConfig, aliases, options
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -25,13 +25,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path} cannot be read: {error}.") from None
     except (ValueError, RecursionError) as error:  # invalid TOML, or a number or nesting too large for Python
         raise ConfigError(f"--config {path}: {error}.") from None
+    for alias, name in aliases().items():
+        if alias in raw and name in raw:
+            raise ConfigError(f"--config {path}: {alias} and {name} are the same option. Omit one.")
+    raw = {aliases().get(key, key): value for key, value in raw.items()}
     types = {option_field.name: option_field.type for option_field in dataclasses.fields(ServeConfig)}
     for key, value in raw.items():
         if value == "auto" and key in types and options()[key].is_auto:
             raw[key] = value = types[key](0)  # type: ignore[operator]
         if key not in types:
-            near = difflib.get_close_matches(key, types, n=1)
-            hint = f" Did you mean {near[0]}?" if near else f" Known keys: {', '.join(types)}."
+            near = nearest(key, types)
+            hint = f" Did you mean {near}?" if near else f" Known keys: {', '.join(types)}."
             raise ConfigError(f"--config {path}: unknown key {key!r}.{hint}")
         expected = types[key]
         if expected is float and type(value) is int and abs(value) <= sys.float_info.max:

@@ -17,7 +17,7 @@ from .aot import KnownKey, ProgramReport
 from .compiled_plan import REPORT_HEAD, CompiledPlan, compile_plan, report_row
 from .memory_plan import MIB, MemoryPlan, Planner
 from .roofline import Roof
-from .tp_choice import TPSizePlan, best_tp_size, roofline_of, tp_size_plans
+from .tp_choice import TPSizePlan, best_tp_size, check_tp, roofline_of, tp_size_plans
 
 PROMPT_LENGTHS = (1024, 8192)
 
@@ -88,7 +88,7 @@ def report_text(report: Report) -> str:
     plan, length = report.plan, report.length
     lines = [plan_table(plan), f"  {f'requests of {length} tokens':<26} {plan.num_requests(length):>22}"]
     if report.decode:
-        head = f"{'roofline':<28}{'ms':>10}{'tokens/s':>12}{'bound':>10}{'all-reduces, ms (estimated)':>30}"
+        head = f"{'roofline':<28}{'ms':>10}{'bound':>10}{'+ all-reduces, ms (estimated)':>32}{'= tokens/s':>14}"
         lines += ["", head]
         fits = {False: "  exceeds the cache or max_running", True: ""}
         for roof in report.decode:
@@ -96,10 +96,11 @@ def report_text(report: Report) -> str:
             lines.append(_roof_row(name, roof) + fits[roof.num_tokens <= plan.num_requests(length)])
         lines += [_roof_row(f"prefill of {roof.num_tokens}", roof) for roof in report.prefill]
     width = max([4, *(len(item.name) for item in report.tp_sizes)])
-    lines += ["", f"{'tp':>{width}}{'replicas':>10}{'requests each':>15}{'ms/token alone':>18}{'total tokens/s':>17}"]
+    counts = f"{'tp':>{width}}{'replicas':>10}{'requests each':>15}{'limited by':>14}"
+    lines += ["", f"{counts}{'ms/token alone':>18}{'total tokens/s':>17}"]
     for item in report.tp_sizes:
         speeds = f"{1e3 * item.step_seconds:>18.3f}{item.tokens_per_second:>17,.0f}" if item.step_seconds else ""
-        row = f"{item.name:>{width}}{item.num_replicas:>10}{item.num_requests:>15}{speeds}"
+        row = f"{item.name:>{width}}{item.num_replicas:>10}{item.num_requests:>15}{item.limited_by:>14}{speeds}"
         lines.append(row if item.num_requests else f"{item.name:>{width}}{item.num_replicas:>10}  does not fit")
     best = f"best: tp {report.best.name}: " if report.best is not None else "no TP size fits: "
     return "\n".join([*lines, best + report.reason])
@@ -107,8 +108,8 @@ def report_text(report: Report) -> str:
 
 def _roof_row(name: str, roof: Roof) -> str:
     return (
-        f"{name:<28}{1e3 * roof.seconds:>10.3f}{roof.tokens_per_second:>12,.0f}{roof.bound:>10}"
-        f"{1e3 * roof.all_reduce_seconds:>30.2f}"
+        f"{name:<28}{1e3 * roof.seconds:>10.3f}{roof.bound:>10}{1e3 * roof.all_reduce_seconds:>32.3f}"
+        f"{roof.tokens_per_second:>14,.0f}"
     )
 
 
@@ -169,14 +170,12 @@ def planner_of(asked: Asked) -> Planner:
         raise ConfigError(f"{got}; they must be 1 or more.")
     if not 0.0 <= asked.jax_fraction <= 1.0:
         raise ConfigError(f"jax_fraction is {asked.jax_fraction}; it must be 0 to 1, where 0 is JAX's default.")
-    if asked.tensor_parallelism > machine.num_devices:
-        raise ConfigError(
-            f"tp is {asked.tensor_parallelism}; {machine.name} has {machine.num_devices} devices. Lower tp."
-        )
+    model = _model(asked.config)
+    check_tp(asked.tensor_parallelism or machine.num_devices, model, machine.num_devices, f"devices in {machine.name}")
     return Planner.on(
         machine,
         asked.config,
-        _model(asked.config),
+        model,
         num_devices=asked.tensor_parallelism or machine.num_devices,
         jax_fraction=asked.jax_fraction,
     )

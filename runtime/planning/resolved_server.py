@@ -44,6 +44,7 @@ from .kernel_selection import (
 )
 from .server_programs import ServerPrograms
 
+_NO_HOPPER = "the CUDA kernels need a Hopper GPU"
 _FREE_TOKENS = 256  # up to about this many tokens, a step takes as long as with one: it reads all weights
 
 
@@ -156,7 +157,9 @@ def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devi
       ValueError: The model cannot be split over so many devices.
     """
     shapes = _shapes(config, model, chip.platform, num_devices)
-    refusals = shape_refusals(shapes) if chip.platform == "gpu" else CudaRefusals()
+    refusals = CudaRefusals()
+    if chip.platform == "gpu":
+        refusals = shape_refusals(shapes) if chip.is_hopper else CudaRefusals(_NO_HOPPER, _NO_HOPPER)
     has_fused_layers = architecture_of(model).layer_weights is not None
     names = name_kernels(
         config,

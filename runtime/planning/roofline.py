@@ -2,8 +2,8 @@
 
 A decode step reads every weight once, except an untied embedding and experts that no token chose, and each request's
 keys and values. The times assume perfect overlap, and no cost of kernels, launches and the host. The time of
-all-reduces is estimated separately and is not part of the roofline: some microseconds for each of two all-reduces per
-layer and one for the embedding, and the transfer of the bytes over the links.
+all-reduces is estimated separately and added: some microseconds for each of two all-reduces per layer and one for the
+embedding, and the transfer of the bytes over the links.
 
 Tokens choose experts uniformly and independently. If experts are split by tensor, each device reads its slice of all
 those chosen. If they are split by expert, the devices differ, and the busiest one decides how long the step takes.
@@ -35,13 +35,13 @@ class Roof:
 
     num_tokens: int  # decoded tokens, or tokens of the prompt
     context: int  # tokens of each request in the cache
-    seconds: float
+    seconds: float  # without the all-reduces
     all_reduce_seconds: float  # estimated
     bound: str  # "memory" or "compute"
 
     @property
     def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
+        return self.num_tokens / self.total_seconds
 
     @property
     def total_seconds(self) -> float:

@@ -1,17 +1,115 @@
-"""Selects the best TP size for a machine, whose remaining devices serve replicas.
+"""Selects the TP size: the best one for a machine whose remaining devices serve replicas, and that of one server.
 
-The best TP size is the one at which the whole machine decodes the most tokens per second, with as many requests of the
+The best TP size of a machine is the one at which it decodes the most tokens per second, with as many requests of the
 given length as fit. Among TP sizes within `_EQUAL` of that throughput, it is the one with the shortest step. The times
 are those of the roofline plus the estimated all-reduces. A mixture of experts is planned with both splits of its
-experts, by tensor and by expert.
+experts, by tensor and by expert. A server whose `tp` is auto gets the size that is the fastest for a single request.
 """
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 
+import jax
+
+from meshserve.sharding.chips import Chip, Target, chip_of
+
+from ..api.errors import ConfigError
+from ..api.model_config import ModelConfig
+from ..options.serve_config import ServeConfig
 from .memory_plan import Planner
+from .resolved_server import ResolvedServer
 from .roofline import Roofline
 
+_log = logging.getLogger(__name__)
+
 _EQUAL = 0.05
+_REQUEST_TOKENS = 1024  # length of the requests for which the TP size of a server is chosen
+
+
+def allowed_tp_sizes(model: ModelConfig, num_devices: int) -> list[int]:
+    """Returns the TP sizes over which a model can be split on so many devices."""
+    return [tp for tp in range(1, num_devices + 1) if model.num_query_heads % tp == 0]
+
+
+def check_tp(tp: int, model: ModelConfig, num_devices: int, devices: str, hint: str = "") -> None:
+    """Checks a TP size against the model and the devices.
+
+    Args:
+      tp: The TP size.
+      model: The model.
+      num_devices: How many devices there are.
+      devices: What they are, for the error.
+      hint: What else to do about too few devices.
+
+    Raises:
+      ConfigError: It is not possible. The message lists the possible sizes.
+    """
+    allowed = allowed_tp_sizes(model, num_devices)
+    if tp in allowed:
+        return
+    reason = f"the model's {model.num_query_heads} query heads cannot be divided by it"
+    if tp > num_devices:
+        reason = f"there {'is' if num_devices == 1 else 'are'} {num_devices} {devices}"
+    sizes = ", ".join(map(str, allowed))
+    raise ConfigError(f"tp is {tp}, but {reason}. Possible: {sizes}.{hint if tp > num_devices else ''}")
+
+
+def choose_tp(config: ServeConfig, model: ModelConfig, devices: Sequence[jax.Device]) -> int:
+    """Returns the TP size of a server, which is chosen if the option is auto.
+
+    Args:
+      config: The options.
+      model: The model.
+      devices: All devices, of every process.
+
+    Raises:
+      ConfigError: The option's size is not possible.
+    """
+    num_processes = len({device.process_index for device in devices})
+    allowed = [tp for tp in allowed_tp_sizes(model, len(devices)) if tp % num_processes == 0]
+    if config.tp or not allowed:
+        tp = config.tp or num_processes
+        hint = f" To try it without such devices, add --cpu-devices {tp}."
+        check_tp(tp, model, len(devices), f"{devices[0].device_kind} device(s)", hint)
+        return tp
+    if num_processes > 1 or len(allowed) == 1:
+        return allowed[-1]
+    if devices[0].platform == "cpu":
+        return 1  # virtual devices share the cores of the machine, so that more of them are no faster
+    chip = chip_of(devices[0])
+    return allowed[-1] if chip is None or not chip.flops_per_second else _fastest(config, model, chip, allowed)
+
+
+def _fastest(config: ServeConfig, model: ModelConfig, chip: Chip, allowed: Sequence[int]) -> int:
+    """Returns the TP size with the shortest decode step of a single request; the largest if the model fits at none.
+
+    Of sizes that take about as long, it is the smallest. Where this leaves devices over, replicas use them better.
+    """
+    plans = []
+    for tp in allowed:
+        try:
+            planner = Planner.on(_target(chip, tp), config, model, num_devices=tp)
+        except ValueError:  # the experts cannot be split over so many devices
+            continue
+        plans.append(_tp_size_plan(planner, _REQUEST_TOKENS))
+    fitting = [plan for plan in plans if plan.num_requests]
+    if not fitting:
+        return allowed[-1]
+    shortest = min(plan.step_seconds for plan in fitting)
+    best = next(plan for plan in fitting if plan.step_seconds <= (1 + _EQUAL) * shortest)
+    times = ", ".join(f"{1e3 * plan.step_seconds:.2f} ms at tp {plan.tp}" for plan in fitting)
+    _log.info("tp auto: a token of a single request should take %s", times)
+    return best.tp
+
+
+def _target(chip: Chip, num_devices: int) -> Target:
+    return Target(name=f"{num_devices} x {chip.name}", chip=chip, num_devices=num_devices)
+
+
+def planner_of(server: ResolvedServer, chip: Chip) -> Planner:
+    """Returns the planner of a server that has been resolved for devices of this kind."""
+    return Planner(name=server.requested.model, target=_target(chip, server.tp), server=server)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +123,7 @@ class TPSizePlan:
     tokens_per_second: float = 0.0  # of all replicas together, with all requests
     reason: str = ""  # why the model does not fit
     expert_parallel: bool = False  # as in `ServeConfig`
+    limited_by: str = ""  # what allows no more requests: "max_running" or "KV cache"
 
     @property
     def name(self) -> str:
@@ -40,7 +139,7 @@ class TPSizePlan:
 def tp_size_plans(planner: Planner, length: int) -> list[TPSizePlan]:
     """Returns the plans of all TP sizes and splits of experts that the model and the machine allow."""
     num_devices, model = planner.target.num_devices, planner.server.model
-    tp_sizes = [tp for tp in range(1, num_devices + 1) if num_devices % tp == 0 and model.num_query_heads % tp == 0]
+    tp_sizes = [tp for tp in allowed_tp_sizes(model, num_devices) if num_devices % tp == 0]
     by_tensor, by_expert = (
         dataclasses.replace(planner.server.requested, expert_parallel=is_set) for is_set in (False, True)
     )
@@ -60,9 +159,11 @@ def _tp_size_plan(planner: Planner, length: int) -> TPSizePlan:
         expert_parallel=planner.server.requested.expert_parallel,
     )
     try:
-        num_requests = planner.plan().num_requests(length)
+        memory = planner.plan()
     except MemoryError as error:
         return dataclasses.replace(plan, reason=str(error))
+    num_requests = memory.num_requests(length)
+    plan = dataclasses.replace(plan, limited_by="max_running" if num_requests == memory.max_running else "KV cache")
     if not num_requests:
         return dataclasses.replace(plan, reason=f"the cache is too small for a request of {length} tokens")
     roofline = roofline_of(planner)
@@ -105,12 +206,12 @@ def best_tp_size(plans: list[TPSizePlan], length: int) -> tuple[TPSizePlan | Non
     )
     reason = (
         f"{best.num_replicas} x tp {best.name} decode {best.tokens_per_second:,.0f} tokens/s with "
-        f"{best.num_replicas * best.num_requests} requests of {length} tokens"
+        f"{best.num_replicas * best.num_requests} requests of {length} tokens, limited by {best.limited_by}"
     )
     others = [plan for plan in fitting if plan is not best]
     if others:
         second = max(others, key=lambda plan: plan.tokens_per_second)
-        reason += f", tp {second.name} {second.tokens_per_second:,.0f}"
+        reason += f"; tp {second.name} {second.tokens_per_second:,.0f}"
     fastest = min(fitting, key=lambda plan: plan.step_seconds)
     if fastest is not best:
         reason += (

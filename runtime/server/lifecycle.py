@@ -33,7 +33,7 @@ from .admin_service import Admin
 from .inference_service import MAX_MESSAGE_BYTES, Backend, Edge, failure_error
 from .interceptor import AdmissionInterceptor
 from .method_permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
-from .ports import is_taken
+from .ports import address_of, check_free
 from .tls import TlsFiles, server_credentials
 from .vllm_service import add_gateway
 
@@ -147,9 +147,9 @@ async def serve(
         servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor]))
         add_gateway(edge, servers[-1])
     await server.start()
-    say(f"meshserve listens on {_address(listen.host, handle.port)}")
+    say(f"meshserve listens on {address_of(listen.host, handle.port)}")
     if handle.http_port is not None:
-        say(f"meshserve answers probes on http://{_address(listen.host, handle.http_port)}")
+        say(f"meshserve answers probes on http://{address_of(listen.host, handle.http_port)}")
     with on_signals(handle.request_stop):
         reloading = asyncio.create_task(_reload_tokens(edge))
         try:
@@ -160,7 +160,7 @@ async def serve(
                     # Not earlier: a gateway that connects before there is a model keeps it as an unknown model.
                     handle.gateway_port = bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
                     await servers[-1].start()
-                    say(f"meshserve answers gateways on {_address(listen.host, handle.gateway_port)}")
+                    say(f"meshserve answers gateways on {address_of(listen.host, handle.gateway_port)}")
                 if on_ready is not None:
                     on_ready(handle)
                 await _watch(edge, handle)
@@ -301,19 +301,15 @@ async def _drain(edge: Edge, handle: ServerHandle, drain_seconds: float) -> None
         edge.queues.fail_all(EngineStoppedError("the server stopped before the request could end; try another"))
 
 
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def bind(server: grpc.aio.Server, listen: Listen) -> int:
     """Binds the server to the address in `listen` and returns the port.
 
     Raises:
       ConfigError: The address cannot be bound, or the certificates cannot be used.
     """
-    address = _address(listen.host, listen.port)
-    if listen.port and is_taken(listen.host, listen.port):  # gRPC accepts it if one of a name's addresses is free
-        raise ConfigError(f"cannot bind {address}: it is in use. Free it, or choose another port.")
+    address = address_of(listen.host, listen.port)
+    if listen.port:
+        check_free(listen.host, listen.port)
     try:
         if listen.tls is not None:
             return server.add_secure_port(address, server_credentials(listen.tls))

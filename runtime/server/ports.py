@@ -1,8 +1,20 @@
-"""Which ports of this machine are in use."""
+"""Addresses of this machine, and whether their ports are in use."""
 
 import errno
 import socket
 from typing import Any
+
+from ..api.errors import ConfigError
+
+
+def address_of(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises ConfigError if the port is in use. gRPC would accept it if one of a name's addresses is free."""
+    if is_taken(host, port):
+        raise ConfigError(f"cannot bind {address_of(host, port)}: it is in use. Free it, or choose another port.")
 
 
 def is_taken(host: str, port: int) -> bool:

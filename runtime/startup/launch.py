@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import check_weights_fit
-from meshserve.sharding.mesh import claim_gpu_memory, make_mesh, use_cpu_devices, use_dispatch_threads
 
 from ..api.engine_api import Deliver, ModelInfo
 from ..api.errors import ConfigError
@@ -32,10 +31,8 @@ from ..cluster.preflight import Cluster
 from ..engine.engine import Engine
 from ..engine.step_record import Record
 from ..options.serve_config import ServeConfig
-from ..planning.auto_limits import GPU_MEMORY_FRACTION
 from ..planning.resolved_server import PlacedServer, resolve_here
 from ..program.batch import BatchBuilder
-from ..program.compile_cache import use_cache
 from ..program.device_figures import FIGURES_IN_LOG
 from ..program.processor_batch import ProcessorBatchBuilder
 from ..program.step_runner import StepRunner
@@ -49,8 +46,10 @@ from ..weights.load import device_weight_bytes, load_model, read_model_with_weig
 from ..weights.locate import ModelFiles, find_model
 from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of
+from .devices import start_devices
 from .live_reshard import Resharder
 from .runner_build import compile_runner
+from .summary import log_summary, warn_of_cache
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +99,7 @@ def launch(
       MeshserveError, CheckpointError, ValueError, MemoryError: The options, the model or the devices do not allow it.
       ClusterError: Another process does not allow it, or has failed.
     """
+    progress("finding the model")
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
     model = _read_model(config, files)
     tokenizer = open_tokenizer(files.small)
@@ -210,21 +210,16 @@ def build_runner(
     Raises:
       As `launch`.
     """
-    if config.cpu_devices:
-        use_cpu_devices(config.cpu_devices)
-    else:
-        claim_gpu_memory(config.memory_fraction or GPU_MEMORY_FRACTION)
-        if config.dispatch_threads and config.tp > 1:
-            use_dispatch_threads()
-    if config.cache_dir:
-        use_cache(Path(config.cache_dir).expanduser())
-    server = resolve_here(config, model, make_mesh(config.tp))
-    _log.info("limits: %s", server.step_limits)
+    is_tp_chosen = not config.tp
+    config, mesh = start_devices(config, model)
+    server = resolve_here(config, model, mesh)
+    log_summary(server, is_tp_chosen=is_tp_chosen)
     weight_bytes = device_weight_bytes(model, server.layout, server.mesh, server.dtype)
     check_weights_fit(server.mesh, server.memory_fraction, weight_bytes, page_bytes=server.page_bytes)
     structure, params = make_params(model, server.layout, server.mesh, server.dtype)
     runner = compile_runner(server, structure, params, cluster=cluster)
     runner.start(params)
+    warn_of_cache(server, runner.num_pages)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))
     return runner, server
 

@@ -11,18 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..api.engine_api import ModelInfo
 from ..api.errors import ConfigError, InvalidRequestError
 from ..cluster.leader import Alone, Place, lead_or_follow
 from ..options.serve_config import ServeConfig
 from ..server.inference_service import Backend, Edge
-from ..server.lifecycle import Listen, run_server
+from ..server.lifecycle import Listen, ServerHandle, run_server
 from ..server.method_permissions import new_access
 from ..server.output_queue import OutputQueues, max_dispatch_tokens
+from ..server.ports import address_of
 from ..server.tls import TlsFiles
-from ..telemetry.logs import configure_logs
+from ..telemetry.logs import configure_logs, say
 from ..telemetry.profiler import Profiler
 from ..telemetry.request_log import Observer
 from ..telemetry.tracing import Tracer
+from .checks import check_before_listening
 from .reload import reload_on_hangup
 
 if TYPE_CHECKING:
@@ -70,11 +73,15 @@ def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConf
     sys.setswitchinterval(_SWITCH_SECONDS)
     configure_logs(config.log_format)
     listen = listen_of(config)
+    if config.coordinator:
+        check_before_listening(config)
     serving = _Serving(config, lead_or_follow(config, listen, _launch_follower) if config.coordinator else Alone())
     if read is not None and threading.current_thread() is threading.main_thread():
         reload_on_hangup(config, read, serving.change_tp)
     try:
-        run_server(serving.edge, listen, prepare=serving.prepare, on_ready=serving.place.on_ready)
+        if not config.coordinator:
+            check_before_listening(config)
+        run_server(serving.edge, listen, prepare=serving.prepare, on_ready=serving.on_ready)
     except Exception as error:
         serving.place.end(error)
         raise
@@ -135,8 +142,20 @@ class _Serving:
         launched.engine.start()
         return Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars)
 
+    def on_ready(self, handle: ServerHandle) -> None:
+        """Says that the server accepts requests, and what to do with it. Called on the event loop."""
+        self.place.on_ready(handle)
+        assert self.launched is not None
+        info, load = self.launched.info, self.launched.engine.load()
+        address = address_of(self._config.host, handle.port)
+        say(
+            f"meshserve is ready: {info.name} on {info.num_devices} x {info.device_kind}, tp {info.tp_degree}, "
+            f"{load.num_pages * info.page_size_tokens:,} tokens of KV cache, at {address}"
+        )
+        say(f"Try: {_example(self._config, info, address)}")
+
     def change_tp(self, tp: int) -> None:
-        """Changes the TP size of the running server.
+        """Changes the TP size of the running server. 0, which is auto, restores the size at startup.
 
         Raises:
           EngineStoppedError: The server is starting, draining or has stopped.
@@ -147,6 +166,7 @@ class _Serving:
         assert launched is not None
         if not self.place.is_alone and tp != self._config.tp:
             raise ConfigError("the TP size of a cluster is fixed at startup; restart all its processes.")
+        tp = tp or launched.info.tp_degree
         if launched.resharder.change_tp(tp):
             self.edge.attach(dataclasses.replace(backend, info=launched.info_at(tp)))
 
@@ -159,3 +179,11 @@ class _Serving:
 
     def _tell(self, progress: str) -> None:
         self.edge.progress = progress
+
+
+def _example(config: ServeConfig, info: ModelInfo, address: str) -> str:
+    """Returns a command that talks to the server."""
+    secrets = (" --tls-ca AUTHORITY.pem" if config.tls_cert else "") + (" --token-file FILE" if config.tokens else "")
+    if info.supports_chat:
+        return f"meshserve chat --target {address}{secrets}"
+    return f"meshserve bench serve --target {address}{secrets}"

@@ -248,14 +248,18 @@ def named_model(name: str, quantize: str = NOT_QUANTIZED, *, fp8_head: bool = Fa
     return model_config(published_config(name), quantize, fp8_head=fp8_head)
 
 
+def published_names() -> list[str]:
+    """Returns the names of all published sizes."""
+    return [size for architecture in ARCHITECTURES.values() for size in architecture.sizes]
+
+
 def published_config(name: str) -> dict[str, Any]:
     """Returns the config.json of a published size. Raises the same errors as `named_model`."""
     for architecture in ARCHITECTURES.values():
         if size := architecture.sizes.get(name.lower()):
             kind = {"architectures": [architecture.name], "model_type": architecture.model_type}
             return {**kind, **architecture.common, **size}
-    known = ", ".join(size for architecture in ARCHITECTURES.values() for size in architecture.sizes)
-    raise ConfigError(f"{name!r} is not a published size; allowed are {known}.")
+    raise ConfigError(f"{name!r} is not a published size; allowed are {', '.join(published_names())}.")
 
 
 def _resolved(path: str) -> Any:

@@ -37,7 +37,7 @@ def test_the_flags_of_serve_are_the_options(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"tp": 0}, "tp is 0; it must be 1 or more"),
+        ({"tp": -1}, "tp is -1; it must be 1 or more"),
         ({"page_size": -1}, "page_size is -1; it must be 1 or more"),
         ({"num_pages": -1}, "num_pages is -1; it must be 0 or more"),
         ({"max_context": -1}, "max_context is -1; it must be 0 or more"),
@@ -105,6 +105,7 @@ def test_a_whole_number_may_stand_for_a_float(tmp_path: Path):
     ("text", "fault"),
     [
         ("max_runing = 3", "unknown key 'max_runing'. Did you mean max_running?"),
+        ("tp = 2\ntensor_parallel_size = 2", "tensor_parallel_size and tp are the same option. Omit one."),
         ("zzz = 3", "unknown key 'zzz'. Known keys: model, revision, tp, "),
         ("tp = '2'", "tp is '2'; it must be of type int"),
         ("tp = true", "tp is True; it must be of type int"),
@@ -143,8 +144,8 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path: Path, monkeypa
 
 
 def test_a_bad_config_is_one_line_on_stderr_and_exit_status_2(capsys: pytest.CaptureFixture[str]):
-    assert main(["generate", "--tp=0", "--input=i", "--output=o"]) == 2
-    assert capsys.readouterr().err == "meshserve: tp is 0; it must be 1 or more.\n"
+    assert main(["generate", "--tp=-1", "--input=i", "--output=o"]) == 2
+    assert capsys.readouterr().err == "meshserve: tp is -1; it must be 1 or more.\n"
 
 
 @pytest.mark.parametrize(

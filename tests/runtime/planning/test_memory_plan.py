@@ -1,6 +1,7 @@
 """`meshserve plan`: its arithmetic, its roofline, its choice of a degree, and a real start beside it."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -9,11 +10,13 @@ from meshserve.benchmarks.checks import plan_check
 from meshserve.kernels.paged_attention import implementation
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.model.qwen3 import Kernels
+from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.buckets import declare_buckets
-from meshserve.runtime.planning.memory_plan import output_bytes, weight_bytes
+from meshserve.runtime.planning.memory_plan import Planner, output_bytes, weight_bytes
 from meshserve.runtime.program.output_buffers import output_buffer_shapes
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import abstract_model, named_model
+from meshserve.sharding import chips
 from meshserve.sharding.layout import shard_layout
 from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import make_mesh
@@ -67,9 +70,15 @@ def test_a_degree_of_its_own_and_a_directory(capsys):
     [
         (["--model=qwen3-32b", "--target=v5e:2x2"], "15.3 GiB for weights on each of 4 devices of v5e:2x2"),
         (["--model=qwen3-8b", "--target=v6e-8"], "target is 'v6e-8'; it takes CHIP:SHAPE"),
-        (["--model=qwen3-8b", "--target=v6e:4x4", "--tp=3"], "tp is 3, which does not divide"),
+        (
+            ["--model=qwen3-8b", "--target=v6e:4x4", "--tp=3"],
+            "tp is 3, but the model's 32 query heads cannot be divided by it. Possible: 1, 2, 4, 8, 16.",
+        ),
         (["--model=qwen3-8b", "--target=h100:2x4"], "it takes CHIP:SHAPE"),
-        (["--model=qwen3-8b", "--target=h100:4", "--tp=8"], "tp is 8; h100:4 has 4 devices"),
+        (
+            ["--model=qwen3-8b", "--target=h100:4", "--tp=8"],
+            "tp is 8, but there are 4 devices in h100:4. Possible: 1, 2, 4.",
+        ),
         (
             ["--model=qwen3-8b", "--target=cpu:1", "--compile"],
             "--compile needs a target with TPUs or GPUs, but the target is cpu:1",
@@ -159,9 +168,47 @@ def test_the_table_says_it_in_words(capsys):
     assert main(["plan", "--model=qwen3-8b", "--target=h200:4", "--batch", "1", "2000"]) == 0
     text = capsys.readouterr().out
     assert "qwen3-8b on h200:4, tp 4, bfloat16, per device:" in text
-    assert "decode 1 x 1024                  0.796       1,256    memory" in text
+    assert re.search(r"decode 1 x 1024 +0.796 +memory +0.294 +917", text), "1 / (0.796 + 0.294) ms"
     assert "exceeds the cache or max_running" in text
+    assert "requests of 1024 tokens, limited by max_running; tp 2" in text
     assert "best: tp 1: 4 x tp 1 decode" in text and "For a single request, tp 4 is fastest" in text
+
+
+@pytest.mark.parametrize("target", ["a100:2", "l40s:2", "rtx4090:4", "rtx5090:2"])
+def test_gpus_before_and_after_hopper_are_planned_without_our_kernels(target: str, capsys):
+    found = plan(capsys, "--model=qwen3-8b", f"--target={target}")
+    assert found["num_requests"] > 0 and found["decode"][0]["seconds"] > 0
+    config = ServeConfig(model="qwen3-8b")
+    server = Planner.on(chips.target(target), config, named_model("qwen3-8b"), num_devices=2).server
+    assert (server.kernel_names.attention, server.kernel_names.decode_layers) == ("reference", "off")
+    assert server.kernel_names.all_reduce == "xla"
+    assert main(["plan", "qwen3-8b", f"--target={target}", "--compile"]) == 2
+    assert "can be compiled on such GPUs only. Omit --compile" in capsys.readouterr().err
+
+
+def test_the_throughput_is_computed_with_the_all_reduces(capsys):
+    found = plan(capsys, "--model=qwen3-8b", "--target=h100:8")
+    for roof in found["decode"]:
+        seconds = roof["seconds"] + roof["all_reduce_seconds"]
+        assert roof["all_reduce_seconds"] > 0
+        assert roof["tokens_per_second"] == pytest.approx(roof["num_tokens"] / seconds)
+
+
+@pytest.mark.parametrize(
+    ("max_running", "length", "limit"), [("8", "1024", "max_running"), ("512", "32000", "KV cache")]
+)
+def test_the_plan_tells_what_limits_the_requests(max_running: str, length: str, limit: str, capsys):
+    flags = [f"--max-running={max_running}", "--max-step-tokens=512", f"--length={length}"]
+    found = plan(capsys, "--model=qwen3-8b", "--target=h100:2", *flags)
+    assert {size["limited_by"] for size in found["tp_sizes"]} == {limit}
+    assert f"limited by {limit}" in found["reason"]
+
+
+def test_the_help_of_plan_names_the_sizes_and_its_own_default_of_tp(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "qwen3-235b-a22b" in text and "tensor-parallel size (default: all devices of the target)" in text
 
 
 @pytest.mark.parametrize(("tp", "dtype"), [(4, "bfloat16"), (2, "float32")])
