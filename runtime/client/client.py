@@ -4,10 +4,10 @@
         for chunk in client.generate("The sea", max_tokens=64, temperature=0.0):
             print(chunk.text, end="", flush=True)
 
-`AsyncClient` has the same methods for asyncio. A failed call raises `CallError`, which carries the status code and the
-server's hints; the original gRPC error is its `__cause__`. Arguments that cannot be sent raise ValueError or TypeError
-before the call starts. Leaving the loop over `generate` early cancels the request as soon as the generator is garbage
-collected; calling its `close` method cancels it immediately.
+`AsyncClient` has the same methods for asyncio. The first call waits until the server is ready (see `readiness`). A
+failed call raises `CallError`, which carries the status code and the server's hints. Arguments that cannot be sent
+raise ValueError or TypeError before the call starts. Leaving the loop over `generate` early cancels the request as soon
+as the generator is garbage collected; calling its `close` method cancels it immediately.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
@@ -44,6 +44,7 @@ from .messages import (
     generate_request,
     samples,
 )
+from .readiness import HEALTH_REQUEST, READY_SECONDS, Readiness, is_serving
 
 __all__ = [
     "AsyncClient",
@@ -60,12 +61,13 @@ __all__ = [
     "credentials_from",
 ]
 
-_CHANNEL_OPTIONS = (
+_Options = tuple[tuple[str, Any], ...]
+_CHANNEL_OPTIONS: _Options = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.max_receive_message_length", 16 * 2**20),
     ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default is 2 minutes, too slow to notice that a server is back
 )
-_HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name)
+_BALANCED_OPTIONS: _Options = (*_CHANNEL_OPTIONS, *resume.BALANCED_CHANNEL_OPTIONS)
 _HEALTH_POLL_SECONDS = 0.1
 
 
@@ -104,6 +106,7 @@ class Client:
       resumes: How many times in a row an interrupted stream is resumed after the tokens already received, on any server
         of the target (see `resume`). Calls are then balanced over the target's healthy addresses. 0 raises on an
         interruption.
+      ready_seconds: How long the first call waits for a server that is starting. 0 does not wait.
     """
 
     def __init__(
@@ -113,16 +116,22 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
         resumes: int = 0,
+        ready_seconds: float = READY_SECONDS,
     ):
-        options = _channel_options(resumes)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.secure_channel(target, credentials, options=options)
+        def channel(options: _Options) -> grpc.Channel:
+            if credentials is None:
+                return grpc.insecure_channel(target, options=options)
+            return grpc.secure_channel(target, credentials, options=options)
+
+        self._channel = channel(_BALANCED_OPTIONS if resumes else _CHANNEL_OPTIONS)
+        # A balanced channel reaches no server that is not ready, and so cannot tell what such a server does.
+        self._state_channel = channel(_CHANNEL_OPTIONS) if resumes else self._channel
         self._resumes = resumes
         self._metadata = bearer(token)
+        self._readiness = Readiness(target, ready_seconds, self._metadata)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._state_stub = pb_grpc.InferenceServiceStub(self._state_channel)
 
     def __enter__(self) -> "Client":
         return self
@@ -133,6 +142,7 @@ class Client:
     def close(self) -> None:
         """Closes the connection and cancels open calls."""
         self._channel.close()
+        self._state_channel.close()
 
     def generate(
         self,
@@ -148,8 +158,8 @@ class Client:
         """
         request = generate_request(prompt, request_id, fields)
         if self._resumes:
-            return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes)
-        return _chunks(self._stub.Generate, request, timeout_seconds, self._metadata)
+            return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes, self._wait)
+        return _chunks(self._stub.Generate, request, timeout_seconds, self._metadata, self._wait)
 
     def chat(
         self,
@@ -169,8 +179,8 @@ class Client:
         """
         request = chat_request(messages, request_id, fields)
         if self._resumes:
-            return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes)
-        return _chunks(self._stub.Chat, request, timeout_seconds, self._metadata)
+            return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes, self._wait)
+        return _chunks(self._stub.Chat, request, timeout_seconds, self._metadata, self._wait)
 
     def complete(
         self,
@@ -204,6 +214,7 @@ class Client:
 
     def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """Returns a description of the served model."""
+        timeout_seconds = self._wait(timeout_seconds)
         with call_errors():
             request = pb.GetModelInfoRequest()
             return proto_codec.model_info(
@@ -218,6 +229,7 @@ class Client:
 
     def load(self, *, timeout_seconds: float | None = None) -> Load:
         """Returns the current load of the server."""
+        timeout_seconds = self._wait(timeout_seconds)
         with call_errors():
             request = pb.GetLoadRequest()
             return proto_codec.load(self._stub.GetLoad(request, timeout=timeout_seconds, metadata=self._metadata))
@@ -229,6 +241,12 @@ class Client:
             call = self._stub.Abort(request, timeout=timeout_seconds, metadata=self._metadata)
             return call.num_aborted
 
+    def _wait(self, timeout_seconds: float | None) -> float | None:
+        """Waits before the first call; see `Readiness.wait`."""
+        if self._readiness.is_known:
+            return timeout_seconds
+        return self._readiness.wait(self._health, self._state_stub, timeout_seconds)
+
     def wait_until_ready(self, timeout_seconds: float) -> None:
         """Waits until the server accepts requests.
 
@@ -238,7 +256,8 @@ class Client:
         end = time.monotonic() + timeout_seconds
         while (left := end - time.monotonic()) > 0:
             try:
-                if _is_serving(self._health.Check(_HEALTH_REQUEST, timeout=left)):
+                if is_serving(self._health.Check(HEALTH_REQUEST, timeout=left)):
+                    self._readiness.is_known = True
                     return
             except grpc.RpcError:
                 pass  # the server is not reachable yet
@@ -256,16 +275,22 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
         resumes: int = 0,
+        ready_seconds: float = READY_SECONDS,
     ):
-        options = _channel_options(resumes)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        def channel(options: _Options) -> grpc.aio.Channel:
+            if credentials is None:
+                return grpc.aio.insecure_channel(target, options=options)
+            return grpc.aio.secure_channel(target, credentials, options=options)
+
+        self._channel = channel(_BALANCED_OPTIONS if resumes else _CHANNEL_OPTIONS)
+        # A balanced channel reaches no server that is not ready, and so cannot tell what such a server does.
+        self._state_channel = channel(_CHANNEL_OPTIONS) if resumes else self._channel
         self._resumes = resumes
         self._metadata = bearer(token)
+        self._readiness = Readiness(target, ready_seconds, self._metadata)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._state_stub = pb_grpc.InferenceServiceStub(self._state_channel)
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -276,6 +301,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Closes the connection and cancels open calls."""
         await self._channel.close()
+        await self._state_channel.close()
 
     def generate(
         self,
@@ -288,8 +314,8 @@ class AsyncClient:
         """See `Client.generate`."""
         request = generate_request(prompt, request_id, fields)
         if self._resumes:
-            return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes)
-        return _chunks_async(self._stub.Generate, request, timeout_seconds, self._metadata)
+            return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes, self._wait)
+        return _chunks_async(self._stub.Generate, request, timeout_seconds, self._metadata, self._wait)
 
     def chat(
         self,
@@ -302,8 +328,8 @@ class AsyncClient:
         """See `Client.chat`."""
         request = chat_request(messages, request_id, fields)
         if self._resumes:
-            return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes)
-        return _chunks_async(self._stub.Chat, request, timeout_seconds, self._metadata)
+            return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes, self._wait)
+        return _chunks_async(self._stub.Chat, request, timeout_seconds, self._metadata, self._wait)
 
     async def complete(
         self,
@@ -333,6 +359,7 @@ class AsyncClient:
 
     async def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """See `Client.model_info`."""
+        timeout_seconds = await self._wait(timeout_seconds)
         with call_errors():
             request = pb.GetModelInfoRequest()
             return proto_codec.model_info(
@@ -347,6 +374,7 @@ class AsyncClient:
 
     async def load(self, *, timeout_seconds: float | None = None) -> Load:
         """See `Client.load`."""
+        timeout_seconds = await self._wait(timeout_seconds)
         with call_errors():
             request = pb.GetLoadRequest()
             return proto_codec.load(await self._stub.GetLoad(request, timeout=timeout_seconds, metadata=self._metadata))
@@ -358,12 +386,19 @@ class AsyncClient:
             call = self._stub.Abort(request, timeout=timeout_seconds, metadata=self._metadata)
             return (await call).num_aborted
 
+    async def _wait(self, timeout_seconds: float | None) -> float | None:
+        """See `Client._wait`."""
+        if self._readiness.is_known:
+            return timeout_seconds
+        return await self._readiness.wait_async(self._health, self._state_stub, timeout_seconds)
+
     async def wait_until_ready(self, timeout_seconds: float) -> None:
         """See `Client.wait_until_ready`."""
         end = time.monotonic() + timeout_seconds
         while (left := end - time.monotonic()) > 0:
             try:
-                if _is_serving(await self._health.Check(_HEALTH_REQUEST, timeout=left)):
+                if is_serving(await self._health.Check(HEALTH_REQUEST, timeout=left)):
+                    self._readiness.is_known = True
                     return
             except grpc.RpcError:
                 pass  # the server is not reachable yet
@@ -376,12 +411,10 @@ def _check_single(fields: RequestFields) -> None:
         raise ValueError(f"n is {n}; complete returns one sample. Use complete_samples for several.")
 
 
-def _channel_options(resumes: int) -> tuple[tuple[str, Any], ...]:
-    return _CHANNEL_OPTIONS + (resume.BALANCED_CHANNEL_OPTIONS if resumes else ())
-
-
-def _chunks(method: Any, request: Any, timeout_seconds: float | None, metadata: Any) -> Generator[Chunk, None, None]:
-    call = method(request, timeout=timeout_seconds, metadata=metadata)
+def _chunks(
+    method: Any, request: Any, timeout_seconds: float | None, metadata: Any, wait: resume.Wait
+) -> Generator[Chunk, None, None]:
+    call = method(request, timeout=wait(timeout_seconds), metadata=metadata)
     try:
         with call_errors():
             for response in call:
@@ -391,19 +424,15 @@ def _chunks(method: Any, request: Any, timeout_seconds: float | None, metadata: 
 
 
 async def _chunks_async(
-    method: Any, request: Any, timeout_seconds: float | None, metadata: Any
+    method: Any, request: Any, timeout_seconds: float | None, metadata: Any, wait: resume.WaitAsync
 ) -> AsyncGenerator[Chunk, None]:
-    call = method(request, timeout=timeout_seconds, metadata=metadata)
+    call = method(request, timeout=await wait(timeout_seconds), metadata=metadata)
     try:
         with call_errors():
             async for response in call:
                 yield chunk(response)
     finally:
         call.cancel()
-
-
-def _is_serving(response: Any) -> bool:
-    return response.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def _not_ready(timeout_seconds: float) -> CallError:

@@ -244,11 +244,11 @@ def samples(chunks: Sequence[Chunk], n: int) -> list[Completion]:
 
 @contextlib.contextmanager
 def call_errors() -> Iterator[None]:
-    """Turns gRPC errors into `CallError`. For callers that use the stub directly."""
+    """Turns gRPC errors into `CallError`, whose traceback does not repeat them. For callers that use the stub."""
     try:
         yield
     except grpc.RpcError as error:
-        raise call_error(error) from error
+        raise call_error(error) from None
 
 
 def call_error(error: Any) -> CallError:

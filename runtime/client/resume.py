@@ -13,7 +13,7 @@ import dataclasses
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from typing import Any
 
 import grpc
@@ -22,7 +22,6 @@ from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
 from ..api.request import FinishReason
-from ..api.sampling_params import SamplingParams
 from .messages import CallError, Chunk, Finish, Usage, call_error, chunk
 
 # Balances calls over all addresses of the target, leaving out those whose health is not SERVING.
@@ -35,6 +34,8 @@ BALANCED_CHANNEL_OPTIONS = (
 )
 # A server that shuts down answers CANCELLED to calls that it has not started, so CANCELLED is retried too.
 _RETRIED = frozenset((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED))
+Wait = Callable[[float | None], float | None]
+WaitAsync = Callable[[float | None], Awaitable[float | None]]
 _FIRST_DELAY_SECONDS = 0.05
 _MAX_DELAY_SECONDS = 2.0
 
@@ -62,7 +63,7 @@ class _Attempts:
         failure = call_error(error)
         hopeless = failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.retry_seconds is None
         if failure.code not in _RETRIED or hopeless or self.num_used >= self._max_resumes:
-            raise failure from error
+            raise failure from None
         delay = min(_FIRST_DELAY_SECONDS * 2**self.num_used, _MAX_DELAY_SECONDS) * random.uniform(0.5, 1.0)
         self.num_used += 1
         delay, left = max(delay, failure.retry_seconds or 0.0), self.left_seconds()
@@ -72,8 +73,11 @@ class _Attempts:
 class _Run:
     """State of one request across all its attempts."""
 
-    def __init__(self, request: pb.GenerateRequest | pb.ChatRequest, prompt_token_ids: Sequence[int]):
+    def __init__(
+        self, request: pb.GenerateRequest | pb.ChatRequest, prompt_token_ids: Sequence[int], max_context_tokens: int
+    ):
         self._prompt = tuple(prompt_token_ids)
+        self._max_context_tokens = max_context_tokens  # 0 if unknown
         if request.HasField("n") and request.n != 1:
             raise ValueError(f"n is {request.n}; a resumable stream has one sample. Send several requests instead.")
         self._options = {name: getattr(request, name) for name in ("priority", "cache_salt") if request.HasField(name)}
@@ -92,7 +96,8 @@ class _Run:
         token_ids = pb.TokenIds(token_ids=[*self._prompt, *self._received])
         request = pb.GenerateRequest(token_ids=token_ids, **self._options)
         request.sampling.CopyFrom(self._sampling)
-        request.sampling.max_tokens = self._sampling.max_tokens - len(self._received)
+        if self._sampling.HasField("max_tokens"):
+            request.sampling.max_tokens = self._sampling.max_tokens - len(self._received)
         if self._received:
             request.sampling.ClearField("prompt_logprobs")  # all of them were received before the first token
         self._num_repeated_logprobs = self._num_prompt_logprobs
@@ -115,8 +120,11 @@ class _Run:
         return dataclasses.replace(new, prompt_logprobs=prompt_logprobs, finish=finish)
 
     def overdue_end(self) -> Chunk | None:
-        """Returns the final chunk if all max_tokens tokens were received and only the end of the stream is missing."""
-        if len(self._received) < self._sampling.max_tokens:
+        """Returns the final chunk if all possible tokens were received and only the end of the stream is missing."""
+        most = self._sampling.max_tokens if self._sampling.HasField("max_tokens") else None
+        if most is None and self._max_context_tokens:
+            most = self._max_context_tokens - len(self._prompt)
+        if most is None or len(self._received) < most:
             return None
         return Chunk(text="", token_ids=(), finish=self._finish(FinishReason.LENGTH))
 
@@ -132,15 +140,18 @@ def _tokenize_request(request: pb.GenerateRequest | pb.ChatRequest) -> pb.Tokeni
     return None if request.HasField("token_ids") else pb.TokenizeRequest(text=request.text)
 
 
-def _needs_max_tokens(request: pb.GenerateRequest | pb.ChatRequest) -> bool:
-    """Returns whether the server decides about max_tokens. The client must know it to resume with what is left."""
+def _is_open(request: pb.GenerateRequest | pb.ChatRequest) -> bool:
+    """Returns whether the server decides how long the output is, which the client must know to resume it."""
     return not request.sampling.HasField("max_tokens")
 
 
-def _default_max_tokens(info: pb.GetModelInfoResponse | None) -> int:
-    """Returns the server's default of max_tokens; the documented one if the server does not tell (None)."""
-    told = info.default_sampling.max_tokens if info is not None else 0
-    return told or SamplingParams.max_tokens
+def _bound(request: pb.GenerateRequest | pb.ChatRequest, info: pb.GetModelInfoResponse | None) -> int:
+    """Sets max_tokens to the server's default, if it has one. Returns the length of its context; 0 if unknown."""
+    if info is None:
+        return 0
+    if info.default_sampling.max_tokens:
+        request.sampling.max_tokens = info.default_sampling.max_tokens
+    return info.max_context_tokens
 
 
 def _model_info(stub: Any, timeout: float | None, metadata: Any) -> pb.GetModelInfoResponse | None:
@@ -168,28 +179,33 @@ def _sent_token_ids(request: Any) -> Sequence[int]:
 
 
 def stream(
-    stub: Any, request: pb.GenerateRequest | pb.ChatRequest, timeout_seconds: float | None, metadata: Any, resumes: int
+    stub: Any,
+    request: pb.GenerateRequest | pb.ChatRequest,
+    timeout_seconds: float | None,
+    metadata: Any,
+    resumes: int,
+    wait: Wait,
 ) -> Generator[Chunk, None, None]:
     """Streams a request and resumes it wherever it is interrupted.
 
     Args:
       resumes: How many attempts in a row may fail without a new token.
+      wait: Waits until the server is ready and returns what is left of the time limit.
 
     Raises:
       CallError: The error of the last attempt.
     """
-    attempts, run = _Attempts(resumes, timeout_seconds), None
+    attempts, run = _Attempts(resumes, wait(timeout_seconds)), None
     asked = _tokenize_request(request)
     while True:
         call = None
         try:
-            if _needs_max_tokens(request):
-                request.sampling.max_tokens = _default_max_tokens(_model_info(stub, attempts.left_seconds(), metadata))
             if run is None:
+                info = _model_info(stub, attempts.left_seconds(), metadata) if _is_open(request) else None
                 token_ids = _sent_token_ids(request) if asked is None else stub.Tokenize(
                     asked, timeout=attempts.left_seconds(), metadata=metadata
                 ).token_ids  # fmt: skip
-                run = _Run(request, token_ids)
+                run = _Run(request, token_ids, _bound(request, info))
             call = stub.Generate(run.next_request(), timeout=attempts.left_seconds(), metadata=metadata)
             for response in call:
                 new = run.take(response)
@@ -209,22 +225,25 @@ def stream(
 
 
 async def stream_async(
-    stub: Any, request: pb.GenerateRequest | pb.ChatRequest, timeout_seconds: float | None, metadata: Any, resumes: int
+    stub: Any,
+    request: pb.GenerateRequest | pb.ChatRequest,
+    timeout_seconds: float | None,
+    metadata: Any,
+    resumes: int,
+    wait: WaitAsync,
 ) -> AsyncGenerator[Chunk, None]:
     """Asyncio version of `stream`."""
-    attempts, run = _Attempts(resumes, timeout_seconds), None
+    attempts, run = _Attempts(resumes, await wait(timeout_seconds)), None
     asked = _tokenize_request(request)
     while True:
         call = None
         try:
-            if _needs_max_tokens(request):
-                info = await _model_info_async(stub, attempts.left_seconds(), metadata)
-                request.sampling.max_tokens = _default_max_tokens(info)
             if run is None:
+                info = await _model_info_async(stub, attempts.left_seconds(), metadata) if _is_open(request) else None
                 token_ids = _sent_token_ids(request) if asked is None else (await stub.Tokenize(
                     asked, timeout=attempts.left_seconds(), metadata=metadata
                 )).token_ids  # fmt: skip
-                run = _Run(request, token_ids)
+                run = _Run(request, token_ids, _bound(request, info))
             call = stub.Generate(run.next_request(), timeout=attempts.left_seconds(), metadata=metadata)
             async for response in call:
                 new = run.take(response)

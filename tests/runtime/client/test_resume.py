@@ -15,7 +15,6 @@ from meshserve.deploy import demo
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.api.request import FinishReason
-from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.client import resume
 from meshserve.runtime.client.client import AsyncClient, CallError, Client, Usage
 from meshserve.runtime.commands.local_cluster import reserved_port
@@ -40,6 +39,7 @@ class Breaking(pb_grpc.InferenceServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.target = ""
         self.default_sampling: pb.SamplingParams | None = pb.SamplingParams()
+        self.max_context = 0
 
     def Tokenize(self, request, context):
         if self.breaks and self.breaks[0][0] < 0:
@@ -49,7 +49,7 @@ class Breaking(pb_grpc.InferenceServiceServicer):
     def GetModelInfo(self, request, context):
         if self.default_sampling is None:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, "not with this token")
-        return pb.GetModelInfoResponse(default_sampling=self.default_sampling)
+        return pb.GetModelInfoResponse(default_sampling=self.default_sampling, max_context_tokens=self.max_context)
 
     def Generate(self, request, context):
         self.requests.append(request)
@@ -58,7 +58,7 @@ class Breaking(pb_grpc.InferenceServiceServicer):
         assert prompt == [1, *TOKENS[:done]], "resumed with different tokens than were sent"
         text = TextStream(TOKENIZER, tuple(sampling.stop))
         text.push(TOKENS[:done])
-        last = min(len(TOKENS), done + sampling.max_tokens)
+        last = min(len(TOKENS), done + (sampling.max_tokens or len(TOKENS)))
         stop_at, code = self.breaks.pop(0) if self.breaks else (len(TOKENS) + 1, None)
         while done < last:
             new = TOKENS[done : min(done + 2, last)]
@@ -127,7 +127,26 @@ def test_the_servers_default_of_max_tokens_holds_over_all_attempts(breaking):
     breaking.default_sampling = None
     with Client(breaking.target, resumes=3) as client:
         client.complete([1])
-    assert breaking.requests[-1].sampling.max_tokens == SamplingParams.max_tokens
+    assert not breaking.requests[-1].sampling.HasField("max_tokens")
+
+
+def test_without_max_tokens_a_stream_resumes_to_the_end_of_the_context(breaking):
+    breaking.max_context = 1 + len(TOKENS)
+    breaking.breaks = [(4, grpc.StatusCode.UNAVAILABLE), (7, grpc.StatusCode.UNAVAILABLE)]
+    with Client(breaking.target, resumes=3) as client:
+        assert client.complete("p").token_ids == TOKENS
+    assert len(breaking.requests) == 3
+    assert not any(request.sampling.HasField("max_tokens") for request in breaking.requests)
+
+
+def test_an_output_that_fills_the_context_is_not_resumed(breaking):
+    """Only the end of the stream is missing, and a prompt that fills the context would be refused."""
+    run = resume._Run(pb.GenerateRequest(), [1], max_context_tokens=5)
+    run.take(pb.GenerateResponse(token_ids=[1, 2, 3]))
+    assert run.overdue_end() is None
+    run.take(pb.GenerateResponse(token_ids=[4]))
+    end = run.overdue_end()
+    assert end is not None and end.finish is not None and end.finish.reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(("code", "resumes"), [(grpc.StatusCode.INVALID_ARGUMENT, 5), (grpc.StatusCode.UNAVAILABLE, 0)])
