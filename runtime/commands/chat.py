@@ -1,7 +1,8 @@
 """`meshserve chat`: an interactive conversation in the terminal, or one message per line from a pipe.
 
-Ctrl-C stops the current answer and keeps the text received so far. Ctrl-D or /quit ends the chat; /reset clears the
-conversation. Does not import JAX.
+A terminal has history, completion of commands, and answers rendered as markdown while they arrive
+(`chat_terminal.py`); a pipe gets the plain text. Ctrl-C stops the current answer and keeps the text received so far.
+Ctrl-D or /quit ends the chat; `chat_commands.py` has the other commands. Does not import JAX.
 
 Answers are received in an asyncio event loop, which an interrupt reaches as a cancellation. In a blocking call, the
 KeyboardInterrupt could be raised inside gRPC while it holds a lock, and every later answer would block forever.
@@ -11,20 +12,61 @@ import asyncio
 import contextlib
 import io
 import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import grpc
 
-from ..client.client import AsyncClient, CallError
-from ..client.messages import SamplingFields
+from ..client.client import AsyncClient, CallError, Finish
+from ..client.messages import ChatFields
+from .chat_commands import HINT, run_command
 
-_HELP = "Ctrl-C stops an answer; /reset clears the conversation; /quit or Ctrl-D exits."
-_PROMPT = "> "
+_HISTORY = Path("~/.cache/meshserve/chat_history")
+
+
+class Screen(Protocol):
+    """Where the user types and reads."""
+
+    def read(self) -> str | None:
+        """Returns the next line, stripped, or None at the end of the input."""
+
+    def answer(self) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """Shows one answer: the context gives a function that takes its text part by part."""
+
+    def note(self, text: str) -> None:
+        """Shows something that is no answer."""
+
+    def error(self, text: str) -> None:
+        """Shows an error."""
+
+
+class PipeScreen:
+    """Lines from standard input, and plain text to standard output."""
+
+    def read(self) -> str | None:
+        try:
+            return input().strip()
+        except EOFError:
+            return None
+
+    @contextlib.contextmanager
+    def answer(self) -> Iterator[Callable[[str], None]]:
+        yield lambda text: print(text, end="", flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def error(self, text: str) -> None:
+        print(f"meshserve: {text}", file=sys.stderr, flush=True)
 
 
 def chat(
     target: str,
     *,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float | None,
     system: str,
     credentials: grpc.ChannelCredentials | None = None,
@@ -35,7 +77,7 @@ def chat(
     Args:
       credentials: See `client.Client`.
       token: See `client.Client`.
-      max_tokens: Maximum number of tokens per answer.
+      max_tokens: Maximum number of tokens per answer. None is what the server allows.
       temperature: Sampling temperature. 0 is greedy, None the server's default.
       system: System message that starts the conversation. Empty for none.
 
@@ -44,86 +86,132 @@ def chat(
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 in the input must not end the conversation
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        import readline  # noqa: F401 - adds history and line editing to `input`
-
-        print(_HELP)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    fields: ChatFields = {}
+    if max_tokens is not None:
+        fields["max_tokens"] = max_tokens
+    if temperature is not None:
+        fields["temperature"] = temperature
     with asyncio.Runner() as runner:
         client = runner.run(_client(target, credentials, token))
-        conversation = Conversation(runner, client, max_tokens=max_tokens, temperature=temperature, system=system)
+        conversation = Conversation(runner, client, _screen(is_terminal), system=system, fields=fields)
         try:
-            while (line := _read_line(is_terminal)) is not None:
-                if line == "/quit":
-                    break
-                if line == "/reset":
-                    conversation.reset()
-                elif line:
-                    conversation.say(line)
+            conversation.run(is_terminal)
         finally:
-            conversation.close()
+            runner.run(client.close())
     return 1 if conversation.num_failures and not is_terminal else 0
 
 
-def _read_line(is_terminal: bool) -> str | None:
-    """Returns the next line, stripped, or None at the end of the input."""
-    while True:
-        try:
-            return input(_PROMPT if is_terminal else "").strip()
-        except EOFError:
-            if is_terminal:
-                print()
-            return None
-        except KeyboardInterrupt:
-            if not is_terminal:
-                raise
-            print("\n" + _HELP)
+def _screen(is_terminal: bool) -> Screen:
+    if not is_terminal:
+        return PipeScreen()
+    from .chat_terminal import TerminalScreen  # not at module level: a pipe does not need its libraries
+
+    return TerminalScreen(_HISTORY.expanduser())
+
+
+@dataclass
+class Speed:
+    """How fast the last answer came."""
+
+    num_tokens: int = 0
+    first_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        rest_seconds = self.total_seconds - self.first_seconds
+        rate = f", then {(self.num_tokens - 1) / rest_seconds:.1f} tokens/s" if self.num_tokens > 1 else ""
+        return f"{self.num_tokens} tokens; the first after {1000 * self.first_seconds:.0f} ms{rate}"
 
 
 class Conversation:
-    """The messages so far. A turn without an answer is dropped, so that roles always alternate."""
+    """The messages so far. A turn without an answer is dropped, so that roles always alternate.
+
+    Attributes:
+      messages: The messages, with the system message first if there is one.
+      fields: Sampling parameters of the next answers.
+      system: The system message; empty if there is none.
+      speed: Of the last answer.
+      screen: Where answers and notes are shown.
+    """
 
     def __init__(
-        self, runner: asyncio.Runner, client: AsyncClient, *, max_tokens: int, temperature: float | None, system: str
+        self, runner: asyncio.Runner, client: AsyncClient, screen: Screen, *, system: str = "", fields: ChatFields
     ):
         self.num_failures = 0
-        self._runner = runner
-        self._client = client
-        self._sampling: SamplingFields = {"max_tokens": max_tokens}
-        if temperature is not None:
-            self._sampling["temperature"] = temperature
-        self._opening = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self._opening)
+        self.screen, self.fields, self.system, self.speed = screen, fields, system, Speed()
+        self._runner, self._client = runner, client
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def run(self, is_terminal: bool) -> None:
+        """Reads lines until the input ends or a command ends the chat."""
+        if is_terminal:
+            self.screen.note(HINT)
+        while True:
+            try:
+                line = self.screen.read()
+            except KeyboardInterrupt:
+                if not is_terminal:
+                    raise
+                self.screen.note(HINT)
+                continue
+            if line is None or run_command(self, line) == "quit":
+                return
 
     def reset(self) -> None:
-        self.messages = list(self._opening)
-
-    def close(self) -> None:
-        self._runner.run(self._client.close())
+        """Forgets all messages except the system message."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def say(self, content: str) -> None:
-        """Sends one user message and streams the answer to stdout. An interrupt stops the answer."""
+        """Sends one user message and streams the answer to the screen. An interrupt stops the answer."""
         question = {"role": "user", "content": content}
         heard: list[str] = []
         try:
-            self._runner.run(self._hear([*self.messages, question], heard))
-            print()
+            with self.screen.answer() as write:
+                self._runner.run(self._hear([*self.messages, question], heard, write))
+            self.screen.note("")
         except KeyboardInterrupt:
-            print(" [stopped]", flush=True)
+            self.screen.note(" [stopped]")
         except CallError as error:
             self.num_failures += 1
-            print("\n" if any(heard) else "", end="", flush=True)
-            print(f"meshserve: {error}", file=sys.stderr, flush=True)
+            if any(heard):
+                self.screen.note("")
+            self.screen.error(str(error))
         if answer := "".join(heard):
             self.messages += [question, {"role": "assistant", "content": answer}]
 
-    async def _hear(self, messages: list[dict[str, str]], heard: list[str]) -> None:
-        """Prints the answer and appends its parts to `heard`. Cancellation also cancels the call."""
-        chunks = self._client.chat(messages, **self._sampling)
+    def about_server(self) -> str:
+        """Returns what the server and its model are, and its load."""
+        try:
+            info = self._runner.run(self._client.model_info())
+            load = self._runner.run(self._client.load())
+        except CallError as error:
+            return str(error)
+        return (
+            f"{info.name} ({info.num_parameters / 1e9:.3g} B parameters, {info.dtype}) on {info.num_devices} x "
+            f"{info.device_kind}, tp {info.tp_degree}; context of {info.max_context_tokens:,} tokens\n"
+            f"{load.num_running} requests run, {load.num_waiting} wait; {load.num_free_pages} of {load.num_pages} KV "
+            f"pages are free\nlast answer: {self.speed}"
+        )
+
+    async def _hear(self, messages: list[dict[str, str]], heard: list[str], write: Callable[[str], None]) -> None:
+        """Shows the answer and appends its parts to `heard`. Cancellation also cancels the call."""
+        began = time.monotonic()
+        self.speed = Speed()
+        chunks = self._client.chat(messages, **self.fields)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 heard.append(chunk.text)
-                print(chunk.text, end="", flush=True)
+                write(chunk.text)
+                self._count(len(chunk.token_ids), chunk.finish, time.monotonic() - began)
+
+    def _count(self, num_tokens: int, finish: Finish | None, seconds: float) -> None:
+        if num_tokens and not self.speed.num_tokens:
+            self.speed.first_seconds = seconds
+        self.speed.num_tokens += num_tokens
+        if finish is not None:
+            self.speed.total_seconds = seconds
 
 
 async def _client(target: str, credentials: grpc.ChannelCredentials | None, token: str | None) -> AsyncClient:

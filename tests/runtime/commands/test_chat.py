@@ -1,6 +1,8 @@
 """Tests `meshserve chat` as a separate process, on a pipe and on a terminal, against a server on loopback."""
 
 import contextlib
+import io
+import json
 import os
 import pty
 import re
@@ -13,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from meshserve.runtime.api.tenants import new_token
+from meshserve.runtime.commands.chat_terminal import StreamedMarkdown, end_of_block
 from meshserve.runtime.server.lifecycle import Listen
 from tests.certificates import certificate
 from tests.runtime.loopback import Running, running
@@ -80,14 +84,20 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-class Terminal:
-    """A chat on a pseudo-terminal."""
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PROMPT = r">[\s\x08]"
 
-    def __init__(self, target: str, *flags: str):
+
+class Terminal:
+    """A chat on a pseudo-terminal. `said` is what it printed, without escape sequences."""
+
+    def __init__(self, target: str, home: Path, *flags: str):
         self.said = ""
         self._fd, inner = pty.openpty()
         command = [sys.executable, "-c", ON_TERMINAL, *CHAT, f"--target={target}", *flags]
-        self._process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner)
+        # No terminal answers, so that the position of the cursor must not be asked for.
+        environment = os.environ | {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "HOME": str(home)}
+        self._process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environment)
         os.close(inner)
 
     def type(self, keys: str) -> None:
@@ -105,7 +115,7 @@ class Terminal:
                 self.type(keys)
                 continue
             try:
-                self.said += os.read(self._fd, 4096).decode(errors="replace")
+                self.said += _ESCAPES.sub("", os.read(self._fd, 4096).decode(errors="replace"))
             except OSError:
                 raise AssertionError(f"the chat has ended: {self.said}") from None
         self.said = self.said[found.end() :]
@@ -119,8 +129,8 @@ class Terminal:
         os.close(self._fd)
 
 
-def test_a_terminal_can_stop_an_answer_and_go_on(server):
-    terminal = Terminal(server.target, "--max-tokens=100000")
+def test_a_terminal_can_stop_an_answer_and_go_on(server, tmp_path: Path):
+    terminal = Terminal(server.target, tmp_path, "--max-tokens=100000")
     try:
         terminal.wait_for("/quit")
         terminal.type("hi\n")
@@ -128,19 +138,89 @@ def test_a_terminal_can_stop_an_answer_and_go_on(server):
         terminal.type("\x03")  # Ctrl-C
         terminal.wait_for(r"\[stopped\]")
         wait_for(lambda: server.room.num_open == 0)  # the request was cancelled
-        terminal.wait_for("> ")
-        # At the prompt there is nothing to stop. Python's readline may miss a signal just before it waits for keys.
-        terminal.wait_for("/quit or Ctrl-D exits", "\x03")
+        terminal.wait_for(PROMPT)
+        terminal.wait_for("/quit or Ctrl-D exits", "\x03")  # at the prompt there is nothing to stop
+        terminal.wait_for(PROMPT)
         terminal.type("/reset\n")
         terminal.type("hi\n")
         terminal.wait_for("11 12 13 ")
         terminal.type("\x03")
         terminal.wait_for(r"\[stopped\]")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("\x04")  # Ctrl-D
         assert terminal.status() == 0
     finally:
         terminal.close()
+
+
+def test_a_terminal_keeps_its_history_and_knows_commands(server, tmp_path: Path):
+    for _ in range(2):
+        terminal = Terminal(server.target, tmp_path, "--max-tokens=2")
+        try:
+            terminal.wait_for(PROMPT)
+            terminal.type("/hel\r")
+            terminal.wait_for(r"there is no command /hel. Did you mean /help\?")
+            terminal.wait_for(PROMPT)
+            terminal.type("good morrow\r")
+            terminal.wait_for(PROMPT)
+            terminal.type("\x1b[A\r")  # the line before this one, again
+            terminal.wait_for("good morrow")
+            terminal.wait_for(PROMPT)
+            terminal.type("/quit\r")
+            assert terminal.status() == 0
+        finally:
+            terminal.close()
+    history = (tmp_path / ".cache" / "meshserve" / "chat_history").read_text()
+    assert history.count("+good morrow\n") >= 2
+
+
+def test_the_commands_on_a_pipe(server, tmp_path: Path):
+    saved = tmp_path / "saved.json"
+    lines = f"/help\nhi\n/undo\n/undo\nhi\n/retry\n/set max_tokens 2\nhi\n/set top 1\n/info\n//x\n/save {saved}\n"
+    done = piped(server.target, lines, "--max-tokens=1")
+    assert "/set [NAME [VALUE]]" in done.stdout and "toy (8.59 B parameters, bfloat16) on 2 x cpu" in done.stdout
+    assert re.findall(r"^\d[\d ]* $", done.stdout, re.MULTILINE)[:4] == ["11 ", "11 ", "11 ", "11 12 "]
+    assert "there is no message to forget" in done.stderr and "'top' is not a parameter" in done.stderr
+    contents = [message["content"] for message in json.loads(saved.read_text()) if message["role"] == "user"]
+    assert contents == ["hi", "hi", "/x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("one line", None),
+        ("a\n\nb", 3),
+        ("\n\na\n\nb", 5),
+        ("```\ncode\n\nmore\n", None),
+        ("```py\ncode\n\nmore\n```\n\nb", 22),
+        ("a\n", None),
+    ],
+)
+def test_a_block_of_markdown_ends_at_a_blank_line_outside_of_code(text: str, end: int | None):
+    assert end_of_block(text) == end
+
+
+def test_markdown_is_shown_whole_and_in_order_whatever_its_parts():
+    text = "# Title\n\nSome *words*.\n\n```\ncode\n\nmore code\n```\n\n1. one\n2. two\n"
+    for size in (1, 3, 7, 100):
+        file = io.StringIO()
+        shown = StreamedMarkdown(Console(file=file, width=60, force_terminal=False))
+        for start in range(0, len(text), size):
+            shown.add(text[start : start + size])
+        shown.close()
+        said = file.getvalue()
+        found = [said.index(part) for part in ("Title", "Some words.", "code", "more code", "1 one", "2 two")]
+        assert found == sorted(found) and "*" not in said and "```" not in said, said
+
+
+def test_thinking_is_told_from_the_answer():
+    file = io.StringIO()
+    shown = StreamedMarkdown(Console(file=file, width=60, force_terminal=False))
+    for part in ("<think>\nhm *a*\n\nhm b\n</th", "ink>\n\nThe *answer*."):
+        shown.add(part)
+    shown.close()
+    said = file.getvalue()
+    assert "hm *a*" in said and "The answer." in said
 
 
 def test_a_pipe_ends_at_a_signal_between_answers(server):
