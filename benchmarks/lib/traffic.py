@@ -28,6 +28,10 @@ class Lengths:
             raise ValueError(f"{text!r} is not a length distribution; numbers must be above 0, and LOW at most HIGH.")
         return cls(kind, values)
 
+    def __str__(self) -> str:
+        """The text form."""
+        return ":".join((self.kind, *(f"{value:g}" for value in self.values)))
+
     def draw(self, source: random.Random) -> int:
         if self.kind == "fixed":
             return int(self.values[0])

@@ -6,8 +6,9 @@
 `--rate` sends requests at the times of a Poisson process, whether or not earlier ones have been answered (open loop);
 `inf` sends all at once. `--concurrency` keeps a fixed number of requests open (closed loop). Several values are run as
 separate loads, one after the other, with different prompts. Prompts are token ids drawn from a seed, and end tokens are
-ignored, so that outputs have the drawn lengths. With `--prefix-tokens`, prompts share prefixes. The figures are those
-of vLLM's serving benchmark.
+ignored, so that outputs have the drawn lengths. With `--prefix-tokens`, prompts share prefixes. Lengths that are not
+given are 1024 and 128 tokens, or less if the server's context or KV cache has no room for so many. The figures are
+those of vLLM's serving benchmark.
 """
 
 import argparse
@@ -32,6 +33,8 @@ from .serving_report import Call, figures, text
 
 _GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 _READY_SECONDS = 30.0
+_INPUT_TOKENS, _OUTPUT_TOKENS = 1024, 128  # of requests, unless given or too many for the server
+_LEAST_TOKENS = 8  # of a request
 _SEEDS_A_LOAD = 1000  # distance of the loads' seeds, so that no load finds another's prompts in the prefix cache
 
 
@@ -104,9 +107,12 @@ async def run(options: argparse.Namespace) -> int:
     found, calls = [], {}
     async with AsyncClient(options.target, credentials=credentials, token=token) as client:
         await client.wait_until_ready(_READY_SECONDS)
-        vocab_size = (await client.model_info()).vocab_size
+        info, load = await client.model_info(), await client.load()
+        fit_lengths(options, min(info.max_context_tokens, load.num_pages * info.page_size_tokens))
+        server = f"{info.name} on {info.num_devices} x {info.device_kind}, meshserve {info.server_version}"
+        print(f"{server}: {options.input_tokens} input tokens, {options.output_tokens} output tokens", flush=True)
         for index, (name, size) in enumerate(loads.items()):
-            traffic = _traffic(options, vocab_size, options.seed + index * _SEEDS_A_LOAD)
+            traffic = _traffic(options, info.vocab_size, options.seed + index * _SEEDS_A_LOAD)
             sender = await _load(options, client, traffic, size)
             calls[name] = sender.calls
             found.append(figures(name, calls[name], options.goodput))
@@ -115,11 +121,33 @@ async def run(options: argparse.Namespace) -> int:
                 print(f"The first failure: {sender.first_error}", file=sys.stderr)
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
-    if options.plot:
+    if options.plot and (empty := [each.load for each in found if not each.completed]):
+        print(f"No plot is drawn, because no request of {', '.join(empty)} succeeded.", file=sys.stderr)
+    elif options.plot:
         from .serving_plots import plot
 
-        plot(calls, options.plot)
+        lengths = f"{options.input_tokens} tokens in, {options.output_tokens} out, {options.requests} requests per load"
+        plot(calls, found, options.plot, title=f"{server}\n{lengths}")
     return 1 if any(each.failed for each in found) else 0
+
+
+def fit_lengths(options: argparse.Namespace, max_tokens: int) -> None:
+    """Sets the lengths that were not given, so that a request has at most `max_tokens` tokens.
+
+    Raises:
+      ConfigError: The prefix leaves no room for a prompt and an output.
+    """
+    room = max_tokens - options.prefix_tokens
+    if room < _LEAST_TOKENS:
+        raise ConfigError(
+            f"--prefix-tokens is {options.prefix_tokens}, and a request may have {max_tokens} tokens on this server. "
+            f"Use {max_tokens - _LEAST_TOKENS} or fewer."
+        )
+    if options.output_tokens is None:
+        options.output_tokens = Lengths("fixed", (min(_OUTPUT_TOKENS, room // 4),))
+    if options.input_tokens is None:
+        longest_output = math.ceil(options.output_tokens.values[-1])
+        options.input_tokens = Lengths("fixed", (max(1, min(_INPUT_TOKENS, room - longest_output)),))
 
 
 def _loads(options: argparse.Namespace) -> dict[str, float]:
@@ -172,9 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--warmups", type=_count, default=1, help="warm-up requests, not measured (default: %(default)s)"
     )
-    lengths = "fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:HIGH (default: %(default)s)"
-    parser.add_argument("--input-tokens", type=_lengths, default="fixed:1024", help=lengths)
-    parser.add_argument("--output-tokens", type=_lengths, default="fixed:128", help=lengths)
+    lengths = (
+        "fixed:N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:HIGH (default: fixed:{}, or what the server has room for)"
+    )
+    parser.add_argument("--input-tokens", type=_lengths, help=lengths.format(_INPUT_TOKENS))
+    parser.add_argument("--output-tokens", type=_lengths, help=lengths.format(_OUTPUT_TOKENS))
     parser.add_argument(
         "--prefix-tokens", type=int, default=0, help="tokens of the shared prefix, before the input tokens (default: 0)"
     )
@@ -194,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_credentials(parser)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw the load into this PNG file (needs the extra `plots`)")
+    parser.add_argument("--plot", type=Path, help="draw the loads into this PNG file (needs the extra `plots`)")
     return parser
 
 

@@ -1,5 +1,6 @@
 """Tests the load generator: its random draws, its figures, and its counts against a server."""
 
+import argparse
 import json
 import math
 import random
@@ -11,6 +12,7 @@ import pytest
 from meshserve.benchmarks.lib.traffic import Lengths, Traffic
 from meshserve.benchmarks.load import serve
 from meshserve.benchmarks.load.serving_report import Call, figures, open_requests, text, tokens_by_second
+from meshserve.runtime.api.errors import ConfigError
 from tests.runtime.loopback import running
 
 
@@ -122,6 +124,72 @@ def test_the_same_load_twice_is_two_loads(tmp_path: Path):
         "2 open (closed loop)",
         "2 open (closed loop), 2",
     ]
+
+
+def test_the_defaults_fit_the_server(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """The fake model has a context of 64 tokens."""
+    path = tmp_path / "figures.json"
+    with running() as server:
+        assert serve.main([f"--target={server.target}", "--requests=4", "--concurrency=2", f"--json={path}"]) == 0
+    [load] = json.loads(path.read_text())
+    assert (load["completed"], load["total_input_tokens"], load["total_output_tokens"]) == (4, 4 * 48, 4 * 16)
+    assert "toy on 2 x cpu, meshserve 0.1.0: fixed:48 input tokens, fixed:16 output" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "prefix", "room", "lengths"),
+    [
+        ((None, None), 0, 32_768, ("fixed:1024", "fixed:128")),
+        ((None, None), 0, 400, ("fixed:300", "fixed:100")),
+        ((None, "uniform:2:60"), 0, 100, ("fixed:40", "uniform:2:60")),
+        (("fixed:90", None), 0, 100, ("fixed:90", "fixed:25")),
+        ((None, None), 92, 100, ("fixed:6", "fixed:2")),
+        (("fixed:5000", "fixed:7"), 0, 100, ("fixed:5000", "fixed:7")),  # what is given is sent
+    ],
+)
+def test_lengths_that_are_not_given(given, prefix: int, room: int, lengths: tuple[str, str]):
+    given = [Lengths.parse(text) if text else None for text in given]
+    options = argparse.Namespace(input_tokens=given[0], output_tokens=given[1], prefix_tokens=prefix)
+    serve.fit_lengths(options, room)
+    assert (str(options.input_tokens), str(options.output_tokens)) == lengths
+
+
+def test_a_prefix_that_leaves_no_room_is_an_error():
+    options = argparse.Namespace(input_tokens=None, output_tokens=None, prefix_tokens=60)
+    with pytest.raises(ConfigError, match="--prefix-tokens is 60, and a request may have 64 tokens .* Use 56 or fewer"):
+        serve.fit_lengths(options, 64)
+
+
+def test_a_load_that_failed_draws_no_plot(tmp_path: Path, capsys: pytest.CaptureFixture):
+    pytest.importorskip("matplotlib")
+    with running() as server:
+        plot = tmp_path / "load.png"
+        flags = ["--input-tokens=fixed:100", "--requests=2", "--concurrency=1", f"--plot={plot}"]
+        assert serve.main([f"--target={server.target}", *flags]) == 1
+        assert not plot.exists()
+    assert "No plot is drawn, because no request of 1 open (closed loop) succeeded" in capsys.readouterr().err
+
+
+def test_the_second_in_which_a_load_ends_is_not_plotted():
+    whole_seconds = pytest.importorskip("meshserve.benchmarks.load.serving_plots").whole_seconds
+    assert (whole_seconds([4, 5, 1]), whole_seconds([3])) == ([4, 5], [3])
+
+
+def test_the_plot_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figure_class = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list = []
+    monkeypatch.setattr(figure_class, "savefig", lambda figure, path: drawn.append(figure))
+    with running() as server:
+        flags = ["--requests=6", "--concurrency", "1", "3", "--input-tokens=fixed:8", "--output-tokens=fixed:8"]
+        assert serve.main([f"--target={server.target}", *flags, f"--plot={tmp_path / 'load.png'}"]) == 0
+    [figure] = drawn
+    title = figure.get_suptitle()
+    assert "toy on 2 x cpu" in title and "fixed:8 tokens in, fixed:8 out, 6 requests per load" in title
+    curve = next(axes for axes in figure.axes if axes.get_title() == "Time per output token against throughput")
+    lines = {line.get_label(): line for line in curve.get_lines()}
+    assert set(lines) == {"median", "p99"} and all(len(line.get_xdata()) == 2 for line in lines.values())
+    assert list(lines["median"].get_xdata()) == sorted(lines["median"].get_xdata())
+    assert {text.get_text() for text in curve.texts} == {"1 open (closed loop)", "3 open (closed loop)"}
 
 
 def test_refused_requests_count_as_failed(tmp_path: Path, capsys: pytest.CaptureFixture):
