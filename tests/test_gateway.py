@@ -202,17 +202,17 @@ def test_every_field_of_the_gateways_protocol_is_passed_on():
 
     fields = {"min_p": 0.25, "frequency_penalty": 0.5, "presence_penalty": -0.5, "repetition_penalty": 1.5,
               "min_tokens": 3, "logprobs": 0, "prompt_logprobs": 5, "logit_bias": {7: -1.5}}  # fmt: skip
-    params = sampling_params(pb.SamplingParams(**fields), max_output_tokens=10)
+    params = sampling_params(pb.SamplingParams(**fields))
     assert {name: getattr(params, name) for name in fields} == fields
-    bare = sampling_params(pb.SamplingParams(), max_output_tokens=10)
-    assert bare == SamplingParams(max_tokens=10, skip_special_tokens=False)  # this field is always sent
-    assert sampling_params(pb.SamplingParams(skip_special_tokens=True), max_output_tokens=10).skip_special_tokens
+    bare = sampling_params(pb.SamplingParams())
+    assert bare == SamplingParams(skip_special_tokens=False)  # this field is always sent
+    assert sampling_params(pb.SamplingParams(skip_special_tokens=True)).skip_special_tokens
     defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 5}
-    with_defaults = sampling_params(pb.SamplingParams(temperature=0.0), max_output_tokens=10, defaults=defaults)
+    with_defaults = sampling_params(pb.SamplingParams(temperature=0.0), defaults=defaults)
     assert (with_defaults.temperature, with_defaults.top_k, with_defaults.max_tokens) == (0.0, 20, 5)
     for name, value in {"truncate_prompt_tokens": 4, "logprobs": -1, "structural_tag": "{}"}.items():
         with pytest.raises(InvalidRequestError):
-            sampling_params(pb.SamplingParams(**{name: value}), max_output_tokens=10)
+            sampling_params(pb.SamplingParams(**{name: value}))
 
 
 def test_what_is_not_looked_at_is_refused():

@@ -54,7 +54,8 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
 
 
 def _checked(path: Path, field: str, name: str, value: Any) -> int | float:
-    kind = type(getattr(SamplingParams(), name))
+    default = getattr(SamplingParams(), name)
+    kind = int if default is None else type(default)
     problem = f"{field} is {value!r}; allowed is a {'number' if kind is float else 'whole number'}"
     if type(value) is kind or (kind is float and type(value) is int):
         if (name, value) == ("top_k", _EVERY_TOKEN):

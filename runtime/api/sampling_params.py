@@ -124,8 +124,8 @@ class SamplingParams:
       InvalidRequestError: a value is out of range; the message names the field and the range.
     """
 
-    # Most tokens to generate.
-    max_tokens: int = _param(128, least=1)
+    # Most tokens to generate; None generates until the context is full.
+    max_tokens: int | None = _param(None, least=1)
     temperature: float = _param(1.0, least=0, most=100, special="0 is greedy", stage=Stage.SAMPLER)
     # Number of most likely tokens to sample from.
     top_k: int = _param(0, least=0, special="0 is off", stage=Stage.SAMPLER)
@@ -174,11 +174,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, param in params_table().items():
             param.check(name, getattr(self, name))
-        longest = self.max_tokens + self.num_resumed_tokens
-        if self.min_tokens > longest:
+        if self.max_tokens is not None and self.min_tokens > (longest := self.max_tokens + self.num_resumed_tokens):
             raise _out_of_range("min_tokens", str(self.min_tokens), f"0 to max_tokens ({longest})")
         if self.allowed_token_ids and not set(self.allowed_token_ids) - set(self.bad_token_ids):
             raise _out_of_range("bad_token_ids", "all of allowed_token_ids", "to leave one of them")
+
+    def total_tokens(self, num_prompt_tokens: int, max_context: int) -> int:
+        """Returns the largest number of prompt and output tokens in a context of `max_context` tokens."""
+        return min(num_prompt_tokens + (self.max_tokens or max_context), max_context)
 
     def changed_fields(self, names: Iterable[str]) -> list[str]:
         """Those of `names` that do not have their default value."""

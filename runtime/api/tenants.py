@@ -15,6 +15,7 @@ The file is TOML:
 It contains only digests. Tokens are 32 random bytes, so one round of SHA-256 is as safe as a slow hash.
 """
 
+import dataclasses
 import enum
 import hashlib
 import ipaddress
@@ -30,6 +31,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .request import MAX_PRIORITY
+from .sampling_params import SamplingParams
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -60,6 +62,19 @@ class Tenant:
         if self.max_priority is not None:
             return self.max_priority
         return MAX_PRIORITY if Permission.ADMIN in self.permissions else 0
+
+    def bounded(
+        self, params: SamplingParams, num_prompt_tokens: int, num_samples: int, max_context: int
+    ) -> SamplingParams:
+        """Returns parameters whose output is bounded, where the request leaves it open, so that the quota can hold it.
+
+        Without this, a request without max_tokens would always be refused if the context is larger than the quota.
+        """
+        if params.max_tokens is not None or self.max_tokens is None:
+            return params
+        most = self.max_tokens // num_samples - num_prompt_tokens
+        is_needed = 0 < most < max_context - num_prompt_tokens
+        return dataclasses.replace(params, max_tokens=most) if is_needed else params
 
 
 # The callers of a server without a tokens file: `LOCAL` if it binds a loopback address, `ANYBODY` otherwise.

@@ -60,13 +60,15 @@ class _Wait:
     def is_over_starting(self, info: pb.GetServerInfoResponse | None) -> bool:
         """Notes that the server is not ready. Returns whether waiting is useless, because it is not starting.
 
+        A server that does not tell this caller its state is not waited for.
+
         Raises:
           CallError: It has been starting for too long.
         """
-        if info is not None and info.state != pb.SERVER_STATE_STARTING:
+        if info is None or info.state != pb.SERVER_STATE_STARTING:
             return True
         self._reached = True
-        progress = f" ({info.progress})" if info is not None and info.progress else ""
+        progress = f" ({info.progress})" if info.progress else ""
         message = f"the server at {self._target} is starting{progress}"
         if time.monotonic() - self._began >= self._limit_seconds:
             advice = f"It was not ready within {self._limit_seconds:g} s. Retry later, or wait longer (ready_seconds)."

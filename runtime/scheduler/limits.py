@@ -56,15 +56,18 @@ class SchedulerLimits:
         return self.num_pages_for(request.max_total_tokens - 1)  # the last token's keys and values are never needed
 
     def max_total_tokens(self, request: Request, num_pages: int) -> int:
-        """Returns the maximum number of prompt and output tokens that the request may have.
+        """Returns the maximum number of prompt and output tokens that the request may have; without max_tokens, as many
+        as the context and a cache of `num_pages` pages hold.
 
         Raises:
-          InvalidRequestError: The request does not fit in the context or in a cache of `num_pages` pages.
+          InvalidRequestError: The request does not fit in the context or the cache.
         """
         max_context = self.max_context
         num_prompt_tokens = len(request.prompt_token_ids)
         check_prompt_length("prompt", num_prompt_tokens, max_context)
-        max_total_tokens = min(num_prompt_tokens + request.params.max_tokens, max_context)
+        if request.params.max_tokens is None:
+            max_context = min(max_context, max(num_pages * self.page_size, num_prompt_tokens) + 1)
+        max_total_tokens = request.params.total_tokens(num_prompt_tokens, max_context)
         num_needed = self.num_pages_for(max_total_tokens - 1)  # the last token's keys and values are never needed
         if num_needed > num_pages:
             num_spare_tokens = num_pages * self.page_size + 1 - num_prompt_tokens

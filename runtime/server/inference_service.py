@@ -199,15 +199,16 @@ class Edge(pb_grpc.InferenceServiceServicer):
         intake.check_params(asked.params, num_prompt_tokens)
         metadata = context.invocation_metadata()
         tenant, num_samples = asked.tenant, asked.options.n
-        num_tokens = min(num_prompt_tokens + asked.params.max_tokens, backend.info.max_context_tokens) * num_samples
-        asked.count_tokens(num_tokens)
+        max_context = backend.info.max_context_tokens
+        params = tenant.bounded(asked.params, num_prompt_tokens, num_samples, max_context)
+        asked.count_tokens(params.total_tokens(num_prompt_tokens, max_context) * num_samples)
         remaining = context.time_remaining()  # None if the call has no deadline
         grammar = await intake.grammar(asked.params, asked.prompt_token_ids, tenant.name, remaining)
         backend, intake = self.serving()  # again, because compiling may have taken a while
         options = dataclasses.replace(asked.options, timeout_seconds=context.time_remaining())
         queue = self.queues.open(scoped(tenant, asked.request_id), options.n)
         try:
-            backend.engine.submit(queue.request_id, asked.prompt_token_ids, asked.params, options, grammar)
+            backend.engine.submit(queue.request_id, asked.prompt_token_ids, params, options, grammar)
         except BaseException:
             self.queues.discard(queue)
             raise

@@ -67,18 +67,17 @@ def refuse_others(request: Any) -> None:
             raise InvalidRequestError(descriptor.name, "this server has no such option; leave it out.")
 
 
-def sampling_params(message: Any, max_output_tokens: int, defaults: Mapping[str, Any] = _NONE) -> SamplingParams:
+def sampling_params(message: Any, defaults: Mapping[str, Any] = _NONE) -> SamplingParams:
     """Returns the sampling parameters, with `defaults` for fields that were not sent.
 
-    A 0 counts as not sent, except for the temperature, and without max_tokens the output may fill the rest of the
-    context (`max_output_tokens`).
+    A 0 counts as not sent, except for the temperature.
 
     Raises:
       InvalidRequestError: A value is out of range or not supported.
     """
     if message.HasField("truncate_prompt_tokens"):
         raise InvalidRequestError("truncate_prompt_tokens", "this server has no such option; leave it out.")
-    fields: dict[str, Any] = {"max_tokens": max(1, max_output_tokens), **defaults, "constraint": _constraint(message)}
+    fields: dict[str, Any] = {**defaults, "constraint": _constraint(message)}
     fields["skip_special_tokens"] = message.skip_special_tokens  # always sent: a false means that
     theirs = message.DESCRIPTOR.fields_by_name
     for name, param in params_table().items():
@@ -211,8 +210,7 @@ class _Generation:
                     token_ids = intake.checked("tokenized", request.tokenized.input_ids)
                 else:
                     token_ids = intake.checked("text", await intake.encode(request.text, LOCAL.name))
-                room, defaults = backend.info.max_context_tokens - len(token_ids), backend.info.default_sampling
-                params = sampling_params(request.sampling_params, room, defaults)
+                params = sampling_params(request.sampling_params, backend.info.default_sampling)
                 writer = _Writer(self.pb, request.stream, token_ids[0], context)
                 asked = Asked(request_id, token_ids, params, options, began, LOCAL, count_tokens)
                 await self.edge.stream(_METHOD, asked, writer.write, context)

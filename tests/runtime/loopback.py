@@ -75,7 +75,7 @@ class Job:
 
 @dataclass
 class FakeEngine:
-    """Gives each open request one token per step, up to max_tokens; all samples of a request are equal.
+    """Gives each open request one token per step, up to max_tokens or the context; all its samples are equal.
 
     A request for which `is_held` is true gets none, so it stays open, however slow the machine is.
     """
@@ -158,7 +158,7 @@ class FakeEngine:
         token_id = (job.prompt[-1] + 1 + job.num_output) % VOCAB_SIZE
         job.num_output += 1
         new = {"token_ids": (token_id,), "text": self.text(token_id)}
-        if job.num_output < job.params.max_tokens:
+        if job.num_output < (job.params.max_tokens or MAX_CONTEXT_TOKENS - len(job.prompt)):
             return Output(request_id=job.request_id, **new)
         del self.jobs[job.request_id]
         return self.last(job, FinishReason.LENGTH, **new)

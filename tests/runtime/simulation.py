@@ -74,7 +74,7 @@ def tight_limits(draw: st.DrawFn) -> tuple[SchedulerLimits, int]:
 def make_request(
     seed: int,
     num_prompt_tokens: int = 3,
-    max_tokens: int = 4,
+    max_tokens: int | None = 4,
     ignore_eos: bool = False,
     prompt: tuple[int, ...] | None = None,
     **fields: object,
@@ -92,7 +92,7 @@ def output_alone(request: Request, max_context: int) -> tuple[list[int], FinishR
     """Returns the expected output of the request, whatever else is served."""
     num_prompt_tokens = len(request.prompt_token_ids)
     tokens: list[int] = []
-    for position in range(num_prompt_tokens, min(num_prompt_tokens + request.params.max_tokens, max_context)):
+    for position in range(num_prompt_tokens, request.params.total_tokens(num_prompt_tokens, max_context)):
         token_id = token_of(request.seed, position)
         if token_id == EOS_TOKEN_ID and not request.params.ignore_eos:
             return tokens, FinishReason.STOP
@@ -129,7 +129,7 @@ class FakeDevice:
 
     def expect(self, request: Request) -> None:
         num_prompt_tokens, before, hashes = len(request.prompt_token_ids), 0, []
-        for position in range(min(num_prompt_tokens + request.params.max_tokens, self.max_context)):
+        for position in range(request.params.total_tokens(num_prompt_tokens, self.max_context)):
             is_prompt = position < num_prompt_tokens
             token_id = request.prompt_token_ids[position] if is_prompt else token_of(request.seed, position)
             hashes.append(before := chained(before, token_id))

@@ -297,6 +297,29 @@ def test_output_ends_at_max_tokens_or_with_the_context(num_prompt_tokens: int, m
     assert simulation.scheduler.num_wasted_tokens == 0
 
 
+@pytest.mark.parametrize(("num_prompt_tokens", "num_output_tokens"), [(3, 29), (31, 1)])
+def test_without_max_tokens_the_output_ends_with_the_context(num_prompt_tokens: int, num_output_tokens: int):
+    simulation = Simulation(make_limits(max_context=32), num_pages=32)
+    request = make_request(1, num_prompt_tokens, None, ignore_eos=True)
+    simulation.add(request)
+    simulation.drain()
+    assert len(request.output_token_ids) == num_output_tokens
+    assert request.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [3, 24])
+def test_without_max_tokens_the_output_ends_with_a_cache_that_is_smaller_than_the_context(num_prompt_tokens: int):
+    """A cache of 6 pages holds 24 tokens, and the last token of a request needs no room."""
+    request = make_request(1, num_prompt_tokens, None)
+    make_scheduler(num_pages=6).add(request)
+    assert request.max_total_tokens == 25
+
+
+def test_a_prompt_that_fills_the_cache_is_refused_without_max_tokens():
+    with pytest.raises(InvalidRequestError, match="^prompt: 25 prompt tokens .*has 6. Shorten the prompt"):
+        make_scheduler(num_pages=6).add(make_request(1, 25, None))
+
+
 def test_a_stop_seen_late_wastes_one_token():
     request = make_request(1)
     scheduler, plan = start(request)

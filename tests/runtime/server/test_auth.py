@@ -184,6 +184,17 @@ def test_quotas_of_requests_and_tokens(server):
             open_streams[1].close()
 
 
+def test_without_max_tokens_the_output_is_what_the_quota_holds(server):
+    """The context has 64 tokens, and this tenant 60 in flight."""
+    with Client(server.target, token="write") as client, Client(server.target, token="operate") as other:
+        assert other.complete("abcd").usage.num_output_tokens == 60
+        assert client.complete("abcd").usage.num_output_tokens == 56
+        samples = client.complete_samples("abcd", 2)
+        assert [sample.usage.num_output_tokens for sample in samples] == [26, 26]
+        with pytest.raises(CallError, match="tokens in flight would be 64; this tenant may have 60"):
+            client.complete("abcd", max_tokens=60)
+
+
 def test_what_is_being_tokenised_counts_against_the_quota(server):
     """Prompts of Generate and texts of Tokenize alike, before a thread takes them."""
     tokenizer, opened, num_started = server.edge.backend.tokenizer, threading.Event(), 0
