@@ -54,7 +54,9 @@ def _curve(axes: Any, figures: Sequence[Figures], name: str) -> None:
     for kind in ("median", "p99"):
         axes.plot(across, [getattr(getattr(each, name), kind) for each in ordered], marker="o", label=kind)
     for each in ordered:
-        axes.annotate(each.load, (each.output_throughput, getattr(each, name).median), fontsize="x-small")
+        place = (each.output_throughput, getattr(each, name).median)
+        axes.annotate(each.load, place, (0, 5), textcoords="offset points", ha="center", fontsize="x-small")
+    axes.margins(x=0.2)  # room for the names
 
 
 def _shares(axes: Any, values: list[float], name: str) -> None:

@@ -67,9 +67,8 @@ def run_demo(*, tp: int, num_processes: int = 1) -> int:
             except CallError as error:
                 logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
                 raise MeshserveError(f"the server failed: {error}\n{logs}") from None
-    print(
-        "\nTo serve it yourself: meshserve serve demo --cpu-devices 4 --tp 4; then in another terminal: meshserve chat"
-    )
+    print("\nTo serve it yourself: meshserve serve demo --cpu-devices 4 --tp 4")
+    print("and then, in another terminal: meshserve chat")
     return 0
 
 

@@ -173,7 +173,7 @@ def flags_in(text: str) -> set[str]:
 def test_commands_in_scripts_and_the_runbook_have_flags_that_there_are():
     known = {field.name.replace("_", "-") for field in dataclasses.fields(ServeConfig)} | {"config"}
     slurm = {"nodes", "gpus-per-node", "ntasks-per-node", "job-name", "exclusive", "signal", "requeue"}
-    docker = {"gpus", "shm-size", "privileged", "network"}
+    docker = {"gpus", "shm-size", "privileged", "network", "build-arg"}
     others = {"kill-on-bad-exit", "help", "target", "timeout", "days", "json"}
     for path in [*(DEPLOY / "slurm").iterdir(), DEPLOY / "tpu" / "start.sh"]:
         assert flags_in(path.read_text()) <= known | slurm | others, path
@@ -186,6 +186,14 @@ def test_commands_in_scripts_and_the_runbook_have_flags_that_there_are():
     assert commands
     for command in commands:
         assert flags_in(command) <= known, command
+
+
+def test_images_can_be_built_from_a_mirror():
+    for path in (DEPLOY / "docker").glob("Dockerfile.*"):
+        text = path.read_text()
+        [base] = re.findall(r"^ARG BASE_IMAGE=(.+)$", text, re.MULTILINE)
+        assert base.startswith("docker.io/library/") and ":" in base, "qualified, with a tag"
+        assert {line.split()[1] for line in text.splitlines() if line.startswith("FROM ")} == {"${BASE_IMAGE}"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +211,7 @@ class Image:
         project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
         optional = [line for extra in extras for line in project["optional-dependencies"][extra]]
         return cls(
-            python=re.findall(r"^FROM python:(\d+\.\d+)", dockerfile, re.MULTILINE)[0],
+            python=re.findall(r"^ARG BASE_IMAGE=docker.io/library/python:(\d+\.\d+)", dockerfile, re.MULTILINE)[0],
             requirements=(*project["dependencies"], *optional),
             constraints=DEPLOY / "docker" / f"constraints-{name}.txt",
         )

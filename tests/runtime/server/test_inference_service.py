@@ -545,7 +545,7 @@ def test_health_and_refusal_until_the_engine_is_prepared(capfd):
     said: list[str] = []
     wait_for(lambda: said.append(capfd.readouterr().out) or "listens on" in "".join(said))
     target = "".join(said).split()[-1]
-    with Client(target) as client:
+    with Client(target, ready_seconds=0) as client:
         assert health_of(target) == health_of(target, SERVICE_NAME) == NOT_SERVING
         with pytest.raises(CallError, match="the server is starting.*compiling the programs"):
             client.complete("a")
