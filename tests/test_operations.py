@@ -39,6 +39,7 @@ class Server:
     log: Path
     profiles: Path
     config: Path
+    said: str  # what it printed when it was ready
 
 
 @contextlib.contextmanager
@@ -64,7 +65,8 @@ def _serving(folder: Path) -> Iterator[Server]:
             assert answer.status == 200  # live from the start, ready later
         with Client(found[1]) as client:
             client.wait_until_ready(WAIT_SECONDS)
-        yield Server(process, found[1], found[2], token, log, profiles, config)
+        said = process.stdout.readline() + process.stdout.readline()
+        yield Server(process, found[1], found[2], token, log, profiles, config, said)
     finally:
         process.kill()
         process.wait()
@@ -104,6 +106,14 @@ def test_buf_curl_calls_every_method(server):
     assert list(server.profiles.rglob("*.xplane.pb")), "StartProfile and StopProfile left a profile"
     refused = subprocess.run([*curl[:5], "-d", "{}", url], capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert refused.returncode != 0, "without a token not even the schema is to be had"
+
+
+def test_a_ready_server_says_so_and_what_to_try(server):
+    first, second = server.said.splitlines()
+    assert first == f"meshserve is ready: demo on 2 x cpu, tp 2, 8,192 tokens of KV cache, at {server.target}"
+    assert second == f"Try: meshserve chat --target {server.target} --token-file FILE"
+    messages = [json.loads(line)["message"] for line in server.log.read_text().splitlines() if line.startswith("{")]
+    assert any(message.startswith("devices: 2 of 2 x cpu; tp 2") for message in messages)
 
 
 def test_metrics_and_the_log_tell_of_a_request(server):

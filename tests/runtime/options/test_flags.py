@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import meshserve
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.options.flags import Parser, add_options, serve_config
@@ -108,3 +109,4 @@ def test_the_version(capsys: pytest.CaptureFixture[str]):
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"meshserve {importlib.metadata.version('meshserve')}\n"
+    assert meshserve.__version__ == importlib.metadata.version("meshserve")

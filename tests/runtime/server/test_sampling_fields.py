@@ -47,7 +47,7 @@ EVERY_FIELD = {
         ("presence_penalty", math.nan), ("repetition_penalty", 0.0), ("repetition_penalty", math.inf),
         ("repetition_penalty", math.nan), ("logit_bias", {1: 100.5}), ("logit_bias", {1: math.nan}),
         ("logit_bias", {1: -math.inf}), ("logit_bias", dict.fromkeys(range(1025), 1.0)),
-        ("allowed_token_ids", tuple(range(1025))), ("bad_token_ids", tuple(range(1025))), ("min_tokens", 129),
+        ("allowed_token_ids", tuple(range(1025))), ("bad_token_ids", tuple(range(1025))),
         ("logprobs", 21), ("logprobs", -1), ("prompt_logprobs", 21),
     ],
 )  # fmt: skip
@@ -166,7 +166,7 @@ def test_gathered_outputs_keep_them_in_order():
 def test_a_resumed_stream_repeats_no_log_probability():
     request = pb.GenerateRequest(token_ids=pb.TokenIds(token_ids=[1, 2, 3, 4]))
     request.sampling.prompt_logprobs, request.sampling.max_tokens, request.sampling.min_tokens = 1, 8, 5
-    run = resume._Run(request, [1, 2, 3, 4])
+    run = resume._Run(request, [1, 2, 3, 4], max_context_tokens=64)
 
     def message(first: int, last: int, *tokens: int) -> pb.GenerateResponse:
         positions = [pb.TokenLogprobs(token_id=token_id, logprob=-1.0) for token_id in range(first, last)]
