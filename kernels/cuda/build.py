@@ -22,12 +22,14 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-gencode=arch=compute_90a,code=sm_90a")
 TARGETS = (
     "meshserve_decode_layers",
+    "meshserve_decode_expert_layers",
     "meshserve_decode_qkv",
     "meshserve_paged_attention",
     "meshserve_prefill_attention",
     "meshserve_qk_norm_rope",
     "meshserve_project_residual",
     "meshserve_decode_gate_up",
+    "meshserve_experts",
     "meshserve_sampling_threshold",
     "meshserve_p2p_all_reduce",
     "meshserve_p2p_all_gather",
@@ -116,6 +118,7 @@ def load() -> ctypes.CDLL:
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="CUDA")
     library.meshserve_scratch_bytes.restype = ctypes.c_size_t
+    library.meshserve_expert_scratch_bytes.restype = ctypes.c_size_t
     ordinals = [int(device.local_hardware_id) for device in jax.local_devices() if device.platform == "gpu"]
     array, error = (ctypes.c_int * len(ordinals))(*ordinals), ctypes.create_string_buffer(_MAX_ERROR_BYTES)
     if ordinals and not library.meshserve_load_kernels(array, len(ordinals), error, _MAX_ERROR_BYTES):

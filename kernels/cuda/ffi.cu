@@ -295,6 +295,11 @@ ffi::Error p2p_all_gather(cudaStream_t stream, In x, Out out, Ints ordinals) {
 using Stream = ffi::PlatformStream<cudaStream_t>;
 
 }  // namespace
+}  // namespace meshserve
+
+#include "experts_ffi.cuh"
+
+namespace meshserve {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_layers, decode_layers,
                               ffi::Ffi::Bind()

@@ -85,6 +85,7 @@ class Step {
   Scratch scratch = {};
   float epsilon = 0.0f, scale = 0.0f, rotary_scale = 1.0f;
   const float* inverse_frequencies = nullptr;
+  int norm_tiles = 0;  // sums of squares per token that the next norm adds up; 0: one for each 128 columns
 
   // Returns an empty string or the first error.
   const std::string& error() const { return error_; }
@@ -260,7 +261,7 @@ class Step {
   ProjectionArgs normed() const {
     ProjectionArgs args = base();
     args.sums_in = scratch.sums;
-    args.norm_tiles = shapes_.embed / kTileRows;
+    args.norm_tiles = norm_tiles != 0 ? norm_tiles : shapes_.embed / kTileRows;
     args.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
     return args;
   }
@@ -422,6 +423,7 @@ class Step {
     return encode(map, cache.pages, sizes, strides, box);
   }
 
+ public:
   bool encode(CUtensorMap* map, const bf16* data, const cuuint64_t* sizes, const cuuint64_t* strides,
               const cuuint32_t* box) {
     if (!error_.empty()) return false;
@@ -467,6 +469,7 @@ class Step {
     check(name, cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 
+ private:
   void check(const char* name, cudaError_t status) {
     if (status != cudaSuccess && error_.empty()) {
       error_ = std::string("the ") + name + " kernel could not be launched: " + cudaGetErrorString(status);

@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "experts_launch.cuh"
 #include "launch.cuh"
 #include "prefill_launch.cuh"
 #include "qk_norm_rope.cuh"
@@ -44,6 +45,7 @@ inline std::vector<const void*> all_kernels() {
   add(two_shot_kernel<2>);
   add(two_shot_kernel<4>);
   add(sampling::threshold_kernel);
+  for (const void* kernel : experts::all_kernels()) kernels.push_back(kernel);
   return kernels;
 }
 

@@ -21,6 +21,8 @@
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __shared__
+#define __align__(bytes) __attribute__((aligned(bytes)))
 
 namespace meshserve {
 
@@ -56,7 +58,8 @@ struct Block {
     std::barrier<> meet{32};
     float values[32] = {};
     uint32_t words[32] = {};
-  } warps[4];
+    uint32_t fragments[32][6] = {};
+  } warps[8];
   struct {
     std::barrier<> meet{128};
   } warpgroups[5];  // by the number of their barrier
@@ -83,6 +86,7 @@ T __ldcg(const T* from) {
 using std::max, std::min;
 inline int atomicAdd(int* to, int value) { return std::atomic_ref<int>(*to).fetch_add(value); }
 inline uint32_t atomicAdd(uint32_t* to, uint32_t value) { return std::atomic_ref<uint32_t>(*to).fetch_add(value); }
+inline uint32_t atomicOr(uint32_t* to, uint32_t value) { return std::atomic_ref<uint32_t>(*to).fetch_or(value); }
 
 inline void let_next_kernel_start() {}
 inline void wait_for_previous_kernel() {}
@@ -159,6 +163,32 @@ inline float from_bf16(uint32_t bits) {
 }
 inline float4 unpack_bf16(uint2 v) {
   return {from_bf16(v.x & 0xFFFF), from_bf16(v.x >> 16), from_bf16(v.y & 0xFFFF), from_bf16(v.y >> 16)};
+}
+inline float __bfloat162float(bf16 value) { return from_bf16(value.bits); }
+inline bf16 __float2bfloat16(float value) { return {static_cast<uint16_t>(round_to_bf16(value))}; }
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+
+inline uint64_t evict_first_policy() { return 0; }
+inline uint4 load_weights(const bf16* from, uint64_t) { return *reinterpret_cast<const uint4*>(from); }
+
+// c[16, 8] += a[16, 16] b[16, 8], in the fragments of mma.m16n8k16.
+inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const int lane = threadIdx.x % 32;
+  Block::Warp& warp = block->warps[threadIdx.x / 32];
+  const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  std::copy(mine, mine + 6, warp.fragments[lane]);
+  warp.meet.arrive_and_wait();
+  auto element = [](uint32_t pair, int k) { return from_bf16(k % 2 ? pair >> 16 : pair & 0xFFFF); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const int holder = k % 8 / 2;
+      const float left = element(warp.fragments[row % 8 * 4 + holder][row / 8 + k / 8 * 2], k);
+      c[i] += left * element(warp.fragments[column * 4 + holder][4 + k / 8], k);
+    }
+  }
+  warp.meet.arrive_and_wait();
 }
 
 inline float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }

@@ -1,0 +1,146 @@
+// Which tokens chose which experts, as every block of the expert kernels derives it from the choices [T, k].
+//
+// A choice's place is its index in order of experts, then tokens. An expert's tokens thus have consecutive places. The
+// order does not depend on timing, so neither do the results.
+#pragma once
+#include "ptx.cuh"
+
+namespace meshserve {
+namespace experts {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kMaxExperts = kThreads;  // of a block: each thread counts the tokens of one
+constexpr int kMaxTokens = kThreads;   // of a decode step, and of a chunk of a larger step
+constexpr int kWords = kMaxTokens / 32;
+
+struct Choices {
+  uint32_t tokens[kMaxExperts][kWords];  // bit t: token t chose the expert
+  int first[kMaxExperts];                // place of its first choice
+  int active[kMaxExperts];               // the experts that a token chose
+  int num_active;
+  int totals[kWarps];
+};
+
+__device__ __forceinline__ int count_tokens(const Choices& choices, int expert) {
+  int count = 0;
+#pragma unroll
+  for (int word = 0; word < kWords; ++word) count += __popc(choices.tokens[expert][word]);
+  return count;
+}
+
+// Returns how many earlier tokens chose the expert, or -1 if this one did not.
+__device__ __forceinline__ int rank_of(const Choices& choices, int expert, int token) {
+  const uint32_t bits = choices.tokens[expert][token / 32], bit = 1u << token % 32;
+  if ((bits & bit) == 0) return -1;
+  int rank = __popc(bits & (bit - 1));
+  for (int word = 0; word < token / 32; ++word) rank += __popc(choices.tokens[expert][word]);
+  return rank;
+}
+
+// Returns the sum of `value` over the lower threads of the block, of which the first `kThreads` take part. All threads
+// of the block call it.
+__device__ __forceinline__ int sum_of_lower(int value, int (&totals)[kWarps]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = value;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int lower = __shfl_up_sync(0xffffffffu, sum, offset);
+    if (lane >= offset) sum += lower;
+  }
+  if (lane == 31 && warp < kWarps) totals[warp] = sum;
+  __syncthreads();
+  int before = sum - value;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) before += i < warp ? totals[i] : 0;
+  return before;
+}
+
+__device__ __forceinline__ void clear(Choices& choices) {
+  for (int i = threadIdx.x; i < kMaxExperts * kWords; i += kThreads) choices.tokens[i / kWords][i % kWords] = 0;
+}
+
+// Sets `tokens` of cleared choices from [num_tokens, num_chosen] experts.
+__device__ __forceinline__ void mark(Choices& choices, const int* experts, int num_tokens, int num_chosen,
+                                     int num_experts) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_tokens * num_chosen; i += kThreads) {
+    const int expert = experts[i], token = i / num_chosen;
+    if (expert >= 0 && expert < num_experts) atomicOr(&choices.tokens[expert][token / 32], 1u << token % 32);
+  }
+  __syncthreads();
+}
+
+// Marks the choices and computes the rest.
+__device__ __forceinline__ void arrange(Choices& choices, const int* experts, int num_tokens, int num_chosen,
+                                        int num_experts) {
+  constexpr int kActive = 1 << 20;  // counted in the upper bits of the same sum
+  mark(choices, experts, num_tokens, num_chosen, num_experts);
+  const int expert = threadIdx.x, count = count_tokens(choices, expert);
+  const int before = sum_of_lower(count == 0 ? 0 : count + kActive, choices.totals);
+  choices.first[expert] = before % kActive;
+  if (count > 0) choices.active[before / kActive] = expert;
+  if (expert == kThreads - 1) choices.num_active = before / kActive + (count > 0);
+  __syncthreads();
+}
+
+// ---- steps of more tokens ----------------------------------------------------------------------------------------
+// Two kernels, with a block for each chunk of kMaxTokens tokens: the first counts, the second assigns places.
+struct ArrangeArgs {
+  const int* experts;   // [T, k]
+  const float* shares;  // [T, k]
+  int* counts;          // [chunks, kMaxExperts]
+  int* first;           // [kMaxExperts + 1]: place of each expert's first choice; the last entry is the number of places
+  int* places;          // [T, k]: of each choice, -1 if it is not computed here
+  int* token_of;        // of each place
+  float* share_of;      // of each place
+  int num_tokens, num_chosen, num_experts;
+};
+
+__device__ __forceinline__ int mark_chunk(Choices& choices, const ArrangeArgs& args) {
+  const int token = blockIdx.x * kMaxTokens, num_tokens = min(kMaxTokens, args.num_tokens - token);
+  clear(choices);
+  mark(choices, args.experts + token * args.num_chosen, num_tokens, args.num_chosen, args.num_experts);
+  return num_tokens;
+}
+
+__global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__ ArrangeArgs args) {
+  __shared__ Choices choices;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  mark_chunk(choices, args);
+  args.counts[blockIdx.x * kMaxExperts + threadIdx.x] = count_tokens(choices, threadIdx.x);
+}
+
+__global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__ ArrangeArgs args) {
+  __shared__ Choices choices;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int num_tokens = mark_chunk(choices, args), expert = threadIdx.x;
+  int earlier = 0, all = 0;
+  for (int chunk = 0; chunk < static_cast<int>(gridDim.x); ++chunk) {
+    const int count = args.counts[chunk * kMaxExperts + expert];
+    earlier += chunk < static_cast<int>(blockIdx.x) ? count : 0;
+    all += count;
+  }
+  const int before = sum_of_lower(all, choices.totals);
+  choices.first[expert] = before + earlier;
+  if (blockIdx.x == 0) {
+    args.first[expert] = before;
+    if (expert == kMaxExperts - 1) args.first[kMaxExperts] = before + all;
+  }
+  __syncthreads();
+  const int first_choice = blockIdx.x * kMaxTokens * args.num_chosen;
+  for (int i = threadIdx.x; i < num_tokens * args.num_chosen; i += kThreads) {
+    const int chosen = args.experts[first_choice + i], token = i / args.num_chosen;
+    int place = -1;
+    if (chosen >= 0 && chosen < args.num_experts) {
+      place = choices.first[chosen] + rank_of(choices, chosen, token);
+      args.token_of[place] = blockIdx.x * kMaxTokens + token;
+      args.share_of[place] = args.shares[first_choice + i];
+    }
+    args.places[first_choice + i] = place;
+  }
+}
+
+}  // namespace experts
+}  // namespace meshserve

@@ -1,0 +1,210 @@
+// What lies around the experts' products: the router of a decode step, the copy of tokens in order of their experts,
+// and the sum of each token's experts.
+#pragma once
+#include "expert_rows.cuh"
+
+namespace meshserve {
+namespace experts {
+
+// ---- the router --------------------------------------------------------------------------------------------------
+constexpr int kRouterBlocks = 8;   // of a cluster, which has 8 tokens
+constexpr int kRouterTokens = 8;   // a block chooses for one of them
+constexpr int kRouterExperts = 16; // a block scores so many experts
+constexpr int kMostRouted = kRouterBlocks * kRouterExperts;
+
+struct RouterArgs {
+  const bf16* scaled;   // [T, D]: tokens times the gain of the norm
+  const bf16* router;   // one layer's [E, D]
+  const float* sums;    // of squares of the tokens [T, norm_tiles]
+  const int* positions; // [T]: -1 is padding, which chooses no expert
+  int norm_tiles;
+  float inverse_dim, epsilon;
+  int num_tokens, num_experts, num_chosen, columns;
+  bool is_normalized;  // the shares of a token add up to 1
+  int* experts;        // [T, k]
+  float* shares;       // [T, k]
+};
+
+// An unsigned integer that orders as the float does.
+__device__ __forceinline__ uint32_t order_of(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float value_of(uint32_t order) {
+  return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
+}
+
+// Chooses a token's experts by their scores, with one warp. Among equal scores, the lower expert comes first.
+__device__ __forceinline__ void choose(const RouterArgs& args, const float* scores, int token, float inverse_rms) {
+  constexpr int kEach = kMostRouted / 32;
+  const int lane = threadIdx.x % 32;
+  uint32_t keys[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int expert = lane + 32 * i;
+    keys[i] = expert < args.num_experts ? order_of(scores[expert] * inverse_rms) : 0;
+  }
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) largest = max(largest, keys[i]);
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  const float top = value_of(largest);
+  float all = 0.0f, chosen_sum = 0.0f, my_share = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) all += keys[i] != 0 ? __expf(value_of(keys[i]) - top) : 0.0f;
+  all = sum_over_lanes(all, 32);
+  int my_expert = -1;  // lane j has choice j
+  for (int j = 0; j < args.num_chosen; ++j) {
+    uint32_t best = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) best = max(best, keys[i]);
+    best = __reduce_max_sync(0xffffffffu, best);
+    uint32_t expert = 0xffffffffu;
+#pragma unroll
+    for (int i = kEach - 1; i >= 0; --i) expert = keys[i] == best ? lane + 32 * i : expert;
+    expert = __reduce_min_sync(0xffffffffu, expert);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) keys[i] = expert == static_cast<uint32_t>(lane + 32 * i) ? 0 : keys[i];
+    const float share = __expf(value_of(best) - top) / all;
+    chosen_sum += share;
+    if (lane == j) my_expert = expert, my_share = share;
+  }
+  if (lane >= args.num_chosen) return;
+  const size_t at = static_cast<size_t>(token) * args.num_chosen + lane;
+  args.experts[at] = args.positions[token] < 0 ? -1 : my_expert;
+  args.shares[at] = args.is_normalized ? my_share / chosen_sum : my_share;
+}
+
+// Grid: 8 blocks for each 8 tokens, which are a cluster. A block scores 16 experts for all 8 tokens, its warps splitting
+// the columns, and sends each token's scores to the block that chooses for it.
+__global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_constant__ RouterArgs args) {
+  constexpr int U = 8;
+  __shared__ float parts[kWarps][kRouterExperts][kRouterTokens];
+  __shared__ float scores[kMostRouted];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % kRouterBlocks, first_token = blockIdx.x / kRouterBlocks * kRouterTokens;
+  const int steps = args.columns / kStep, begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
+  const size_t columns = args.columns;
+  let_next_kernel_start();
+  const int low = rank * kRouterExperts + lane / 4;
+  auto fetch = [&](uint4(&a)[2], int step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      a[half] = make_uint4(0, 0, 0, 0);
+      if (step < end && low + 8 * half < args.num_experts) {
+        const bf16* from = args.router + (low + 8 * half) * columns + step * kStep + 8 * (lane % 4);
+        a[half] = __ldg(reinterpret_cast<const uint4*>(from));
+      }
+    }
+  };
+  uint4 a[U][2];
+#pragma unroll
+  for (int u = 0; u < U; ++u) fetch(a[u], begin + u);
+  cluster_arrive();
+  wait_for_previous_kernel();
+  const int token = first_token + lane / 4;
+  const bf16* row = args.scaled + token * columns + 8 * (lane % 4);
+  const int chooser = first_token + rank;  // the token that this block chooses for
+  float inverse_rms = 0.0f;
+  if (warp == 0 && chooser < args.num_tokens) {
+    float sum = 0.0f;
+    for (int i = lane; i < args.norm_tiles; i += 32) sum += args.sums[chooser * args.norm_tiles + i];
+    inverse_rms = rsqrtf(sum_over_lanes(sum, 32) * args.inverse_dim + args.epsilon);
+  }
+  float c[4] = {};
+#pragma unroll 1
+  for (int step = begin; step < end; step += U) {
+    uint4 b[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      b[u] = make_uint4(0, 0, 0, 0);
+      if (token < args.num_tokens && step + u < end) b[u] = *reinterpret_cast<const uint4*>(row + (step + u) * kStep);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      multiply(c, a[u][0], a[u][1], b[u]);
+      fetch(a[u], step + U + u);
+    }
+  }
+  float* to = &parts[warp][lane / 4][2 * (lane % 4)];
+  to[0] = c[0], to[1] = c[1];
+  to[8 * kRouterTokens] = c[2], to[8 * kRouterTokens + 1] = c[3];
+  __syncthreads();
+  cluster_wait();  // all blocks have started
+  if (threadIdx.x < kRouterExperts * kRouterTokens) {
+    const int expert = threadIdx.x / kRouterTokens, to_rank = threadIdx.x % kRouterTokens;
+    float score = 0.0f;
+#pragma unroll
+    for (int p = 0; p < kWarps; ++p) score += parts[p][expert][to_rank];
+    const uint32_t at = shared_address(&scores[rank * kRouterExperts + expert]);
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in_cluster(at, to_rank)), "f"(score) : "memory");
+  }
+  cluster_sync_shared();
+  if (warp == 0 && chooser < args.num_tokens) choose(args, scores, chooser, inverse_rms);
+}
+
+// ---- tokens in order of their experts ----------------------------------------------------------------------------
+// Copies each token to the places of its choices, a warp a place.
+struct GatherRowsArgs {
+  const bf16* x;        // [T, D]
+  const int* token_of;  // of each place
+  const int* num_places;
+  bf16* rows;  // [places, D]
+  int columns;
+};
+
+__global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_constant__ GatherRowsArgs args) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int lane = threadIdx.x % 32, num_places = *args.num_places, chunks = args.columns / 8;
+  for (int place = blockIdx.x * kWarps + threadIdx.x / 32; place < num_places; place += gridDim.x * kWarps) {
+    const size_t token = args.token_of[place];
+    const uint4* from = reinterpret_cast<const uint4*>(args.x + token * args.columns);
+    uint4* to = reinterpret_cast<uint4*>(args.rows + static_cast<size_t>(place) * args.columns);
+#pragma unroll 4
+    for (int i = lane; i < chunks; i += 32) to[i] = from[i];
+  }
+}
+
+// ---- the sum of a token's experts --------------------------------------------------------------------------------
+// out = residual + the rows at the token's places, a warp for each 128 columns of a token.
+struct CombineArgs {
+  const bf16* rows;   // [places, D], multiplied by their shares already
+  const int* places;  // [T, k]
+  const bf16* residual;   // may be null
+  const bf16* next_gain;  // null: scaled_out and sums_out are not written
+  bf16 *out, *scaled_out;
+  float* sums_out;  // [T, D / 128]
+  int num_tokens, num_chosen, columns;
+};
+
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineArgs args) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int lane = threadIdx.x % 32, tiles = args.columns / 128;
+  const int item = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (item >= args.num_tokens * tiles) return;
+  const int token = item / tiles, column = item % tiles * 128 + 4 * lane;
+  const int* places = args.places + token * args.num_chosen;
+  const size_t at = static_cast<size_t>(token) * args.columns + column;
+  float4 sum = {};
+  if (args.residual != nullptr) sum = unpack_bf16(*reinterpret_cast<const uint2*>(args.residual + at));
+#pragma unroll 8
+  for (int j = 0; j < args.num_chosen; ++j) {
+    const int place = places[j];
+    if (place < 0) continue;
+    const bf16* row = args.rows + static_cast<size_t>(place) * args.columns + column;
+    sum = add(sum, unpack_bf16(*reinterpret_cast<const uint2*>(row)));
+  }
+  const uint2 rounded = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+  *reinterpret_cast<uint2*>(args.out + at) = rounded;
+  if (args.next_gain == nullptr) return;
+  const float4 x = unpack_bf16(rounded), g = unpack_bf16(*reinterpret_cast<const uint2*>(args.next_gain + column));
+  *reinterpret_cast<uint2*>(args.scaled_out + at) =
+      make_uint2(pack_bf16(x.x * g.x, x.y * g.y), pack_bf16(x.z * g.z, x.w * g.w));
+  const float squares = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
+  if (lane == 0) args.sums_out[item] = squares;
+}
+
+}  // namespace experts
+}  // namespace meshserve

@@ -1,0 +1,287 @@
+// The host side of the experts: which kernels compute a step, and the layers of a decode step with experts.
+#pragma once
+#include <vector>
+
+#include "expert_router.cuh"
+#include "expert_tiles.cuh"
+#include "launch.cuh"
+
+
+namespace meshserve {
+namespace experts {
+
+constexpr int kMostAddedTokens = 16;  // up to so many, down_kernel adds up the experts; tuned on H200s
+
+struct ExpertShapes {
+  int tokens = 0, chosen = 0, experts = 0, embed = 0, mlp = 0;
+  int choices() const { return tokens * chosen; }
+  int chunks() const { return (tokens + kMaxTokens - 1) / kMaxTokens; }
+  bool is_added() const { return tokens <= kMostAddedTokens; }
+};
+
+// Intermediate results, all in one buffer.
+struct ExpertScratch {
+  bf16 *activated, *rows;  // [choices, F], [choices, D]: tokens in order of their experts, then the experts' results
+  int *places, *counts, *first, *token_of, *experts;
+  float *share_of, *shares, *sums;
+
+  static size_t bytes(const ExpertShapes& s) {
+    ExpertScratch none;
+    return none.carve(s, nullptr);
+  }
+  size_t carve(const ExpertShapes& s, uint8_t* buffer) {
+    size_t used = 0;
+    auto take = [&](auto& pointer, size_t elements) {
+      pointer = reinterpret_cast<std::decay_t<decltype(pointer)>>(buffer + used);
+      used += (elements * sizeof(*pointer) + 255) / 256 * 256;
+    };
+    const size_t choices = s.choices();
+    take(activated, choices * s.mlp);
+    take(rows, choices * s.embed);
+    take(places, choices);
+    take(counts, static_cast<size_t>(s.chunks()) * kMaxExperts);
+    take(first, kMaxExperts + 1);
+    take(token_of, choices);
+    take(share_of, choices);
+    take(experts, choices);
+    take(shares, choices);
+    take(sums, static_cast<size_t>(std::min(s.tokens, kMaxTokens)) * (s.embed / 16));
+    return used;
+  }
+};
+
+// One layer's operands.
+struct ExpertCall {
+  const bf16* x;  // [T, D]: normed, or times the gain of the norm if `sums` is given
+  const bf16 *gate_up, *down;  // stacks of all layers
+  const int* experts;
+  const float* shares;
+  const float* sums = nullptr;  // [T, D / 128]
+  float epsilon = 0.0f;
+  const bf16* residual = nullptr;
+  const bf16* next_gain = nullptr;
+  bf16* out;
+  bf16* scaled_out = nullptr;
+  float* sums_out = nullptr;  // [T, D / 16] if `is_added`, else [T, D / 128]
+};
+
+class Launcher {
+ public:
+  Launcher(Step& step, const ExpertShapes& shapes, const ExpertScratch& scratch)
+      : step_(step), shapes_(shapes), scratch_(scratch) {}
+
+  // For at most kMaxTokens tokens.
+  void few_tokens(int layer, const ExpertCall& call) {
+    RowsArgs args = {};
+    args.experts = call.experts;
+    args.shares = call.shares;
+    args.num_tokens = shapes_.tokens;
+    args.num_chosen = shapes_.chosen;
+    args.num_experts = shapes_.experts;
+    RowsArgs gate_up = args;
+    gate_up.input = call.x;
+    gate_up.weights = call.gate_up + layer * 2 * matrix_elements();
+    gate_up.sums = call.sums;
+    gate_up.norm_tiles = shapes_.embed / kTileRows;
+    gate_up.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
+    gate_up.epsilon = call.epsilon;
+    gate_up.out = scratch_.activated;
+    gate_up.places = scratch_.places;
+    gate_up.rows = shapes_.mlp;
+    gate_up.columns = shapes_.embed;
+    if (shapes_.tokens <= 8) {
+      rows<1, 1, 4, 8, false>("expert gate_up", gate_up);
+    } else {
+      rows<2, 4, 2, 8, false>("expert gate_up", gate_up);
+    }
+    RowsArgs down = args;
+    down.input = scratch_.activated;
+    down.weights = call.down + layer * matrix_elements();
+    down.rows = shapes_.embed;
+    down.columns = shapes_.mlp;
+    if (!shapes_.is_added()) {
+      down.out = scratch_.rows;
+      rows<2, 4, 2, 4, true>("expert down", down);
+      return combine(call);
+    }
+    down.out = call.out;
+    down.residual = call.residual;
+    down.next_gain = call.next_gain;
+    down.scaled_out = call.scaled_out;
+    down.sums_out = call.sums_out;
+    if (shapes_.tokens <= 8) {
+      added<1, 8>(down);
+    } else {
+      added<2, 4>(down);
+    }
+  }
+
+  // For any number of tokens, without norms.
+  void many_tokens(int layer, int layers, const ExpertCall& call) {
+    ArrangeArgs arrange = {};
+    arrange.experts = call.experts;
+    arrange.shares = call.shares;
+    arrange.counts = scratch_.counts;
+    arrange.first = scratch_.first;
+    arrange.places = scratch_.places;
+    arrange.token_of = scratch_.token_of;
+    arrange.share_of = scratch_.share_of;
+    arrange.num_tokens = shapes_.tokens;
+    arrange.num_chosen = shapes_.chosen;
+    arrange.num_experts = shapes_.experts;
+    step_.launch("expert count", count_kernel, dim3(shapes_.chunks()), kThreads, 0, 1, arrange);
+    step_.launch("expert place", place_kernel, dim3(shapes_.chunks()), kThreads, 0, 1, arrange);
+    const GatherRowsArgs gather = {call.x, scratch_.token_of, scratch_.first + kMaxExperts, scratch_.rows,
+                                   shapes_.embed};
+    const int blocks = std::min((shapes_.choices() + kWarps - 1) / kWarps, 8 * kMultiprocessors);
+    step_.launch("expert gather", gather_rows_kernel, dim3(blocks), kThreads, 0, 1, gather);
+    TilesArgs args = {};
+    args.first = scratch_.first;
+    args.share_of = scratch_.share_of;
+    args.num_experts = shapes_.experts;
+    args.out = scratch_.activated;
+    args.rows = shapes_.mlp;
+    args.columns = shapes_.embed;
+    args.first_matrix = layer * 2 * shapes_.experts;
+    tiles<false>("expert gate_up", scratch_.rows, call.gate_up, 2 * layers * shapes_.experts, args);
+    args.out = scratch_.rows;  // the tokens are not needed any more
+    args.rows = shapes_.embed;
+    args.columns = shapes_.mlp;
+    args.first_matrix = layer * shapes_.experts;
+    tiles<true>("expert down", scratch_.activated, call.down, layers * shapes_.experts, args);
+    combine(call);
+  }
+
+  // Scores and chooses the experts of at most 128.
+  void route(const RouterArgs& args) {
+    const int groups = (args.num_tokens + kRouterTokens - 1) / kRouterTokens;
+    step_.launch("router", router_kernel, dim3(groups * kRouterBlocks), kThreads, 0, kRouterBlocks, args);
+  }
+
+ private:
+  size_t matrix_elements() const { return static_cast<size_t>(shapes_.experts) * shapes_.mlp * shapes_.embed; }
+
+  template <int MT, int NT, int U, int KW, bool kIsDown>
+  void rows(const char* name, const RowsArgs& args) {
+    using Shape = Rows<MT, NT, U, KW, kIsDown>;
+    const int most_items = std::min(shapes_.experts, shapes_.choices()) * (args.rows / Shape::kItemRows);
+    step_.launch(name, rows_kernel<MT, NT, U, KW, kIsDown>, dim3(std::min(2 * kMultiprocessors, most_items)), kThreads,
+                 sizeof(typename Shape::Memory), 1, args);
+  }
+
+  template <int NT, int U>
+  void added(const RowsArgs& args) {
+    step_.launch("expert down", down_kernel<NT, U>, dim3(args.rows / 16), kThreads, sizeof(DownMemory<NT>), 1, args);
+  }
+
+  template <bool kIsDown>
+  void tiles(const char* name, const bf16* input, const bf16* weights, int matrices, const TilesArgs& args) {
+    const cuuint64_t row_bytes = static_cast<cuuint64_t>(args.columns) * sizeof(bf16);
+    const cuuint64_t columns = args.columns, places = shapes_.choices(), rows = args.rows;
+    const cuuint64_t input_sizes[3] = {columns, places, 1}, input_strides[2] = {row_bytes, places * row_bytes};
+    const cuuint64_t sizes[3] = {columns, rows, static_cast<cuuint64_t>(matrices)};
+    const cuuint64_t strides[2] = {row_bytes, rows * row_bytes};
+    const cuuint32_t box[3] = {kTileColumns, kTileTokens, 1};
+    CUtensorMap input_map, weights_map;
+    if (!step_.encode(&input_map, input, input_sizes, input_strides, box) ||
+        !step_.encode(&weights_map, weights, sizes, strides, box)) {
+      return;
+    }
+    step_.launch(name, tiles_kernel<kIsDown>, dim3(kMultiprocessors), kTileThreads, sizeof(TilesMemory), 1, input_map,
+                 weights_map, args);
+  }
+
+  void combine(const ExpertCall& call) {
+    CombineArgs args = {};
+    args.rows = scratch_.rows;
+    args.places = scratch_.places;
+    args.residual = call.residual;
+    args.next_gain = call.next_gain;
+    args.out = call.out;
+    args.scaled_out = call.scaled_out;
+    args.sums_out = call.sums_out;
+    args.num_tokens = shapes_.tokens;
+    args.num_chosen = shapes_.chosen;
+    args.columns = shapes_.embed;
+    const int warps = shapes_.tokens * (shapes_.embed / 128);
+    step_.launch("expert sums", combine_kernel, dim3((warps + kWarps - 1) / kWarps), kThreads, 0, 1, args);
+  }
+
+  Step& step_;
+  const ExpertShapes shapes_;
+  const ExpertScratch scratch_;
+};
+
+struct ExpertStacks {
+  const bf16 *router, *gate_up, *down;
+};
+
+// Runs layers with experts, on one GPU and with at most kMaxTokens tokens: those of Step, with a router and experts in
+// place of the MLP.
+inline void run_layers(Step& step, const ExpertShapes& shapes, ExpertScratch scratch, const ExpertStacks& stacks,
+                       const int* positions, bool is_normalized, const bf16* x, bf16* out, int first, int num_layers) {
+  const Scratch& s = step.scratch;
+  Launcher launcher(step, shapes, scratch);
+  auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes.embed; };
+  step.scratch.sums = scratch.sums;
+  step.norm_tiles = 0;
+  step.prepare(x, gain(step.weights.input_norm, first), true);
+  for (int layer = first; layer < first + num_layers; ++layer) {
+    step.qkv(layer, s.q);
+    step.attention(layer, s.q, s.attended);
+    step.output(layer, s.attended, x, out, gain(step.weights.post_norm, layer));
+    x = out;
+    RouterArgs router = {};
+    router.scaled = s.scaled;
+    router.router = stacks.router + static_cast<size_t>(layer) * shapes.experts * shapes.embed;
+    router.sums = scratch.sums;
+    router.positions = positions;
+    router.norm_tiles = shapes.embed / kTileRows;
+    router.inverse_dim = 1.0f / static_cast<float>(shapes.embed);
+    router.epsilon = step.epsilon;
+    router.num_tokens = shapes.tokens;
+    router.num_experts = shapes.experts;
+    router.num_chosen = shapes.chosen;
+    router.columns = shapes.embed;
+    router.is_normalized = is_normalized;
+    router.experts = scratch.experts;
+    router.shares = scratch.shares;
+    launcher.route(router);
+    ExpertCall call = {};
+    call.x = s.scaled;
+    call.gate_up = stacks.gate_up;
+    call.down = stacks.down;
+    call.experts = scratch.experts;
+    call.shares = scratch.shares;
+    call.sums = scratch.sums;
+    call.epsilon = step.epsilon;
+    call.residual = out;
+    call.next_gain = layer + 1 == first + num_layers ? nullptr : gain(step.weights.input_norm, layer + 1);
+    call.out = out;
+    call.scaled_out = s.scaled;
+    call.sums_out = scratch.sums;
+    launcher.few_tokens(layer, call);
+    step.norm_tiles = shapes.is_added() ? shapes.embed / 16 : 0;
+  }
+}
+
+inline std::vector<const void*> all_kernels() {
+  std::vector<const void*> kernels;
+  auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
+  add(rows_kernel<1, 1, 4, 8, false>);
+  add(rows_kernel<2, 4, 2, 8, false>);
+  add(rows_kernel<2, 4, 2, 4, true>);
+  add(down_kernel<1, 8>);
+  add(down_kernel<2, 4>);
+  add(tiles_kernel<false>);
+  add(tiles_kernel<true>);
+  add(count_kernel);
+  add(place_kernel);
+  add(gather_rows_kernel);
+  add(combine_kernel);
+  add(router_kernel);
+  return kernels;
+}
+
+}  // namespace experts
+}  // namespace meshserve
