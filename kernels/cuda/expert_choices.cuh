@@ -89,10 +89,10 @@ struct ArrangeArgs {
   const int* experts;   // [T, k]
   const float* shares;  // [T, k]
   int* counts;          // [chunks, kMaxExperts]
-  int* first;           // [kMaxExperts + 1]: place of each expert's first choice; the last entry is the number of places
-  int* places;          // [T, k]: of each choice, -1 if it is not computed here
-  int* token_of;        // of each place
-  float* share_of;      // of each place
+  int* first;       // [kMaxExperts + 1]: place of each expert's first choice; the last entry is the number of places
+  int* places;      // [T, k]: of each choice, -1 if it is not computed here
+  int* token_of;    // of each place
+  float* share_of;  // of each place
   int num_tokens, num_chosen, num_experts;
 };
 

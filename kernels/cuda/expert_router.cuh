@@ -7,16 +7,16 @@ namespace meshserve {
 namespace experts {
 
 // ---- the router --------------------------------------------------------------------------------------------------
-constexpr int kRouterBlocks = 8;   // of a cluster, which has 8 tokens
-constexpr int kRouterTokens = 8;   // a block chooses for one of them
-constexpr int kRouterExperts = 16; // a block scores so many experts
+constexpr int kRouterBlocks = 8;    // of a cluster, which has 8 tokens
+constexpr int kRouterTokens = 8;    // a block chooses for one of them
+constexpr int kRouterExperts = 16;  // a block scores so many experts
 constexpr int kMostRouted = kRouterBlocks * kRouterExperts;
 
 struct RouterArgs {
-  const bf16* scaled;   // [T, D]: tokens times the gain of the norm
-  const bf16* router;   // one layer's [E, D]
-  const float* sums;    // of squares of the tokens [T, norm_tiles]
-  const int* positions; // [T]: -1 is padding, which chooses no expert
+  const bf16* scaled;    // [T, D]: tokens times the gain of the norm
+  const bf16* router;    // one layer's [E, D]
+  const float* sums;     // of squares of the tokens [T, norm_tiles]
+  const int* positions;  // [T]: -1 is padding, which chooses no expert
   int norm_tiles;
   float inverse_dim, epsilon;
   int num_tokens, num_experts, num_chosen, columns;
@@ -75,8 +75,8 @@ __device__ __forceinline__ void choose(const RouterArgs& args, const float* scor
   args.shares[at] = args.is_normalized ? my_share / chosen_sum : my_share;
 }
 
-// Grid: 8 blocks for each 8 tokens, which are a cluster. A block scores 16 experts for all 8 tokens, its warps splitting
-// the columns, and sends each token's scores to the block that chooses for it.
+// Grid: 8 blocks for each 8 tokens, which are a cluster. A block scores 16 experts for all 8 tokens, its warps
+// splitting the columns, and sends each token's scores to the block that chooses for it.
 __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_constant__ RouterArgs args) {
   constexpr int U = 8;
   __shared__ float parts[kWarps][kRouterExperts][kRouterTokens];
@@ -169,8 +169,8 @@ __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_cons
 // ---- the sum of a token's experts --------------------------------------------------------------------------------
 // out = residual + the rows at the token's places, a warp for each 128 columns of a token.
 struct CombineArgs {
-  const bf16* rows;   // [places, D], multiplied by their shares already
-  const int* places;  // [T, k]
+  const bf16* rows;       // [places, D], multiplied by their shares already
+  const int* places;      // [T, k]
   const bf16* residual;   // may be null
   const bf16* next_gain;  // null: scaled_out and sums_out are not written
   bf16 *out, *scaled_out;

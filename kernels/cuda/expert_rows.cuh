@@ -57,10 +57,10 @@ __device__ __forceinline__ float inverse_rms_of(const float* sums, int norm_tile
 // MT tiles of 16 rows a warp, NT groups of 8 tokens at once, a ring of U loads a row, KW warps that split the columns.
 template <int MT, int NT, int U, int KW, bool kIsDown>
 struct Rows {
-  static constexpr int kTileRows = kIsDown ? 16 : 8;                // output rows of a tile of 16 rows of weights
-  static constexpr int kItemRows = kWarps / KW * MT * kTileRows;    // output rows of an item
-  static constexpr int kTokens = 8 * NT;                            // of a pass
-  static constexpr int kStride = NT == 1 ? kTokens : kTokens + 8;   // floats; this one avoids bank conflicts
+  static constexpr int kTileRows = kIsDown ? 16 : 8;               // output rows of a tile of 16 rows of weights
+  static constexpr int kItemRows = kWarps / KW * MT * kTileRows;   // output rows of an item
+  static constexpr int kTokens = 8 * NT;                           // of a pass
+  static constexpr int kStride = NT == 1 ? kTokens : kTokens + 8;  // floats; this one avoids bank conflicts
   struct Memory {
     Choices choices;
     int tokens[kMaxTokens];  // of the current expert, in order
@@ -82,10 +82,9 @@ __device__ __forceinline__ int list_tokens(Memory& memory, const RowsArgs& args,
       int slot = 0;
       while (chosen[slot] != expert) ++slot;
       memory.shares[rank] = args.shares[token * args.num_chosen + slot];
-      memory.inverse_rms[rank] = args.sums == nullptr
-                                     ? 1.0f
-                                     : inverse_rms_of(args.sums + token * args.norm_tiles, args.norm_tiles,
-                                                      args.inverse_dim, args.epsilon);
+      memory.inverse_rms[rank] = args.sums == nullptr ? 1.0f
+                                                      : inverse_rms_of(args.sums + token * args.norm_tiles,
+                                                                       args.norm_tiles, args.inverse_dim, args.epsilon);
     }
   }
   __syncthreads();
@@ -121,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, MT == 1 ? 3 : 2) rows_kernel(const _
   const int steps = args.columns / kStep, begin = steps * part / KW, end = steps * (part + 1) / KW;
   const int columns = args.columns;
   const int to_high = kIsDown ? 8 * columns : args.rows * columns;  // from row r of a tile to row r + 8
-  auto weights_of = [&](int item) {  // this lane's, in the first tile's rows `low`
+  auto weights_of = [&](int item) {                                 // this lane's, in the first tile's rows `low`
     const int expert = memory.choices.active[item / tiles];
     const int row = item % tiles * Shape::kItemRows + group * MT * Shape::kTileRows + lane / 4;
     const int expert_rows = args.rows * (kIsDown ? 1 : 2);

@@ -1,5 +1,5 @@
-// The XLA FFI calls of the experts. `experts` computes one layer's for any number of tokens. `decode_expert_layers` runs
-// a range of layers of a decode step in one call, as `decode_layers` does for layers with an MLP.
+// The XLA FFI calls of the experts. `experts` computes one layer's for any number of tokens. `decode_expert_layers`
+// runs a range of layers of a decode step in one call, as `decode_layers` does for layers with an MLP.
 #pragma once
 #include "experts_launch.cuh"
 
@@ -51,8 +51,14 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
   expert_shapes.experts = size(down, 1);
   expert_shapes.mlp = size(down, 3);
   Step step(shapes, tuning_of(tuning), stream);
-  step.weights = {data<bf16>(input_norm), data<bf16>(qkv),       data<bf16>(q_norm), data<bf16>(k_norm),
-                  data<bf16>(o),          data<bf16>(post_norm), nullptr,            nullptr};
+  step.weights = {data<bf16>(input_norm),
+                  data<bf16>(qkv),
+                  data<bf16>(q_norm),
+                  data<bf16>(k_norm),
+                  data<bf16>(o),
+                  data<bf16>(post_norm),
+                  nullptr,
+                  nullptr};
   step.cache = {data<bf16>(cache_out), data<int>(page_table), data<int>(positions)};
   step.inverse_frequencies = data<float>(inverse_frequencies);
   step.epsilon = epsilon;

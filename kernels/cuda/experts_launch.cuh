@@ -6,7 +6,6 @@
 #include "expert_tiles.cuh"
 #include "launch.cuh"
 
-
 namespace meshserve {
 namespace experts {
 
@@ -52,7 +51,7 @@ struct ExpertScratch {
 
 // One layer's operands.
 struct ExpertCall {
-  const bf16* x;  // [T, D]: normed, or times the gain of the norm if `sums` is given
+  const bf16* x;               // [T, D]: normed, or times the gain of the norm if `sums` is given
   const bf16 *gate_up, *down;  // stacks of all layers
   const int* experts;
   const float* shares;

@@ -3,11 +3,11 @@
 A Qwen3 layer is: RMSNorm, projection to query, key and value, RMSNorm of every query and key head, rotary position
 embedding (half split), writing key and value to the token's page, attention over the request's positions so far, output
 projection and residual, RMSNorm, silu(gate) * up, down projection and residual. Norm statistics, softmax and sums use
-float32.
+float32. With experts, the last part is a router and `kernels.experts`.
 
 `decode_layers` does all of this. On a mesh, the results of the `output` and `down` projections are summed over the
 devices by the P2P all-reduce within the call. For devices without peer access, its five parts are available one layer
-at a time: `qkv`, `attention`, `output`, `gate_up`, `down`.
+at a time: `qkv`, `attention`, `output`, `gate_up`, `down`. Layers with experts run on one device only.
 
 Dimensions: L layers, D embed, K kv heads of this block, G query heads per kv head, H head dim, F mlp of this block,
 P pages, S page size (tokens per page), B requests.
@@ -27,7 +27,8 @@ from . import gpu, reference
 class LayerWeights(NamedTuple):
     """The weights stacked over layers, row-major [out, in] as Hugging Face stores them.
 
-    The matrices are arrays, or `kernels.linear.QuantisedMatrix` values; see `unsupported_reason`.
+    The matrices are arrays, or `kernels.linear.QuantisedMatrix` values; see `unsupported_reason`. With a router, the
+    layers have E experts in place of the MLP: `gate_up` is [L, E, 2, F, D] and `down` [L, E, D, F].
     """
 
     input_norm: jax.Array  # [L, D]
@@ -38,6 +39,7 @@ class LayerWeights(NamedTuple):
     post_norm: jax.Array  # [L, D]
     gate_up: Any  # [L, 2, F, D]: gate, then up
     down: Any  # [L, D, F]
+    router: jax.Array | None = None  # [L, E, D]
 
     def group_size(self, head_dim: int) -> int:
         """Returns the number of query heads per KV head, from the shape of `qkv`."""
@@ -60,6 +62,8 @@ class LayerSettings:
     epsilon: float  # added to the mean square in each RMSNorm
     softmax_scale: float  # multiplies the attention scores
     rotary_scale: float = 1.0  # multiplies cosine and sine (YaRN's attention factor)
+    num_chosen: int = 0  # experts that a token goes through, if the layers have experts
+    is_normalized: bool = True  # the weights of a token's experts add up to 1
     p2p: P2PGroup | None = None  # group over which `decode_layers` sums, at most 2 MiB of x; None: a single device
 
 

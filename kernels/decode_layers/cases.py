@@ -22,6 +22,8 @@ class Case:
     head_dim: int = 128
     mlp: int = 384
     page_size: int = 32
+    num_experts: int = 0  # in place of the MLP; `mlp` is the size of one
+    num_chosen: int = 2
 
     @property
     def pages_per_request(self) -> int:
@@ -50,6 +52,18 @@ CASES = (
     Case(name="batch-40-uneven", lengths=(*range(100, 119), 9_000, *range(119, 139)), group=4),
     Case(name="qwen3-8b-layer", lengths=(1024,) * 3 + (77,), embed=4096, kv_heads=8, group=4, mlp=12288, page_size=64),
 )
+
+
+EXPERT_CASES = (
+    Case(name="experts-one-token", lengths=(70,), num_experts=16, mlp=96),
+    Case(name="experts-padding", lengths=(0, 17, 0, 100, 33), num_experts=8, num_chosen=3),
+    Case(name="experts-batch-13", lengths=tuple(range(20, 33)), num_experts=32, num_chosen=4),
+    Case(name="experts-batch-40", lengths=tuple(range(60, 100)), embed=512, num_experts=24, num_chosen=8, mlp=64),
+    Case(
+        name="qwen3-30b-a3b-layer", lengths=(1024, 5, 300), embed=2048, kv_heads=4, group=8, mlp=768, page_size=64,
+        num_experts=128, num_chosen=8,
+    ),
+)  # fmt: skip
 
 
 # The sharded dimension of each array on a mesh. Arrays not listed are replicated.
@@ -90,6 +104,7 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
     def gain(*shape: int) -> jax.Array:
         return jnp.asarray(1 + 0.2 * rng.standard_normal(shape, np.float32), dtype)
 
+    experts = (case.num_experts,) if case.num_experts else ()
     weights = LayerWeights(
         input_norm=gain(num_layers, embed),
         qkv=matrix(num_layers, case.kv_heads, (case.group + 2) * case.head_dim, embed),
@@ -97,8 +112,9 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
         k_norm=gain(num_layers, case.head_dim),
         o=matrix(num_layers, embed, q_columns),
         post_norm=gain(num_layers, embed),
-        gate_up=matrix(num_layers, 2, mlp, embed),
-        down=matrix(num_layers, embed, mlp),
+        gate_up=matrix(num_layers, *experts, 2, mlp, embed),
+        down=matrix(num_layers, *experts, embed, mlp),
+        router=matrix(num_layers, *experts, embed) if experts else None,
     )
     num_pages = len(case.lengths) * case.pages_per_request + 3
     table = page_table(case, rng, num_pages)
@@ -116,5 +132,7 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
         cache=jnp.asarray(cache, dtype),
         batch=DecodeBatch(positions=jnp.asarray(np.array(case.lengths, np.int32) - 1), page_table=jnp.asarray(table)),
         inverse_frequencies=jnp.asarray(1e6 ** (-np.arange(0, case.head_dim, 2) / case.head_dim), jnp.float32),
-        settings=LayerSettings(epsilon=1e-6, softmax_scale=case.head_dim**-0.5, rotary_scale=1.0),
+        settings=LayerSettings(
+            epsilon=1e-6, softmax_scale=case.head_dim**-0.5, rotary_scale=1.0, num_chosen=case.num_chosen
+        ),
     )

@@ -14,6 +14,8 @@ import numpy as np
 
 from meshserve.kernels import p2p
 from meshserve.kernels.cuda import build, operands
+from meshserve.kernels.experts import ExpertWeights
+from meshserve.kernels.experts import gpu as experts_gpu
 from meshserve.kernels.p2p import gpu as p2p_gpu
 
 if TYPE_CHECKING:
@@ -39,11 +41,12 @@ class LaunchShape:
 
 
 CHOSEN = LaunchShape()
+_MAX_ROUTED_EXPERTS = 128  # which the router's clusters score
 
 
 def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
     """Returns why the kernels do not support these shapes or dtypes, or None if they do."""
-    embed, mlp, q_columns = weights.o.shape[1], weights.down.shape[2], weights.o.shape[2]
+    embed, mlp, q_columns = weights.o.shape[1], weights.down.shape[-1], weights.o.shape[2]
     _, _, kv_heads, _, page_size, head_dim = cache.shape
     group = weights.group_size(head_dim)
     checks = (
@@ -51,7 +54,7 @@ def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
         (1 <= group <= 8, f"there are {group} query heads per kv head; 1 to 8 are supported"),
         (page_size % 16 == 0, f"page_size is {page_size}; a multiple of 16 is needed"),
         (embed % 128 == 0, f"the embedding size is {embed}; a multiple of 128 is needed"),
-        (mlp % 64 == 0, f"the MLP size per device is {mlp}; a multiple of 64 is needed"),
+        (weights.router is not None or mlp % 64 == 0, f"the MLP size per device is {mlp}; a multiple of 64 is needed"),
         (q_columns % 64 == 0, f"the query size per device is {q_columns}; a multiple of 64 is needed"),
         (q_columns == kv_heads * group * head_dim, "the output projection does not match the query heads"),
     )
@@ -59,9 +62,15 @@ def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
         if not holds:
             return reason
     for name, array in (*weights._asdict().items(), ("cache", cache)):
-        if array.dtype != jnp.bfloat16:
+        if array is not None and array.dtype != jnp.bfloat16:
             return f"{name} is {array.dtype}; bfloat16 is needed"
-    return None
+    if weights.router is None:
+        return None
+    if weights.router.shape[1] > _MAX_ROUTED_EXPERTS:
+        return f"there are {weights.router.shape[1]} experts; the router of fused layers has {_MAX_ROUTED_EXPERTS}"
+    if weights.down.shape[1] != weights.router.shape[1]:
+        return "layers with experts are fused on one device only"
+    return experts_gpu.unsupported_reason(ExpertWeights(weights.gate_up, weights.down))
 
 
 def _scratch(batch: int, *, embed: int = 0, heads: Sequence[int] = (0, 0, 0), mlp: int = 0) -> jax.ShapeDtypeStruct:
@@ -96,13 +105,16 @@ def decode_layers(
         raise ValueError(f"layers is {layers}; a non-empty range of consecutive layers is needed")
     if settings.p2p is not None and x.nbytes > p2p.MAX_BYTES:
         raise ValueError(f"x has {x.nbytes} bytes; the P2P all-reduce within the layers takes at most {p2p.MAX_BYTES}")
+    if weights.router is not None:
+        arguments = (x, weights, cache, batch, inverse_frequencies)
+        return _expert_layers(*arguments, settings=settings, layers=layers, launch=launch)
     batch_size, embed = x.shape
     scratch = _scratch(batch_size, embed=embed, heads=_heads(weights, cache), mlp=weights.down.shape[2])
     x, cache, _ = jax.ffi.ffi_call(
         "meshserve_decode_layers", (_like(x), _like(cache), scratch), input_output_aliases={9: 1}
     )(
         x,
-        *weights,
+        *weights[:-1],
         cache,
         batch.page_table,
         operands.beside_tokens(batch.positions),
@@ -113,6 +125,47 @@ def decode_layers(
         scale=np.float32(settings.softmax_scale),
         rotary_scale=np.float32(settings.rotary_scale),
         ordinals=p2p_gpu.attribute(settings.p2p),
+        tuning=launch.attribute(),
+    )
+    return x, cache
+
+
+def _expert_layers(
+    x: jax.Array,
+    weights: "LayerWeights",
+    cache: jax.Array,
+    batch: "DecodeBatch",
+    inverse_frequencies: jax.Array,
+    *,
+    settings: "LayerSettings",
+    layers: range,
+    launch: LaunchShape,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs layers with experts; see `DecodeKernels.decode_layers`."""
+    batch_size, embed = x.shape
+    stacks = ExpertWeights(weights.gate_up, weights.down)
+    results = (
+        _like(x),
+        _like(cache),
+        _scratch(batch_size, embed=embed, heads=_heads(weights, cache)),
+        experts_gpu.scratch(batch_size, settings.num_chosen, stacks),
+    )
+    x, cache, _, _ = jax.ffi.ffi_call("meshserve_decode_expert_layers", results, input_output_aliases={10: 1})(
+        x,
+        *weights[: -len(stacks) - 1],
+        weights.router,
+        *stacks,
+        cache,
+        batch.page_table,
+        operands.beside_tokens(batch.positions),
+        inverse_frequencies,
+        first_layer=np.int32(layers.start),
+        num_layers=np.int32(len(layers)),
+        num_chosen=np.int32(settings.num_chosen),
+        is_normalized=np.int32(settings.is_normalized),
+        epsilon=np.float32(settings.epsilon),
+        scale=np.float32(settings.softmax_scale),
+        rotary_scale=np.float32(settings.rotary_scale),
         tuning=launch.attribute(),
     )
     return x, cache

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from meshserve.kernels.experts import ExpertWeights, Routing
+from meshserve.kernels.experts import reference as expert_reference
 from meshserve.kernels.p2p import reference as p2p_reference
 
 if TYPE_CHECKING:
@@ -95,6 +97,21 @@ def down(activated: jax.Array, weights: "LayerWeights", residual: jax.Array | No
     return product if residual is None else residual + product
 
 
+def routed_experts(
+    x: jax.Array, weights: "LayerWeights", batch: "DecodeBatch", *, settings: "LayerSettings", layer: int
+) -> jax.Array:
+    """Normalizes x [B, D] by post_norm, chooses experts by the router, and returns what they add to x."""
+    assert weights.router is not None
+    normed, router = rms_norm(x, weights.post_norm[layer], settings.epsilon), weights.router[layer]
+    scores = jnp.einsum("td,ed->te", normed, router, precision="highest", preferred_element_type=jnp.float32)
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), settings.num_chosen)
+    if settings.is_normalized:
+        shares /= jnp.sum(shares, axis=-1, keepdims=True)
+    chosen = jnp.where(batch.positions[:, None] < 0, -1, chosen)
+    stacks = ExpertWeights(weights.gate_up, weights.down)
+    return expert_reference.experts(normed, stacks, Routing(chosen, shares), layer=layer, num_experts=router.shape[0])
+
+
 def decode_layers(
     x: jax.Array,
     weights: "LayerWeights",
@@ -113,5 +130,8 @@ def decode_layers(
     for layer in layers if layers is not None else range(weights.qkv.shape[0]):
         q, cache = qkv(x, weights, cache, batch, inverse_frequencies, settings=settings, layer=layer)
         x = add(x, output(attention(q, cache, batch, settings=settings, layer=layer), weights, None, layer=layer))
-        x = add(x, down(gate_up(x, weights, settings=settings, layer=layer), weights, None, layer=layer))
+        if weights.router is not None:
+            x = add(x, routed_experts(x, weights, batch, settings=settings, layer=layer))
+        else:
+            x = add(x, down(gate_up(x, weights, settings=settings, layer=layer), weights, None, layer=layer))
     return x, cache

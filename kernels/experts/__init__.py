@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from . import reference, tiles, tpu, xla
+from . import gpu, reference, tiles, tpu, xla
 
 
 class ExpertWeights(NamedTuple):
@@ -58,6 +58,7 @@ class Experts(Protocol):
 IMPLEMENTATIONS: dict[str, Experts] = {
     "reference": reference.experts,
     "xla": xla.experts,
+    "cuda": gpu.experts,
     "tpu": tpu.experts,
     "tpu_interpreted": tpu.interpreted,
 }
@@ -67,8 +68,9 @@ def implementation(name: str, device: jax.Device | None = None) -> Experts:
     """Returns the named implementation.
 
     Args:
-      name: "reference" (every expert for every token, for tests), "xla" (any backend), "tpu", or "tpu_interpreted" (the
-        TPU kernel in Pallas' interpreter; runs on any backend, for tests, thousands of times slower).
+      name: "reference" (every expert for every token, for tests), "xla" (any backend), "cuda" (Hopper GPUs), "tpu", or
+        "tpu_interpreted" (the TPU kernel in Pallas' interpreter; runs on any backend, for tests, thousands of times
+        slower).
       device: the device that it must run on; None means this process's first device.
 
     Raises:
@@ -79,18 +81,23 @@ def implementation(name: str, device: jax.Device | None = None) -> Experts:
     platform = jax.default_backend() if device is None else device.platform
     if name == "tpu" and platform != "tpu":
         raise ValueError(f"moe_backend 'tpu' cannot run: the backend is {platform}. Use 'xla'.")
+    if name == "cuda" and (reason := gpu.unavailable_reason(device)):
+        raise ValueError(f"moe_backend 'cuda' cannot run: {reason}. Use 'xla'.")
     return IMPLEMENTATIONS[name]
 
 
 def scratch_bytes(
     *, num_tokens: int, num_chosen: int, num_experts: int, num_local: int, embed_dim: int, itemsize: int
 ) -> int:
-    """Returns about how much memory a layer of a step takes: the rows of all tiles, before and after the experts."""
+    """Returns about how much memory a layer of a step takes: the rows of all tiles, before and after the experts.
+
+    The CUDA kernels take less: they do not pad.
+    """
     num_choices = num_tokens * num_chosen
     num_rows = tiles.tile_rows(num_choices, num_experts, 32 // itemsize)
     return 2 * tiles.most_tiles(num_choices, num_local, num_rows) * num_rows * embed_dim * itemsize
 
 
 def default_name(platform: str) -> str:
-    """Returns the name of the implementation that serves a platform of jax."""
-    return "tpu" if platform == "tpu" else "xla"
+    """Returns the name of the implementation for a platform of jax, provided that it supports device and shapes."""
+    return {"tpu": "tpu", "gpu": "cuda"}.get(platform, "xla")

@@ -45,6 +45,8 @@ def run_layers(
         epsilon=config.rms_norm_eps,
         softmax_scale=config.head_dim**-0.5,
         rotary_scale=config.rope.attention_factor,
+        num_chosen=config.experts.num_chosen if config.experts is not None else 0,
+        is_normalized=config.experts is None or config.experts.is_normalized,
         p2p=p2p if x.nbytes <= MAX_BYTES else None,
     )
     frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))

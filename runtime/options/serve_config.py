@@ -234,8 +234,8 @@ class ServeConfig:
     moe_backend: str = option(
         "auto",
         _KERNELS,
-        "implementation of a mixture-of-experts model's experts; auto is tpu on TPUs, xla elsewhere",
-        choices=("auto", "reference", "xla", "tpu", "tpu_interpreted"),
+        "implementation of a model's experts; auto is tpu on TPUs, cuda on Hopper GPUs, xla elsewhere",
+        choices=("auto", "reference", "xla", "cuda", "tpu", "tpu_interpreted"),
     )
     all_reduce: str = option(
         "auto",

@@ -93,6 +93,7 @@ class CudaRefusals(NamedTuple):
 
     attention: str | None = None
     decode_layers: str | None = None
+    moe_backend: str | None = None
 
 
 def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
@@ -102,7 +103,8 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
     model, num_devices = shapes.model, shapes.layout.num_shards
     heads = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
     layer_bytes = (heads + 3 * model.mlp_dim) * model.embed_dim * shapes.dtype.itemsize
-    is_cached = num_devices == 1 and layer_bytes <= _CACHED_LAYER_BYTES  # not measured on several devices
+    # Not measured on several devices. The weights of experts do not fit the cache.
+    is_cached = num_devices == 1 and model.experts is None and layer_bytes <= _CACHED_LAYER_BYTES
     return _MAX_CACHED_FUSED_TOKENS if is_cached else _MAX_FUSED_TOKENS
 
 
@@ -112,7 +114,6 @@ def name_kernels(
     platform: str,
     num_devices: int,
     cuda_refusals: CudaRefusals,
-    has_fused_layers: bool = True,
 ) -> KernelNames:
     """Returns the kernels that the options name, and for "auto" the fastest ones that can run.
 
@@ -123,31 +124,22 @@ def name_kernels(
       platform: JAX's name for the devices' platform.
       num_devices: TP size.
       cuda_refusals: Why the CUDA kernels cannot serve on these devices.
-      has_fused_layers: Whether the model class has fused layers for small decode steps.
-
-    Raises:
-      ConfigError: The options name fused layers for a model class without any.
     """
     ours, layers = {"tpu": ("tpu", "off"), "gpu": ("cuda", "cuda")}.get(platform, ("reference", "off"))
     if platform == "gpu":
         ours = ours if cuda_refusals.attention is None else "reference"
         layers = layers if cuda_refusals.decode_layers is None else "off"
-    if not has_fused_layers:
-        if config.decode_layers not in ("auto", "off"):
-            raise ConfigError(
-                f"decode_layers is {config.decode_layers!r}, but there are no fused layers for this model. Use off."
-            )
-        layers = "off"
     layers = layers if config.decode_layers == "auto" else config.decode_layers
     has_p2p = platform == "gpu" and layers == "cuda" and p2p_max_bytes(num_devices) > 0 and not config.coordinator
     backend = "library" if _LIBRARY_READS_IN_PLACE else "tuned"
+    moe_backend = experts.default_name(platform) if cuda_refusals.moe_backend is None else "xla"
     return KernelNames(
         attention=ours if config.attention == "auto" else config.attention,
         decode_layers=layers,
         linear="xla" if config.linear == "auto" else config.linear,
         all_reduce=("p2p" if has_p2p else "xla") if config.all_reduce == "auto" else config.all_reduce,
         gemm_backend=backend if config.gemm_backend == "auto" else config.gemm_backend,
-        moe_backend=experts.default_name(platform) if config.moe_backend == "auto" else config.moe_backend,
+        moe_backend=moe_backend if config.moe_backend == "auto" else config.moe_backend,
     )
 
 
@@ -164,7 +156,7 @@ def select_kernels(
       ValueError: A kernel that the options name cannot serve the model on these devices.
       ConfigError: The devices stopped during the P2P test, so no program can run on them any more.
     """
-    device, asked = mesh.devices.flat[0], (config.attention, config.decode_layers)
+    device, asked = mesh.devices.flat[0], (config.attention, config.decode_layers, config.moe_backend)
     may_use_cuda = "cuda" in asked or ("auto" in asked and device.platform == "gpu")
     refusals = _cuda_refusals(shapes, device) if may_use_cuda else CudaRefusals()
     names = name_kernels(
@@ -172,7 +164,6 @@ def select_kernels(
         platform=device.platform,
         num_devices=mesh.size,
         cuda_refusals=refusals,
-        has_fused_layers=architecture_of(shapes.model).layer_weights is not None,
     )
     p2p, known = None, findings or P2PFindings()
     if names.has_p2p and mesh.size > 1:
@@ -193,7 +184,7 @@ def make_kernels(names: KernelNames, shapes: KernelShapes, mesh: Mesh) -> Kernel
     Raises:
       ValueError: A named kernel cannot serve the model on such devices, or its compiler is not installed.
     """
-    has_cuda = "cuda" in (names.attention, names.decode_layers)
+    has_cuda = "cuda" in (names.attention, names.decode_layers, names.moe_backend)
     refusals = _cuda_refusals(shapes, mesh.devices.flat[0]) if has_cuda else CudaRefusals()
     p2p = P2PGroup(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size))) if names.has_p2p and mesh.size > 1 else None
     return _kernels(names, shapes, mesh, refusals, p2p)
@@ -216,6 +207,8 @@ def _kernels(
         if reason is not None:
             _log.warning("%s: %s, which is slower than the CUDA kernels: %s", option.replace("_", " "), name, reason)
     _log.info("attention: %s; decode layers: %s; all-reduce: %s", attention, decode, "xla" if p2p is None else "p2p")
+    if shapes.model.experts is not None:
+        _log.info("experts: %s", names.moe_backend)
     return Kernels(
         attend=paged_attention.implementation(attention, device),
         linear=linear.implementation(names.linear),
@@ -288,29 +281,42 @@ def _cuda_refusals(shapes: KernelShapes, device: jax.Device) -> CudaRefusals:
     """Returns why the CUDA kernels cannot serve the model on a device. Builds them."""
     reason = build.unavailable_reason(device)
     if reason is not None:
-        return CudaRefusals(reason, reason)
+        return all_refused(reason)
     try:
         build.build()
     except build.KernelBuildError as error:
-        return CudaRefusals(str(error), str(error))
+        return all_refused(str(error))
     return shape_refusals(shapes)
+
+
+def all_refused(reason: str) -> CudaRefusals:
+    """Returns that no CUDA kernel can serve, for one reason."""
+    return CudaRefusals(*(reason for _ in CudaRefusals._fields))
 
 
 def shape_refusals(shapes: KernelShapes) -> CudaRefusals:
     """Returns why the CUDA kernels do not support a device's shard of the model."""
     attention = paged_attention.gpu.unsupported_reason(shapes.layout.group_size, shapes.dtype, _cache_shard(shapes))
-    return CudaRefusals(attention, _layers_refusal(shapes, "cuda"))
+    moe_backend = None
+    if shapes.model.experts is not None:
+        weights = _layer_shapes(shapes)
+        moe_backend = experts.gpu.unsupported_reason(experts.ExpertWeights(weights.gate_up, weights.down))
+    return CudaRefusals(attention, _layers_refusal(shapes, "cuda"), moe_backend)
 
 
 def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
-    """Returns why fused layers do not support a device's shard of the model.
+    """Returns why fused layers do not support a device's shard of the model, or None if they do."""
+    if shapes.model.experts is not None:
+        if shapes.layout.num_shards > 1:
+            return "layers with experts are fused on one device only"
+        if len(shapes.model.stacks) > 1:
+            return "some layers of the model have experts and some do not"
+    return decode_layers.unsupported_reason(_layer_shapes(shapes), _cache_shard(shapes), name)
 
-    None means that they do, or that the model class has none.
-    """
+
+def _layer_shapes(shapes: KernelShapes) -> decode_layers.LayerWeights:
+    """Returns the shapes of a device's shard of the layers."""
     model, num_devices = shapes.model, shapes.layout.num_shards
-    layer_weights = architecture_of(model).layer_weights
-    if layer_weights is None:
-        return None
 
     def shard(weight: nnx.Variable) -> nnx.Variable:
         shape = [
@@ -320,8 +326,7 @@ def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
 
     _, abstract = abstract_model(model, shapes.layout, shapes.dtype)
     is_weight = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
-    weights = layer_weights(jax.tree.map(shard, abstract["layers"], is_leaf=is_weight))
-    return decode_layers.unsupported_reason(weights, _cache_shard(shapes), name)
+    return architecture_of(model).layer_weights(jax.tree.map(shard, abstract["layers"], is_leaf=is_weight))
 
 
 def _cache_shard(shapes: KernelShapes) -> Any:

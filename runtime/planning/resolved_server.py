@@ -28,7 +28,7 @@ from ..program.processor_programs import ProcessorPrograms
 from ..program.step import CacheShape, cache_page_bytes, placed_state, state_shapes
 from ..scheduler.limits import SchedulerLimits
 from ..weights.orbax_layout import model_layout
-from ..weights.registry import abstract_model, architecture_of
+from ..weights.registry import abstract_model
 from .auto_limits import StepLimits, choose_limits, usable_share
 from .buckets import declare_buckets
 from .kernel_selection import (
@@ -36,6 +36,7 @@ from .kernel_selection import (
     KernelNames,
     KernelShapes,
     P2PFindings,
+    all_refused,
     make_kernels,
     max_fused_tokens,
     name_kernels,
@@ -159,14 +160,12 @@ def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devi
     shapes = _shapes(config, model, chip.platform, num_devices)
     refusals = CudaRefusals()
     if chip.platform == "gpu":
-        refusals = shape_refusals(shapes) if chip.is_hopper else CudaRefusals(_NO_HOPPER, _NO_HOPPER)
-    has_fused_layers = architecture_of(model).layer_weights is not None
+        refusals = shape_refusals(shapes) if chip.is_hopper else all_refused(_NO_HOPPER)
     names = name_kernels(
         config,
         platform=chip.platform,
         num_devices=num_devices,
         cuda_refusals=refusals,
-        has_fused_layers=has_fused_layers,
     )
     limits = choose_limits(
         config, model, platform=chip.platform, chip=chip, num_devices=num_devices, dtype=shapes.dtype

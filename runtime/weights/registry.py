@@ -35,7 +35,7 @@ class Architecture:
     module: str  # path of the nnx module: (config, layout, dtype) -> model
     config: str  # path of the config class, which has `from_dict`
     weights: str  # path of the weight map
-    fused_operands: str  # path: stacked layers -> operands of the fused decode kernels; empty if unsupported
+    fused_operands: str  # path: stacked layers -> operands of the fused decode kernels
     sizes: Mapping[str, Mapping[str, Any]]  # published size -> fields of its config.json beyond `common`
     common: Mapping[str, Any]  # fields of config.json shared by all sizes
 
@@ -45,9 +45,9 @@ class Architecture:
         return _resolved(self.weights)
 
     @property
-    def layer_weights(self) -> "Callable[[nnx.State], LayerWeights] | None":
-        """Function from the state of all layers to operands of the fused decode kernels; None if unsupported."""
-        return _resolved(self.fused_operands) if self.fused_operands else None
+    def layer_weights(self) -> "Callable[[nnx.State], LayerWeights]":
+        """Function from the state of all layers to operands of the fused decode kernels."""
+        return _resolved(self.fused_operands)
 
     def read_config(
         self, raw: Mapping[str, Any], quantize: str = NOT_QUANTIZED, *, fp8_head: bool = False
@@ -148,7 +148,7 @@ ARCHITECTURES = {
         module="model.qwen3_moe:Qwen3Moe",
         config="api.experts_config:MoeModelConfig",
         weights="weights.qwen3_moe_weights:WEIGHT_MAP",
-        fused_operands="",
+        fused_operands="model.qwen3_moe:layer_weights",
         sizes={
             "qwen3-30b-a3b": _size(48, 2048, 6144, 32, False, moe_intermediate_size=768),
             "qwen3-coder-30b-a3b": _size(48, 2048, 5472, 32, False, moe_intermediate_size=768, **_LONG),

@@ -45,7 +45,7 @@ def check_cache(inputs: cases.Inputs, cache, expected, num_layers_written: int):
     np.testing.assert_array_equal(after[~written], before[~written])
 
 
-@case_parameter
+@pytest.mark.parametrize("case", (*cases.CASES, *cases.EXPERT_CASES), ids=lambda case: case.name)
 def test_whole_stack(case):
     inputs = inputs_of(case)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)

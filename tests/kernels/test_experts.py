@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshserve.kernels import experts
-from meshserve.kernels.experts import cases, tiles, tpu
+from meshserve.kernels.experts import cases, gpu, tiles, tpu
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2}  # of the largest value
 
@@ -81,9 +81,33 @@ def test_blocks_of_the_tpu_kernel_are_whole_lanes_or_everything():
     assert [tpu.block_columns(*shape, 2) for shape in shapes] == [96, 384, 256, 320, 128]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((128, 768, 2048, "bfloat16"), None),
+        ((128, 96, 2048, "bfloat16"), None),
+        ((16, 2560, 6144, "bfloat16"), None),
+        ((512, 64, 2048, "bfloat16"), "a device has 512 experts; 256 are supported"),
+        ((128, 48, 2048, "bfloat16"), "intermediate size per device is 48; a multiple of 32 is needed"),
+        ((128, 64, 192, "bfloat16"), "embedding size is 192; a multiple of 128"),
+        ((128, 64, 256, "float32"), "the experts are float32; bfloat16 is needed"),
+    ],
+)
+def test_what_the_cuda_kernels_support(sizes, reason):
+    num_local, mlp, embed, dtype = sizes
+    weights = experts.ExpertWeights(
+        jax.ShapeDtypeStruct((2, num_local, 2, mlp, embed), dtype),
+        jax.ShapeDtypeStruct((2, num_local, embed, mlp), dtype),
+    )
+    found = gpu.unsupported_reason(weights)
+    assert found is reason is None or reason in found
+
+
 def test_names():
-    with pytest.raises(ValueError, match="moe_backend is 'fast'; this build has reference, xla, tpu"):
+    with pytest.raises(ValueError, match="moe_backend is 'fast'; this build has reference, xla, cuda, tpu"):
         experts.implementation("fast")
     with pytest.raises(ValueError, match="'tpu' cannot run: the backend is cpu"):
         experts.implementation("tpu")
-    assert [experts.default_name(platform) for platform in ("cpu", "gpu", "tpu")] == ["xla", "xla", "tpu"]
+    with pytest.raises(ValueError, match="'cuda' cannot run: .*this is a cpu device. Use 'xla'"):
+        experts.implementation("cuda")
+    assert [experts.default_name(platform) for platform in ("cpu", "gpu", "tpu")] == ["xla", "cuda", "tpu"]

@@ -26,7 +26,9 @@ void run(Kernel kernel, unsigned blocks, const experts::RowsArgs& args) {
       for (unsigned b = 0; b < blocks; ++b) {
         blockIdx = {b};
         __syncthreads();
-        if (t == 0) std::memset(experts::shared_rows, 0xFF, experts::kSharedBytes);  // NaN: nothing may be read before it is written
+        if (t == 0)
+          std::memset(experts::shared_rows, 0xFF,
+                      experts::kSharedBytes);  // NaN: nothing may be read before it is written
         __syncthreads();
         kernel(args);
       }

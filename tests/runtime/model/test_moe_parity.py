@@ -143,6 +143,16 @@ def test_alone_in_a_batch_chunked_and_preempted(name, tp, is_by_expert, max_runn
     assert run_generate(models[name], tmp_path, prompts, **options) == expected
 
 
+@pytest.mark.parametrize("name", ["8_experts", "12_experts_top_1"])
+def test_fused_decode_layers(name, models, generated, tmp_path):
+    """The contract of the fused layers, in its reference, chooses the same tokens; one request is shorter than others."""
+    prompts = [text[:length] for text, length in zip(generated[name], PROMPT_LENGTHS, strict=True)]
+    expected = [text[length:] for text, length in zip(generated[name], PROMPT_LENGTHS, strict=True)]
+    options = {"max_running": 4, "max_step_tokens": 16, "page_size": PAGE_SIZE, "num_pages": 24, "max_context": 64}
+    options |= {"logits_processors": False, "decode_layers": "reference"}
+    assert run_generate(models[name], tmp_path, prompts, **options) == expected
+
+
 @pytest.mark.parametrize("name", ["12_experts_top_1", "dense_between"])
 def test_an_orbax_checkpoint_restores_on_any_mesh(name, models, generated, tmp_path):
     convert(models[name], tmp_path, devices=jax.devices("cpu"))

@@ -1,5 +1,6 @@
 """Tests which kernels "auto" selects, and what happens if they cannot be used."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 
@@ -49,7 +50,7 @@ def shapes(
 def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = None, **options: object) -> KernelNames:
     config = ServeConfig(model="random", **options)
     return name_kernels(
-        config, platform=platform, num_devices=num_devices, cuda_refusals=CudaRefusals(refusal, refusal)
+        config, platform=platform, num_devices=num_devices, cuda_refusals=CudaRefusals(refusal, refusal, refusal)
     )
 
 
@@ -76,32 +77,35 @@ def test_gpus_of_one_process_with_fused_layers_use_p2p(case: dict[str, object], 
 
 def test_shapes_that_the_cuda_kernels_do_not_support_are_refused() -> None:
     assert shape_refusals(shapes(4)) == CudaRefusals()
-    assert all("page_size is 20" in (reason or "") for reason in shape_refusals(shapes(4, page_size=20)))
+    refusals = shape_refusals(shapes(4, page_size=20))
+    assert all("page_size is 20" in (reason or "") for reason in (refusals.attention, refusals.decode_layers))
 
 
-def test_of_a_model_with_experts_only_attention_is_asked() -> None:
-    assert shape_refusals(shapes(8, model=EXPERTS)) == CudaRefusals(), "96 rows of an expert are too few for layers"
-    refusals = shape_refusals(shapes(8, page_size=20, model=EXPERTS))
-    assert "page" in (refusals.attention or "") and refusals.decode_layers is None
+def test_layers_with_experts_are_fused_on_one_device() -> None:
+    assert shape_refusals(shapes(1, model=EXPERTS)) == CudaRefusals()
+    refusal = "layers with experts are fused on one device only"
+    assert shape_refusals(shapes(8, model=EXPERTS)) == CudaRefusals(decode_layers=refusal)
+    mixed = dataclasses.replace(EXPERTS, experts=dataclasses.replace(EXPERTS.experts, dense_layers=(0,)))
+    assert "some layers" in (shape_refusals(shapes(1, model=mixed)).decode_layers or "")
+    thin = dataclasses.replace(EXPERTS, experts=dataclasses.replace(EXPERTS.experts, mlp_dim=720))
+    refusals = shape_refusals(shapes(1, model=thin))
+    assert refusals.attention is None and "720; a multiple of 32" in (refusals.moe_backend or "")
+    assert named(refusal="no Hopper GPU").moe_backend == "xla"
 
 
 @pytest.mark.parametrize(
     ("chip", "options", "expected"),
     [
-        ("h200", {}, ("cuda", "off", "xla", "xla")),
+        ("h200", {}, ("cuda", "off", "xla", "cuda")),
+        ("h200", {"moe_backend": "xla"}, ("cuda", "off", "xla", "xla")),
         ("v6e", {"page_size": 128}, ("tpu", "off", "xla", "tpu")),
         ("cpu", {}, ("reference", "off", "xla", "xla")),
         ("cpu", {"moe_backend": "tpu_interpreted"}, ("reference", "off", "xla", "tpu_interpreted")),
     ],
 )
-def test_a_model_with_experts_has_our_attention_and_no_fused_layers(chip, options, expected) -> None:
+def test_a_model_with_experts_on_two_devices_has_no_fused_layers(chip, options, expected) -> None:
     found = resolve_for(ServeConfig(**options), EXPERTS, chip=CHIPS[chip], num_devices=2).kernel_names
     assert (found.attention, found.decode_layers, found.all_reduce, found.moe_backend) == expected
-
-
-def test_fused_layers_of_a_model_without_any_are_refused() -> None:
-    with pytest.raises(ConfigError, match="decode_layers is 'reference', but there are no fused layers"):
-        resolve_for(ServeConfig(decode_layers="reference"), EXPERTS, chip=CHIPS["cpu"], num_devices=1)
 
 
 @pytest.fixture

@@ -1,0 +1,108 @@
+"""Tests the CUDA kernels of the experts against float64 on a Hopper GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshserve.kernels.cuda import build
+from meshserve.kernels.experts import ExpertWeights, Routing, cases, gpu
+
+REASON = build.unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+BOUND = 8e-3  # limit of ||out - expected|| / ||expected||; rounding to bfloat16 alone: 2e-3 to 4e-3
+CASES = (
+    *(cases.Case(**{**vars(case), "dtype": "bfloat16"}) for case in cases.CASES),
+    cases.Case(name="eight", num_tokens=8, num_experts=32, dtype="bfloat16"),
+    cases.Case(name="nine", num_tokens=9, num_experts=32, dtype="bfloat16"),
+    cases.Case(name="sixteen", num_tokens=16, padding=5, dtype="bfloat16"),
+    cases.Case(name="every-token-one-expert", num_tokens=256, num_experts=8, num_chosen=8, dtype="bfloat16"),
+    cases.Case(name="skewed-and-blocks", num_tokens=250, skew=1.5, num_experts=64, block_experts=32, dtype="bfloat16"),
+    cases.Case(name="30b-a3b-one", num_tokens=1, num_experts=128, num_chosen=8, embed=2048, mlp=768, dtype="bfloat16"),
+    cases.Case(
+        name="30b-a3b", num_tokens=96, num_experts=128, num_chosen=8, embed=2048, mlp=768, num_layers=1, padding=9,
+        dtype="bfloat16",
+    ),
+    cases.Case(
+        name="235b-a22b-slice", num_tokens=30, num_experts=64, num_chosen=8, embed=4096, mlp=192, num_layers=1,
+        dtype="bfloat16",
+    ),
+    cases.Case(name="many", num_tokens=1000, num_experts=24, num_chosen=5, mlp=96, padding=7, dtype="bfloat16"),
+    cases.Case(name="many-skewed", num_tokens=3000, num_experts=128, num_chosen=8, skew=1.0, dtype="bfloat16"),
+)  # fmt: skip
+
+
+@functools.cache
+def compiled(most_few_tokens: int):
+    call = functools.partial(gpu.experts, most_few_tokens=most_few_tokens, num_experts=1)
+    return jax.jit(call, static_argnames="layer")
+
+
+def expected(inputs: cases.Inputs, layer: int) -> np.ndarray:
+    """Returns the output in float64, expert by expert."""
+    chosen, shares = (np.asarray(array) for array in inputs.routing)
+    x = np.nan_to_num(np.asarray(inputs.x, np.float64))
+    outputs = np.zeros(x.shape)
+    for expert in range(inputs.weights.down.shape[1]):
+        tokens, slots = np.nonzero(chosen == expert)
+        if len(tokens):
+            gate_up, down = (np.asarray(stack[layer, expert], np.float64) for stack in inputs.weights)
+            gate, up = (x[tokens] @ matrix.T for matrix in gate_up)
+            outputs[tokens] += shares[tokens, slots, None] * (gate / (1 + np.exp(-gate)) * up @ down.T)
+    return outputs
+
+
+@pytest.mark.parametrize("most_few_tokens", [gpu.MOST_FEW_TOKENS, 0], ids=["few", "many"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_the_float64_computation(case, most_few_tokens):
+    if case.num_tokens > gpu.MOST_FEW_TOKENS == most_few_tokens:
+        pytest.skip("the kernels for few tokens take at most 256")
+    inputs, layer = cases.make_inputs(case, seed=1), case.num_layers - 1
+    run = compiled(most_few_tokens)
+    found = np.asarray(run(inputs.x, inputs.weights, inputs.routing, layer=layer))
+    truth = expected(inputs, layer)
+    found64 = found.astype(np.float64)
+    assert np.isfinite(found64).all()
+    is_here = (np.abs(truth).sum(axis=1) > 0)[:, None]
+    np.testing.assert_array_equal(np.where(is_here, 0, found64), 0)
+    error = np.linalg.norm(found64 - truth, axis=1)
+    assert (error <= 4 * BOUND * np.linalg.norm(truth, axis=1)).all()
+    assert np.linalg.norm(error) <= BOUND * np.linalg.norm(truth)
+    again = np.asarray(run(inputs.x, inputs.weights, inputs.routing, layer=layer))
+    np.testing.assert_array_equal(again, found)  # bitwise equal: no races
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20, 400])
+def test_experts_that_no_token_chose_are_not_read(num_tokens):
+    case = cases.Case(name="", num_tokens=num_tokens, num_experts=64, num_chosen=2, dtype="bfloat16")
+    inputs = cases.make_inputs(case, seed=2)
+    chosen = np.asarray(inputs.routing.experts) % 8
+    chosen[:, 1] = (chosen[:, 0] + 1) % 8
+    routing = Routing(jnp.asarray(chosen), inputs.routing.weights)
+    spoiled = ExpertWeights(*(stack.at[:, 8:].set(jnp.nan) for stack in inputs.weights))
+    run = compiled(gpu.MOST_FEW_TOKENS)
+    np.testing.assert_array_equal(
+        np.asarray(run(inputs.x, spoiled, routing, layer=0)),
+        np.asarray(run(inputs.x, inputs.weights, routing, layer=0)),
+    )
+
+
+def test_a_token_does_not_depend_on_the_others():
+    """Alone, among few tokens and among many: the same up to the kernels' order of sums."""
+    case = cases.Case(name="", num_tokens=300, num_experts=32, dtype="bfloat16")
+    inputs = cases.make_inputs(case, seed=3)
+    whole = np.asarray(compiled(0)(inputs.x, inputs.weights, inputs.routing, layer=0), np.float32)
+    for first, last in ((7, 8), (0, 12), (100, 140), (40, 296)):
+        routing = Routing(*(array[first:last] for array in inputs.routing))
+        part = compiled(gpu.MOST_FEW_TOKENS)(inputs.x[first:last], inputs.weights, routing, layer=0)
+        np.testing.assert_allclose(np.asarray(part, np.float32), whole[first:last], atol=0.03, rtol=0.03)
+
+
+def test_the_layer_is_a_constant_and_shapes_are_checked():
+    inputs = cases.make_inputs(cases.Case(name="", num_tokens=2, dtype="bfloat16"), seed=4)
+    with pytest.raises(TypeError, match="unroll the layers"):
+        gpu.experts(inputs.x, inputs.weights, inputs.routing, layer=jnp.int32(0), num_experts=16)
+    with pytest.raises(ValueError, match="x is float32; bfloat16 is needed. Use 'xla'"):
+        gpu.experts(inputs.x.astype(jnp.float32), inputs.weights, inputs.routing, layer=0, num_experts=16)
