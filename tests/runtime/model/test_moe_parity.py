@@ -145,7 +145,7 @@ def test_alone_in_a_batch_chunked_and_preempted(name, tp, is_by_expert, max_runn
 
 @pytest.mark.parametrize("name", ["8_experts", "12_experts_top_1"])
 def test_fused_decode_layers(name, models, generated, tmp_path):
-    """The contract of the fused layers, in its reference, chooses the same tokens; one request is shorter than others."""
+    """The reference of the fused layers chooses the same tokens."""
     prompts = [text[:length] for text, length in zip(generated[name], PROMPT_LENGTHS, strict=True)]
     expected = [text[length:] for text, length in zip(generated[name], PROMPT_LENGTHS, strict=True)]
     options = {"max_running": 4, "max_step_tokens": 16, "page_size": PAGE_SIZE, "num_pages": 24, "max_context": 64}
