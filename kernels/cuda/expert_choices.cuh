@@ -104,7 +104,8 @@ __device__ __forceinline__ int mark_chunk(Choices& choices, const ArrangeArgs& a
 }
 
 __global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__ ArrangeArgs args) {
-  __shared__ Choices choices;
+  extern __shared__ __align__(16) uint8_t shared_rows[];
+  auto& choices = *reinterpret_cast<Choices*>(shared_rows);
   let_next_kernel_start();
   wait_for_previous_kernel();
   mark_chunk(choices, args);
@@ -112,7 +113,8 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__
 }
 
 __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__ ArrangeArgs args) {
-  __shared__ Choices choices;
+  extern __shared__ __align__(16) uint8_t shared_rows[];
+  auto& choices = *reinterpret_cast<Choices*>(shared_rows);
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int num_tokens = mark_chunk(choices, args), expert = threadIdx.x;

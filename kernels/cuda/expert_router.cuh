@@ -77,10 +77,15 @@ __device__ __forceinline__ void choose(const RouterArgs& args, const float* scor
 
 // Grid: 8 blocks for each 8 tokens, which are a cluster. A block scores 16 experts for all 8 tokens, its warps
 // splitting the columns, and sends each token's scores to the block that chooses for it.
+struct RouterMemory {
+  float parts[kWarps][kRouterExperts][kRouterTokens];
+  float scores[kMostRouted];
+};
+
 __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_constant__ RouterArgs args) {
   constexpr int U = 8;
-  __shared__ float parts[kWarps][kRouterExperts][kRouterTokens];
-  __shared__ float scores[kMostRouted];
+  extern __shared__ __align__(16) uint8_t shared_rows[];
+  auto& memory = *reinterpret_cast<RouterMemory*>(shared_rows);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kRouterBlocks, first_token = blockIdx.x / kRouterBlocks * kRouterTokens;
   const int steps = args.columns / kStep, begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
@@ -126,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
       fetch(a[u], step + U + u);
     }
   }
-  float* to = &parts[warp][lane / 4][2 * (lane % 4)];
+  float* to = &memory.parts[warp][lane / 4][2 * (lane % 4)];
   to[0] = c[0], to[1] = c[1];
   to[8 * kRouterTokens] = c[2], to[8 * kRouterTokens + 1] = c[3];
   __syncthreads();
@@ -135,12 +140,12 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
     const int expert = threadIdx.x / kRouterTokens, to_rank = threadIdx.x % kRouterTokens;
     float score = 0.0f;
 #pragma unroll
-    for (int p = 0; p < kWarps; ++p) score += parts[p][expert][to_rank];
-    const uint32_t at = shared_address(&scores[rank * kRouterExperts + expert]);
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in_cluster(at, to_rank)), "f"(score) : "memory");
+    for (int p = 0; p < kWarps; ++p) score += memory.parts[p][expert][to_rank];
+    const uint32_t at = shared_address(&memory.scores[rank * kRouterExperts + expert]);
+    store_cluster(address_in_cluster(at, to_rank), score);
   }
   cluster_sync_shared();
-  if (warp == 0 && chooser < args.num_tokens) choose(args, scores, chooser, inverse_rms);
+  if (warp == 0 && chooser < args.num_tokens) choose(args, memory.scores, chooser, inverse_rms);
 }
 
 // ---- tokens in order of their experts ----------------------------------------------------------------------------

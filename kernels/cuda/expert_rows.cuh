@@ -47,10 +47,8 @@ __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __e
 
 __device__ __forceinline__ float inverse_rms_of(const float* sums, int norm_tiles, float inverse_dim, float epsilon) {
   float sum = 0.0f;
-  for (int i = 0; i < norm_tiles; i += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(sums + i);
-    sum += four.x + four.y + four.z + four.w;
-  }
+#pragma unroll 16
+  for (int i = 0; i < norm_tiles; ++i) sum += sums[i];
   return rsqrtf(sum * inverse_dim + epsilon);
 }
 
@@ -65,7 +63,7 @@ struct Rows {
     Choices choices;
     int tokens[kMaxTokens];  // of the current expert, in order
     float shares[kMaxTokens], inverse_rms[kMaxTokens];
-    float parts[kWarps][MT * 16][kStride];
+    alignas(16) float parts[kWarps][MT * 16][kStride];
   };
 };
 
@@ -233,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, MT == 1 ? 3 : 2) rows_kernel(const _
 template <int NT>
 struct DownMemory {
   Choices choices;
-  float parts[kWarps][16][8 * NT];
+  alignas(16) float parts[kWarps][16][8 * NT];
 };
 
 // Grid: rows / 16 blocks. A warp takes every eighth unit of (expert, U steps of columns).

@@ -128,8 +128,8 @@ class Launcher {
     arrange.num_tokens = shapes_.tokens;
     arrange.num_chosen = shapes_.chosen;
     arrange.num_experts = shapes_.experts;
-    step_.launch("expert count", count_kernel, dim3(shapes_.chunks()), kThreads, 0, 1, arrange);
-    step_.launch("expert place", place_kernel, dim3(shapes_.chunks()), kThreads, 0, 1, arrange);
+    step_.launch("expert count", count_kernel, dim3(shapes_.chunks()), kThreads, sizeof(Choices), 1, arrange);
+    step_.launch("expert place", place_kernel, dim3(shapes_.chunks()), kThreads, sizeof(Choices), 1, arrange);
     const GatherRowsArgs gather = {call.x, scratch_.token_of, scratch_.first + kMaxExperts, scratch_.rows,
                                    shapes_.embed};
     const int blocks = std::min((shapes_.choices() + kWarps - 1) / kWarps, 8 * kMultiprocessors);
@@ -154,7 +154,7 @@ class Launcher {
   // Scores and chooses the experts of at most 128.
   void route(const RouterArgs& args) {
     const int groups = (args.num_tokens + kRouterTokens - 1) / kRouterTokens;
-    step_.launch("router", router_kernel, dim3(groups * kRouterBlocks), kThreads, 0, kRouterBlocks, args);
+    step_.launch("router", router_kernel, dim3(groups * kRouterBlocks), kThreads, sizeof(RouterMemory), kRouterBlocks, args);
   }
 
  private:

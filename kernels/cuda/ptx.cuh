@@ -139,6 +139,9 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ void store_cluster(uint32_t address, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
 
 // Waits at a barrier for `threads` threads of the block (__syncthreads uses number 0).
 __device__ __forceinline__ void sync_threads(int number, int threads) {

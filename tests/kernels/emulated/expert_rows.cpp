@@ -1,5 +1,5 @@
 // Runs the kernels of expert_rows.cuh on the host, one block after another.
-#include "expert_rows.cuh"
+#include "expert_router.cuh"
 
 #include <thread>
 #include <vector>
@@ -14,8 +14,8 @@ using namespace meshserve;
 namespace {
 
 // Runs a kernel's blocks in order, each with kThreads host threads.
-template <class Kernel>
-void run(Kernel kernel, unsigned blocks, const experts::RowsArgs& args) {
+template <class Args>
+void run(void (*kernel)(const Args), unsigned blocks, const Args& args) {
   Block state(experts::kThreads);
   std::vector<std::jthread> threads;
   for (unsigned t = 0; t < experts::kThreads; ++t) {
@@ -37,6 +37,28 @@ void run(Kernel kernel, unsigned blocks, const experts::RowsArgs& args) {
 }
 
 }  // namespace
+
+extern "C" void arrange(const experts::ArrangeArgs* args) {
+  const unsigned chunks = (args->num_tokens + experts::kMaxTokens - 1) / experts::kMaxTokens;
+  run(experts::count_kernel, chunks, *args);
+  run(experts::place_kernel, chunks, *args);
+}
+extern "C" void gather(unsigned blocks, const experts::GatherRowsArgs* args) {
+  run(experts::gather_rows_kernel, blocks, *args);
+}
+extern "C" void combine(const experts::CombineArgs* args) {
+  const unsigned warps = args->num_tokens * (args->columns / 128);
+  run(experts::combine_kernel, (warps + experts::kWarps - 1) / experts::kWarps, *args);
+}
+
+namespace {
+void choose_all(const experts::RouterArgs args) {  // `sums` holds the scores [T, kMostRouted]
+  for (int token = 0; token < args.num_tokens; ++token) {
+    if (threadIdx.x < 32) experts::choose(args, args.sums + token * experts::kMostRouted, token, 0.5f);
+  }
+}
+}  // namespace
+extern "C" void choose(const experts::RouterArgs* args) { run(choose_all, 1, *args); }
 
 extern "C" void gate_up(int is_small, unsigned blocks, const experts::RowsArgs* args) {
   is_small ? run(experts::rows_kernel<1, 1, 4, 8, false>, blocks, *args)

@@ -26,19 +26,19 @@
 
 namespace meshserve {
 
-struct uint2 {
+struct alignas(8) uint2 {
   uint32_t x, y;
 };
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
-struct int4 {
+struct alignas(16) int4 {
   int x, y, z, w;
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
@@ -125,6 +125,12 @@ inline int __reduce_max_sync(uint32_t, int value) {
     return largest;
   });
 }
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+  return read_lanes(value, [](const uint32_t* words) { return *std::max_element(words, words + 32); });
+}
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+  return read_lanes(value, [](const uint32_t* words) { return *std::min_element(words, words + 32); });
+}
 inline uint32_t __ballot_sync(uint32_t, bool is_set) {
   return read_lanes(is_set, [](const uint32_t* words) {
     uint32_t bits = 0;
@@ -148,6 +154,12 @@ inline uint32_t bits_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   return bits;
+}
+inline uint32_t __float_as_uint(float value) { return bits_of(value); }
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
 }
 inline uint32_t round_to_bf16(float value) {
   const uint32_t bits = bits_of(value);
@@ -189,6 +201,18 @@ inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
     }
   }
   warp.meet.arrive_and_wait();
+}
+
+// Clusters are not emulated: a kernel of a cluster compiles but cannot run.
+inline uint32_t shared_address(const void*) { return 0; }
+inline uint32_t address_in_cluster(uint32_t, uint32_t) { return 0; }
+inline void store_cluster(uint32_t, float) { __trap(); }
+inline void cluster_arrive() { __trap(); }
+inline void cluster_wait() { __trap(); }
+inline void cluster_sync_shared() { __trap(); }
+template <class T>
+T __ldg(const T* from) {
+  return *from;
 }
 
 inline float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
