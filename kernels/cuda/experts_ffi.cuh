@@ -7,13 +7,16 @@ namespace meshserve {
 namespace {
 
 ffi::Error experts_of_layer(cudaStream_t stream, In x, In gate_up, In down, In chosen, In shares, Out out, Out scratch,
-                            int32_t layer, int32_t most_few_tokens) {
+                            int32_t layer, Ints tuning) {
   experts::ExpertShapes shapes;
   shapes.tokens = size(x, 0);
   shapes.embed = size(x, 1);
   shapes.chosen = size(chosen, 1);
   shapes.experts = size(down, 1);
   shapes.mlp = size(down, 3);
+  int most_few_tokens = experts::kMaxTokens;
+  int* fields[] = {&most_few_tokens, &shapes.most_added_tokens, &shapes.blocks_each};
+  for (size_t i = 0; i < std::min<size_t>(tuning.size(), 3); ++i) *fields[i] = tuning[i];
   experts::ExpertScratch parts;
   const size_t needed = parts.carve(shapes, data<uint8_t>(scratch));
   if (needed > scratch->element_count()) return too_small(needed);
@@ -88,7 +91,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_experts, experts_of_layer,
                                   .Ret<In>()
                                   .Ret<In>()  // scratch
                                   .Attr<int32_t>("layer")
-                                  .Attr<int32_t>("most_few_tokens"),
+                                  .Attr<Ints>("tuning"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_expert_layers, decode_expert_layers,

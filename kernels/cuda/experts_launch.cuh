@@ -15,7 +15,8 @@ struct ExpertShapes {
   int tokens = 0, chosen = 0, experts = 0, embed = 0, mlp = 0;
   int choices() const { return tokens * chosen; }
   int chunks() const { return (tokens + kMaxTokens - 1) / kMaxTokens; }
-  bool is_added() const { return tokens <= kMostAddedTokens; }
+  int most_added_tokens = kMostAddedTokens, blocks_each = 2;  // of an SM; other values are for benchmarks
+  bool is_added() const { return tokens <= most_added_tokens; }
 };
 
 // Intermediate results, all in one buffer.
@@ -154,7 +155,8 @@ class Launcher {
   // Scores and chooses the experts of at most 128.
   void route(const RouterArgs& args) {
     const int groups = (args.num_tokens + kRouterTokens - 1) / kRouterTokens;
-    step_.launch("router", router_kernel, dim3(groups * kRouterBlocks), kThreads, sizeof(RouterMemory), kRouterBlocks, args);
+    step_.launch("router", router_kernel, dim3(groups * kRouterBlocks), kThreads, sizeof(RouterMemory), kRouterBlocks,
+                 args);
   }
 
  private:
@@ -164,7 +166,8 @@ class Launcher {
   void rows(const char* name, const RowsArgs& args) {
     using Shape = Rows<MT, NT, U, KW, kIsDown>;
     const int most_items = std::min(shapes_.experts, shapes_.choices()) * (args.rows / Shape::kItemRows);
-    step_.launch(name, rows_kernel<MT, NT, U, KW, kIsDown>, dim3(std::min(2 * kMultiprocessors, most_items)), kThreads,
+    step_.launch(name, rows_kernel<MT, NT, U, KW, kIsDown>,
+                 dim3(std::min(shapes_.blocks_each * kMultiprocessors, most_items)), kThreads,
                  sizeof(typename Shape::Memory), 1, args);
   }
 

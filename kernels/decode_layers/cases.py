@@ -61,7 +61,7 @@ EXPERT_CASES = (
     Case(name="experts-batch-40", lengths=tuple(range(60, 100)), embed=512, num_experts=24, num_chosen=8, mlp=64),
     Case(
         name="qwen3-30b-a3b-layer", lengths=(1024, 5, 300), embed=2048, kv_heads=4, group=8, mlp=768, page_size=64,
-        num_experts=128, num_chosen=8,
+        num_experts=32, num_chosen=8,
     ),
 )  # fmt: skip
 

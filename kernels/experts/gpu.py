@@ -7,7 +7,7 @@ and launches depend on shapes alone, so that a step can be captured in a command
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 unavailable_reason = build.unavailable_reason
 
-MOST_FEW_TOKENS = 256  # of a step on the kernels for few tokens; above, the tensor cores' work decides (docs/log)
+
+class LaunchShape(NamedTuple):
+    """Which kernels run and in how many blocks; other values are for benchmarks and tests."""
+
+    most_few_tokens: int = 256  # of a step on the kernels for few tokens, at most 256
+    most_added_tokens: int = 16  # of a step whose experts one kernel adds up, at most 16
+    blocks_each: int = 2  # blocks of an SM
+
+
 _MAX_EXPERTS = 256  # of a block
 
 
@@ -31,9 +39,9 @@ def experts(
     *,
     layer: int | jax.Array,
     num_experts: int,
-    most_few_tokens: int = MOST_FEW_TOKENS,
+    launch: LaunchShape = LaunchShape(),
 ) -> jax.Array:
-    """See `Experts`. `most_few_tokens` is for benchmarks and tests, at most 256.
+    """See `Experts`. `launch` is for benchmarks and tests.
 
     Raises:
       TypeError: `layer` is not a Python number; it is a compile-time constant.
@@ -48,12 +56,12 @@ def experts(
         raise ValueError(f"moe_backend 'cuda': {reason}. Use 'xla'.")
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), scratch(x.shape[0], routing.experts.shape[1], weights))
     out, _ = jax.ffi.ffi_call("meshserve_experts", results)(
-        x, *weights, *routing, layer=np.int32(layer), most_few_tokens=np.int32(most_few_tokens)
+        x, *weights, *routing, layer=np.int32(layer), tuning=np.array(launch, np.int32)
     )
     return out
 
 
-in_tiles = partial(experts, most_few_tokens=0)  # also steps of few tokens, for tests and benchmarks
+in_tiles = partial(experts, launch=LaunchShape(most_few_tokens=0))  # also steps of few tokens, for tests and benchmarks
 
 
 def scratch(num_tokens: int, num_chosen: int, weights: "ExpertWeights") -> jax.ShapeDtypeStruct:
