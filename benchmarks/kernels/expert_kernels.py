@@ -5,7 +5,9 @@
 
 Every figure is measured over a sequence of calls that the device runs without waiting for the host, each of another
 layer of the stack; median, P10 and P90 are over such sequences. GB/s counts the weights of every expert that a token
-chose once. Tokens choose experts independently, by a Zipf distribution of exponent `--skew`; 0 is uniform.
+chose once. Tokens choose experts independently, by a Zipf distribution of exponent `--skew`; 0 is uniform. A second
+line tells how even the choices are: the busiest expert's tokens over the mean, and with `--expert-parallel` each
+device's tokens.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"compiled in {result['compile_seconds']:.1f} s",
                 flush=True,
             )
+            print(f"    {balance_text(result)}", flush=True)
             results.append(result)
     if options.json:
         options.json.write_text(json.dumps(results))
@@ -63,7 +67,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(options: argparse.Namespace, num_tokens: int, name: str) -> dict[str, float]:
+def device_tokens(chosen: np.ndarray, num_experts: int, num_devices: int) -> list[int]:
+    """Returns how many choices of experts each device computes if it holds every so many-th block of them."""
+    block = -(-num_experts // num_devices)
+    return np.bincount(chosen.ravel() // block, minlength=num_devices).tolist()
+
+
+def balance_text(result: dict[str, Any]) -> str:
+    """Returns a line about the balance of experts, and of devices that hold whole experts."""
+    text = f"the busiest expert has {result['expert_imbalance']:.2f} times the mean"
+    loads = result["device_tokens"]
+    if len(loads) < 2:
+        return text
+    imbalance = max(loads) * len(loads) / max(1, sum(loads))
+    return f"{text}; tokens of each device: {', '.join(map(str, loads))}, the busiest {imbalance:.2f} times the mean"
+
+
+def measure(options: argparse.Namespace, num_tokens: int, name: str) -> dict[str, Any]:
     """Returns the figures of one implementation at one number of tokens."""
     model = named_model(options.model)
     layout = model_layout(model, options.tp, expert_parallel=options.expert_parallel).experts
@@ -99,9 +119,14 @@ def measure(options: argparse.Namespace, num_tokens: int, name: str) -> dict[str
     num_read = len({expert for expert in chosen.ravel().tolist() if expert < local})
     num_bytes = num_read * 3 * mlp_dim * embed_dim * x.dtype.itemsize
     ms, p10, p90 = (float(np.percentile(figures, rank)) for rank in (50, 10, 90))
+    num_choices = np.bincount(chosen.ravel(), minlength=case.num_experts)
+    num_devices = options.tp if options.expert_parallel else 1
     return {
-        "tokens": num_tokens, "num_experts": num_read, "ms": ms, "p10": p10, "p90": p90,
+        "implementation": name, "skew": options.skew, "tokens": num_tokens,
+        "num_experts": num_read, "ms": ms, "p10": p10, "p90": p90,
         "gb_per_second": num_bytes / ms / 1e6, "compile_seconds": compile_seconds,
+        "expert_imbalance": float(num_choices.max() / num_choices.mean()),
+        "device_tokens": device_tokens(chosen, case.num_experts, num_devices),
     }  # fmt: skip
 
 

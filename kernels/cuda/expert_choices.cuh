@@ -10,7 +10,7 @@ namespace experts {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kMaxExperts = kThreads;  // of a block: each thread counts the tokens of one
-constexpr int kMaxTokens = kThreads;   // of a decode step, and of a chunk of a larger step
+constexpr int kMaxTokens = 256;        // of a chunk of a step
 constexpr int kWords = kMaxTokens / 32;
 
 struct Choices {
@@ -83,8 +83,9 @@ __device__ __forceinline__ void arrange(Choices& choices, const int* experts, in
   __syncthreads();
 }
 
-// ---- steps of more tokens ----------------------------------------------------------------------------------------
-// Two kernels, with a block for each chunk of kMaxTokens tokens: the first counts, the second assigns places.
+// ---- steps of many tokens ----------------------------------------------------------------------------------------
+// Two kernels, with a block for each chunk of kMaxTokens tokens: the first counts, the second assigns places. For a
+// single chunk, the second suffices.
 struct ArrangeArgs {
   const int* experts;   // [T, k]
   const float* shares;  // [T, k]
@@ -118,8 +119,8 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int num_tokens = mark_chunk(choices, args), expert = threadIdx.x;
-  int earlier = 0, all = 0;
-  for (int chunk = 0; chunk < static_cast<int>(gridDim.x); ++chunk) {
+  int earlier = 0, all = gridDim.x == 1 ? count_tokens(choices, expert) : 0;
+  for (int chunk = gridDim.x == 1; chunk < static_cast<int>(gridDim.x); ++chunk) {
     const int count = args.counts[chunk * kMaxExperts + expert];
     earlier += chunk < static_cast<int>(blockIdx.x) ? count : 0;
     all += count;

@@ -112,9 +112,8 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
   const int chooser = first_token + rank;  // the token that this block chooses for
   float inverse_rms = 0.0f;
   if (warp == 0 && chooser < args.num_tokens) {
-    float sum = 0.0f;
-    for (int i = lane; i < args.norm_tiles; i += 32) sum += args.sums[chooser * args.norm_tiles + i];
-    inverse_rms = rsqrtf(sum_over_lanes(sum, 32) * args.inverse_dim + args.epsilon);
+    const float* sums = args.sums + chooser * args.norm_tiles;
+    inverse_rms = inverse_rms_of(sums, args.norm_tiles, args.inverse_dim, args.epsilon);
   }
   float c[4] = {};
 #pragma unroll 1
@@ -149,14 +148,22 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
 }
 
 // ---- tokens in order of their experts ----------------------------------------------------------------------------
-// Copies each token to the places of its choices, a warp a place.
+// Copies each token to the places of its choices, a warp a place, and finishes its RMSNorm.
 struct GatherRowsArgs {
   const bf16* x;        // [T, D]
   const int* token_of;  // of each place
   const int* num_places;
-  bf16* rows;  // [places, D]
+  bf16* rows;         // [places, D]
+  const float* sums;  // of squares of the tokens [T, norm_tiles]; null: x is normed
+  int norm_tiles;
+  float inverse_dim, epsilon;
   int columns;
 };
+
+__device__ __forceinline__ uint2 times(uint2 v, float factor) {
+  const float4 x = unpack_bf16(v);
+  return make_uint2(pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor));
+}
 
 __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_constant__ GatherRowsArgs args) {
   let_next_kernel_start();
@@ -166,8 +173,17 @@ __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_cons
     const size_t token = args.token_of[place];
     const uint4* from = reinterpret_cast<const uint4*>(args.x + token * args.columns);
     uint4* to = reinterpret_cast<uint4*>(args.rows + static_cast<size_t>(place) * args.columns);
+    float scale = 1.0f;
+    if (args.sums != nullptr) {
+      const float* sums = args.sums + token * args.norm_tiles;
+      scale = inverse_rms_of(sums, args.norm_tiles, args.inverse_dim, args.epsilon);
+    }
 #pragma unroll 4
-    for (int i = lane; i < chunks; i += 32) to[i] = from[i];
+    for (int i = lane; i < chunks; i += 32) {
+      const uint4 v = from[i];
+      const uint2 low = times(make_uint2(v.x, v.y), scale), high = times(make_uint2(v.z, v.w), scale);
+      to[i] = make_uint4(low.x, low.y, high.x, high.y);
+    }
   }
 }
 

@@ -7,16 +7,14 @@ namespace meshserve {
 namespace {
 
 ffi::Error experts_of_layer(cudaStream_t stream, In x, In gate_up, In down, In chosen, In shares, Out out, Out scratch,
-                            int32_t layer, Ints tuning) {
+                            int32_t layer, int32_t most_few_tokens) {
   experts::ExpertShapes shapes;
   shapes.tokens = size(x, 0);
   shapes.embed = size(x, 1);
   shapes.chosen = size(chosen, 1);
   shapes.experts = size(down, 1);
   shapes.mlp = size(down, 3);
-  int most_few_tokens = experts::kMaxTokens;
-  int* fields[] = {&most_few_tokens, &shapes.most_added_tokens, &shapes.blocks_each};
-  for (size_t i = 0; i < std::min<size_t>(tuning.size(), 3); ++i) *fields[i] = tuning[i];
+  shapes.most_few_tokens = most_few_tokens;
   experts::ExpertScratch parts;
   const size_t needed = parts.carve(shapes, data<uint8_t>(scratch));
   if (needed > scratch->element_count()) return too_small(needed);
@@ -28,12 +26,7 @@ ffi::Error experts_of_layer(cudaStream_t stream, In x, In gate_up, In down, In c
   call.experts = data<int>(chosen);
   call.shares = data<float>(shares);
   call.out = data<bf16>(out);
-  experts::Launcher launcher(step, shapes, parts);
-  if (shapes.tokens <= std::min(most_few_tokens, experts::kMaxTokens)) {
-    launcher.few_tokens(layer, call);
-  } else {
-    launcher.many_tokens(layer, size(down, 0), call);
-  }
+  experts::Launcher(step, shapes, parts).experts(layer, size(down, 0), call);
   return result(step);
 }
 
@@ -73,8 +66,8 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
   needed = parts.carve(expert_shapes, data<uint8_t>(expert_scratch));
   if (needed > expert_scratch->element_count()) return too_small(needed);
   experts::run_layers(step, expert_shapes, parts, {data<bf16>(router), data<bf16>(gate_up), data<bf16>(down)},
-                      data<int>(positions), is_normalized != 0, data<bf16>(x), data<bf16>(x_out), first_layer,
-                      num_layers);
+                      data<int>(positions), is_normalized != 0, size(down, 0), data<bf16>(x), data<bf16>(x_out),
+                      first_layer, num_layers);
   return result(step);
 }
 
@@ -91,7 +84,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_experts, experts_of_layer,
                                   .Ret<In>()
                                   .Ret<In>()  // scratch
                                   .Attr<int32_t>("layer")
-                                  .Attr<Ints>("tuning"),
+                                  .Attr<int32_t>("most_few_tokens"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_expert_layers, decode_expert_layers,

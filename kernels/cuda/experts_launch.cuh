@@ -9,14 +9,12 @@
 namespace meshserve {
 namespace experts {
 
-constexpr int kMostAddedTokens = 16;  // up to so many, down_kernel adds up the experts; tuned on H200s
-
 struct ExpertShapes {
   int tokens = 0, chosen = 0, experts = 0, embed = 0, mlp = 0;
   int choices() const { return tokens * chosen; }
   int chunks() const { return (tokens + kMaxTokens - 1) / kMaxTokens; }
-  int most_added_tokens = kMostAddedTokens, blocks_each = 2;  // of an SM; other values are for benchmarks
-  bool is_added() const { return tokens <= most_added_tokens; }
+  int most_few_tokens = kFewTokens;  // less for benchmarks and tests
+  bool has_few_tokens() const { return tokens <= std::min(most_few_tokens, kFewTokens); }
 };
 
 // Intermediate results, all in one buffer.
@@ -45,7 +43,7 @@ struct ExpertScratch {
     take(share_of, choices);
     take(experts, choices);
     take(shares, choices);
-    take(sums, static_cast<size_t>(std::min(s.tokens, kMaxTokens)) * (s.embed / 16));
+    take(sums, static_cast<size_t>(s.tokens) * (s.embed / 16));
     return used;
   }
 };
@@ -62,7 +60,7 @@ struct ExpertCall {
   const bf16* next_gain = nullptr;
   bf16* out;
   bf16* scaled_out = nullptr;
-  float* sums_out = nullptr;  // [T, D / 16] if `is_added`, else [T, D / 128]
+  float* sums_out = nullptr;  // [T, D / 16] if `has_few_tokens`, else [T, D / 128]
 };
 
 class Launcher {
@@ -70,53 +68,50 @@ class Launcher {
   Launcher(Step& step, const ExpertShapes& shapes, const ExpertScratch& scratch)
       : step_(step), shapes_(shapes), scratch_(scratch) {}
 
-  // For at most kMaxTokens tokens.
+  void experts(int layer, int layers, const ExpertCall& call) {
+    shapes_.has_few_tokens() ? few_tokens(layer, call) : many_tokens(layer, layers, call);
+  }
+
+  // Scores and chooses the experts of at most 128.
+  void route(const RouterArgs& args) {
+    const int groups = (args.num_tokens + kRouterTokens - 1) / kRouterTokens;
+    step_.launch("router", router_kernel, dim3(groups * kRouterBlocks), kThreads, sizeof(RouterMemory), kRouterBlocks,
+                 args);
+  }
+
+ private:
   void few_tokens(int layer, const ExpertCall& call) {
-    RowsArgs args = {};
-    args.experts = call.experts;
-    args.shares = call.shares;
-    args.num_tokens = shapes_.tokens;
-    args.num_chosen = shapes_.chosen;
-    args.num_experts = shapes_.experts;
-    RowsArgs gate_up = args;
+    RowsArgs gate_up = {};
     gate_up.input = call.x;
     gate_up.weights = call.gate_up + layer * 2 * matrix_elements();
+    gate_up.experts = call.experts;
+    gate_up.shares = call.shares;
     gate_up.sums = call.sums;
     gate_up.norm_tiles = shapes_.embed / kTileRows;
     gate_up.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
     gate_up.epsilon = call.epsilon;
     gate_up.out = scratch_.activated;
-    gate_up.places = scratch_.places;
+    gate_up.num_tokens = shapes_.tokens;
+    gate_up.num_chosen = shapes_.chosen;
+    gate_up.num_experts = shapes_.experts;
     gate_up.rows = shapes_.mlp;
     gate_up.columns = shapes_.embed;
-    if (shapes_.tokens <= 8) {
-      rows<1, 1, 4, 8, false>("expert gate_up", gate_up);
-    } else {
-      rows<2, 4, 2, 8, false>("expert gate_up", gate_up);
-    }
-    RowsArgs down = args;
+    const int most_items = std::min(shapes_.experts, shapes_.choices()) * (shapes_.mlp / kGateRows);
+    step_.launch("expert gate_up", gate_up_kernel, dim3(std::min(2 * kMultiprocessors, most_items)), kThreads,
+                 sizeof(GateUpMemory), 1, gate_up);
+    RowsArgs down = gate_up;
     down.input = scratch_.activated;
     down.weights = call.down + layer * matrix_elements();
     down.rows = shapes_.embed;
     down.columns = shapes_.mlp;
-    if (!shapes_.is_added()) {
-      down.out = scratch_.rows;
-      rows<2, 4, 2, 4, true>("expert down", down);
-      return combine(call);
-    }
     down.out = call.out;
     down.residual = call.residual;
     down.next_gain = call.next_gain;
     down.scaled_out = call.scaled_out;
     down.sums_out = call.sums_out;
-    if (shapes_.tokens <= 8) {
-      added<1, 8>(down);
-    } else {
-      added<2, 4>(down);
-    }
+    step_.launch("expert down", down_kernel, dim3(shapes_.embed / 16), kThreads, sizeof(DownMemory), 1, down);
   }
 
-  // For any number of tokens, without norms.
   void many_tokens(int layer, int layers, const ExpertCall& call) {
     ArrangeArgs arrange = {};
     arrange.experts = call.experts;
@@ -129,10 +124,19 @@ class Launcher {
     arrange.num_tokens = shapes_.tokens;
     arrange.num_chosen = shapes_.chosen;
     arrange.num_experts = shapes_.experts;
-    step_.launch("expert count", count_kernel, dim3(shapes_.chunks()), kThreads, sizeof(Choices), 1, arrange);
-    step_.launch("expert place", place_kernel, dim3(shapes_.chunks()), kThreads, sizeof(Choices), 1, arrange);
-    const GatherRowsArgs gather = {call.x, scratch_.token_of, scratch_.first + kMaxExperts, scratch_.rows,
-                                   shapes_.embed};
+    const dim3 chunks(shapes_.chunks());
+    if (chunks.x > 1) step_.launch("expert count", count_kernel, chunks, kThreads, sizeof(Choices), 1, arrange);
+    step_.launch("expert place", place_kernel, chunks, kThreads, sizeof(Choices), 1, arrange);
+    GatherRowsArgs gather = {};
+    gather.x = call.x;
+    gather.token_of = scratch_.token_of;
+    gather.num_places = scratch_.first + kMaxExperts;
+    gather.rows = scratch_.rows;
+    gather.sums = call.sums;
+    gather.norm_tiles = shapes_.embed / kTileRows;
+    gather.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
+    gather.epsilon = call.epsilon;
+    gather.columns = shapes_.embed;
     const int blocks = std::min((shapes_.choices() + kWarps - 1) / kWarps, 8 * kMultiprocessors);
     step_.launch("expert gather", gather_rows_kernel, dim3(blocks), kThreads, 0, 1, gather);
     TilesArgs args = {};
@@ -152,29 +156,7 @@ class Launcher {
     combine(call);
   }
 
-  // Scores and chooses the experts of at most 128.
-  void route(const RouterArgs& args) {
-    const int groups = (args.num_tokens + kRouterTokens - 1) / kRouterTokens;
-    step_.launch("router", router_kernel, dim3(groups * kRouterBlocks), kThreads, sizeof(RouterMemory), kRouterBlocks,
-                 args);
-  }
-
- private:
   size_t matrix_elements() const { return static_cast<size_t>(shapes_.experts) * shapes_.mlp * shapes_.embed; }
-
-  template <int MT, int NT, int U, int KW, bool kIsDown>
-  void rows(const char* name, const RowsArgs& args) {
-    using Shape = Rows<MT, NT, U, KW, kIsDown>;
-    const int most_items = std::min(shapes_.experts, shapes_.choices()) * (args.rows / Shape::kItemRows);
-    step_.launch(name, rows_kernel<MT, NT, U, KW, kIsDown>,
-                 dim3(std::min(shapes_.blocks_each * kMultiprocessors, most_items)), kThreads,
-                 sizeof(typename Shape::Memory), 1, args);
-  }
-
-  template <int NT, int U>
-  void added(const RowsArgs& args) {
-    step_.launch("expert down", down_kernel<NT, U>, dim3(args.rows / 16), kThreads, sizeof(DownMemory<NT>), 1, args);
-  }
 
   template <bool kIsDown>
   void tiles(const char* name, const bf16* input, const bf16* weights, int matrices, const TilesArgs& args) {
@@ -183,9 +165,10 @@ class Launcher {
     const cuuint64_t input_sizes[3] = {columns, places, 1}, input_strides[2] = {row_bytes, places * row_bytes};
     const cuuint64_t sizes[3] = {columns, rows, static_cast<cuuint64_t>(matrices)};
     const cuuint64_t strides[2] = {row_bytes, rows * row_bytes};
-    const cuuint32_t box[3] = {kTileColumns, kTileTokens, 1};
+    const cuuint32_t input_box[3] = {kTileColumns, kGroupTokens, 1};
+    const cuuint32_t box[3] = {kTileColumns, kTileWeights / 2, 1};
     CUtensorMap input_map, weights_map;
-    if (!step_.encode(&input_map, input, input_sizes, input_strides, box) ||
+    if (!step_.encode(&input_map, input, input_sizes, input_strides, input_box) ||
         !step_.encode(&weights_map, weights, sizes, strides, box)) {
       return;
     }
@@ -218,10 +201,10 @@ struct ExpertStacks {
   const bf16 *router, *gate_up, *down;
 };
 
-// Runs layers with experts, on one GPU and with at most kMaxTokens tokens: those of Step, with a router and experts in
-// place of the MLP.
+// Runs some of `layers` layers with experts, on one GPU: those of Step, with a router and experts in place of the MLP.
 inline void run_layers(Step& step, const ExpertShapes& shapes, ExpertScratch scratch, const ExpertStacks& stacks,
-                       const int* positions, bool is_normalized, const bf16* x, bf16* out, int first, int num_layers) {
+                       const int* positions, bool is_normalized, int layers, const bf16* x, bf16* out, int first,
+                       int num_layers) {
   const Scratch& s = step.scratch;
   Launcher launcher(step, shapes, scratch);
   auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes.embed; };
@@ -262,19 +245,16 @@ inline void run_layers(Step& step, const ExpertShapes& shapes, ExpertScratch scr
     call.out = out;
     call.scaled_out = s.scaled;
     call.sums_out = scratch.sums;
-    launcher.few_tokens(layer, call);
-    step.norm_tiles = shapes.is_added() ? shapes.embed / 16 : 0;
+    launcher.experts(layer, layers, call);
+    step.norm_tiles = shapes.has_few_tokens() ? shapes.embed / 16 : 0;
   }
 }
 
 inline std::vector<const void*> all_kernels() {
   std::vector<const void*> kernels;
   auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
-  add(rows_kernel<1, 1, 4, 8, false>);
-  add(rows_kernel<2, 4, 2, 8, false>);
-  add(rows_kernel<2, 4, 2, 4, true>);
-  add(down_kernel<1, 8>);
-  add(down_kernel<2, 4>);
+  add(gate_up_kernel);
+  add(down_kernel);
   add(tiles_kernel<false>);
   add(tiles_kernel<true>);
   add(count_kernel);

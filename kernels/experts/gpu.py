@@ -1,13 +1,13 @@
 """Experts on an NVIDIA Hopper GPU, in bfloat16: see ../cuda/experts_launch.cuh.
 
-Two sets of kernels. Steps of few tokens are bound by reading the weights: each expert that was chosen is read once, and
-its rows are multiplied by its tokens in groups of 8. Steps of many tokens are bound by the tensor cores: the tokens are
-copied in order of their experts and multiplied in tiles of 128. Which tokens chose which expert is found on the device,
-and launches depend on shapes alone, so that a step can be captured in a command buffer.
+Two sets of kernels, both of which read the experts that were chosen and no other. For at most 8 tokens, warps load the
+weights to registers and add up a token's experts in a single pass. For more, the tokens are copied in order of their
+experts, multiplied in tiles of at most 128 tokens of one expert, and added up. Which tokens chose which expert is found
+on the device, and launches depend on shapes alone, so that a step can be captured in a command buffer.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,7 @@ if TYPE_CHECKING:
 
 unavailable_reason = build.unavailable_reason
 
-
-class LaunchShape(NamedTuple):
-    """Which kernels run and in how many blocks; other values are for benchmarks and tests."""
-
-    most_few_tokens: int = 256  # of a step on the kernels for few tokens, at most 256
-    most_added_tokens: int = 16  # of a step whose experts one kernel adds up, at most 16
-    blocks_each: int = 2  # blocks of an SM
-
-
+FEW_TOKENS = 8  # of a step on the kernels for few tokens, at most; above, the others are faster (docs/log/experts.md)
 _MAX_EXPERTS = 256  # of a block
 
 
@@ -39,9 +31,9 @@ def experts(
     *,
     layer: int | jax.Array,
     num_experts: int,
-    launch: LaunchShape = LaunchShape(),
+    most_few_tokens: int = FEW_TOKENS,
 ) -> jax.Array:
-    """See `Experts`. `launch` is for benchmarks and tests.
+    """See `Experts`. `most_few_tokens` is for benchmarks and tests.
 
     Raises:
       TypeError: `layer` is not a Python number; it is a compile-time constant.
@@ -56,12 +48,12 @@ def experts(
         raise ValueError(f"moe_backend 'cuda': {reason}. Use 'xla'.")
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), scratch(x.shape[0], routing.experts.shape[1], weights))
     out, _ = jax.ffi.ffi_call("meshserve_experts", results)(
-        x, *weights, *routing, layer=np.int32(layer), tuning=np.array(launch, np.int32)
+        x, *weights, *routing, layer=np.int32(layer), most_few_tokens=np.int32(most_few_tokens)
     )
     return out
 
 
-in_tiles = partial(experts, launch=LaunchShape(most_few_tokens=0))  # also steps of few tokens, for tests and benchmarks
+in_tiles = partial(experts, most_few_tokens=0)  # also steps of few tokens, for tests and benchmarks
 
 
 def scratch(num_tokens: int, num_chosen: int, weights: "ExpertWeights") -> jax.ShapeDtypeStruct:

@@ -113,11 +113,11 @@ def program_faults(planner: Planner, report: ProgramReport, cache_bytes: int) ->
 def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     """Returns the expected number of calls of our kernels in a program."""
     server, names, num_layers = planner.server, planner.server.kernel_names, planner.server.model.num_layers
+    has_experts = server.model.experts is not None and names.moe_backend in ("tpu", "cuda")
+    if report.kind == "prompt" and has_experts:
+        return int(num_layers - 1 in server.model.stacks["layers"])
+    num_expert_kernels = _num_written(planner, server.model.stacks["layers"]) if has_experts and report.is_step else 0
     if server.platform == "tpu":
-        has_experts = server.model.experts is not None and names.moe_backend == "tpu"
-        if report.kind == "prompt":
-            return int(has_experts and num_layers - 1 in server.model.stacks["layers"])
-        num_expert_kernels = _num_written(planner, server.model.stacks["layers"]) if has_experts else 0
         return 2 * _num_written_layers(planner) + num_expert_kernels if report.is_step else 0  # to write and to attend
     is_sampling = report.kind.startswith(("step", "decode", "sample"))
     filters = is_sampling and not {"greedy", "random"}.intersection(report.kind.split())
@@ -130,7 +130,7 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
         return in_sampling + num_p2p + (1 if server.tp == 1 or has_p2p else 5 * num_layers)
     num_p2p += _num_all_reduces(planner, report, is_p2p=True) if report.is_step else 0
     heads_and_attention = 2 * num_layers if report.is_step and names.attention == "cuda" else 0
-    return in_sampling + num_p2p + heads_and_attention
+    return in_sampling + num_p2p + heads_and_attention + num_expert_kernels
 
 
 def _has_p2p(planner: Planner) -> bool:

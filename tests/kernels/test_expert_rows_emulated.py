@@ -28,7 +28,7 @@ class Args(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *_NORM,
-        *((name, ctypes.c_void_p) for name in ("out", "places")),
+        ("out", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in _SIZES),
         *((name, ctypes.c_void_p) for name in ("residual", "next_gain", "scaled_out", "sums_out")),
     ]
@@ -48,9 +48,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 CASES = (
     cases.Case(name="one-token", num_tokens=1, num_experts=8, mlp=32, embed=128),
-    cases.Case(name="few-and-padding", num_tokens=7, padding=3, num_experts=6, num_chosen=2, mlp=64),
-    cases.Case(name="two-groups", num_tokens=16, num_experts=5, num_chosen=3, mlp=32, first_expert=1, block_experts=3),
-    cases.Case(name="results-added-up-later", num_tokens=40, num_experts=4, num_chosen=2, mlp=96, skew=1.0),
+    cases.Case(name="padding", num_tokens=7, padding=3, num_experts=6, num_chosen=2, mlp=64),
+    cases.Case(name="a-block", num_tokens=8, num_experts=5, num_chosen=3, mlp=32, first_expert=1, block_experts=3),
+    cases.Case(name="nobody", num_tokens=3, padding=1, num_experts=4, num_chosen=2, mlp=32),
+    cases.Case(name="long-rows", num_tokens=2, num_experts=3, num_chosen=1, mlp=32, embed=1408),
+    cases.Case(name="long-rows-down", num_tokens=8, num_experts=3, num_chosen=2, mlp=288),
 )
 
 
@@ -62,34 +64,26 @@ def test_rows_are_the_reference(library: ctypes.CDLL, case: cases.Case, blocks: 
     inputs = cases.make_inputs(case, seed=1)
     chosen, shares = (np.asarray(array) for array in inputs.routing)
     x, gate_up, down = (np.asarray(array, bfloat16) for array in (inputs.x, *inputs.weights))
-    num_tokens, num_choices, embed = case.num_tokens, chosen.size, case.embed
+    num_tokens, embed = case.num_tokens, case.embed
     sums = np.abs(np.random.default_rng(2).standard_normal((num_tokens, 4), np.float32)) + 1
     sizes = {"num_tokens": num_tokens, "num_chosen": case.num_chosen, "num_experts": case.num_local}
     common = {"experts": chosen, "shares": shares}
-    activated = np.full((num_choices, case.mlp), np.nan, bfloat16)
-    places = np.full(chosen.shape, -7, np.int32)
+    activated = np.full((chosen.size, case.mlp), np.nan, bfloat16)
     args = arguments(
         sizes | {"rows": case.mlp, "columns": embed, "norm_tiles": 4, "inverse_dim": 1 / 16, "epsilon": 0.5},
-        input=x, weights=gate_up[1], sums=sums, out=activated, places=places, **common,
+        input=x, weights=gate_up[1], sums=sums, out=activated, **common,
     )  # fmt: skip
-    library.gate_up(int(num_tokens <= 8), blocks, ctypes.byref(args))
+    library.gate_up(blocks, ctypes.byref(args))
 
     sizes |= {"rows": embed, "columns": case.mlp}
-    common |= {"input": activated, "weights": down[1]}
     residual = np.random.default_rng(3).standard_normal((num_tokens, embed)).astype(bfloat16)
-    if num_tokens > 16:
-        rows = np.full((num_choices, embed), np.nan, bfloat16)
-        library.down(blocks, ctypes.byref(arguments(sizes, out=rows, **common)))
-        terms = np.where(places[..., None] < 0, 0.0, rows[places].astype(np.float32))
-        found = residual.astype(np.float32) + terms.sum(axis=1)
-    else:
-        found, scaled, gain = residual.copy(), np.full_like(residual, np.nan), np.full(embed, 2.0, bfloat16)
-        squares = np.full((num_tokens, embed // 16), np.nan, np.float32)
-        extra = {"residual": found, "out": found, "next_gain": gain, "scaled_out": scaled, "sums_out": squares}
-        library.down_added(int(num_tokens <= 8), ctypes.byref(arguments(sizes, **common, **extra)))
-        np.testing.assert_array_equal(scaled.astype(np.float32), 2 * found.astype(np.float32))
-        expected_squares = (found.astype(np.float32) ** 2).reshape(num_tokens, -1, 16).sum(axis=-1)
-        np.testing.assert_allclose(squares, expected_squares, rtol=1e-5)
+    found, scaled, gain = residual.copy(), np.full_like(residual, np.nan), np.full(embed, 2.0, bfloat16)
+    squares = np.full((num_tokens, embed // 16), np.nan, np.float32)
+    common |= {"input": activated, "weights": down[1], "residual": found, "out": found, "next_gain": gain}
+    library.down(ctypes.byref(arguments(sizes, scaled_out=scaled, sums_out=squares, **common)))
+    np.testing.assert_array_equal(scaled.astype(np.float32), 2 * found.astype(np.float32))
+    expected_squares = (found.astype(np.float32) ** 2).reshape(num_tokens, -1, 16).sum(axis=-1)
+    np.testing.assert_allclose(squares, expected_squares, rtol=1e-5)
 
     normed = x.astype(np.float32) / np.sqrt(sums.sum(axis=1, keepdims=True) / 16 + 0.5)
     weights = inputs.weights._replace(
@@ -114,7 +108,8 @@ class GatherArgs(ctypes.Structure):
     """Mirrors the struct in expert_router.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "token_of", "num_places", "rows")),
+        *((name, ctypes.c_void_p) for name in ("x", "token_of", "num_places", "rows", "sums")),
+        *_NORM,
         ("columns", ctypes.c_int),
     ]
 
@@ -128,9 +123,11 @@ class CombineArgs(ctypes.Structure):
     ]
 
 
-def test_tokens_are_put_in_order_of_their_experts_and_added_up(library: ctypes.CDLL) -> None:
-    """Three chunks of tokens; the experts do nothing but multiply by the share."""
-    case = cases.Case(name="", num_tokens=600, num_experts=24, first_expert=4, block_experts=16, padding=7, skew=0.5)
+@pytest.mark.parametrize("num_tokens", [200, 600])
+def test_tokens_are_put_in_order_of_their_experts_and_added_up(library: ctypes.CDLL, num_tokens: int) -> None:
+    """One and three chunks of tokens, with a norm; the experts do nothing but multiply by the share."""
+    block = {"num_experts": 24, "first_expert": 4, "block_experts": 16}
+    case = cases.Case(name="", num_tokens=num_tokens, padding=7, skew=0.5, **block)
     inputs, bfloat16 = cases.make_inputs(case, seed=4), ml_dtypes.bfloat16
     chosen, shares = (np.asarray(array) for array in inputs.routing)
     x = np.asarray(inputs.x, bfloat16)
@@ -151,9 +148,12 @@ def test_tokens_are_put_in_order_of_their_experts_and_added_up(library: ctypes.C
     np.testing.assert_array_equal(places[is_here][order], np.arange(num_places))
 
     rows = np.full((chosen.size, case.embed), np.nan, bfloat16)
-    arrays = (x, token_of, first[256:], rows)
-    library.gather(5, ctypes.byref(GatherArgs(*(array.ctypes.data for array in arrays), case.embed)))
-    np.testing.assert_array_equal(rows[:num_places], x[token_of[:num_places]])
+    norm_sums = np.random.default_rng(6).random((num_tokens, 3), np.float32) + 0.5
+    arrays = (x, token_of, first[256:], rows, norm_sums)
+    numbers = (3, 0.5, 0.25, case.embed)
+    library.gather(5, ctypes.byref(GatherArgs(*(array.ctypes.data for array in arrays), *numbers)))
+    normed = x.astype(np.float32) / np.sqrt(norm_sums.sum(axis=1, keepdims=True) / 2 + 0.25)
+    np.testing.assert_allclose(rows[:num_places].astype(np.float32), normed[token_of[:num_places]], rtol=0.005)
 
     rows = (rows * share_of[:, None]).astype(bfloat16)
     out, scaled, gain = np.full_like(x, 1), np.full_like(x, np.nan), np.full(case.embed, 2, bfloat16)
@@ -162,7 +162,7 @@ def test_tokens_are_put_in_order_of_their_experts_and_added_up(library: ctypes.C
     sizes = (case.num_tokens, case.num_chosen, case.embed)
     library.combine(ctypes.byref(CombineArgs(*(array.ctypes.data for array in arrays), *sizes)))
     total = np.where(is_here, shares, 0).sum(axis=1, keepdims=True)
-    expected = 1 + total * np.nan_to_num(x.astype(np.float32))
+    expected = 1 + total * np.nan_to_num(normed)
     np.testing.assert_allclose(out.astype(np.float32), expected, atol=0.03, rtol=0.02)
     np.testing.assert_array_equal(scaled.astype(np.float32), 2 * out.astype(np.float32))
     np.testing.assert_allclose(sums[:, 0], (out.astype(np.float32) ** 2).sum(axis=1), rtol=1e-5)

@@ -60,14 +60,5 @@ void choose_all(const experts::RouterArgs args) {  // `sums` holds the scores [T
 }  // namespace
 extern "C" void choose(const experts::RouterArgs* args) { run(choose_all, 1, *args); }
 
-extern "C" void gate_up(int is_small, unsigned blocks, const experts::RowsArgs* args) {
-  is_small ? run(experts::rows_kernel<1, 1, 4, 8, false>, blocks, *args)
-           : run(experts::rows_kernel<2, 4, 2, 8, false>, blocks, *args);
-}
-extern "C" void down(unsigned blocks, const experts::RowsArgs* args) {
-  run(experts::rows_kernel<2, 4, 2, 4, true>, blocks, *args);
-}
-extern "C" void down_added(int is_small, const experts::RowsArgs* args) {
-  is_small ? run(experts::down_kernel<1, 8>, args->rows / 16, *args)
-           : run(experts::down_kernel<2, 4>, args->rows / 16, *args);
-}
+extern "C" void gate_up(unsigned blocks, const experts::RowsArgs* args) { run(experts::gate_up_kernel, blocks, *args); }
+extern "C" void down(const experts::RowsArgs* args) { run(experts::down_kernel, args->rows / 16, *args); }
