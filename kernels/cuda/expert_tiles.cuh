@@ -1,9 +1,8 @@
 // The experts of a step of many tokens: products of 128 tokens of one expert by 256 rows of its weights, with wgmma.
 //
 // The tokens lie in order of their experts, so a tile's are consecutive rows; only an expert's last tile is not full,
-// and what it reads beyond the expert's tokens is not stored. Persistent blocks take tiles in turn:
-//   warpgroup 0      one thread fetches one or two [64, 64] tiles of tokens and [256, 64] of weights with the bulk
-//   tensor copy
+// and what it reads beyond the expert's tokens is not stored. Persistent blocks take tiles of equal work in turn:
+//   warpgroup 0      one thread fetches [128, 64] tiles of tokens and [256, 64] of weights with the bulk tensor copy
 //                    engine, also of the next tiles, into a ring of stages
 //   warpgroups 1, 2  64 tokens each; they do not wait for each other, so one multiplies while the other stores
 // gate_up: the weights are 128 rows of gate and the same 128 of up, so that a thread gets both for a token; stores
@@ -49,7 +48,6 @@ __device__ __forceinline__ void wgmma_64x256(float (&c)[128], uint64_t a, uint64
 }
 
 constexpr int kTileThreads = 384, kTileTokens = 128, kTileWeights = 256, kTileColumns = 64, kTileStages = 4;
-constexpr int kGroupTokens = kTileTokens / 2;  // of a warpgroup
 constexpr int kTokenBytes = kTileTokens * kTileColumns * 2, kWeightBytes = kTileWeights * kTileColumns * 2;
 constexpr int kTileStageBytes = kTokenBytes + kWeightBytes;
 constexpr int kFetchRegisters = 40, kComputeRegisters = 232;
@@ -148,17 +146,13 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
         find_tile(memory, tile, kRows, &at);
         const int matrix = args.first_matrix + (kIsDown ? at.expert : 2 * at.expert);
-        const bool has_second = at.token + kGroupTokens < at.last_token;
         const int row = at.row, second_row = kIsDown ? row + kTileWeights / 2 : row;
 #pragma unroll 1
         for (int k = 0; k < blocks; ++k) {
           barrier_wait(empty + 8 * stage, parity);
           const uint32_t to = shared_address(memory.ring[stage]), barrier = full + 8 * stage;
-          barrier_expect_bytes(barrier, has_second ? kTileStageBytes : kTileStageBytes - kTokenBytes / 2);
+          barrier_expect_bytes(barrier, kTileStageBytes);
           copy_box(to, &input, k * kTileColumns, at.token, 0, barrier);
-          if (has_second) {
-            copy_box(to + kTokenBytes / 2, &input, k * kTileColumns, at.token + kGroupTokens, 0, barrier);
-          }
           copy_box(to + kTokenBytes, &weights, k * kTileColumns, row, matrix, barrier);
           copy_box(to + kTokenBytes + kWeightBytes / 2, &weights, k * kTileColumns, second_row,
                    kIsDown ? matrix : matrix + 1, barrier);
@@ -170,22 +164,12 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputeRegisters));
-  const int group = warp / 4 - 1;  // of tokens
+  const int group = warp / 4 - 1;
   int stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
     find_tile(memory, tile, kRows, &at);
-    const int first_token = at.token + kGroupTokens * group;
-    if (first_token >= at.last_token) {  // only the first warpgroup has tokens
-#pragma unroll 1
-      for (int k = 0; k < blocks; ++k) {
-        barrier_wait(full + 8 * stage, parity);
-        if (lane == 0) barrier_arrive(empty + 8 * stage);
-        if (++stage == kTileStages) stage = 0, parity ^= 1;
-      }
-      continue;
-    }
     float c[128];
     int previous = -1;
 #pragma unroll 1
@@ -210,7 +194,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     const int quad = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int token = first_token + 16 * (warp % 4) + lane / 4 + 8 * half;
+      const int token = at.token + 64 * group + 16 * (warp % 4) + lane / 4 + 8 * half;
       const bool is_token = token < at.last_token;
       const float share = !kIsDown && is_token ? args.share_of[token] : 0.0f;
       bf16* to = args.out + static_cast<size_t>(is_token ? token : 0) * args.rows + at.row + 8 * quad;

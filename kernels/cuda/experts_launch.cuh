@@ -165,10 +165,9 @@ class Launcher {
     const cuuint64_t input_sizes[3] = {columns, places, 1}, input_strides[2] = {row_bytes, places * row_bytes};
     const cuuint64_t sizes[3] = {columns, rows, static_cast<cuuint64_t>(matrices)};
     const cuuint64_t strides[2] = {row_bytes, rows * row_bytes};
-    const cuuint32_t input_box[3] = {kTileColumns, kGroupTokens, 1};
-    const cuuint32_t box[3] = {kTileColumns, kTileWeights / 2, 1};
+    const cuuint32_t box[3] = {kTileColumns, kTileTokens, 1};  // of tokens, and of half a tile's rows of weights
     CUtensorMap input_map, weights_map;
-    if (!step_.encode(&input_map, input, input_sizes, input_strides, input_box) ||
+    if (!step_.encode(&input_map, input, input_sizes, input_strides, box) ||
         !step_.encode(&weights_map, weights, sizes, strides, box)) {
       return;
     }

@@ -38,6 +38,7 @@ _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
 # weights stay in the L2 cache of the GPU between the groups of 64 tokens of the fused layers (docs/log/decode.md).
 _MAX_FUSED_TOKENS, _MAX_CACHED_FUSED_TOKENS = 64, 256
 _CACHED_LAYER_BYTES = 32 << 20
+_MAX_CHOSEN = 32  # experts of a token in the fused layers' router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,6 +310,8 @@ def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
     if shapes.model.experts is not None:
         if shapes.layout.num_shards > 1:
             return "layers with experts are fused on one device only"
+        if shapes.model.experts.num_chosen > _MAX_CHOSEN:
+            return f"a token chooses {shapes.model.experts.num_chosen} experts; at most {_MAX_CHOSEN} are supported"
         if len(shapes.model.stacks) > 1:
             return "some layers of the model have experts and some do not"
     return decode_layers.unsupported_reason(_layer_shapes(shapes), _cache_shard(shapes), name)
