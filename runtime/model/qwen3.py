@@ -14,7 +14,7 @@ mlp, V vocab.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -225,25 +225,6 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.linear, context.p2p_all_reduce)
 
 
-def layer_weights(layers: nnx.State, mlp: Any = None) -> LayerWeights:
-    """Returns the stacked parameters of all layers, arrays or shapes, as operands of the fused decode kernels.
-
-    `mlp` holds `gate_up` and `down` if the layers' `mlp` does not. Quantised projections are `QuantisedMatrix` values,
-    which the kernels may not support: ask `unsupported_reason`.
-    """
-    attention, mlp = layers["attention"], layers["mlp"] if mlp is None else mlp
-    return LayerWeights(
-        input_norm=layers["attention_norm"].get_value(),
-        qkv=matrix_of(attention["qkv"]),
-        q_norm=attention["q_norm"].get_value(),
-        k_norm=attention["k_norm"].get_value(),
-        o=matrix_of(attention["out"]),
-        post_norm=layers["mlp_norm"].get_value(),
-        gate_up=matrix_of(mlp["gate_up"]),
-        down=matrix_of(mlp["down"]),
-    )
-
-
 class Forward(NamedTuple):
     """Result of running all layers."""
 
@@ -256,7 +237,6 @@ class Qwen3(nnx.Module):
     """The whole model. Each of `ModelConfig.stacks` holds the stacked parameters of its layers."""
 
     layer_types = {"layers": DecoderLayer}  # by the name of the stack
-    layer_weights = staticmethod(layer_weights)  # of all layers, for the fused decode kernels
 
     def __init__(self, config: ModelConfig, layout: ShardLayout, dtype: jnp.dtype):
         declare = Declare(dtype=dtype, num_shards=layout.num_shards, quantisation=config.quantisation)
@@ -300,7 +280,7 @@ class Qwen3(nnx.Module):
         x = self.embed(token_ids, kernels.p2p_all_reduce)
         fused = kernels.fused(x.shape[0], is_decode=wanted is None)
         if fused is not None:
-            weights = self.layer_weights(nnx.state(self.layers))
+            weights = layer_weights(nnx.state(self.layers))
             x, cache = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.p2p)
             return Forward(x, None, cache)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
@@ -365,6 +345,25 @@ def slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:
     if isinstance(index, int) or stack.ndim <= 3:
         return stack[index]
     return stack.reshape(stack.shape[0], -1, stack.shape[-1])[index].reshape(stack.shape[1:])
+
+
+def layer_weights(layers: nnx.State) -> LayerWeights:
+    """Returns the stacked parameters of all layers, arrays or shapes, as operands of the fused decode kernels.
+
+    Quantised projections are `QuantisedMatrix` values, which the kernels may not support: ask `unsupported_reason`.
+    """
+    attention, mlp = layers["attention"], layers["mlp" if "mlp" in layers else "experts"]
+    return LayerWeights(
+        input_norm=layers["attention_norm"].get_value(),
+        qkv=matrix_of(attention["qkv"]),
+        q_norm=attention["q_norm"].get_value(),
+        k_norm=attention["k_norm"].get_value(),
+        o=matrix_of(attention["out"]),
+        post_norm=layers["mlp_norm"].get_value(),
+        gate_up=matrix_of(mlp["gate_up"]),
+        down=matrix_of(mlp["down"]),
+        router=mlp["router"].get_value() if "router" in mlp else None,
+    )
 
 
 def specs_of(params: nnx.State) -> nnx.State:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshserve.kernels.decode_layers import LayerWeights
 from meshserve.kernels.experts import ExpertWeights, Routing
 from meshserve.sharding.collectives import all_reduce
 from meshserve.sharding.layout import ShardLayout
@@ -22,15 +21,9 @@ from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.model_config import ExpertsConfig, ModelConfig
 from ..quantisation.declaration import Declare
-from . import qwen3
 from .qwen3 import DecoderLayer, MLPContext, Qwen3, rms_norm, slice_stack
 
 _STACKED_MATRICES = ("gate_up", "down")
-
-
-def layer_weights(layers: nnx.State) -> LayerWeights:
-    """Returns the stacked parameters of all layers with experts; see `qwen3.layer_weights`."""
-    return qwen3.layer_weights(layers, layers["experts"])._replace(router=layers["experts"]["router"].get_value())
 
 
 def route(x: jax.Array, router: jax.Array, config: ExpertsConfig) -> Routing:
@@ -85,7 +78,6 @@ class Qwen3Moe(Qwen3):
     """The whole model."""
 
     layer_types = {"layers": SparseLayer, "dense_layers": DecoderLayer}  # by the name of the stack
-    layer_weights = staticmethod(layer_weights)
 
     def layer(self, index: int | jax.Array) -> DecoderLayer:
         """Returns one decoder layer, with the experts' matrices of its whole stack: they are read where they lie."""
