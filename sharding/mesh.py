@@ -24,10 +24,11 @@ def use_cpu_devices(num_devices: int) -> None:
     """Makes this process use virtual CPU devices. Call it before anything else asks jax for devices.
 
     Raises:
-      RuntimeError: jax has already started its backends.
+      RuntimeError: jax has already started its backends, and not with so many devices.
     """
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", num_devices)
+    if jax.config.jax_num_cpu_devices != num_devices:
+        jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def claim_gpu_memory(fraction: float) -> None:
@@ -36,7 +37,7 @@ def claim_gpu_memory(fraction: float) -> None:
     Takes precedence over JAX's environment variable. Has no effect on other devices, or once the backend has started.
     """
     if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13)):
-        jax.config.update("jax_pjrt_client_create_options", {"memory_fraction": fraction})
+        _add_client_option("memory_fraction", fraction)
 
 
 def use_dispatch_threads() -> None:
@@ -47,7 +48,14 @@ def use_dispatch_threads() -> None:
     """
     plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     if importlib.util.find_spec("jax_plugins") and any(map(importlib.util.find_spec, plugins)):
-        jax.config.update("jax_pjrt_client_create_options", {"use_tfrt_gpu_client": True})
+        _add_client_option("use_tfrt_gpu_client", True)
+
+
+def _add_client_option(name: str, value: object) -> None:
+    """Sets an option of the GPU backend that has not started yet, beside those set before."""
+    options = jax.config.jax_pjrt_client_create_options
+    known = options if isinstance(options, dict) else {}
+    jax.config.update("jax_pjrt_client_create_options", {**known, name: value})
 
 
 def make_mesh(tensor_parallelism: int, devices: Sequence[jax.Device] | None = None) -> Mesh:

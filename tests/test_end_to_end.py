@@ -22,6 +22,7 @@ from meshserve.runtime.client.client import AsyncClient, CallError, Client
 from .waiting import WAIT_SECONDS
 
 NUM_STREAMS = 64
+README = Path(__file__).parents[1] / "README.md"
 SERVE = [
     sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--tp=4", "--cpu-devices=8",
     "--dtype=float32", "--page-size=16", "--max-running=16", "--max-step-tokens=32", "--num-pages=96",
@@ -102,6 +103,16 @@ async def _all_streams(target: str) -> list[str]:
 def test_64_streams_leave_no_page_behind(server: str) -> None:
     ends = asyncio.run(_all_streams(server))
     assert set(ends) == {"whole", "cancelled", "deadline"}, "the draw did not produce every fate"
+
+
+def test_the_example_of_the_readme_shows_something(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [code] = re.findall(r"^```python\n(.+?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert "127.0.0.1:50051" in code
+    exec(code.replace("127.0.0.1:50051", server), {})
+    said = capsys.readouterr().out
+    found = json.loads(said[said.rindex("{") :])
+    assert found["speaker"] in ("HAMLET", "OPHELIA", "HORATIO") and 1 <= found["act"] <= 5
+    assert len(said[: said.rindex("{")].split()) > 10, "the text before it"
 
 
 def test_a_seed_fixes_the_text_whatever_else_runs(server: str) -> None:

@@ -28,6 +28,7 @@ from meshserve.benchmarks.lib.workloads import Work
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.client.client import AsyncClient, CallError, credentials_from
 from meshserve.runtime.commands.cli import add_credentials
+from meshserve.runtime.options.flags import Parser
 
 from .serving_report import Call, figures, text
 
@@ -190,7 +191,7 @@ def _traffic(options: argparse.Namespace, vocab_size: int, seed: int) -> Traffic
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="meshserve bench serve", description="Put load on a server through gRPC.")
+    parser = Parser(prog="meshserve bench serve", description="Put load on a server through gRPC.")
     parser.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (default: %(default)s)")
     parser.add_argument("--rate", type=_rate, nargs="+", default=[], help="requests per second of a Poisson process")
     parser.add_argument(

@@ -65,16 +65,19 @@ class Tenant:
 
     def bounded(
         self, params: SamplingParams, num_prompt_tokens: int, num_samples: int, max_context: int
-    ) -> SamplingParams:
-        """Returns parameters whose output is bounded, where the request leaves it open, so that the quota can hold it.
+    ) -> tuple[SamplingParams, int]:
+        """Bounds the output of a request that leaves its length open, so that the tenant's quota can hold it.
 
         Without this, a request without max_tokens would always be refused if the context is larger than the quota.
+
+        Returns:
+          The parameters, and the largest number of prompt and output tokens of all samples together.
         """
-        if params.max_tokens is not None or self.max_tokens is None:
-            return params
-        most = self.max_tokens // num_samples - num_prompt_tokens
-        is_needed = 0 < most < max_context - num_prompt_tokens
-        return dataclasses.replace(params, max_tokens=most) if is_needed else params
+        if params.max_tokens is None and self.max_tokens is not None:
+            most = self.max_tokens // num_samples - num_prompt_tokens
+            if 0 < most < max_context - num_prompt_tokens:
+                params = dataclasses.replace(params, max_tokens=most)
+        return params, params.total_tokens(num_prompt_tokens, max_context) * num_samples
 
 
 # The callers of a server without a tokens file: `LOCAL` if it binds a loopback address, `ANYBODY` otherwise.

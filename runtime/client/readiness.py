@@ -20,7 +20,7 @@ from .messages import CallError
 READY_SECONDS = 300.0  # default limit: large models load and compile for minutes
 HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name)
 
-_UNREACHABLE_SECONDS = 10.0  # a server that is being started opens its port within this time
+_UNREACHABLE_SECONDS = 30.0  # a server that is being started opens its port within this time
 _POLL_SECONDS = 0.1
 _SILENT_SECONDS = 1.0  # shorter waits are not mentioned
 _log = logging.getLogger("meshserve.client")
@@ -53,7 +53,7 @@ class _Wait:
         message = f"no server answers at {self._target}"
         if time.monotonic() - self._began >= limit:
             advice = "Start one with `meshserve serve`, or correct the address."
-            raise CallError(grpc.StatusCode.UNAVAILABLE, f"{message} ({error.details()}). {advice}")
+            raise CallError(grpc.StatusCode.UNAVAILABLE, f"{message} ({error.details()}). {advice}") from None
         self._tell(message, limit)
         return False
 
@@ -72,7 +72,7 @@ class _Wait:
         message = f"the server at {self._target} is starting{progress}"
         if time.monotonic() - self._began >= self._limit_seconds:
             advice = f"It was not ready within {self._limit_seconds:g} s. Retry later, or wait longer (ready_seconds)."
-            raise CallError(grpc.StatusCode.UNAVAILABLE, f"{message}. {advice}")
+            raise CallError(grpc.StatusCode.UNAVAILABLE, f"{message}. {advice}") from None
         self._tell(message, self._limit_seconds)
         return False
 

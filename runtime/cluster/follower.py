@@ -97,6 +97,7 @@ class FollowingProcess:
                 if self.is_ready and not has_told:
                     has_told = True
                     await set_health(servicer, health_pb2.HealthCheckResponse.SERVING)
+                    say(f"meshserve is ready: process {self._membership.process_id} replays the steps of process 0")
                 await asyncio.sleep(_POLL_SECONDS)
             await servicer.enter_graceful_shutdown()
             # Process 0 waits this long for the followers to exit. Clients that watch the health keep calls open.

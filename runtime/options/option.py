@@ -22,7 +22,7 @@ class Option:
       is_server_only: Whether the option has no effect without a server, as in `generate` and the benchmarks.
       may_differ: Whether the processes of one cluster may have different values.
       is_expert: Whether the option rarely needs to be changed; `--help` lists such options last.
-      is_auto: Whether `auto` is allowed, which is stored as 0 and resolved at startup (`planning.auto_limits`).
+      is_auto: Whether `auto` is allowed, which is stored as 0 and resolved at startup (in `planning`).
       alias: The name of the same option in vLLM, which is accepted as a flag, too.
     """
 

@@ -46,7 +46,7 @@ def server_only_options() -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """The options of a server. The defaults serve a small model on one device.
+    """The options of a server. The defaults suit the devices of the machine.
 
     To add an option, add a field here. Its flag, TOML key, checks and help text follow from the field.
 

@@ -56,8 +56,7 @@ class SchedulerLimits:
         return self.num_pages_for(request.max_total_tokens - 1)  # the last token's keys and values are never needed
 
     def max_total_tokens(self, request: Request, num_pages: int) -> int:
-        """Returns the maximum number of prompt and output tokens that the request may have; without max_tokens, as many
-        as the context and a cache of `num_pages` pages hold.
+        """Returns the maximum number of prompt and output tokens that the request may have in a cache of `num_pages`.
 
         Raises:
           InvalidRequestError: The request does not fit in the context or the cache.

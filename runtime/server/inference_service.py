@@ -197,11 +197,9 @@ class Edge(pb_grpc.InferenceServiceServicer):
         backend, intake = self.serving()  # tokenising may have taken a while
         num_prompt_tokens = len(asked.prompt_token_ids)
         intake.check_params(asked.params, num_prompt_tokens)
-        metadata = context.invocation_metadata()
-        tenant, num_samples = asked.tenant, asked.options.n
-        max_context = backend.info.max_context_tokens
-        params = tenant.bounded(asked.params, num_prompt_tokens, num_samples, max_context)
-        asked.count_tokens(params.total_tokens(num_prompt_tokens, max_context) * num_samples)
+        tenant, num_samples, info = asked.tenant, asked.options.n, backend.info
+        params, num_tokens = tenant.bounded(asked.params, num_prompt_tokens, num_samples, info.max_context_tokens)
+        asked.count_tokens(num_tokens)
         remaining = context.time_remaining()  # None if the call has no deadline
         grammar = await intake.grammar(asked.params, asked.prompt_token_ids, tenant.name, remaining)
         backend, intake = self.serving()  # again, because compiling may have taken a while
@@ -214,7 +212,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
             raise
         request_log = self.observer.begin(
             method=method, request_id=asked.request_id, tenant=tenant.name, num_prompt_tokens=num_prompt_tokens,
-            metadata=dict(metadata or ()), began=asked.began,
+            metadata=dict(context.invocation_metadata() or ()), began=asked.began,
         )  # fmt: skip
         outcome, ended, num_open_samples = "cancelled", "cancelled", options.n
         try:

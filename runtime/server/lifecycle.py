@@ -308,8 +308,7 @@ def bind(server: grpc.aio.Server, listen: Listen) -> int:
       ConfigError: The address cannot be bound, or the certificates cannot be used.
     """
     address = address_of(listen.host, listen.port)
-    if listen.port:
-        check_free(listen.host, listen.port)
+    check_free(listen.host, listen.port)
     try:
         if listen.tls is not None:
             return server.add_secure_port(address, server_credentials(listen.tls))

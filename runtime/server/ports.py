@@ -12,14 +12,13 @@ def address_of(host: str, port: int) -> str:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises ConfigError if the port is in use. gRPC would accept it if one of a name's addresses is free."""
+    """Raises ConfigError if the port is in use; gRPC accepts it if one of a name's addresses is free. 0 is free."""
     if is_taken(host, port):
         raise ConfigError(f"cannot bind {address_of(host, port)}: it is in use. Free it, or choose another port.")
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether somebody listens at the port of an address of this machine, of any that the name has; "" is all of them.
-    False where the host is no address of it."""
+    """Returns whether a port of any address of `host` is in use. False if `host` is no address of this machine."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror:

@@ -68,9 +68,7 @@ def refuse_others(request: Any) -> None:
 
 
 def sampling_params(message: Any, defaults: Mapping[str, Any] = _NONE) -> SamplingParams:
-    """Returns the sampling parameters, with `defaults` for fields that were not sent.
-
-    A 0 counts as not sent, except for the temperature.
+    """Returns the sampling parameters, with `defaults` for fields that were not sent, or 0 except for the temperature.
 
     Raises:
       InvalidRequestError: A value is out of range or not supported.

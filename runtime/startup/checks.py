@@ -22,8 +22,7 @@ def check_before_listening(config: ServeConfig) -> None:
     Raises:
       MeshserveError: The port is in use, or the model or the devices do not allow the options.
     """
-    if config.port:
-        check_free(config.host, config.port)
+    check_free(config.host, config.port)
     model = _model(config)
     if model is None:
         return

@@ -141,6 +141,7 @@ def test_where_nobody_answers_the_error_says_what_to_do(monkeypatch):
         with pytest.raises(CallError, match="no server answers at .* Start one with `meshserve serve`") as caught:
             client.complete([1], timeout_seconds=WAIT_SECONDS)
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.__suppress_context__, "a traceback shows one error"
 
 
 def test_a_script_that_fails_shows_one_error(starting):
