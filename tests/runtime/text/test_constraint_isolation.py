@@ -20,13 +20,20 @@ from meshserve.runtime.text.grammar import Compiling, Grammars
 from meshserve.runtime.text.mask_exchange import MaskExchange, Matcher
 from meshserve.runtime.text.worker_processes import WorkerProcess
 from meshserve.runtime.text.worker_protocol import PROGRESS, is_answer
+from tests.hostile.corpus import (
+    AMBIGUOUS,
+    VERY_AMBIGUOUS,
+    chained_references,
+    chained_rules,
+    chained_terminals,
+    nested_schema,
+)
 from tests.runtime.following import Follower, wait_for_masks
 from tests.waiting import WAIT_SECONDS, wait_for
 
 MODEL = Path(demo.__file__).with_name("model")
 ENDLESS = Constraint(kind="json_schema", text='{"type": "integer", "multipleOf": 3000017}')
 LETTERS = Constraint(kind="regex", text="[a-z]{100}")
-AMBIGUOUS = Constraint(kind="grammar", text="start: s\ns: s s | /./")
 
 
 def new_grammars(seconds: float = WAIT_SECONDS, memory_mib: int = 64) -> Grammars:
@@ -57,19 +64,6 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def chained_rules(number: int) -> str:
-    return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(number)) + f'r{number}: "a"\n'
-
-
-def chained_terminals(number: int) -> str:
-    return "start: T0\n" + "".join(f"T{i}: ~T{i + 1}\n" for i in range(number)) + f'T{number}: "a"\n'
-
-
-def chained_references(number: int) -> str:
-    chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(number)}
-    return json.dumps({"$ref": "#/$defs/d0", "$defs": {**chain, f"d{number}": {"type": "integer"}}})
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
@@ -77,7 +71,7 @@ def chained_references(number: int) -> str:
         ("grammar", chained_terminals(3_500), "has rules 3502"),
         ("grammar", "root ::= " + "(" * 30_000, "has depth 30000; allowed is 200"),
         ("json_schema", chained_references(1_300), "has references 1301; allowed is 1000"),
-        ("json_schema", '{"type":"array","items":' * 2_000 + "{}" + "}" * 2_000, "has depth 2001"),
+        ("json_schema", nested_schema(2_000), "has depth 2001"),
         ("regex", "(" * 5_000 + "a" + ")" * 5_000, "has depth 5000"),
     ],
 )
@@ -293,7 +287,7 @@ def test_the_template_is_started_again(grammars: Grammars):
 def test_slow_constraints_have_a_worker_of_their_own(grammars: Grammars, monkeypatch: pytest.MonkeyPatch):
     """Their samples wait for it; others, which share a worker, do not."""
     monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_MASK_SECONDS", 0.0)
-    slow = grammars.compile(AMBIGUOUS)
+    slow = grammars.compile(Constraint(kind="grammar", text=AMBIGUOUS))
     monkeypatch.undo()
     assert not slow.compiled.is_fast and slow.compiled.worker is not None
     exchange, held = MaskExchange(), [Matcher(slow) for _ in range(4)]
@@ -313,7 +307,7 @@ def test_slow_constraints_have_a_worker_of_their_own(grammars: Grammars, monkeyp
 def test_constraints_that_turn_out_slow_move(grammars: Grammars, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_SECONDS", 1e9)
     monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_MASK_SECONDS", 1e9)
-    grammar, exchange = grammars.compile(Constraint(kind="grammar", text='start: s\ns: s s s | s s | "a" | "b"')), None
+    grammar, exchange = grammars.compile(Constraint(kind="grammar", text=VERY_AMBIGUOUS)), None
     assert grammar.compiled.is_fast
     exchange, follower, draw = MaskExchange(), Follower(grammar), random.Random(1)
     follower.exchange = exchange
