@@ -74,7 +74,12 @@ def _checking_bytes(handler: Any) -> Any:
         async def check(request: Any, context: Any) -> Any:
             if isinstance(request, DecodeError):
                 await abort(context, InvalidRequestError("request", "the bytes are not a message of this method."))
-            return await behavior(request, context)
+            try:
+                return await behavior(request, context)
+            except grpc.aio.AbortError as error:  # gRPC keeps it, in a cycle: it must not keep the request, too
+                del request
+                error.__context__ = None
+                raise error.with_traceback(None) from None
 
         return check
 

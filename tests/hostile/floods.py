@@ -141,6 +141,7 @@ FLOODS: Mapping[str, Flood] = {
     "Tokenize of 150 kB": Flood("Tokenize", pb.TokenizeRequest(text="the sea and the sky " * 7_500), num_callers=32),
     "Detokenize of 300,000 tokens": Flood("Detokenize", pb.DetokenizeRequest(token_ids=[300] * 300_000)),
     "prompts of 150 kB": Flood("Generate", generate(text="the sea and the sky " * 7_500)),
+    "prompts of 2,000 characters": Flood("Generate", generate(text="the sea and the sky " * 100), num_callers=200),
     "chats of 400 messages": Flood("Chat", _CHAT, num_callers=8),
     "chats with 128 tools": Flood("Chat", _TOOLS, num_callers=8),
     # Constraints.

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import socket
 import threading
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +22,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.api.errors import (
     ConfigError,
     EngineStoppedError,
+    InvalidRequestError,
     PermissionDeniedError,
     QueueFullError,
     QuotaExceededError,
@@ -170,6 +173,28 @@ def generate(target: str, request: pb.GenerateRequest) -> Code:
         except grpc.RpcError as error:
             return error.code()
     return Code.OK
+
+
+def test_a_refused_request_is_freed_at_once(server, monkeypatch):
+    """gRPC keeps the exception that ended a call in a cycle, whose frames would keep messages of many megabytes."""
+
+    class Held:
+        pass
+
+    def refuse(text: str) -> tuple[int, ...]:
+        held = Held()
+        found.append(weakref.ref(held))
+        raise InvalidRequestError("text", "it was only a test")
+
+    found: list[weakref.ref[Held]] = []
+    monkeypatch.setattr(server.edge.backend.tokenizer, "encode", refuse)
+    gc.collect()
+    gc.disable()
+    try:
+        assert generate(server.target, pb.GenerateRequest(text="a")) is Code.INVALID_ARGUMENT
+        wait_for(lambda: found[0]() is None)
+    finally:
+        gc.enable()
 
 
 def test_abort_ends_streams_and_says_how_many(server):
