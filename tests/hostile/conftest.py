@@ -12,9 +12,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that every attack must leave as it was. At the end prints what the neighbour saw."""
     with serving(tmp_path_factory.mktemp("served")) as served:
         yield served
-        for name, gaps in served.gaps.items():
-            median, p99, longest = (1e3 * percentile(gaps, share) for share in (0.5, 0.99, 1.0))
-            print(f"gaps beside {name}: median {median:.1f} ms, P99 {p99:.1f}, longest {longest:.1f} ({len(gaps)})")
+        for (name, kind), gaps in served.gaps.items():
+            figures = ", ".join(f"{percentile(gaps, share):.1f}" for share in (0.5, 0.99, 1.0))
+            print(f"gaps of {kind} streams beside {name} (median, P99, longest): {figures} ms of {len(gaps)}")
 
 
 @pytest.fixture

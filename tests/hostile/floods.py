@@ -103,7 +103,7 @@ def _gateway_generate(number: int) -> vllm_engine_pb2.GenerateRequest:
 _LONG = {"max_tokens": MAX_CONTEXT - 1, "ignore_eos": True}
 _FULL_PROMPT = {"token_ids": [300] * (MAX_CONTEXT - 2), "max_tokens": 1}
 _CHAT = pb.ChatRequest(
-    messages=[pb.ChatMessage(role="user", content="a")] * 400, sampling=pb.SamplingParams(max_tokens=1)
+    messages=[pb.ChatMessage(role="user", content="a")] * 60, sampling=pb.SamplingParams(max_tokens=1)
 )
 _TOOLS = pb.ChatRequest(
     messages=[pb.ChatMessage(role="user", content="a")],
@@ -118,7 +118,9 @@ FLOODS: Mapping[str, Flood] = {
     "a full queue": Flood("Generate", generate(max_tokens=60, ignore_eos=True), num_callers=300),
     "requests over the quota": Flood("Generate", generate(**_LONG), "attacker", 64, num_messages=40),
     "prompts that fill the context": Flood("Generate", generate(**_FULL_PROMPT), num_callers=8),
-    "prompts that are not cached": Flood("Generate", lambda number: generate(cache_salt=str(number), **_FULL_PROMPT)),
+    "prompts that are not cached": Flood(
+        "Generate", lambda number: generate(cache_salt=str(number), **_FULL_PROMPT), num_callers=8
+    ),
     "64 samples": Flood("Generate", generate(n=64, **_LONG), num_callers=2, num_messages=300),
     "the same request id": Flood("Generate", generate(request_id="same", max_tokens=9)),
     # Fields at their limits.
@@ -142,7 +144,7 @@ FLOODS: Mapping[str, Flood] = {
     "Detokenize of 300,000 tokens": Flood("Detokenize", pb.DetokenizeRequest(token_ids=[300] * 300_000)),
     "prompts of 150 kB": Flood("Generate", generate(text="the sea and the sky " * 7_500)),
     "prompts of 2,000 characters": Flood("Generate", generate(text="the sea and the sky " * 100), num_callers=200),
-    "chats of 400 messages": Flood("Chat", _CHAT, num_callers=8),
+    "chats of 60 messages": Flood("Chat", _CHAT, num_callers=8),
     "chats with 128 tools": Flood("Chat", _TOOLS, num_callers=8),
     # Constraints.
     "masks of an ambiguous grammar": Flood(

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ from tests.waiting import WAIT_SECONDS, wait_for
 
 _PROMPT = [300, 301, 302, 303, 304, 305, 306, 307]
 # What it asks for, in turn. All have the same numbers of tokens, which fill its quota.
-STREAMS: Sequence[dict[str, Any]] = (
-    {"temperature": 0.0},
-    {"temperature": 0.8, "seed": 7, "logprobs": 2, "frequency_penalty": 0.5},
-    {"temperature": 1.0, "seed": 8, "constraint": {"regex": "[a-z ]{400}"}},
-)
+STREAMS: Mapping[str, dict[str, Any]] = {
+    "plain": {"temperature": 0.0},
+    "processed": {"temperature": 0.8, "seed": 7, "logprobs": 2, "frequency_penalty": 0.5},
+    "constrained": {"temperature": 1.0, "seed": 8, "constraint": {"regex": "[a-z ]{400}"}},
+}
 
 _PROGRAM = f"""
 import json, sys
@@ -39,13 +39,13 @@ class Report:
     """What the neighbour saw.
 
     Attributes:
-      gaps: Times between two messages of a stream, in seconds.
-      first: Times to the first message of each stream.
+      gaps: Times between two messages of a stream, in seconds, by the kind of stream.
+      first: Times to the first message of each stream, likewise.
       failures: Streams that were refused, broken off, or ended with other tokens than alone.
     """
 
-    gaps: list[float]
-    first: list[float]
+    gaps: dict[str, list[float]]
+    first: dict[str, list[float]]
     failures: list[str]
     num_streams: int
 
@@ -95,14 +95,14 @@ class _Streams:
     def __init__(self, client: Client, num_tokens: int):
         self._client = client
         self._max_tokens = num_tokens - len(_PROMPT)
-        self._alone: dict[int, object] = {}  # results of the first streams, by their kind
-        self._kinds = itertools.cycle(range(len(STREAMS)))
+        self._alone: dict[str, object] = {}  # results of the first streams, by their kind
+        self._kinds = itertools.cycle(STREAMS)
         self._is_over = threading.Event()
         self._thread = threading.Thread()
 
     def begin(self) -> None:
-        self.gaps: list[float] = []
-        self.first: list[float] = []
+        self.gaps: dict[str, list[float]] = {kind: [] for kind in STREAMS}
+        self.first: dict[str, list[float]] = {kind: [] for kind in STREAMS}
         self.failures: list[str] = []
         self.num_streams = 0
         self._is_over.clear()
@@ -119,7 +119,7 @@ class _Streams:
             self._stream(next(self._kinds))
             self.num_streams += 1
 
-    def _stream(self, kind: int) -> None:
+    def _stream(self, kind: str) -> None:
         last, times = time.perf_counter(), []
         token_ids: list[int] = []
         text = reason = ""
@@ -134,13 +134,13 @@ class _Streams:
                 text += chunk.text
                 reason = chunk.finish.reason.value if chunk.finish is not None else reason
         except CallError as error:
-            self.failures.append(f"stream {kind} after {len(token_ids)} tokens: {error.code}: {error}")
+            self.failures.append(f"{kind} stream after {len(token_ids)} tokens: {error.code}: {error}")
             return
         result = [token_ids, text, reason]
         if result != self._alone.setdefault(kind, result) or reason != "length":
-            self.failures.append(f"stream {kind} was {result} instead of {self._alone[kind]}")
-        self.first.append(times[0])
-        self.gaps += times[1:]
+            self.failures.append(f"{kind} stream was {result} instead of {self._alone[kind]}")
+        self.first[kind].append(times[0])
+        self.gaps[kind] += times[1:]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -50,7 +50,7 @@ _LONG_TOKEN = f"<|endoftext|{'-' * 600}>"
 # Bounds on what stays: the pools of threads that the server fills as it needs them (24 for compiling, 5 for
 # tokenising, asyncio's own, gRPC's), and the workers of constraints (spare, shared, and of slow constraints).
 _MAX_POOL_THREADS = 64
-_MAX_WORKERS = 4 + 4 + 32
+_MAX_WORKERS = 4 + 16 + 32
 _DESCRIPTORS_PER_WORKER = 2  # its socket and its memory
 _SPARE_DESCRIPTORS = 8  # connections of the neighbour and of callers that are just closing
 _LOGGED_ERROR = re.compile(r"^.*\b(?:ERROR|CRITICAL)\b.*$|^Traceback.*$|^.*\bUnraisable\b.*$", re.MULTILINE)
@@ -62,8 +62,8 @@ def bearer(tenant: str) -> tuple[tuple[str, str], ...]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Returns the value that a share of the values does not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    """Returns the value that a share of the values does not exceed, in milliseconds; 0 without values."""
+    return 1e3 * sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 def tokens_file() -> str:
@@ -79,7 +79,7 @@ class Served:
     """A running server.
 
     Attributes:
-      gaps: What the neighbour saw beside each attack: the times between two messages of its streams, in seconds.
+      gaps: What the neighbour saw, by attack and kind of stream: times between two messages, in seconds.
     """
 
     process: subprocess.Popen
@@ -87,7 +87,7 @@ class Served:
     gateway: str  # address of the gateway port
     log: Path
     neighbour: Neighbour
-    gaps: dict[str, list[float]] = field(default_factory=dict)
+    gaps: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     _base: dict[str, int] = field(default_factory=dict)
     _num_log_chars: int = 0
 
@@ -98,7 +98,7 @@ class Served:
         self._base = self.main.counts()
 
     @contextlib.contextmanager
-    def under_attack(self, name: str, num_streams: int = 2) -> Iterator[None]:
+    def under_attack(self, name: str, num_streams: int = 1) -> Iterator[None]:
         """Runs an attack beside the polite neighbour, and checks what it has seen and what is left.
 
         Args:
@@ -110,7 +110,8 @@ class Served:
             self.neighbour.wait_for_streams(num_streams)
         finally:
             report = self.neighbour.end()
-        self.gaps.setdefault(name, []).extend(report.gaps)
+        for kind, gaps in report.gaps.items():
+            self.gaps.setdefault((name, kind), []).extend(gaps)
         assert not report.failures, f"beside {name!r}: {report.failures[:3]}"
         self.check_clean()
 

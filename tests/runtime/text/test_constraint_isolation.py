@@ -16,8 +16,9 @@ from meshserve.deploy import demo
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
 from meshserve.runtime.text.constraint_limits import ConstraintLimits, LimitError, SlowCompiles, check_size
+from meshserve.runtime.text.constraint_worker import Worker
 from meshserve.runtime.text.grammar import Compiling, Grammars
-from meshserve.runtime.text.mask_exchange import MaskExchange, Matcher
+from meshserve.runtime.text.mask_exchange import _MAX_SHARED, MaskExchange, Matcher
 from meshserve.runtime.text.worker_processes import WorkerProcess
 from meshserve.runtime.text.worker_protocol import PROGRESS, is_answer
 from tests.hostile.corpus import (
@@ -315,6 +316,49 @@ def test_constraints_that_turn_out_slow_move(grammars: Grammars, monkeypatch: py
         bits = np.unpackbits((follower.matcher.mask & ~grammars.eos_mask).view(np.uint8), bitorder="little")
         follower.advance([int(draw.choice(np.flatnonzero(bits)))])
     assert not grammar.compiled.is_fast or "max is 500" in str(follower.matcher.failure)
+
+
+def test_tenants_share_no_workers(grammars: Grammars):
+    """Unless they are very many; the workers of those without samples end then."""
+    exchange, samples = MaskExchange(), []
+    for index in range(_MAX_SHARED):
+        samples.append(Matcher(grammars.compile(LETTERS, tenant=f"tenant {index}")))
+        letters_of(grammars, samples[-1], 1, exchange)
+    workers = [followers.worker for followers in exchange._shared]
+    assert len(set(workers)) == len(workers) == _MAX_SHARED
+    letters_of(grammars, Matcher(grammars.compile(LETTERS, tenant="one more")), 1, exchange)
+    assert [followers.worker for followers in exchange._shared] == workers
+    exchange.close(samples[3])
+    letters_of(grammars, Matcher(grammars.compile(LETTERS, tenant="another")), 1, exchange)
+    assert len(exchange._shared) == _MAX_SHARED and workers[3] not in [each.worker for each in exchange._shared]
+
+
+def test_rows_that_are_slow_together_are_told(monkeypatch: pytest.MonkeyPatch):
+    """Rows of 3 ms: ten of one constraint, two of another."""
+    now = 0.0
+
+    class Timed(Worker):
+        def __init__(self) -> None:
+            self._memory, self._sources, self._starts, self._matchers = bytearray(64), {}, {}, {}
+            self._mask_seconds = 0.0
+
+        def _advance(self, *row: object) -> tuple[int, str]:
+            nonlocal now
+            now += 0.003
+            return 0, ""
+
+    monkeypatch.setattr("meshserve.runtime.text.constraint_worker.time.process_time", lambda: now)
+    rows = [[row, 1 if row < 10 else 2, False, [5]] for row in range(12)]
+    answer = Timed().answer({"rows": rows})
+    assert answer["slow"] == [[9, pytest.approx(0.03)]] and is_answer({**answer, "rows": []})
+
+
+def test_a_constraint_that_was_slow_is_not_taken_for_fast_again(grammars: Grammars):
+    compiled = grammars.compile(LETTERS).compiled
+    assert compiled.is_fast
+    compiled.is_fast = False  # as its masks have shown
+    grammars.forget(compiled)
+    assert not grammars.compile(LETTERS).compiled.is_fast
 
 
 def test_a_worker_of_one_constraint_ends_with_it(grammars: Grammars, monkeypatch: pytest.MonkeyPatch):
