@@ -45,8 +45,8 @@ check-cuda:
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/benchmarks/test_check_cuda.py
 
 # The attacks of tests/hostile at length: 100,000 mutated requests, 2,060 valid ones, 2,000 constraints, each flood beside
-# 30 streams of a neighbour, whose gaps must stay within bounds, and ten minutes of everything with memory flat. Needs
-# an otherwise idle machine, and about an hour of two cores.
+# six streams of a neighbour, slow masks beside 60, whose gaps must stay within bounds, and ten minutes of everything
+# with memory flat. Needs an otherwise idle machine, and about half an hour.
 fuzz: $(VENV)/.test
 	$(BIN)/pytest -q -s --timeout 3600 --fuzz 100000 --minutes 10 tests/hostile
 

@@ -173,6 +173,14 @@ class Grammars:
         self._is_closed = True
         self._template.close()
 
+    def cached(self, constraint: Constraint, tenant: str) -> Grammar | None:
+        """Returns the grammar of a constraint if it is compiled already."""
+        with self._lock:
+            if (found := self._cached.get(constraint)) is None:
+                return None
+            self._cached.move_to_end(constraint)
+            return Grammar((self, tenant), found.compiled, (), found.mask, found.state)
+
     def compile(
         self,
         constraint: Constraint,
@@ -197,11 +205,8 @@ class Grammars:
           DeadlineError: The caller does not wait any longer.
           EngineStoppedError: The server is stopping.
         """
-        if not resumed:
-            with self._lock:
-                if (found := self._cached.get(constraint)) is not None:
-                    self._cached.move_to_end(constraint)
-                    return Grammar((self, tenant), found.compiled, (), found.mask, found.state)
+        if not resumed and (found := self.cached(constraint, tenant)) is not None:
+            return found
         try:
             check_size(constraint)
             grammar = self._compile(constraint, resumed, tenant, seconds, compiling or Compiling())

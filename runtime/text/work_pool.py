@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -70,19 +70,24 @@ class WorkPool:
             load.add(1, size)
         try:
             await self._turn(tenant)
-            loop, work = asyncio.get_running_loop(), self._executor.submit(function, *arguments)
-
-            def release(_: object) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._release)
-
-            work.add_done_callback(release)  # a caller that leaves does not end the work
-            return await asyncio.wrap_future(work)
+            # Not in a variable: with an exception it would be a cycle, which keeps the arguments until it is collected.
+            return await asyncio.wrap_future(self._submitted(function, *arguments))
         finally:
             for load in loads:
                 load.add(-1, -size)
             if not self._loads[tenant].num_calls:
                 del self._loads[tenant]
+
+    def _submitted(self, function: Callable[..., Result], *arguments: Any) -> "Future[Result]":
+        """Starts a call. Its thread is free again when it ends, also if nobody waits for it any more."""
+        loop, work = asyncio.get_running_loop(), self._executor.submit(function, *arguments)
+
+        def release(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._release)
+
+        work.add_done_callback(release)
+        return work
 
     def _check_room(self, tenant: str, size: int) -> None:
         own = self._loads.get(tenant, _Load())

@@ -32,4 +32,4 @@ def num_constraints(num_requests: int) -> int:
 @pytest.fixture
 def num_streams(num_requests: int) -> int:
     """Number of the neighbour's streams beside each attack."""
-    return 2 if num_requests < 10_000 else 30
+    return 2 if num_requests < 10_000 else 6

@@ -90,6 +90,11 @@ def _new_regex(number: int) -> pb.GenerateRequest:
     return generate(max_tokens=20, constraint={"regex": f"[a-z]{{2}}{number}"})
 
 
+def _wide_schema(number: int) -> pb.GenerateRequest:
+    properties = {f"{number}-{i}": {"type": "string", "pattern": "^[a-z]{1,9}$"} for i in range(400)}
+    return generate(max_tokens=2, constraint={"json_schema": json.dumps({"properties": properties})})
+
+
 def _slow_schema(number: int) -> pb.GenerateRequest:
     return generate(max_tokens=2, constraint={"json_schema": f'{{"type":"integer","multipleOf":{3_000_017 + number}}}'})
 
@@ -154,6 +159,7 @@ FLOODS: Mapping[str, Flood] = {
         "Generate", generate(n=8, constraint={"grammar": VERY_AMBIGUOUS}, temperature=1.0, **_LONG), num_callers=2
     ),
     "constraints that are new": Flood("Generate", _new_regex),
+    "constraints of many parts": Flood("Generate", _wide_schema, num_callers=100),
     "constraints that never compile": Flood("Generate", _slow_schema, num_callers=32, timeout_seconds=1.0),
     # Other RPCs, which no quota counts.
     "Abort of 1,024 ids": Flood("Abort", pb.AbortRequest(request_ids=[f"{i}" for i in range(1_024)])),

@@ -20,6 +20,7 @@ from tests.hostile.test_requests import ask_everything, mutated
 MAX_GROWTH = {0.5: 20.0, 0.99: 100.0}
 MAX_MEMORY_GROWTH = 0.05
 _ROUND_SECONDS = 5.0
+_NUM_STREAMS = 60  # whose gaps are compared
 _NUM_FLOODS = 3  # at the same time
 _MASKS = ("masks of an ambiguous grammar", "masks of a very ambiguous grammar")
 
@@ -39,12 +40,12 @@ def flood_beside(served: Served, name: str, num_streams: int) -> None:
 
 
 @pytest.mark.parametrize("name", _MASKS)
-def test_slow_masks_hardly_delay_a_neighbour(served: Served, name: str, num_streams: int, num_requests: int):
+def test_slow_masks_hardly_delay_a_neighbour(served: Served, name: str, num_requests: int):
     """Compares times, so it only runs by `make fuzz`, on a machine that has nothing else to do."""
     if num_requests < 10_000:
         pytest.skip("compares times; see make fuzz")
     for each in ("", name):
-        flood_beside(served, each, num_streams)
+        flood_beside(served, each, _NUM_STREAMS)
     for kind, (share, most) in itertools.product(STREAMS, MAX_GROWTH.items()):
         alone, beside = (percentile(served.gaps[each, kind], share) for each in ("alone", name))
         print(f"{kind} streams, {share:.0%} of the gaps: {alone:.1f} ms alone, {beside:.1f} beside {name}")

@@ -175,7 +175,8 @@ def generate(target: str, request: pb.GenerateRequest) -> Code:
     return Code.OK
 
 
-def test_a_refused_request_is_freed_at_once(server, monkeypatch):
+@pytest.mark.parametrize("num_chars", [1, 3000])  # tokenised on the event loop, and in a thread
+def test_a_refused_request_is_freed_at_once(server, monkeypatch, num_chars: int):
     """gRPC keeps the exception that ended a call in a cycle, whose frames would keep messages of many megabytes."""
 
     class Held:
@@ -191,7 +192,7 @@ def test_a_refused_request_is_freed_at_once(server, monkeypatch):
     gc.collect()
     gc.disable()
     try:
-        assert generate(server.target, pb.GenerateRequest(text="a")) is Code.INVALID_ARGUMENT
+        assert generate(server.target, pb.GenerateRequest(text="a" * num_chars)) is Code.INVALID_ARGUMENT
         wait_for(lambda: found[0]() is None)
     finally:
         gc.enable()
