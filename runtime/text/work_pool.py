@@ -6,6 +6,7 @@ another. Within a pool the tenants take turns, so that a tenant waits for one ca
 
 import asyncio
 import contextlib
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,31 @@ class _Load:
     def add(self, num_calls: int, size: int) -> None:
         self.num_calls += num_calls
         self.size += size
+
+
+class Paced:
+    """Calls functions for a share of the time only. Used by one thread.
+
+    For work that holds Python's lock, and with it all other threads, for tens of milliseconds at a time.
+    """
+
+    def __init__(
+        self, share: float, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ):
+        self._rest = 1.0 / share - 1.0  # per second of work
+        self._clock = clock
+        self._sleep = sleep
+        self._ready = clock()
+
+    def __call__(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Calls a function, after the rest that the one before it has earned."""
+        self._sleep(max(0.0, self._ready - self._clock()))
+        began = self._clock()
+        try:
+            return function(*arguments)
+        finally:
+            now = self._clock()
+            self._ready = now + self._rest * (now - began)
 
 
 class WorkPool:

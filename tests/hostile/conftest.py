@@ -12,9 +12,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that every attack must leave as it was. At the end prints what the neighbour saw."""
     with serving(tmp_path_factory.mktemp("served")) as served:
         yield served
+        print("what the neighbour saw, in ms: gaps (median, P99, longest), time to a first message (median, longest)")
         for (name, kind), gaps in served.gaps.items():
-            figures = ", ".join(f"{percentile(gaps, share):.1f}" for share in (0.5, 0.99, 1.0))
-            print(f"gaps of {kind} streams beside {name} (median, P99, longest): {figures} ms of {len(gaps)}")
+            first = served.first[name, kind]
+            figures = [
+                *(percentile(gaps, share) for share in (0.5, 0.99, 1.0)),
+                *(percentile(first, share) for share in (0.5, 1.0)),
+            ]
+            print(f"{name}, {kind} stream:", *(f"{figure:.1f}" for figure in figures), f"({len(gaps)})")
 
 
 @pytest.fixture

@@ -179,6 +179,7 @@ FLOODS: Mapping[str, Flood] = {
     "calls that are cancelled": Flood("Generate", generate(**_LONG), "attacker", num_messages=1),
     "deadlines of 5 ms": Flood("Generate", generate(**_LONG), "attacker", timeout_seconds=0.005),
     "messages of 15 MB": Flood("Generate", generate(text="a" * 15_000_000), num_callers=2),
+    "messages of 40 MB": Flood("Generate", generate(text="a" * 40_000_000), num_callers=2),
     "messages of a million strings": Flood("Abort", pb.AbortRequest(request_ids=[""] * 1_000_000), num_callers=2),
     "compressed messages of 64 MB": Flood(
         "Generate", b"\x0a\x80\x80\x80\x20" + b"a" * (64 << 20), num_callers=2, compression=grpc.Compression.Gzip

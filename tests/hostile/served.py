@@ -80,6 +80,7 @@ class Served:
 
     Attributes:
       gaps: What the neighbour saw, by attack and kind of stream: times between two messages, in seconds.
+      first: Likewise, times to the first message.
     """
 
     process: subprocess.Popen
@@ -88,6 +89,7 @@ class Served:
     log: Path
     neighbour: Neighbour
     gaps: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     _base: dict[str, int] = field(default_factory=dict)
     _num_log_chars: int = 0
 
@@ -110,8 +112,9 @@ class Served:
             self.neighbour.wait_for_streams(num_streams)
         finally:
             report = self.neighbour.end()
-        for kind, gaps in report.gaps.items():
-            self.gaps.setdefault((name, kind), []).extend(gaps)
+        for seen, new in ((self.gaps, report.gaps), (self.first, report.first)):
+            for kind, times in new.items():
+                seen.setdefault((name, kind), []).extend(times)
         assert not report.failures, f"beside {name!r}: {report.failures[:3]}"
         self.check_clean()
 

@@ -175,6 +175,17 @@ def generate(target: str, request: pb.GenerateRequest) -> Code:
     return Code.OK
 
 
+def test_large_messages_are_parsed_apart(server):
+    ids = ["x" * 3_000_000, "y"]
+    for request in (pb.AbortRequest(request_ids=ids[1:]), pb.AbortRequest(request_ids=ids)):
+        assert call(server.target, "Abort", request) == pb.AbortResponse(num_aborted=0)
+    with grpc.insecure_channel(server.target) as channel:
+        for size in (10, 3_000_000):
+            with pytest.raises(CallError, match="the bytes are not a message of this method") as caught, call_errors():
+                channel.unary_unary(f"/{SERVICE_NAME}/Abort")(b"\xff" * size, timeout=WAIT_SECONDS)
+            assert caught.value.code is Code.INVALID_ARGUMENT
+
+
 @pytest.mark.parametrize("num_chars", [1, 3000])  # tokenised on the event loop, and in a thread
 def test_a_refused_request_is_freed_at_once(server, monkeypatch, num_chars: int):
     """gRPC keeps the exception that ended a call in a cycle, whose frames would keep messages of many megabytes."""
