@@ -206,8 +206,12 @@ class MaskExchange:
             place, matcher.place = matcher.place, None
             if place is not None and place[0].rows.get(place[1]) is matcher:
                 place[0].release(place[1])
-                if not place[0].is_shared and not place[0].rows:
-                    self._own.pop(place[0].worker, None)  # its constraint keeps it, as long as that is used
+                self._forget_unused(place[0])
+
+    def _forget_unused(self, followers: _Followers) -> None:
+        """Forgets an idle worker of a constraint without samples; the constraint keeps it, as long as that is used."""
+        if not (followers.is_shared or followers.rows or followers.asked):
+            self._own.pop(followers.worker, None)
 
     def _send(self, answered: list[Matcher]) -> None:
         """Sends queued samples to idle workers."""
@@ -304,6 +308,7 @@ class MaskExchange:
                         compiled.is_fast = False  # its samples move with their next tokens
             else:
                 self._used_seconds[followers.worker.tenant] += seconds
+            self._forget_unused(followers)
             rows = answer["rows"]
             for matcher, num_sent in asked[len(rows) :]:
                 matcher.num_sent = num_sent

@@ -305,6 +305,30 @@ def test_slow_constraints_have_a_worker_of_their_own(grammars: Grammars, monkeyp
     assert all(matcher.failure is None for matcher in held)
 
 
+def test_the_last_sample_of_a_slow_constraint_may_leave_while_its_worker_computes(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+):
+    """The next one waits for what the worker does still for the first."""
+    monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_MASK_SECONDS", 0.0)
+    slow = grammars.compile(Constraint(kind="grammar", text=AMBIGUOUS))
+    assert slow.compiled.worker is not None
+    exchange, first, second = MaskExchange(), Matcher(slow), Matcher(slow)
+    letters_of(grammars, first, 1, exchange)
+    slow.compiled.worker.pause()
+    exchange.advance(first, first.token_ids[0])
+    exchange.renew(0.0)
+    exchange.close(first)
+    exchange.renew(0.0)
+    exchange.advance(second, first.token_ids[0])
+    exchange.renew(0.0)
+    slow.compiled.worker.resume()
+    wait_for_masks(exchange, [second])
+    assert second.failure is None and second.mask.any()
+    exchange.close(second)
+    exchange.renew(0.0)
+    assert not exchange._own and not exchange.has_work
+
+
 def test_constraints_that_turn_out_slow_move(grammars: Grammars, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_SECONDS", 1e9)
     monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_MASK_SECONDS", 1e9)
