@@ -62,7 +62,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
             if not self._num_watches[peer]:
                 del self._num_watches[peer]
 
-    def _status(self, service: str) -> "_Status.ServingStatus":
+    def _status(self, service: str) -> Any:
         if service not in self._services:
             return _Status.SERVICE_UNKNOWN
         return _Status.SERVING if self._is_serving else _Status.NOT_SERVING
