@@ -27,6 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=3000, help="mutated requests to send (make fuzz: 100,000)")
+    parser.addoption("--minutes", type=float, default=0.0, help="minutes of all attacks together (make fuzz: 10)")
     parser.addoption("--simulated", type=int, default=400, help="requests per case of test_simulation.py")
     parser.addoption(
         "--structured",

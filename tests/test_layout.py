@@ -17,6 +17,10 @@ _PACKAGE = sorted((ROOT / "src" / "meshserve").iterdir())
 LINKS = [path for path in _PACKAGE if path.suffix != ".py" and path.name != "__pycache__"]
 FOLDERS = [link.name for link in LINKS]
 MAX_LINES = 500
+LONG_TESTS = {  # from before the limit held for tests; to be split
+    "tests/runtime/engine/test_engine.py",
+    "tests/runtime/server/test_inference_service.py",
+}
 
 # The folders of ours that these may import, besides themselves; all other folders may import everything.
 ALLOWED_IMPORTS: dict[str, set[str]] = {"protos": set(), "kernels": set(), "sharding": set()}
@@ -30,7 +34,7 @@ MAX_FILES = 12  # per package, besides its __init__.py
 
 # The code that a newcomer reads to understand how a request is served; it has a line budget.
 CORE = ("server", "scheduler", "engine", "program", "model")
-MAX_CORE_LINES = 6_950
+MAX_CORE_LINES = 6_976
 
 
 def files(*folders: str) -> list[Path]:
@@ -45,7 +49,8 @@ def parsed(path: Path) -> ast.Module:
 
 def module_name(path: Path) -> str:
     """Returns the name under which a file is imported, such as meshserve.runtime.program.step."""
-    parts = ("meshserve", *path.relative_to(ROOT).with_suffix("").parts)
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "tests" else ("meshserve", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -79,7 +84,7 @@ def test_folders_import_only_what_lies_below_them(folder: str):
         assert ours <= {folder} | ALLOWED_IMPORTS[folder], path
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", [*FOLDERS, "tests"])
 def test_our_folders_are_imported_as_parts_of_meshserve(folder: str):
     """A bare `import kernels` would find Hugging Face's package of that name, or nothing."""
     for path in files(folder):
@@ -88,7 +93,7 @@ def test_our_folders_are_imported_as_parts_of_meshserve(folder: str):
 
 
 def test_no_module_imports_itself_by_a_detour():
-    paths = {module_name(path): path for path in files(*FOLDERS)}
+    paths = {module_name(path): path for path in files(*FOLDERS, "tests")}
     graph: dict[str, set[str]] = {}
     for module, path in paths.items():
         names = imported_names(path, statements(ast.parse(path.read_text()).body))
@@ -249,7 +254,9 @@ def test_kernels_is_not_found_from_the_root_of_the_repository():
 
 def test_files_are_short():
     exempt = {"kernels"}
-    for path in files(*(folder for folder in FOLDERS if folder not in exempt)):
+    for path in files(*(folder for folder in FOLDERS if folder not in exempt), "tests"):
+        if str(path.relative_to(ROOT)) in LONG_TESTS:
+            continue
         num_lines = len(path.read_text().splitlines())
         assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines; {MAX_LINES} are allowed. Split it."
 

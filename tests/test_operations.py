@@ -1,6 +1,7 @@
-"""Runs a real server in an operator's setup: tokens, probes, metrics, profiles, a JSON log, and draining under load."""
+"""Runs a real server in an operator's setup: tokens, probes, metrics, profiles, a JSON log, reloads.
 
-import asyncio
+Draining under load is in tests/hostile/test_signals.py."""
+
 import contextlib
 import json
 import re
@@ -17,9 +18,8 @@ from pathlib import Path
 import pytest
 
 from meshserve.protos import inference_pb2 as pb
-from meshserve.runtime.api.request import FinishReason
 from meshserve.runtime.api.tenants import new_token
-from meshserve.runtime.client.client import AsyncClient, Client
+from meshserve.runtime.client.client import Client
 
 from .waiting import WAIT_SECONDS, wait_for
 
@@ -150,33 +150,6 @@ def test_sighup_changes_the_degree_under_streams(server):
         assert "option max_waiting has changed" in server.log.read_text()
         assert complete() == expected
         wait_for(lambda: client.model_info().tp_degree == 1)  # shortly after the log line
-
-
-def test_sigterm_with_100_streams_loses_none(tmp_path):
-
-    async def one(client: AsyncClient, has_begun: asyncio.Event) -> FinishReason | None:
-        finish = None
-        async for chunk in client.generate("HAMLET:\n", max_tokens=60, ignore_eos=True):
-            has_begun.set()
-            finish = chunk.finish
-        return finish.reason if finish is not None else None
-
-    async def main(server: Server) -> list[FinishReason | None]:
-        async with AsyncClient(server.target, token=server.token) as client:
-            has_begun = asyncio.Event()
-            streams = [asyncio.create_task(one(client, has_begun)) for _ in range(100)]
-            await has_begun.wait()
-            while (num_open := (await client.server_info()).num_open_requests) < 100:
-                if num_open + sum(stream.done() for stream in streams) >= 100:
-                    break  # some have ended before the last one began
-                await asyncio.sleep(0.01)
-            assert num_open > 0
-            server.process.send_signal(signal.SIGTERM)
-            return await asyncio.gather(*streams)
-
-    with _serving(tmp_path) as server:
-        assert asyncio.run(main(server)) == [FinishReason.LENGTH] * 100
-        assert server.process.wait(WAIT_SECONDS) == 0
 
 
 def test_sigterm_while_it_starts(tmp_path):

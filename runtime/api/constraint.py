@@ -29,7 +29,7 @@ class Constraint:
             if not ok:
                 raise InvalidRequestError(self.field, f"got {got}; allowed is {allowed}.")
 
-        num_chars = len(self.text) + sum(map(len, self.choices))
+        num_chars = self.num_chars
         require(num_chars <= MAX_CONSTRAINT_CHARS, f"{num_chars} characters", f"{MAX_CONSTRAINT_CHARS} or fewer")
         if self.kind == "choice":
             num_choices = len(self.choices)
@@ -37,6 +37,11 @@ class Constraint:
             require(all(self.choices), "an empty choice", "1 character or more")
         elif self.kind != "json_object":
             require(bool(self.text), "an empty text", "1 character or more")
+
+    @property
+    def num_chars(self) -> int:
+        """Its size."""
+        return len(self.text) + sum(map(len, self.choices))
 
     @property
     def field(self) -> str:

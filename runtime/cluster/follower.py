@@ -15,10 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from ..options.serve_config import ServeConfig
-from ..server.lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, run_until_done, set_health
+from ..server.lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, run_until_done
+from ..server.method_permissions import SERVICE_NAME
+from ..telemetry.health_service import HealthService
 from ..telemetry.logs import say
 from ..telemetry.probe_server import HttpPort
 from .follower_metrics import FollowerState, follower_registry
@@ -78,10 +80,9 @@ class FollowingProcess:
 
     async def serve(self, listen: Listen) -> None:
         """Serves health, probes and metrics until the process ends."""
-        servicer = health.aio.HealthServicer()
-        await set_health(servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+        health_service = HealthService((SERVICE_NAME,))
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         port = bind(server, listen)
         http = HttpPort({"/livez": self._alive, "/readyz": self._ready}, self.registry)
         http_port = await http.start(listen.host, listen.http_port)
@@ -96,10 +97,10 @@ class FollowingProcess:
             while thread.is_alive() and not self._is_over():
                 if self.is_ready and not has_told:
                     has_told = True
-                    await set_health(servicer, health_pb2.HealthCheckResponse.SERVING)
+                    health_service.set_serving(True)
                     say(f"meshserve is ready: process {self._membership.process_id} replays the steps of process 0")
                 await asyncio.sleep(_POLL_SECONDS)
-            await servicer.enter_graceful_shutdown()
+            health_service.set_serving(False)
             # Process 0 waits this long for the followers to exit. Clients that watch the health keep calls open.
             await server.stop(min(STOP_GRACE_SECONDS, self._watch.limits.exit_seconds / 2))
             await http.stop()

@@ -265,17 +265,20 @@ class Edge(pb_grpc.InferenceServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         try:
-            if len(request.request_ids) > _MAX_ABORTS:
-                raise InvalidRequestError(
-                    "request_ids", f"got {len(request.request_ids)}; allowed are {_MAX_ABORTS}. Call several times."
-                )
             tenant = self.access.tenant(context.invocation_metadata())
             return pb.AbortResponse(num_aborted=self.abort_requests(request.request_ids, tenant))
         except Exception as error:
             await abort(context, error)
 
     def abort_requests(self, request_ids: Sequence[str], tenant: Tenant) -> int:
-        """Cancels the open requests among these of the tenant, and returns their number."""
+        """Cancels the open requests among these of the tenant, and returns their number.
+
+        Raises:
+          InvalidRequestError: There are too many ids.
+        """
+        if len(request_ids) > _MAX_ABORTS:
+            message = f"got {len(request_ids)}; allowed are {_MAX_ABORTS}. Call several times."
+            raise InvalidRequestError("request_ids", message)
         found = [name for request_id in set(request_ids) if self.queues.is_open(name := scoped(tenant, request_id))]
         for name in found:
             self.cancel(name, FinishReason.CANCELLED)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from meshserve.protos import inference_pb2 as pb
@@ -25,6 +25,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from ..api.errors import ConfigError, EngineStoppedError
 from ..api.tenants import ANYBODY, is_loopback
+from ..telemetry.health_service import HealthService
 from ..telemetry.logs import say
 from ..telemetry.metrics import ServerState
 from ..telemetry.probe_server import HttpPort, Probe
@@ -46,6 +47,9 @@ SERVER_OPTIONS = (
     # Requests of callers that disappear without closing the connection are cancelled within 80 s.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # Calls that Python has not seen yet, most of them reset by callers. Beyond gRPC's 1,000 it cancels anybody's calls.
+    ("grpc.server.max_pending_requests", 50_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
 )
 STOP_GRACE_SECONDS = 1.0
 _POLL_SECONDS = 0.05
@@ -130,13 +134,12 @@ async def serve(
     _check_safety(edge, listen, is_local)
     if not is_local:
         edge.access.tokenless = ANYBODY
-    health_servicer = health.aio.HealthServicer()
-    await set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_service = HealthService((SERVICE_NAME,))
     # Reflection is only useful for manual exploration, and would describe the service to attackers.
     interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room, edge.access)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
     handle = ServerHandle(bind(server, listen))
-    _add_services(server, edge, health_servicer, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
+    _add_services(server, edge, health_service, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
     edge.observer.metrics.read_state = lambda: _state(edge)
     http = HttpPort(_probes(edge), edge.observer.metrics.registry)
     handle.http_port = await http.start(listen.host, listen.http_port)
@@ -155,7 +158,7 @@ async def serve(
         try:
             if await _prepared(edge, prepare, handle):
                 edge.accept()
-                await set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
+                health_service.set_serving(True)
                 if listen.gateway_port is not None:
                     # Not earlier: a gateway that connects before there is a model keeps it as an unknown model.
                     handle.gateway_port = bind(servers[-1], replace(listen, port=listen.gateway_port, tls=None))
@@ -165,7 +168,7 @@ async def serve(
                     on_ready(handle)
                 await _watch(edge, handle)
         finally:
-            await health_servicer.enter_graceful_shutdown()
+            health_service.set_serving(False)
             await _drain(edge, handle, listen.drain_seconds)
             await asyncio.gather(*(each.stop(listen.status_seconds) for each in servers))
             await http.stop()
@@ -211,9 +214,9 @@ def _check_safety(edge: Edge, listen: Listen, is_local: bool) -> None:
 
 
 def _add_services(
-    server: grpc.aio.Server, edge: Edge, health_servicer: Any, admin: Admin, *, has_reflection: bool
+    server: grpc.aio.Server, edge: Edge, health_service: HealthService, admin: Admin, *, has_reflection: bool
 ) -> None:
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     pb_grpc.add_InferenceServiceServicer_to_server(edge, server)
     pb_grpc.add_AdminServiceServicer_to_server(admin, server)
     if has_reflection:
@@ -256,12 +259,6 @@ async def _reload_tokens(edge: Edge) -> None:
     while True:
         await asyncio.sleep(_RELOAD_SECONDS)
         edge.access.reload()
-
-
-async def set_health(servicer: Any, status: int) -> None:
-    """Sets the health of the process and of the service."""
-    for name in ("", SERVICE_NAME):
-        await servicer.set(name, status)
 
 
 async def _prepared(edge: Edge, prepare: Callable[[], Backend] | None, handle: ServerHandle) -> bool:

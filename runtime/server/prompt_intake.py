@@ -3,12 +3,12 @@ token ids. Out: token ids.
 
 Short texts are tokenised on the event loop, others and conversations in threads, so that no stream waits for them.
 Short and long prompts have threads of their own, and so have Tokenize and Detokenize: a prompt waits for prompts of its
-kind only. Constraints are compiled in other processes, each of which a thread waits for.
+kind only. Constraints are compiled in other processes, each of which a thread waits for. Wherever work waits, the
+tenants take turns.
 """
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from meshserve.protos import inference_pb2 as pb
@@ -35,9 +35,9 @@ class Intake:
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, grammars: Grammars | None = None):
         self._tokenizer = tokenizer
         self._grammars = grammars
-        self._compilers = ThreadPoolExecutor(_MAX_COMPILING, "compile")
         self._short_prompts = WorkPool("short prompts", num_threads=2, max_calls=4096, max_size=2**26)
         self._long_prompts = WorkPool("long prompts", num_threads=2, max_calls=2048, max_size=2**28)
+        self._compilations = WorkPool("constraints", num_threads=_MAX_COMPILING, max_calls=1024, max_size=2**25)
         self._conversions = WorkPool("Tokenize and Detokenize", num_threads=1, max_calls=1024, max_size=2**26)
         self._info = info
         # No token is longer than this, so a longer text cannot fit: it need not be tokenised to be refused.
@@ -137,17 +137,18 @@ class Intake:
         """Compiles the constraint of a request with this prompt; ends the work if the caller goes.
 
         Raises:
-          As `Grammars.compile`.
+          QuotaExceededError, QueueFullError: Too many constraints are being compiled.
+          Exception: As `Grammars.compile`.
         """
         if params.constraint is None:
             return None
+        grammars = supporting(params.constraint, self._grammars)
         compiling, resumed = Compiling(), token_ids[len(token_ids) - params.num_resumed_tokens :]
-        compile_it = partial(
-            supporting(params.constraint, self._grammars).compile,
-            params.constraint, resumed, tenant=tenant, seconds=seconds, compiling=compiling,
-        )  # fmt: skip
+        if not resumed and (cached := grammars.cached(params.constraint, tenant)) is not None:
+            return cached
+        compile_it = partial(grammars.compile, resumed=resumed, tenant=tenant, seconds=seconds, compiling=compiling)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._compilers, compile_it)
+            return await self._compilations.run(tenant, params.constraint.num_chars, compile_it, params.constraint)
         except asyncio.CancelledError:
             compiling.cancel()
             raise

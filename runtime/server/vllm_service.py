@@ -12,7 +12,7 @@ import io
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -111,10 +111,6 @@ def _servicer(base: type) -> type:
                 return self.pb.HealthCheckResponse(healthy=False, message=str(error))
             return self.pb.HealthCheckResponse(healthy=self.edge.failure is None, message=self.edge.failure or "")
 
-        async def Abort(self, request: Any, context: Any) -> Any:
-            self.edge.abort_requests(request.request_ids, LOCAL)
-            return self.pb.AbortResponse()
-
         async def GetModelInfo(self, request: Any, context: Any) -> Any:
             backend = await self.backend(context)
             info = backend.info
@@ -158,32 +154,33 @@ def _servicer(base: type) -> type:
                 timestamp=now, version=backend.info.server_version, dp_rank_count=1, loads=[row]
             )
 
-        async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
-            """Not supported; gateways work without it."""
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server publishes no cache events")
+        async def Embed(self, request: Any, context: Any) -> None:
+            """Not supported, like the next three; gateways work without them."""
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server has no such method")
+
+        SubscribeKvEvents = StartProfile = StopProfile = Embed
 
         async def FlushCache(self, request: Any, context: Any) -> Any:
             backend = await self.backend(context)
             num_pages = await asyncio.to_thread(backend.engine.flush_prefix_cache)
             return self.common.FlushCacheResponse(success=True, message=f"{num_pages} pages flushed")
 
-        async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        async def GetTokenizer(self, request: Any, context: Any) -> None:
             try:
                 directory = (await self.backend(context)).tokenizer.directory
             except UnavailableFeatureError as error:
                 await abort(context, error)
-            data = await asyncio.to_thread(_tokenizer_zip, directory)
-            digest = hashlib.sha256(data).hexdigest()
+            data, digest = await asyncio.to_thread(_tokenizer_zip, directory)
             for start in range(0, len(data), _CHUNK_BYTES):
                 is_last = start + _CHUNK_BYTES >= len(data)
                 chunk = data[start : start + _CHUNK_BYTES]
-                yield self.common.GetTokenizerChunk(data=chunk, sha256=digest if is_last else "")
+                await context.write(self.common.GetTokenizerChunk(data=chunk, sha256=digest if is_last else ""))
 
     return VllmEngine
 
 
 class _Generation:
-    """The service's state and its Generate method."""
+    """The service's state, and its methods for requests."""
 
     def __init__(self, edge: Edge, pb: Any, common: Any):
         self.edge = edge
@@ -195,6 +192,13 @@ class _Generation:
         if self.edge.backend is None:
             await abort(context, EngineStoppedError(f"the server is starting ({self.edge.progress})"))
         return self.edge.backend
+
+    async def Abort(self, request: Any, context: Any) -> Any:
+        try:
+            self.edge.abort_requests(request.request_ids, LOCAL)
+        except InvalidRequestError as error:
+            await abort(context, error)
+        return self.pb.AbortResponse()
 
     async def Generate(self, request: Any, context: Any) -> None:
         began = time.monotonic()
@@ -276,10 +280,11 @@ class _Writer:
 
 
 @functools.lru_cache(maxsize=1)  # compressing takes a second of a core
-def _tokenizer_zip(directory: Path) -> bytes:
+def _tokenizer_zip(directory: Path) -> tuple[bytes, str]:
+    """Returns the files of a tokenizer and their SHA-256 digest."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _TOKENIZER_FILES:
             if (directory / name).is_file():
                 archive.write(directory / name, name)
-    return buffer.getvalue()
+    return buffer.getvalue(), hashlib.sha256(buffer.getbuffer()).hexdigest()

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import logging
 import os
+import resource
 import sys
 import threading
 from collections.abc import Callable
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 # How long a thread waits for the interpreter lock before it interrupts another. Devices wait for the engine's thread.
 _SWITCH_SECONDS = 0.0005
+_MAX_DESCRIPTORS = 65_536  # each connection and each process for constraints takes some
 
 
 def listen_of(config: ServeConfig) -> Listen:
@@ -72,6 +74,7 @@ def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConf
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     configure_logs(config.log_format)
+    _allow_descriptors()
     listen = listen_of(config)
     if config.coordinator:
         check_before_listening(config)
@@ -93,6 +96,14 @@ def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConf
         sys.stdout.flush()
         os._exit(0)
     return 0
+
+
+def _allow_descriptors() -> None:
+    """Raises this process's limit on open descriptors, often 1,024, as far as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _launch_follower(config: ServeConfig, cluster: "Cluster", progress: Callable[[str], None]) -> "StepRunner":

@@ -44,7 +44,8 @@ from .worker_protocol import (
     receive,
 )
 
-_SLOW_ROW_SECONDS = 0.01  # rows that take longer are named in the answer
+_SLOW_ROW_SECONDS = 0.01  # constraints with a row that takes longer are named in the answer,
+_SLOW_SUM_SECONDS = 0.02  # and those whose rows together take longer
 _MESSAGE_SECONDS = 0.05  # after which the other rows of a message are left for the next one
 _PR_SET_PDEATHSIG = 1
 _MAX_EXACT_INT = 2**53
@@ -67,8 +68,9 @@ class Worker:
 
     A message has `sources`, constraints by number; `rows`, each a row of the shared memory, the number of its
     constraint, whether it starts anew, and the tokens to consume; and `free` and `drop`, the rows and the constraints
-    that are no longer needed. The answer has a state and an error for each row, and how much processor time they took.
-    If the first rows take long, the others have none.
+    that are no longer needed. The answer has a state and an error for each row, how much processor time they took, and
+    for each slow constraint the index of one of its rows and its time. If the first rows take long, the others have
+    none.
     """
 
     def __init__(self, vocabulary: llguidance.LLTokenizer, settings: dict[str, Any], memory: mmap.mmap):
@@ -93,18 +95,25 @@ class Worker:
             self._starts.pop(number, None)
         for number, (kind, text, choices) in message.get("sources", {}).items():
             self._sources[int(number)] = Constraint(kind=kind, text=text, choices=tuple(choices))
-        rows, slow, last = [], [], began
+        rows: list[tuple[int, str]] = []
+        spent: dict[int, list[float]] = {}  # by constraint: index of its last row, longest time of a row, and the sum
+        last = began
         for index, (row, number, is_new, token_ids) in enumerate(message["rows"]):
             PROGRESS.pack_into(self._memory, 0, row + 1, *process)
             rows.append(self._advance(row, number, is_new, token_ids))
             now = time.process_time()
-            if now - last > _SLOW_ROW_SECONDS:
-                slow.append([index, now - last])
+            _, longest, total = spent.get(number, (0, 0.0, 0.0))
+            spent[number] = [index, max(longest, now - last), total + now - last]
             last = now
             if now - began > _MESSAGE_SECONDS:
                 break
         PROGRESS.pack_into(self._memory, 0, 0, *process)
         seconds = time.process_time() - began
+        slow = [
+            [index, max(longest, total if total > _SLOW_SUM_SECONDS else 0.0)]
+            for index, longest, total in spent.values()
+            if longest > _SLOW_ROW_SECONDS or total > _SLOW_SUM_SECONDS
+        ]
         return {"rows": rows, "slow": slow, "seconds": seconds, "mask_seconds": self._mask_seconds}
 
     def _advance(self, row: int, number: int, is_new: bool, token_ids: list[int]) -> tuple[int, str]:

@@ -154,6 +154,7 @@ class Grammars:
         self._own_workers: WeakSet[WorkerProcess] = WeakSet()
         self._slow = SlowCompiles()
         self._cached: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._known_slow: OrderedDict[Constraint, None] = OrderedDict()  # turned out slow, and no longer cached
         self._lock = threading.Lock()  # guards the cache, the spares and the counters
         self._is_closed = False
 
@@ -171,6 +172,14 @@ class Grammars:
         """Ends all processes. Compilations in other threads end with an error."""
         self._is_closed = True
         self._template.close()
+
+    def cached(self, constraint: Constraint, tenant: str) -> Grammar | None:
+        """Returns the grammar of a constraint if it is compiled already."""
+        with self._lock:
+            if (found := self._cached.get(constraint)) is None:
+                return None
+            self._cached.move_to_end(constraint)
+            return Grammar((self, tenant), found.compiled, (), found.mask, found.state)
 
     def compile(
         self,
@@ -196,11 +205,8 @@ class Grammars:
           DeadlineError: The caller does not wait any longer.
           EngineStoppedError: The server is stopping.
         """
-        if not resumed:
-            with self._lock:
-                if (found := self._cached.get(constraint)) is not None:
-                    self._cached.move_to_end(constraint)
-                    return Grammar((self, tenant), found.compiled, (), found.mask, found.state)
+        if not resumed and (found := self.cached(constraint, tenant)) is not None:
+            return found
         try:
             check_size(constraint)
             grammar = self._compile(constraint, resumed, tenant, seconds, compiling or Compiling())
@@ -226,14 +232,20 @@ class Grammars:
             found = self._cached.get(compiled.constraint)
             if found is not None and found.compiled is compiled:
                 del self._cached[compiled.constraint]
+            if not compiled.is_fast:
+                self._known_slow[compiled.constraint] = None
+                if len(self._known_slow) > _MAX_CACHED_GRAMMARS:
+                    self._known_slow.popitem(last=False)
 
-    def shared_worker(self) -> WorkerProcess:
-        """Returns a new worker for constraints that are fast.
+    def shared_worker(self, tenant: str) -> WorkerProcess:
+        """Returns a new worker for a tenant's constraints that are fast.
 
         Raises:
           WorkerLostError: It cannot be started.
         """
-        return self._template.fork()
+        worker = self._template.fork()
+        worker.tenant = tenant
+        return worker
 
     def own_worker(self, compiled: Compiled, tenant: str) -> WorkerProcess:
         """Returns the worker of a constraint's own, a new one if it has none.
@@ -273,6 +285,8 @@ class Grammars:
         mask = worker.masks[0].copy()
         mask.flags.writeable = False
         compiled = Compiled(constraint, answer["seconds"], answer["mask_seconds"])
+        if constraint in self._known_slow:
+            compiled.is_fast, compiled.num_slow_masks = False, 1
         if state & HAS_FAILED or compiled.is_fast:
             self._give_back(worker, num_uses + 1)
         else:

@@ -4,9 +4,10 @@ Accompanies step 8 of 10. In: the tokens of each sample. Out: for each, the mask
 has computed it. Nothing here waits for a worker for longer than it is told to: a sample whose mask takes long has
 none for a while, and the others go on.
 
-Samples of fast constraints share a few workers. A constraint whose masks turn out slow moves to a worker of its own,
-which runs at low priority; of these only some compute at the same time, those whose tenants have used the least. When
-a worker crashes, the sample that it was busy with ends with an error. All others start again in another worker.
+The fast constraints of a tenant share a few workers, which other tenants do not wait for. A constraint whose masks turn
+out slow moves to a worker of its own, which runs at low priority; of these only some compute at the same time, those
+whose tenants have used the least. When a worker crashes, the sample that it was busy with ends with an error. All
+others start again in another worker.
 """
 
 import os
@@ -25,6 +26,7 @@ _MAX_SLOW_MASKS = 3  # nor do those with more slow masks
 _STUCK_SECONDS = 0.25  # a shared worker that computes for so long without an answer is replaced
 _RESTART_SECONDS = 0.05  # constraints that compile within this may be compiled again for one sample
 _NUM_ROWS_PER_WORKER = 16  # from which on another shared worker is started, if there may be one
+_MAX_SHARED = 16  # shared workers of all tenants; with more tenants, some share one
 _MAX_MOVES = 8  # of a sample from worker to worker without a mask in between
 _MAX_CONSTRAINTS = 64  # without samples that a shared worker keeps compiled
 _FADE = 0.9
@@ -155,7 +157,7 @@ class MaskExchange:
         self._closed: deque[Matcher] = deque()
         self._used_seconds: Counter[str] = Counter()  # of workers of their own, by tenant
         num_cpus = os.cpu_count() or 1
-        self._max_shared = max(1, min(4, num_cpus // 2))
+        self._max_shared = max(1, min(4, num_cpus // 2))  # of a tenant
         self._max_busy_slow = max(1, num_cpus // 4)
 
     @property
@@ -204,8 +206,12 @@ class MaskExchange:
             place, matcher.place = matcher.place, None
             if place is not None and place[0].rows.get(place[1]) is matcher:
                 place[0].release(place[1])
-                if not place[0].is_shared and not place[0].rows:
-                    self._own.pop(place[0].worker, None)  # its constraint keeps it, as long as that is used
+                self._forget_unused(place[0])
+
+    def _forget_unused(self, followers: _Followers) -> None:
+        """Forgets an idle worker of a constraint without samples; the constraint keeps it, as long as that is used."""
+        if not (followers.is_shared or followers.rows or followers.asked):
+            self._own.pop(followers.worker, None)
 
     def _send(self, answered: list[Matcher]) -> None:
         """Sends queued samples to idle workers."""
@@ -244,18 +250,30 @@ class MaskExchange:
             place[0].release(place[1])
         if matcher.num_moves >= _MAX_MOVES:
             raise WorkerLostError("its workers were lost too often")
-        followers = self._shared_one(grammars) if compiled.is_fast else self._own_one(matcher)
+        followers = self._shared_one(grammars, matcher.grammar.tenant) if compiled.is_fast else self._own_one(matcher)
         followers.take(matcher)
         return followers
 
-    def _shared_one(self, grammars: Grammars) -> _Followers:
-        found = min(self._shared, key=lambda each: len(each.rows), default=None)
-        is_full = found is None or not found.worker.free_rows
-        if is_full or (len(found.rows) >= _NUM_ROWS_PER_WORKER and len(self._shared) < self._max_shared):  # type: ignore[union-attr]
-            found = _Followers(grammars.shared_worker(), is_shared=True)
+    def _shared_one(self, grammars: Grammars, tenant: str) -> _Followers:
+        """Returns a tenant's shared worker with the fewest samples, a new one if they are many."""
+        if all(each.rows for each in self._shared) and len(self._shared) >= _MAX_SHARED:
+            candidates = self._shared
+        else:
+            candidates = [each for each in self._shared if each.worker.tenant == tenant]
+        found = min(candidates, key=lambda each: len(each.rows), default=None)
+        has_room = len(candidates) < self._max_shared
+        if found is None or not found.worker.free_rows or (len(found.rows) >= _NUM_ROWS_PER_WORKER and has_room):
+            found = _Followers(grammars.shared_worker(tenant), is_shared=True)
             self._shared.append(found)
-        assert found is not None
+            self._end_idle()
         return found
+
+    def _end_idle(self) -> None:
+        """Ends the shared worker that has had no samples for longest, if there are too many."""
+        idle = [each for each in self._shared[:-1] if not (each.rows or each.asked)]
+        if len(self._shared) > _MAX_SHARED and idle:
+            self._shared.remove(idle[0])
+            idle[0].worker.kill()
 
     def _own_one(self, matcher: Matcher) -> _Followers:
         worker = matcher.grammar.grammars.own_worker(matcher.compiled, matcher.grammar.tenant)
@@ -281,7 +299,8 @@ class MaskExchange:
             seconds = answer["seconds"]
             followers.seconds = max(seconds, followers.seconds * _FADE)
             if followers.is_shared:
-                followers.seconds = 0.0
+                if len({each.worker.tenant for each in self._shared if each.rows}) < 2:
+                    followers.seconds = 0.0  # only its own tenant waits for it
                 for index, its_seconds in answer["slow"]:
                     compiled = asked[index][0].compiled
                     compiled.num_slow_masks += 1
@@ -289,6 +308,7 @@ class MaskExchange:
                         compiled.is_fast = False  # its samples move with their next tokens
             else:
                 self._used_seconds[followers.worker.tenant] += seconds
+            self._forget_unused(followers)
             rows = answer["rows"]
             for matcher, num_sent in asked[len(rows) :]:
                 matcher.num_sent = num_sent

@@ -6,9 +6,10 @@ another. Within a pool the tenants take turns, so that a tenant waits for one ca
 
 import asyncio
 import contextlib
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +31,31 @@ class _Load:
     def add(self, num_calls: int, size: int) -> None:
         self.num_calls += num_calls
         self.size += size
+
+
+class Paced:
+    """Calls functions for a share of the time only. Used by one thread.
+
+    For work that holds Python's lock, and with it all other threads, for tens of milliseconds at a time.
+    """
+
+    def __init__(
+        self, share: float, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ):
+        self._rest = 1.0 / share - 1.0  # per second of work
+        self._clock = clock
+        self._sleep = sleep
+        self._ready = clock()
+
+    def __call__(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Calls a function, after the rest that the one before it has earned."""
+        self._sleep(max(0.0, self._ready - self._clock()))
+        began = self._clock()
+        try:
+            return function(*arguments)
+        finally:
+            now = self._clock()
+            self._ready = now + self._rest * (now - began)
 
 
 class WorkPool:
@@ -70,19 +96,24 @@ class WorkPool:
             load.add(1, size)
         try:
             await self._turn(tenant)
-            loop, work = asyncio.get_running_loop(), self._executor.submit(function, *arguments)
-
-            def release(_: object) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._release)
-
-            work.add_done_callback(release)  # a caller that leaves does not end the work
-            return await asyncio.wrap_future(work)
+            # Not in a variable: with an exception it would be a cycle, which keeps the arguments until it is collected.
+            return await asyncio.wrap_future(self._submitted(function, *arguments))
         finally:
             for load in loads:
                 load.add(-1, -size)
             if not self._loads[tenant].num_calls:
                 del self._loads[tenant]
+
+    def _submitted(self, function: Callable[..., Result], *arguments: Any) -> "Future[Result]":
+        """Starts a call. Its thread is free again when it ends, also if nobody waits for it any more."""
+        loop, work = asyncio.get_running_loop(), self._executor.submit(function, *arguments)
+
+        def release(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._release)
+
+        work.add_done_callback(release)
+        return work
 
     def _check_room(self, tenant: str, size: int) -> None:
         own = self._loads.get(tenant, _Load())

@@ -185,7 +185,7 @@ class WorkerProcess:
         self.masks = np.frombuffer(memory, np.uint32, offset=HEADER_BYTES).reshape(MAX_ROWS, mask_bytes // 4)
         self.busy_since: float | None = None  # when the message was sent whose answer has not been read
         self.is_lost = False
-        self.tenant = ""  # on whose behalf a worker of one constraint runs
+        self.tenant = ""  # on whose behalf it follows samples
         self.free_rows = list(range(MAX_ROWS - 1, -1, -1))
         self._template = template
         self._token = token

@@ -355,7 +355,8 @@ class Simulation:
         bound = self.num_steps + sum(
             request.max_total_tokens + 2 * self.num_steps_ahead + 2 for request in self.scheduler.requests
         )
-        num_tenants = len({request.tenant for request in self.scheduler.requests})  # they take turns
+        # They take turns. None has requests left if only steps of cancelled ones are in flight.
+        num_tenants = max(1, len({request.tenant for request in self.scheduler.requests}))
         while self.scheduler.has_work or self.in_flight:
             self.step()
             assert self.num_steps <= bound * num_tenants, "the simulation does not end"

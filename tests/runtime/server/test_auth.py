@@ -463,6 +463,23 @@ def test_nobody_reaches_a_tenants_requests():
     assert len(set(names)) == len(names)
 
 
+def test_a_constraint_counts_against_the_quota_while_it_is_compiled(tmp_path):
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(f'[tenants.a]\nmax_requests = 1\ntokens = [{{ sha256 = "{digest("input")}" }}]\n')
+    with running(tokens=tokens) as server, Client(server.target, token="input") as client:
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(client.complete, "a", constraint={"regex": ".*" * 8_000}, max_tokens=1)
+            usage = server.edge.access._usage
+            wait_for(lambda: "a" in usage and usage["a"].num_requests == 1)
+            with pytest.raises(CallError, match="max_requests") as caught:
+                client.complete("a", max_tokens=1)
+            assert caught.value.code is Code.RESOURCE_EXHAUSTED
+            with pytest.raises(CallError):
+                slow.result(WAIT_SECONDS)
+        assert client.complete("a", max_tokens=1).finish_reason
+        assert usage["a"].num_requests == 0
+
+
 def test_binds_that_are_refused(tmp_path):
     """Bind x TLS x tokens: what strangers can reach needs both, or a word that it is meant."""
     path = tmp_path / "tokens.toml"

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import socket
 import threading
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +22,7 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.api.errors import (
     ConfigError,
     EngineStoppedError,
+    InvalidRequestError,
     PermissionDeniedError,
     QueueFullError,
     QuotaExceededError,
@@ -170,6 +173,40 @@ def generate(target: str, request: pb.GenerateRequest) -> Code:
         except grpc.RpcError as error:
             return error.code()
     return Code.OK
+
+
+def test_large_messages_are_parsed_apart(server):
+    ids = ["x" * 3_000_000, "y"]
+    for request in (pb.AbortRequest(request_ids=ids[1:]), pb.AbortRequest(request_ids=ids)):
+        assert call(server.target, "Abort", request) == pb.AbortResponse(num_aborted=0)
+    with grpc.insecure_channel(server.target) as channel:
+        for size in (10, 3_000_000):
+            with pytest.raises(CallError, match="the bytes are not a message of this method") as caught, call_errors():
+                channel.unary_unary(f"/{SERVICE_NAME}/Abort")(b"\xff" * size, timeout=WAIT_SECONDS)
+            assert caught.value.code is Code.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("num_chars", [1, 3000])  # tokenised on the event loop, and in a thread
+def test_a_refused_request_is_freed_at_once(server, monkeypatch, num_chars: int):
+    """gRPC keeps the exception that ended a call in a cycle, whose frames would keep messages of many megabytes."""
+
+    class Held:
+        pass
+
+    def refuse(text: str) -> tuple[int, ...]:
+        held = Held()
+        found.append(weakref.ref(held))
+        raise InvalidRequestError("text", "it was only a test")
+
+    found: list[weakref.ref[Held]] = []
+    monkeypatch.setattr(server.edge.backend.tokenizer, "encode", refuse)
+    gc.collect()
+    gc.disable()
+    try:
+        assert generate(server.target, pb.GenerateRequest(text="a" * num_chars)) is Code.INVALID_ARGUMENT
+        wait_for(lambda: found[0]() is None)
+    finally:
+        gc.enable()
 
 
 def test_abort_ends_streams_and_says_how_many(server):

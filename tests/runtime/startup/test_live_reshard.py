@@ -122,22 +122,23 @@ def test_streams_go_on_with_the_same_tokens(
     streams.wait(num_finished=len(PROMPTS))
     expected, streams.token_ids, streams.reasons = streams.token_ids, {}, {}
     rebuild = launched.engine.rebuild
+    stops = iter((40, 110, 160))  # tokens at which the streams stand still, or a busy machine might see them end first
 
     def going_on(make_runner: MakeRunner) -> None:
-        rebuild_meanwhile(streams, launched.engine, rebuild, make_runner, sys.maxsize)
+        rebuild_meanwhile(streams, launched.engine, rebuild, make_runner, next(stops))
 
     monkeypatch.setattr(launched.engine, "rebuild", going_on)
 
-    for num_tokens, tp in ((40, 4), (130, 1)):
-        streams.stop_at = num_tokens  # or they would end while the programs are compiled
-        if tp == 4:
-            streams.run(launched)
+    streams.stop_at = next(stops)
+    streams.run(launched)
+    for num_tokens, tp in ((40, 4), (110, 1)):
         streams.wait(num_tokens)
         assert launched.resharder.change_tp(tp) > 0
         assert not all(index in streams.reasons for index in map(str, range(len(PROMPTS)))), "too late: all have ended"
         assert launched.resharder.tp == tp
         with pytest.raises(ConfigError, match="tp is 3"):  # and nothing has changed
             launched.resharder.change_tp(3)
+    streams.go_on()
     streams.wait(num_finished=len(PROMPTS))
     assert streams.token_ids == expected
     assert set(streams.reasons.values()) == {FinishReason.LENGTH}

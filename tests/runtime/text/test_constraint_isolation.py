@@ -16,17 +16,25 @@ from meshserve.deploy import demo
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
 from meshserve.runtime.text.constraint_limits import ConstraintLimits, LimitError, SlowCompiles, check_size
+from meshserve.runtime.text.constraint_worker import Worker
 from meshserve.runtime.text.grammar import Compiling, Grammars
-from meshserve.runtime.text.mask_exchange import MaskExchange, Matcher
+from meshserve.runtime.text.mask_exchange import _MAX_SHARED, MaskExchange, Matcher
 from meshserve.runtime.text.worker_processes import WorkerProcess
 from meshserve.runtime.text.worker_protocol import PROGRESS, is_answer
+from tests.hostile.corpus import (
+    AMBIGUOUS,
+    VERY_AMBIGUOUS,
+    chained_references,
+    chained_rules,
+    chained_terminals,
+    nested_schema,
+)
 from tests.runtime.following import Follower, wait_for_masks
 from tests.waiting import WAIT_SECONDS, wait_for
 
 MODEL = Path(demo.__file__).with_name("model")
 ENDLESS = Constraint(kind="json_schema", text='{"type": "integer", "multipleOf": 3000017}')
 LETTERS = Constraint(kind="regex", text="[a-z]{100}")
-AMBIGUOUS = Constraint(kind="grammar", text="start: s\ns: s s | /./")
 
 
 def new_grammars(seconds: float = WAIT_SECONDS, memory_mib: int = 64) -> Grammars:
@@ -57,19 +65,6 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def chained_rules(number: int) -> str:
-    return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(number)) + f'r{number}: "a"\n'
-
-
-def chained_terminals(number: int) -> str:
-    return "start: T0\n" + "".join(f"T{i}: ~T{i + 1}\n" for i in range(number)) + f'T{number}: "a"\n'
-
-
-def chained_references(number: int) -> str:
-    chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(number)}
-    return json.dumps({"$ref": "#/$defs/d0", "$defs": {**chain, f"d{number}": {"type": "integer"}}})
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
@@ -77,7 +72,7 @@ def chained_references(number: int) -> str:
         ("grammar", chained_terminals(3_500), "has rules 3502"),
         ("grammar", "root ::= " + "(" * 30_000, "has depth 30000; allowed is 200"),
         ("json_schema", chained_references(1_300), "has references 1301; allowed is 1000"),
-        ("json_schema", '{"type":"array","items":' * 2_000 + "{}" + "}" * 2_000, "has depth 2001"),
+        ("json_schema", nested_schema(2_000), "has depth 2001"),
         ("regex", "(" * 5_000 + "a" + ")" * 5_000, "has depth 5000"),
     ],
 )
@@ -187,8 +182,9 @@ def test_work_that_nobody_waits_for_ends(how: str):
     grammars.close()
 
 
-def test_fast_constraints_do_not_wait_for_slow_ones():
+def test_fast_constraints_do_not_wait_for_slow_ones(monkeypatch: pytest.MonkeyPatch):
     """Other callers of the same tenant fill all the room for slow ones."""
+    monkeypatch.setattr("meshserve.runtime.text.worker_processes._MAX_STARVATION", 1e9)  # only processor time counts
     grammars = new_grammars(memory_mib=4_096)
     compilings = [Compiling() for _ in range(8)]
     errors: list[Exception] = []
@@ -293,7 +289,7 @@ def test_the_template_is_started_again(grammars: Grammars):
 def test_slow_constraints_have_a_worker_of_their_own(grammars: Grammars, monkeypatch: pytest.MonkeyPatch):
     """Their samples wait for it; others, which share a worker, do not."""
     monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_MASK_SECONDS", 0.0)
-    slow = grammars.compile(AMBIGUOUS)
+    slow = grammars.compile(Constraint(kind="grammar", text=AMBIGUOUS))
     monkeypatch.undo()
     assert not slow.compiled.is_fast and slow.compiled.worker is not None
     exchange, held = MaskExchange(), [Matcher(slow) for _ in range(4)]
@@ -310,10 +306,34 @@ def test_slow_constraints_have_a_worker_of_their_own(grammars: Grammars, monkeyp
     assert all(matcher.failure is None for matcher in held)
 
 
+def test_the_last_sample_of_a_slow_constraint_may_leave_while_its_worker_computes(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+):
+    """The next one waits for what the worker does still for the first."""
+    monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_MASK_SECONDS", 0.0)
+    slow = grammars.compile(Constraint(kind="grammar", text=AMBIGUOUS))
+    assert slow.compiled.worker is not None
+    exchange, first, second = MaskExchange(), Matcher(slow), Matcher(slow)
+    letters_of(grammars, first, 1, exchange)
+    slow.compiled.worker.pause()
+    exchange.advance(first, first.token_ids[0])
+    exchange.renew(0.0)
+    exchange.close(first)
+    exchange.renew(0.0)
+    exchange.advance(second, first.token_ids[0])
+    exchange.renew(0.0)
+    slow.compiled.worker.resume()
+    wait_for_masks(exchange, [second])
+    assert second.failure is None and second.mask.any()
+    exchange.close(second)
+    exchange.renew(0.0)
+    assert not exchange._own and not exchange.has_work
+
+
 def test_constraints_that_turn_out_slow_move(grammars: Grammars, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_SECONDS", 1e9)
     monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_MASK_SECONDS", 1e9)
-    grammar, exchange = grammars.compile(Constraint(kind="grammar", text='start: s\ns: s s s | s s | "a" | "b"')), None
+    grammar, exchange = grammars.compile(Constraint(kind="grammar", text=VERY_AMBIGUOUS)), None
     assert grammar.compiled.is_fast
     exchange, follower, draw = MaskExchange(), Follower(grammar), random.Random(1)
     follower.exchange = exchange
@@ -321,6 +341,49 @@ def test_constraints_that_turn_out_slow_move(grammars: Grammars, monkeypatch: py
         bits = np.unpackbits((follower.matcher.mask & ~grammars.eos_mask).view(np.uint8), bitorder="little")
         follower.advance([int(draw.choice(np.flatnonzero(bits)))])
     assert not grammar.compiled.is_fast or "max is 500" in str(follower.matcher.failure)
+
+
+def test_tenants_share_no_workers(grammars: Grammars):
+    """Unless they are very many; the workers of those without samples end then."""
+    exchange, samples = MaskExchange(), []
+    for index in range(_MAX_SHARED):
+        samples.append(Matcher(grammars.compile(LETTERS, tenant=f"tenant {index}")))
+        letters_of(grammars, samples[-1], 1, exchange)
+    workers = [followers.worker for followers in exchange._shared]
+    assert len(set(workers)) == len(workers) == _MAX_SHARED
+    letters_of(grammars, Matcher(grammars.compile(LETTERS, tenant="one more")), 1, exchange)
+    assert [followers.worker for followers in exchange._shared] == workers
+    exchange.close(samples[3])
+    letters_of(grammars, Matcher(grammars.compile(LETTERS, tenant="another")), 1, exchange)
+    assert len(exchange._shared) == _MAX_SHARED and workers[3] not in [each.worker for each in exchange._shared]
+
+
+def test_rows_that_are_slow_together_are_told(monkeypatch: pytest.MonkeyPatch):
+    """Rows of 3 ms: ten of one constraint, two of another."""
+    now = 0.0
+
+    class Timed(Worker):
+        def __init__(self) -> None:
+            self._memory, self._sources, self._starts, self._matchers = bytearray(64), {}, {}, {}
+            self._mask_seconds = 0.0
+
+        def _advance(self, *row: object) -> tuple[int, str]:
+            nonlocal now
+            now += 0.003
+            return 0, ""
+
+    monkeypatch.setattr("meshserve.runtime.text.constraint_worker.time.process_time", lambda: now)
+    rows = [[row, 1 if row < 10 else 2, False, [5]] for row in range(12)]
+    answer = Timed().answer({"rows": rows})
+    assert answer["slow"] == [[9, pytest.approx(0.03)]] and is_answer({**answer, "rows": []})
+
+
+def test_a_constraint_that_was_slow_is_not_taken_for_fast_again(grammars: Grammars):
+    compiled = grammars.compile(LETTERS).compiled
+    assert compiled.is_fast
+    compiled.is_fast = False  # as its masks have shown
+    grammars.forget(compiled)
+    assert not grammars.compile(LETTERS).compiled.is_fast
 
 
 def test_a_worker_of_one_constraint_ends_with_it(grammars: Grammars, monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from meshserve.runtime.api.errors import QueueFullError, QuotaExceededError
-from meshserve.runtime.text.work_pool import WorkPool
+from meshserve.runtime.text.work_pool import Paced, WorkPool
 from tests.waiting import WAIT_SECONDS
 
 
@@ -119,3 +119,25 @@ def test_errors_reach_the_caller():
                 await pool.run("a", 1, divmod, 1, 0)
 
     asyncio.run(main())
+
+
+def test_paced_work_takes_a_share_of_the_time():
+    now, slept = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+
+    def work(seconds: float) -> float:
+        nonlocal now
+        now += seconds
+        return seconds
+
+    paced = Paced(0.1, lambda: now, sleep)
+    for seconds in (0.5, 0.1, 0.0, 0.2):
+        assert paced(work, seconds) == seconds
+    now += 1.0  # idle for longer than the rest of 1.8 s leaves
+    with pytest.raises(ZeroDivisionError):
+        paced(lambda: 1 / 0)
+    assert slept == pytest.approx([0.0, 4.5, 0.9, 0.0, 0.8])

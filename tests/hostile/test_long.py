@@ -1,0 +1,95 @@
+"""What only a long run can show: the gaps beside slow masks, and memory over ten minutes of all attacks."""
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+
+import pytest
+
+from tests.hostile.connections import CONNECTIONS
+from tests.hostile.corpus import CORPUS
+from tests.hostile.floods import FLOODS, Flood, flooding, generate
+from tests.hostile.neighbour import STREAMS
+from tests.hostile.served import Served, percentile
+from tests.hostile.test_constraints import compile_all
+from tests.hostile.test_requests import ask_everything, mutated
+
+# By how much the gaps between a neighbour's tokens may grow beside masks that take long, in milliseconds.
+MAX_GROWTH = {0.5: 20.0, 0.99: 100.0}
+MAX_MEMORY_GROWTH = 0.05
+_ROUND_SECONDS = 5.0
+_NUM_STREAMS = 60  # whose gaps are compared
+_NUM_FLOODS = 3  # at the same time
+_MASKS = ("masks of an ambiguous grammar", "masks of a very ambiguous grammar")
+
+
+def flood_beside(served: Served, name: str, num_streams: int) -> None:
+    """Runs streams of the neighbour beside a flood, "" for none."""
+
+    async def attack() -> None:
+        async with flooding(served, FLOODS[name]):
+            await asyncio.to_thread(served.neighbour.wait_for_streams, num_streams)
+
+    with served.under_attack(name or "alone", num_streams):
+        if name:
+            asyncio.run(attack())
+        else:
+            served.neighbour.wait_for_streams(num_streams)
+
+
+@pytest.mark.parametrize("name", _MASKS)
+def test_slow_masks_hardly_delay_a_neighbour(served: Served, name: str, num_requests: int):
+    """Compares times, so it only runs by `make fuzz`, on a machine that has nothing else to do."""
+    if num_requests < 10_000:
+        pytest.skip("compares times; see make fuzz")
+    for each in ("", name):
+        flood_beside(served, each, _NUM_STREAMS)
+    for kind, (share, most) in itertools.product(STREAMS, MAX_GROWTH.items()):
+        alone, beside = (percentile(served.gaps[each, kind], share) for each in ("alone", name))
+        print(f"{kind} streams, {share:.0%} of the gaps: {alone:.1f} ms alone, {beside:.1f} beside {name}")
+        assert beside - alone <= most
+
+
+def _attack(served: Served, draw: random.Random, seeds: itertools.count) -> None:
+    """Attacks in several ways at the same time for some seconds."""
+    names = draw.sample([*FLOODS], _NUM_FLOODS)
+    corpus = Flood("Generate", lambda number: generate(max_tokens=40, constraint=draw.choice([*CORPUS.values()])[0]))
+
+    async def flood(each: Flood) -> None:
+        async with flooding(served, each):
+            await asyncio.sleep(_ROUND_SECONDS)
+
+    async def attack() -> None:
+        first = next(seeds) * 1_000
+        await asyncio.gather(
+            *(flood(FLOODS[name]) for name in names),
+            flood(corpus),
+            mutated(served.target, 200),
+            ask_everything(served.target, 20),
+            compile_all(served.target, iter(range(first, first + 20))),
+        )
+
+    with served.under_attack(" + ".join(names)), CONNECTIONS[draw.choice([*CONNECTIONS])].open(served.target):
+        asyncio.run(attack())
+
+
+def test_memory_stays_flat(served: Served, pytestconfig: pytest.Config):
+    """Memory after each round, when nothing is open. The first rounds fill pools and caches."""
+    minutes = pytestconfig.getoption("--minutes")
+    if not minutes:
+        pytest.skip("needs --minutes; see make fuzz")
+    draw, seeds = random.Random(0), itertools.count()
+    for name in FLOODS:
+        flood_beside(served, name, 1)
+    started, samples = time.monotonic(), []
+    while (elapsed := time.monotonic() - started) < 60 * minutes:
+        _attack(served, draw, seeds)
+        counts = served.main.counts()
+        samples.append(served.main.memory_bytes())
+        print(f"{elapsed:4.0f} s: {samples[-1] / 2**20:.1f} MiB, {counts}", flush=True)
+    part = max(1, len(samples) // 5)
+    before, after = (statistics.median(each) for each in (samples[:part], samples[-part:]))
+    print(f"memory: {before / 2**20:.1f} MiB at first, {after / 2**20:.1f} MiB in the end, {len(samples)} rounds")
+    assert after <= before * (1 + MAX_MEMORY_GROWTH)
