@@ -23,10 +23,10 @@ class Process:
             "descriptors": len(list((proc / "fd").iterdir())),
         }
 
-    def memory_bytes(self) -> int:
-        """Returns the memory of the server and its workers; what they share counts once."""
+    def memory_bytes(self) -> tuple[int, int]:
+        """Returns the memory of the server, and that of its workers; what they share counts once."""
         templates, workers = worker_processes(self.process_id)
-        return sum(map(_pss_bytes, [self.process_id, *templates, *workers]))
+        return _pss_bytes(self.process_id), sum(map(_pss_bytes, [*templates, *workers]))
 
 
 def worker_processes(server: int) -> tuple[list[int], list[int]]:

@@ -6,6 +6,7 @@ a context are refused before they cost anything.
 
 import contextlib
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -45,6 +46,8 @@ _OPTIONS = (
     "--max-running=8", "--max-step-tokens=32", f"--max-context={MAX_CONTEXT}", "--max-waiting=256",
     "--constraint-memory-mib=64",
 )  # fmt: skip
+# glibc otherwise keeps up to 150 MB of large messages for later, which would hide what the server keeps.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "4"}
 _LONG_TOKEN = f"<|endoftext|{'-' * 600}>"
 
 # Bounds on what stays: the pools of threads that the server fills as it needs them (24 for compiling, 5 for
@@ -205,7 +208,9 @@ def serving(folder: Path, *options: str) -> Iterator[Served]:
     tokens.write_text(tokens_file())
     command = [sys.executable, "-m", "meshserve", "serve", f"--model={model}", f"--tokens={tokens}", *_OPTIONS]
     with log.open("w") as stderr, contextlib.ExitStack() as stack:
-        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=stderr, text=True)
+        process = subprocess.Popen(
+            [*command, *options], stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | _ALLOCATOR
+        )
         stack.callback(process.wait)
         stack.callback(process.kill)
         said = ""
