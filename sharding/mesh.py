@@ -27,7 +27,7 @@ def use_cpu_devices(num_devices: int) -> None:
       RuntimeError: jax has already started its backends, and not with so many devices.
     """
     jax.config.update("jax_platforms", "cpu")
-    if jax.config.jax_num_cpu_devices != num_devices:
+    if jax.config.values["jax_num_cpu_devices"] != num_devices:
         jax.config.update("jax_num_cpu_devices", num_devices)
 
 
@@ -53,7 +53,7 @@ def use_dispatch_threads() -> None:
 
 def _add_client_option(name: str, value: object) -> None:
     """Sets an option of the GPU backend that has not started yet, beside those set before."""
-    options = jax.config.jax_pjrt_client_create_options
+    options = jax.config.values["jax_pjrt_client_create_options"]
     known = options if isinstance(options, dict) else {}
     jax.config.update("jax_pjrt_client_create_options", {**known, name: value})
 
