@@ -39,6 +39,14 @@ _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
 _MAX_FUSED_TOKENS, _MAX_CACHED_FUSED_TOKENS = 64, 256
 _CACHED_LAYER_BYTES = 32 << 20
 
+_CUDA_NAMES = ("cuda", "cuda_fp8")  # implementations that are CUDA kernels
+_LINEAR_NOTES = {
+    "reference": "which dequantises in float32 in every step",
+    "xla": "which dequantises in every step: memory is saved, time is not",
+    "xla_fp8": "which rounds activations to FP8 and dequantises in every step: memory is saved, time is not",
+    "cuda_fp8": "which rounds activations to FP8 and multiplies on the FP8 tensor cores",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelNames:
@@ -93,6 +101,7 @@ class CudaRefusals(NamedTuple):
 
     attention: str | None = None
     decode_layers: str | None = None
+    linear: str | None = None  # products with quantised weights
 
 
 def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
@@ -113,6 +122,7 @@ def name_kernels(
     num_devices: int,
     cuda_refusals: CudaRefusals,
     has_fused_layers: bool = True,
+    has_quantised_weights: bool = False,
 ) -> KernelNames:
     """Returns the kernels that the options name, and for "auto" the fastest ones that can run.
 
@@ -124,6 +134,7 @@ def name_kernels(
       num_devices: TP size.
       cuda_refusals: Why the CUDA kernels cannot serve on these devices.
       has_fused_layers: Whether the model class has fused layers for small decode steps.
+      has_quantised_weights: Whether the model's layers have quantised weights.
 
     Raises:
       ConfigError: The options name fused layers for a model class without any.
@@ -140,11 +151,12 @@ def name_kernels(
         layers = "off"
     layers = layers if config.decode_layers == "auto" else config.decode_layers
     has_p2p = platform == "gpu" and layers == "cuda" and p2p_max_bytes(num_devices) > 0 and not config.coordinator
+    has_fp8_products = platform == "gpu" and has_quantised_weights and cuda_refusals.linear is None
     backend = "library" if _LIBRARY_READS_IN_PLACE else "tuned"
     return KernelNames(
         attention=ours if config.attention == "auto" else config.attention,
         decode_layers=layers,
-        linear="xla" if config.linear == "auto" else config.linear,
+        linear=("cuda_fp8" if has_fp8_products else "xla") if config.linear == "auto" else config.linear,
         all_reduce=("p2p" if has_p2p else "xla") if config.all_reduce == "auto" else config.all_reduce,
         gemm_backend=backend if config.gemm_backend == "auto" else config.gemm_backend,
         moe_backend=experts.default_name(platform) if config.moe_backend == "auto" else config.moe_backend,
@@ -164,8 +176,8 @@ def select_kernels(
       ValueError: A kernel that the options name cannot serve the model on these devices.
       ConfigError: The devices stopped during the P2P test, so no program can run on them any more.
     """
-    device, asked = mesh.devices.flat[0], (config.attention, config.decode_layers)
-    may_use_cuda = "cuda" in asked or ("auto" in asked and device.platform == "gpu")
+    device, asked = mesh.devices.flat[0], {config.attention, config.decode_layers, config.linear}
+    may_use_cuda = not asked.isdisjoint(_CUDA_NAMES) or ("auto" in asked and device.platform == "gpu")
     refusals = _cuda_refusals(shapes, device) if may_use_cuda else CudaRefusals()
     names = name_kernels(
         config,
@@ -173,6 +185,7 @@ def select_kernels(
         num_devices=mesh.size,
         cuda_refusals=refusals,
         has_fused_layers=architecture_of(shapes.model).layer_weights is not None,
+        has_quantised_weights=has_quantised_weights(shapes.model),
     )
     p2p, known = None, findings or P2PFindings()
     if names.has_p2p and mesh.size > 1:
@@ -193,7 +206,7 @@ def make_kernels(names: KernelNames, shapes: KernelShapes, mesh: Mesh) -> Kernel
     Raises:
       ValueError: A named kernel cannot serve the model on such devices, or its compiler is not installed.
     """
-    has_cuda = "cuda" in (names.attention, names.decode_layers)
+    has_cuda = not {names.attention, names.decode_layers, names.linear}.isdisjoint(_CUDA_NAMES)
     refusals = _cuda_refusals(shapes, mesh.devices.flat[0]) if has_cuda else CudaRefusals()
     p2p = P2PGroup(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size))) if names.has_p2p and mesh.size > 1 else None
     return _kernels(names, shapes, mesh, refusals, p2p)
@@ -211,7 +224,7 @@ def _kernels(
         cuda_refusals = cuda_refusals._replace(decode_layers=_layers_refusal(shapes, decode))
     for option, reason in cuda_refusals._asdict().items():
         name = getattr(names, option)
-        if reason is not None and (name == "cuda" or (option, name) == ("decode_layers", "reference")):
+        if reason is not None and (name in _CUDA_NAMES or (option, name) == ("decode_layers", "reference")):
             raise ValueError(f"--{option.replace('_', '-')} {name} cannot serve this model here: {reason}.")
         if reason is not None:
             _log.warning("%s: %s, which is slower than the CUDA kernels: %s", option.replace("_", " "), name, reason)
@@ -287,19 +300,39 @@ def _wrong_sums(mesh: Mesh, p2p: P2PGroup) -> str | None:
 def _cuda_refusals(shapes: KernelShapes, device: jax.Device) -> CudaRefusals:
     """Returns why the CUDA kernels cannot serve the model on a device. Builds them."""
     reason = build.unavailable_reason(device)
+    if reason is None:
+        try:
+            build.build()
+        except build.KernelBuildError as error:
+            reason = str(error)
     if reason is not None:
-        return CudaRefusals(reason, reason)
-    try:
-        build.build()
-    except build.KernelBuildError as error:
-        return CudaRefusals(str(error), str(error))
-    return shape_refusals(shapes)
+        return CudaRefusals(reason, reason, reason if has_quantised_weights(shapes.model) else None)
+    refusals = shape_refusals(shapes)
+    if refusals.linear is None and has_quantised_weights(shapes.model):
+        return refusals._replace(linear=linear.gpu.unavailable_reason(device))
+    return refusals
 
 
 def shape_refusals(shapes: KernelShapes) -> CudaRefusals:
     """Returns why the CUDA kernels do not support a device's shard of the model."""
     attention = paged_attention.gpu.unsupported_reason(shapes.layout.group_size, shapes.dtype, _cache_shard(shapes))
-    return CudaRefusals(attention, _layers_refusal(shapes, "cuda"))
+    products = list(product_refusals(shapes).values())
+    no_products = products[0] if products and all(products) else None
+    return CudaRefusals(attention, _layers_refusal(shapes, "cuda"), no_products)
+
+
+def product_refusals(shapes: KernelShapes) -> dict[str, str | None]:
+    """Returns why our FP8 products do not support a device's shard of each quantised projection; None if they do."""
+    weights = _layer_shard(shapes)
+    if weights is None:
+        return {}
+    matrices = {name: value for name, value in weights._asdict().items() if isinstance(value, linear.QuantisedMatrix)}
+    return {name: linear.gpu.unsupported_reason(matrix, shapes.dtype) for name, matrix in matrices.items()}
+
+
+def has_quantised_weights(model: ModelConfig) -> bool:
+    """Returns whether projections of the model's layers are quantised on the devices."""
+    return model.quantisation is not None and bool(model.quantisation.parameters)
 
 
 def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
@@ -307,6 +340,12 @@ def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
 
     None means that they do, or that the model class has none.
     """
+    weights = _layer_shard(shapes)
+    return None if weights is None else decode_layers.unsupported_reason(weights, _cache_shard(shapes), name)
+
+
+def _layer_shard(shapes: KernelShapes) -> decode_layers.LayerWeights | None:
+    """Returns the shapes of the layers' weights on a device, or None if the model class has no fused layers."""
     model, num_devices = shapes.model, shapes.layout.num_shards
     layer_weights = architecture_of(model).layer_weights
     if layer_weights is None:
@@ -320,8 +359,7 @@ def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
 
     _, abstract = abstract_model(model, shapes.layout, shapes.dtype)
     is_weight = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
-    weights = layer_weights(jax.tree.map(shard, abstract["layers"], is_leaf=is_weight))
-    return decode_layers.unsupported_reason(weights, _cache_shard(shapes), name)
+    return layer_weights(jax.tree.map(shard, abstract["layers"], is_leaf=is_weight))
 
 
 def _cache_shard(shapes: KernelShapes) -> Any:
@@ -335,11 +373,11 @@ def _log_quantisation(names: KernelNames, shapes: KernelShapes) -> None:
     """Logs what is quantised, and what serves it."""
     quantisation, description = shapes.model.quantisation, shapes.model.quantisation_name
     if description:
-        _log.info(
-            "quantised weights: %s; linear: %s, which dequantises in every step: memory is saved, time is not",
-            description,
-            names.linear,
-        )
+        _log.info("quantised weights: %s; linear: %s, %s", description, names.linear, _LINEAR_NOTES[names.linear])
+    if names.linear == "cuda_fp8":
+        for name, reason in product_refusals(shapes).items():
+            if reason is not None:
+                _log.warning("%s: XLA multiplies with dequantised weights, which is slower: %s", name, reason)
     if quantisation is not None and not quantisation.parameters:
         _log.warning("every projection is dequantised while it is loaded: each is left out in some layer")
     if shapes.cache_dtype.itemsize == 1:

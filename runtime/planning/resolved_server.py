@@ -36,6 +36,7 @@ from .kernel_selection import (
     KernelNames,
     KernelShapes,
     P2PFindings,
+    has_quantised_weights,
     make_kernels,
     max_fused_tokens,
     name_kernels,
@@ -167,6 +168,7 @@ def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devi
         num_devices=num_devices,
         cuda_refusals=refusals,
         has_fused_layers=has_fused_layers,
+        has_quantised_weights=has_quantised_weights(model),
     )
     limits = choose_limits(
         config, model, platform=chip.platform, chip=chip, num_devices=num_devices, dtype=shapes.dtype

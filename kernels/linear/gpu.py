@@ -1,0 +1,113 @@
+"""Products with FP8 weights on an NVIDIA Hopper GPU: see ../cuda/fp8_linear.cu.
+
+Activations are rounded to FP8 once per product, as in `xla.linear_fp8`, in one kernel with the norm or the SiLU before
+it. cuBLASLt then multiplies on the FP8 tensor cores, with the scales of each 128 columns or of each row applied to
+float32 sums. What the kernel does not take is computed by `xla.linear`, with dequantised weights; `unsupported_reason`
+says which weights these are.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshserve.kernels.cuda import build, cublas_lt
+
+from . import xla
+from .before import Before, RMSNorm, silu_product
+from .matrix import FP8, Matrix, QuantisedMatrix
+
+BLOCK_COLUMNS = 128  # that share a scale of the activations, unless the weights have one scale for each row
+_ROW_MULTIPLE, _COLUMN_MULTIPLE, _TOKEN_MULTIPLE = 16, 16, 16  # for the alignment of cuBLASLt's operands
+_MAX_COLUMNS = 32_768  # limited by the registers of the kernel that rounds activations
+_WORKSPACE_BYTES = 32 << 20  # cuBLAS's recommendation for Hopper; also in ../cuda/cublas_lt.cuh
+
+
+def unavailable_reason(device: jax.Device | None = None) -> str | None:
+    """Returns why the products cannot run on a device, or None if they can. Builds the CUDA kernels.
+
+    Args:
+      device: the device, which may be a compile-only one; None means this process's first device.
+    """
+    reason = build.unavailable_reason(device)
+    if reason is None:
+        try:
+            cublas_lt.open_library()
+        except build.KernelBuildError as error:
+            reason = str(error)
+    return reason
+
+
+def unsupported_reason(weight: Matrix, dtype: jnp.dtype) -> str | None:
+    """Returns why a product of activations of a dtype with a matrix (or its shapes) is left to XLA, or None."""
+    if not isinstance(weight, QuantisedMatrix):
+        return "the weights are not quantised"
+    if weight.is_int4:
+        return "4-bit weights are dequantised to the dtype of the activations"
+    if weight.data.dtype != FP8 or dtype != jnp.bfloat16:
+        return f"the weights are {weight.data.dtype} and the activations {dtype}; float8_e4m3fn and bfloat16 are needed"
+    rows, columns = weight.shape[-2:]
+    block = weight.block
+    if block != (1, columns) and (block[1] != BLOCK_COLUMNS or block[0] > BLOCK_COLUMNS):
+        return f"a scale covers {block[0]} x {block[1]} elements on a device; 128 columns or a whole row are needed"
+    if rows % _ROW_MULTIPLE or columns % _COLUMN_MULTIPLE or columns > _MAX_COLUMNS:
+        return (
+            f"{rows} rows and {columns} columns on a device; multiples of {_ROW_MULTIPLE} and {_COLUMN_MULTIPLE} and "
+            f"at most {_MAX_COLUMNS} columns are needed"
+        )
+    return None
+
+
+def linear(
+    x: jax.Array,
+    weight: Matrix,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    before: Before | None = None,
+    candidate: int = 0,
+) -> jax.Array:
+    """See `Linear`.
+
+    Args:
+      candidate: which of cuBLASLt's algorithms to use, counted from the one that it estimates to be the fastest.
+
+    Raises:
+      KernelBuildError: the kernels cannot be compiled or loaded.
+    """
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if not isinstance(weight, QuantisedMatrix) or unsupported_reason(weight, x.dtype) is not None:
+        return xla.linear(x, weight, out_dtype=out_dtype, before=before)
+    if out_dtype not in (jnp.bfloat16, jnp.float32):
+        return linear(x, weight, out_dtype=jnp.dtype("float32"), before=before, candidate=candidate).astype(out_dtype)
+    cublas_lt.open_library()
+    norm = before if isinstance(before, RMSNorm) else None
+    if before is not None and norm is None and before is not silu_product:
+        x, before = before(x), None
+    scale = weight.scale if weight.scale.dtype == jnp.bfloat16 else weight.scale.astype(jnp.float32)
+    columns, num_rows, num_tokens = weight.shape[-1], int(np.prod(weight.shape[:-1])), x.shape[0]
+    padded = -(-num_tokens // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+    results = (
+        jax.ShapeDtypeStruct((padded, num_rows), out_dtype),
+        jax.ShapeDtypeStruct((padded, columns), FP8),
+        jax.ShapeDtypeStruct((weight.scale.shape[-1], padded), jnp.float32),
+        jax.ShapeDtypeStruct((_num_arranged(weight),), jnp.float32),
+        jax.ShapeDtypeStruct((_WORKSPACE_BYTES,), jnp.uint8),
+    )
+    product, *_ = jax.ffi.ffi_call("meshserve_fp8_linear", results)(
+        x,
+        x if norm is None else norm.gain.astype(x.dtype),
+        weight.data,
+        scale,
+        before=np.int32(1 if norm is not None else 2 if before is silu_product else 0),
+        epsilon=np.float32(0.0 if norm is None else norm.epsilon),
+        candidate=np.int32(candidate),
+    )
+    return product[:num_tokens]
+
+
+def _num_arranged(weight: QuantisedMatrix) -> int:
+    """Returns the number of scales of the weights if they are laid out anew for cuBLASLt."""
+    *leading, row_blocks, column_blocks = weight.scale.shape
+    row_blocks *= int(np.prod(leading))
+    if weight.block[0] not in (1, BLOCK_COLUMNS):
+        return int(np.prod(weight.shape[:-1])) * column_blocks  # one for each row
+    return row_blocks * (-(-column_blocks // 4) * 4)
