@@ -150,7 +150,6 @@ def measure(options: argparse.Namespace, projection: str, num_tokens: int, name:
 def _error(found: jax.Array, x: jax.Array, weight: Matrix, before: Before | None, name: str) -> float:
     """Returns the norm of the error over that of the float32 product."""
 
-    @jax.jit
     def expected(x: jax.Array, weight: Matrix) -> jax.Array:
         x = x if before is None else before(x)
         if name in _ROUNDING and isinstance(weight, QuantisedMatrix) and not weight.is_int4:

@@ -65,7 +65,7 @@ struct Product {
 };
 
 struct Operands {
-  const void *weights, *x;
+  const void *weights, *x, *residual;  // a residual has the type and shape of `out`; nullptr: none
   const float *weight_scales, *x_scales;
   void *out, *workspace;
 };
@@ -140,10 +140,11 @@ class Plans {
                         failure);
       }
     }
-    const float one = 1.0f, zero = 0.0f;
+    const float one = 1.0f, share = operands.residual != nullptr ? 1.0f : 0.0f;
+    const void* residual = operands.residual != nullptr ? operands.residual : operands.out;
     const size_t index = std::min<size_t>(product.candidate, plan.candidates.size() - 1);
     const int failure = library_.multiply(handle->second, plan.product, &one, operands.weights, plan.weights,
-                                          operands.x, plan.x, &zero, operands.out, plan.out, operands.out, plan.out,
+                                          operands.x, plan.x, &share, residual, plan.out, operands.out, plan.out,
                                           &plan.candidates[index].algorithm, operands.workspace, kWorkspaceBytes, stream);
     return failure == 0 ? "" : describe("the product failed", failure);
   }

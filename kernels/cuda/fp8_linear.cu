@@ -36,8 +36,9 @@ cudaError_t weight_scales(cudaStream_t stream, const In& scale, int rows, int ro
   return fp8::arrange_scales(args, stream);
 }
 
-ffi::Error fp8_linear(cudaStream_t stream, In x, In gain, In weights, In scale, Out out, Out numbers, Out scales,
-                      Out arranged, Out workspace, int32_t before, float epsilon, int32_t candidate) {
+ffi::Error fp8_linear(cudaStream_t stream, In x, In gain, In weights, In scale, In residual, Out out, Out numbers,
+                      Out scales, Out arranged, Out workspace, int32_t before, float epsilon, int32_t has_residual,
+                      int32_t candidate) {
   const auto shape = weights.dimensions(), grid = scale.dimensions();
   const int columns = static_cast<int>(shape.back()), column_blocks = static_cast<int>(grid.back());
   const int rows = static_cast<int>(weights.element_count() / columns);
@@ -70,6 +71,7 @@ ffi::Error fp8_linear(cudaStream_t stream, In x, In gain, In weights, In scale, 
   operands.weights = weights.untyped_data();
   operands.x = args.numbers;
   operands.x_scales = args.scales;
+  operands.residual = has_residual ? residual.untyped_data() : nullptr;
   operands.out = out->untyped_data();
   operands.workspace = workspace->untyped_data();
   const cudaDataType_t out_type = out->element_type() == ffi::DataType::F32 ? CUDA_R_32F : CUDA_R_16BF;
@@ -87,6 +89,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_fp8_linear, fp8_linear,
                                   .Arg<In>()  // gain of the norm before it; read only if there is one
                                   .Arg<In>()  // weights
                                   .Arg<In>()  // their scales
+                                  .Arg<In>()  // residual, added to the product; read only if there is one
                                   .Ret<In>()  // product
                                   .Ret<In>()  // x in FP8, padded to a multiple of 4 tokens
                                   .Ret<In>()  // its scales
@@ -94,6 +97,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_fp8_linear, fp8_linear,
                                   .Ret<In>()  // workspace
                                   .Attr<int32_t>("before")
                                   .Attr<float>("epsilon")
+                                  .Attr<int32_t>("has_residual")
                                   .Attr<int32_t>("candidate"),
                               {ffi::Traits::kCmdBufferCompatible});
 
@@ -101,8 +105,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_fp8_linear, fp8_linear,
 // this succeeded.
 extern "C" int meshserve_open_cublas_lt(const char* path, const int* ordinals, int num, char* error, int size) {
   std::string text = cublas_lt::Plans::all().open(path, ordinals, num);
-  int before = 0;
-  cudaError_t status = num > 0 ? cudaGetDevice(&before) : cudaSuccess;
+  int current = 0;
+  cudaError_t status = num > 0 ? cudaGetDevice(&current) : cudaSuccess;
   for (int i = 0; i < num && status == cudaSuccess; ++i) {
     status = cudaSetDevice(ordinals[i]);
     cudaFuncAttributes attributes;
@@ -110,14 +114,15 @@ extern "C" int meshserve_open_cublas_lt(const char* path, const int* ordinals, i
       if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
     };
     load(fp8::arrange_scales_kernel);
-    for (const auto op : {fp8::Before::kNothing, fp8::Before::kRmsNorm, fp8::Before::kSiluProduct}) {
+    for (const auto before : {fp8::Before::kNothing, fp8::Before::kRmsNorm, fp8::Before::kSiluProduct}) {
+      load(fp8::chunk_kernel_for(before));
       for (const int vectors : {1, 2, 4, 8}) {
-        load(fp8::quantise_kernel_for(op, false, vectors));
-        load(fp8::quantise_kernel_for(op, true, vectors));
+        load(fp8::row_kernel_for(before, false, vectors));
+        load(fp8::row_kernel_for(before, true, vectors));
       }
     }
   }
-  if (num > 0) cudaSetDevice(before);
+  if (num > 0) cudaSetDevice(current);
   if (text.empty() && status != cudaSuccess) text = cudaGetErrorString(status);
   snprintf(error, size, "%s", text.c_str());
   return text.empty();

@@ -1,13 +1,16 @@
 // Rounds activations to FP8 for a product, with the operation before it: nothing, RMS norm, or SiLU times a factor.
 //
-// One block handles one token. It keeps the whole row in registers as float32, so x is read once, and a norm needs no
-// second kernel. Values are rounded to bfloat16 before they are quantised, as if the operation before had been a kernel
-// of its own. A scale is the largest absolute value of its columns / 448, or 1 if all are 0.
+// Where a statistic of the whole row is needed (a norm, or one scale for each token), a block handles a token and keeps
+// its row in registers, so x is read once. Else every thread handles 8 columns. Values are rounded to bfloat16 before
+// they are quantised, as if the operation before had been a kernel of its own. A scale is the largest absolute value of
+// its columns / 448, or 1 if all are 0.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+
+#include <algorithm>
 
 namespace meshserve::fp8 {
 
@@ -16,17 +19,21 @@ using bf16 = __nv_bfloat16;
 enum class Before : int { kNothing, kRmsNorm, kSiluProduct };
 
 constexpr int kMaxThreads = 512;
-constexpr int kWidth = 8;                // columns that a thread handles together: 16 bytes of bfloat16
-constexpr int kBlockColumns = 128;       // columns that share a scale with block scales
-constexpr float kLargest = 448.0f;       // the largest e4m3 number
+constexpr int kFewRows = 264;        // up to two blocks for each multiprocessor: a row gets as many threads as possible
+constexpr int kManyRowsThreads = 128;  // else several rows share a multiprocessor
+constexpr int kChunkThreads = 256;
+constexpr int kMaxEarlyGains = 2;    // gains that a thread loads with the values; more would cost registers
+constexpr int kWidth = 8;             // columns that a thread handles together: 16 bytes of bfloat16
+constexpr int kBlockColumns = 128;    // columns that share a scale with block scales
+constexpr float kLargest = 448.0f;    // the largest e4m3 number
 constexpr int kMaxColumns = kMaxThreads * kWidth * 8;
 
 struct QuantiseArgs {
-  const bf16* x;      // [tokens, columns]; kSiluProduct: [tokens, 2 columns], gates and then their factors
-  const bf16* gain;   // [columns], of kRmsNorm
-  uint8_t* numbers;   // [rows, columns] e4m3
-  float* scales;      // [columns / 128, rows], or [rows] with one scale for each token
-  int tokens, rows;   // rows from `tokens` on are padding and become zeros
+  const bf16* x;     // [tokens, columns]; kSiluProduct: [tokens, 2 columns], gates and then their factors
+  const bf16* gain;  // [columns], of kRmsNorm
+  uint8_t* numbers;  // [rows, columns] e4m3
+  float* scales;     // [columns / 128, rows], or [rows] with one scale for each token
+  int tokens, rows;  // rows from `tokens` on are padding and become zeros
   int columns;
   float epsilon;
 };
@@ -41,21 +48,88 @@ __device__ __forceinline__ void unpack(const uint4& packed, float (&values)[kWid
   }
 }
 
-__device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+__device__ __forceinline__ uint4 pack(const float (&values)[kWidth]) {
+  uint4 packed;
+  __nv_bfloat162* pairs = reinterpret_cast<__nv_bfloat162*>(&packed);
+#pragma unroll
+  for (int i = 0; i < kWidth / 2; ++i) pairs[i] = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+  return packed;
+}
+
+__device__ __forceinline__ float highest_of(const float (&values)[kWidth]) {
+  float highest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) highest = fmaxf(highest, fabsf(values[i]));
+  return highest;
+}
+
+__device__ __forceinline__ float scale_for(float highest) {
+  return highest > 0.0f ? __fdiv_rn(highest, kLargest) : 1.0f;
+}
 
 __device__ __forceinline__ uint2 to_e4m3(const float (&values)[kWidth], float scale) {
+  const float inverse = __frcp_rn(scale);
   uint32_t words[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float2 low = make_float2(__fdiv_rn(values[4 * i], scale), __fdiv_rn(values[4 * i + 1], scale));
-    const float2 high = make_float2(__fdiv_rn(values[4 * i + 2], scale), __fdiv_rn(values[4 * i + 3], scale));
+    const float2 low = make_float2(values[4 * i] * inverse, values[4 * i + 1] * inverse);
+    const float2 high = make_float2(values[4 * i + 2] * inverse, values[4 * i + 3] * inverse);
     words[i] = static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3)) |
                static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E4M3)) << 16;
   }
   return make_uint2(words[0], words[1]);
 }
 
-// Returns the sum or the maximum over all threads of the block. `shared` has 32 floats.
+// Returns 8 values of a row of x, with SiLU and the factors if they are the operation before.
+template <Before kBefore>
+__device__ __forceinline__ uint4 load_values(const uint4* row, int vector, int num_vectors) {
+  const uint4 packed = __ldcs(row + vector);
+  if constexpr (kBefore != Before::kSiluProduct) return packed;
+  float gates[kWidth], factors[kWidth];
+  unpack(__ldcs(row + num_vectors + vector), factors);
+  unpack(packed, gates);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) gates[i] = __fdividef(gates[i], 1.0f + __expf(-gates[i])) * factors[i];
+  return pack(gates);
+}
+
+__device__ __forceinline__ void store(const QuantiseArgs& args, int token, int vector, const float (&values)[kWidth],
+                                      float scale) {
+  const size_t index = static_cast<size_t>(token) * (args.columns / kWidth) + vector;
+  reinterpret_cast<uint2*>(args.numbers)[index] = to_e4m3(values, scale);
+}
+
+// Returns the largest value of the 16 threads that have the 128 columns of a scale.
+__device__ __forceinline__ float over_scale(float highest) {
+#pragma unroll
+  for (int step = kBlockColumns / kWidth / 2; step > 0; step /= 2) {
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
+  }
+  return highest;
+}
+
+__device__ __forceinline__ void store_block_scale(const QuantiseArgs& args, int token, int vector, float scale) {
+  constexpr int kSharers = kBlockColumns / kWidth;
+  if (vector % kSharers == 0) args.scales[static_cast<size_t>(vector / kSharers) * args.rows + token] = scale;
+}
+
+// Block scales, without a norm. Grid: rows, chunks of 8 columns for each thread.
+template <Before kBefore>
+__global__ void __launch_bounds__(kChunkThreads) quantise_chunk_kernel(QuantiseArgs args) {
+  const int token = blockIdx.x, vector = blockIdx.y * blockDim.x + threadIdx.x, num_vectors = args.columns / kWidth;
+  const bool is_inside = vector < num_vectors;
+  const size_t width = kBefore == Before::kSiluProduct ? 2 * num_vectors : num_vectors;
+  float values[kWidth] = {};
+  if (is_inside && token < args.tokens) {
+    unpack(load_values<kBefore>(reinterpret_cast<const uint4*>(args.x) + token * width, vector, num_vectors), values);
+  }
+  const float scale = scale_for(over_scale(highest_of(values)));
+  if (!is_inside) return;
+  store(args, token, vector, values, scale);
+  store_block_scale(args, token, vector, scale);
+}
+
+// Returns the sum or the maximum over all threads of the block. `shared` has 16 floats.
 template <bool kIsMax>
 __device__ __forceinline__ float over_block(float value, float* shared) {
   const auto join = [](float a, float b) { return kIsMax ? fmaxf(a, b) : a + b; };
@@ -68,115 +142,106 @@ __device__ __forceinline__ float over_block(float value, float* shared) {
   return total;
 }
 
-// kVectors: groups of 8 columns that a thread handles.
+// A norm, or one scale for each token. Grid: rows. kVectors: groups of 8 columns that a thread handles.
 template <Before kBefore, bool kPerToken, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads) quantise_kernel(QuantiseArgs args) {
-  __shared__ float shared[32];
+__global__ void __launch_bounds__(kMaxThreads) quantise_row_kernel(QuantiseArgs args) {
+  __shared__ float sums[16], highests[16];
   const int token = blockIdx.x, thread = threadIdx.x, num_vectors = args.columns / kWidth;
   const bool is_padding = token >= args.tokens;
   const size_t width = kBefore == Before::kSiluProduct ? 2 * num_vectors : num_vectors;
   const uint4* row = reinterpret_cast<const uint4*>(args.x) + (is_padding ? 0 : token) * width;
+  const auto vector_of = [&](int i) { return i * static_cast<int>(blockDim.x) + thread; };
 
-  float values[kVectors][kWidth];
+  uint4 packed[kVectors], gains[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int vector = i * blockDim.x + thread;
-    const bool is_used = vector < num_vectors && !is_padding;
-    unpack(is_used ? row[vector] : make_uint4(0, 0, 0, 0), values[i]);
-    if constexpr (kBefore == Before::kSiluProduct) {
-      float factors[kWidth];
-      unpack(is_used ? row[num_vectors + vector] : make_uint4(0, 0, 0, 0), factors);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        values[i][j] = rounded(values[i][j] / (1.0f + __expf(-values[i][j])) * factors[j]);
-      }
+    const bool is_inside = vector_of(i) < num_vectors;
+    packed[i] = gains[i] = make_uint4(0, 0, 0, 0);
+    if (is_inside && !is_padding) packed[i] = load_values<kBefore>(row, vector_of(i), num_vectors);
+    if constexpr (kBefore == Before::kRmsNorm) {
+      if (kVectors <= kMaxEarlyGains && is_inside) gains[i] = __ldg(reinterpret_cast<const uint4*>(args.gain) + vector_of(i));
     }
   }
-
   if constexpr (kBefore == Before::kRmsNorm) {
-    float sum = 0.0f;
+    float sum = 0.0f, values[kWidth], factors[kWidth];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
+      unpack(packed[i], values);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum += values[i][j] * values[i][j];
+      for (int j = 0; j < kWidth; ++j) sum += values[j] * values[j];
     }
-    const float inverse = rsqrtf(over_block<false>(sum, shared) / args.columns + args.epsilon);
-    if constexpr (kPerToken) __syncthreads();  // `shared` is written again below
+    const float inverse = rsqrtf(over_block<false>(sum, sums) / args.columns + args.epsilon);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int vector = i * blockDim.x + thread;
-      float gains[kWidth];
-      unpack(vector < num_vectors ? reinterpret_cast<const uint4*>(args.gain)[vector] : make_uint4(0, 0, 0, 0), gains);
+      unpack(packed[i], values);
+      if (kVectors > kMaxEarlyGains && vector_of(i) < num_vectors) {
+        gains[i] = __ldg(reinterpret_cast<const uint4*>(args.gain) + vector_of(i));
+      }
+      unpack(gains[i], factors);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[i][j] = rounded(values[i][j] * inverse * gains[j]);
+      for (int j = 0; j < kWidth; ++j) values[j] *= inverse * factors[j];
+      packed[i] = pack(values);
     }
   }
-
-  float highest[kVectors];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    highest[i] = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) highest[i] = fmaxf(highest[i], fabsf(values[i][j]));
-  }
+  float most = 0.0f;
   if constexpr (kPerToken) {
-    float most = highest[0];
-#pragma unroll
-    for (int i = 1; i < kVectors; ++i) most = fmaxf(most, highest[i]);
-    most = over_block<true>(most, shared);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) highest[i] = most;
-  } else {  // 16 threads have the 128 columns of a scale
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (int step = 8; step > 0; step /= 2) highest[i] = fmaxf(highest[i], __shfl_xor_sync(~0u, highest[i], step));
+      float values[kWidth];
+      unpack(packed[i], values);
+      most = fmaxf(most, highest_of(values));
     }
+    most = over_block<true>(most, highests);
+    if (thread == 0) args.scales[token] = scale_for(most);
   }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int vector = i * blockDim.x + thread;
-    if (vector >= num_vectors) continue;
-    const float scale = highest[i] > 0.0f ? __fdiv_rn(highest[i], kLargest) : 1.0f;
-    reinterpret_cast<uint2*>(args.numbers)[static_cast<size_t>(token) * num_vectors + vector] =
-        to_e4m3(values[i], scale);
-    if constexpr (kPerToken) {
-      if (vector == 0) args.scales[token] = scale;
-    } else {
-      constexpr int kSharers = kBlockColumns / kWidth;
-      if (vector % kSharers == 0) args.scales[static_cast<size_t>(vector / kSharers) * args.rows + token] = scale;
-    }
+    float values[kWidth];
+    unpack(packed[i], values);
+    const float scale = scale_for(kPerToken ? most : over_scale(highest_of(values)));
+    if (vector_of(i) >= num_vectors) continue;
+    store(args, token, vector_of(i), values, scale);
+    if constexpr (!kPerToken) store_block_scale(args, token, vector_of(i), scale);
   }
 }
 
 using QuantiseKernel = void (*)(QuantiseArgs);
 
 template <Before kBefore, bool kPerToken>
-QuantiseKernel quantise_kernel_for(int num_vectors) {
-  return num_vectors <= 1   ? quantise_kernel<kBefore, kPerToken, 1>
-         : num_vectors <= 2 ? quantise_kernel<kBefore, kPerToken, 2>
-         : num_vectors <= 4 ? quantise_kernel<kBefore, kPerToken, 4>
-                            : quantise_kernel<kBefore, kPerToken, 8>;
+QuantiseKernel row_kernel_for(int num_vectors) {
+  return num_vectors <= 1   ? quantise_row_kernel<kBefore, kPerToken, 1>
+         : num_vectors <= 2 ? quantise_row_kernel<kBefore, kPerToken, 2>
+         : num_vectors <= 4 ? quantise_row_kernel<kBefore, kPerToken, 4>
+                            : quantise_row_kernel<kBefore, kPerToken, 8>;
 }
 
-template <Before kBefore>
-QuantiseKernel quantise_kernel_for(bool per_token, int num_vectors) {
-  return per_token ? quantise_kernel_for<kBefore, true>(num_vectors)
-                   : quantise_kernel_for<kBefore, false>(num_vectors);
+// `num_vectors` is the number for each thread.
+inline QuantiseKernel row_kernel_for(Before before, bool per_token, int num_vectors) {
+  if (!per_token) return row_kernel_for<Before::kRmsNorm, false>(num_vectors);
+  return before == Before::kRmsNorm       ? row_kernel_for<Before::kRmsNorm, true>(num_vectors)
+         : before == Before::kSiluProduct ? row_kernel_for<Before::kSiluProduct, true>(num_vectors)
+                                          : row_kernel_for<Before::kNothing, true>(num_vectors);
 }
 
-inline QuantiseKernel quantise_kernel_for(Before before, bool per_token, int num_vectors) {
-  return before == Before::kRmsNorm       ? quantise_kernel_for<Before::kRmsNorm>(per_token, num_vectors)
-         : before == Before::kSiluProduct ? quantise_kernel_for<Before::kSiluProduct>(per_token, num_vectors)
-                                          : quantise_kernel_for<Before::kNothing>(per_token, num_vectors);
+inline QuantiseKernel chunk_kernel_for(Before before) {
+  return before == Before::kSiluProduct ? quantise_chunk_kernel<Before::kSiluProduct>
+                                        : quantise_chunk_kernel<Before::kNothing>;
 }
 
 inline cudaError_t quantise(const QuantiseArgs& args, Before before, bool per_token, cudaStream_t stream) {
   const int num_vectors = args.columns / kWidth;
+  const auto whole_warps = [](int threads) { return (threads + 31) / 32 * 32; };
+  if (!per_token && before != Before::kRmsNorm) {
+    const int threads = std::min(kChunkThreads, whole_warps(num_vectors));
+    const dim3 grid(args.rows, (num_vectors + threads - 1) / threads);
+    chunk_kernel_for(before)<<<grid, threads, 0, stream>>>(args);
+    return cudaGetLastError();
+  }
+  const int most = args.rows <= kFewRows ? kMaxThreads : kManyRowsThreads;
   int share = 1;
-  while (share * kMaxThreads < num_vectors) share *= 2;
-  const int threads = ((num_vectors + share - 1) / share + 31) / 32 * 32;
-  quantise_kernel_for(before, per_token, share)<<<args.rows, threads, 0, stream>>>(args);
+  while (share < 8 && share * most < num_vectors) share *= 2;
+  const int threads = whole_warps((num_vectors + share - 1) / share);
+  row_kernel_for(before, per_token, share)<<<args.rows, threads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -48,15 +48,22 @@ class Linear(Protocol):
     """The interface of an implementation."""
 
     def __call__(
-        self, x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None, before: Before | None = None
+        self,
+        x: jax.Array,
+        weight: Matrix,
+        *,
+        out_dtype: jnp.dtype | None = None,
+        before: Before | None = None,
+        residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes x weight^T.
+        """Computes x weight^T, or residual + x weight^T.
 
         Args:
           x: [T, K] bfloat16 or float32, or what `before` takes.
           weight: [..., N, K]. Leading dimensions are treated as further rows.
           out_dtype: dtype of the result; None means x's.
           before: Operation on x before the product, such as `RMSNorm` or `silu_product`; None means none.
+          residual: [T, rows] of the result's dtype; None means none.
 
         Returns:
           [T, rows], accumulated in float32. float32 inputs are multiplied in full float32 precision.

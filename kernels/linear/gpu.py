@@ -63,6 +63,7 @@ def linear(
     *,
     out_dtype: jnp.dtype | None = None,
     before: Before | None = None,
+    residual: jax.Array | None = None,
     candidate: int = 0,
 ) -> jax.Array:
     """See `Linear`.
@@ -71,13 +72,14 @@ def linear(
       candidate: which of cuBLASLt's algorithms to use, counted from the one that it estimates to be the fastest.
 
     Raises:
+      TypeError: `out_dtype` is neither bfloat16 nor float32.
       KernelBuildError: the kernels cannot be compiled or loaded.
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if not isinstance(weight, QuantisedMatrix) or unsupported_reason(weight, x.dtype) is not None:
-        return xla.linear(x, weight, out_dtype=out_dtype, before=before)
+        return xla.linear(x, weight, out_dtype=out_dtype, before=before, residual=residual)
     if out_dtype not in (jnp.bfloat16, jnp.float32):
-        return linear(x, weight, out_dtype=jnp.dtype("float32"), before=before, candidate=candidate).astype(out_dtype)
+        raise TypeError(f"out_dtype is {out_dtype}; products with FP8 weights are bfloat16 or float32")
     cublas_lt.open_library()
     norm = before if isinstance(before, RMSNorm) else None
     if before is not None and norm is None and before is not silu_product:
@@ -85,6 +87,7 @@ def linear(
     scale = weight.scale if weight.scale.dtype == jnp.bfloat16 else weight.scale.astype(jnp.float32)
     columns, num_rows, num_tokens = weight.shape[-1], int(np.prod(weight.shape[:-1])), x.shape[0]
     padded = -(-num_tokens // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+    has_residual = residual is not None and padded == num_tokens and residual.dtype == out_dtype
     results = (
         jax.ShapeDtypeStruct((padded, num_rows), out_dtype),
         jax.ShapeDtypeStruct((padded, columns), FP8),
@@ -97,11 +100,14 @@ def linear(
         x if norm is None else norm.gain.astype(x.dtype),
         weight.data,
         scale,
+        residual if has_residual else x,
         before=np.int32(1 if norm is not None else 2 if before is silu_product else 0),
         epsilon=np.float32(0.0 if norm is None else norm.epsilon),
+        has_residual=np.int32(has_residual),
         candidate=np.int32(candidate),
     )
-    return product[:num_tokens]
+    product = product[:num_tokens]
+    return product if residual is None or has_residual else residual + product
 
 
 def _num_arranged(weight: QuantisedMatrix) -> int:

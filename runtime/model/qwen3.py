@@ -23,7 +23,7 @@ from flax import nnx
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
 from meshserve.kernels.experts import Experts
 from meshserve.kernels.experts import xla as xla_experts
-from meshserve.kernels.linear import Linear, RMSNorm, inverse_rms, rms_norm, silu_product, xla
+from meshserve.kernels.linear import Before, Linear, Matrix, RMSNorm, inverse_rms, rms_norm, silu_product, xla
 from meshserve.kernels.p2p import P2PGroup, P2POperations
 from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, QKNormRope, RopeSettings, WriteKV, write_kv
 from meshserve.kernels.paged_attention.storage import scaled_access
@@ -109,6 +109,20 @@ class StepContext(NamedTuple):
         return MLPContext(self.p2p_all_reduce, self.experts, self.batch.positions, self.linear)
 
 
+def add_product(
+    x: jax.Array,
+    y: jax.Array,
+    weight: Matrix,
+    linear: Linear,
+    p2p_all_reduce: P2PAllReduce | None,
+    before: Before | None = None,
+) -> jax.Array:
+    """Returns x plus the all-reduced product of y, after an operation, with a matrix whose columns are sharded."""
+    if jax.lax.axis_size(TENSOR_AXIS) == 1:
+        return linear(y, weight, before=before, residual=x)
+    return x + all_reduce(linear(y, weight, before=before), p2p_all_reduce)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with normalized q and k."""
 
@@ -128,10 +142,10 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, norm: RMSNorm, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies the norm and attention to x [T, D].
+        """Adds attention, after a norm, to x [T, D].
 
         Returns:
-          The all-reduced output [T, D], and the cache with this step's keys and values.
+          The sum [T, D], and the cache with this step's keys and values.
         """
         if self.kv_scale is not None:
             context = context._replace(**scaled_access(context.attend, context.write, self.kv_scale[...]))
@@ -145,8 +159,8 @@ class Attention(nnx.Module):
         else:
             q, cache = self._prepare(rows, cache, layer, context)
         attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
-        output = context.linear(attended.reshape(x.shape[0], -1), self.out[...])
-        return all_reduce(output, context.p2p_all_reduce), cache
+        attended = attended.reshape(x.shape[0], -1)
+        return add_product(x, attended, self.out[...], context.linear, context.p2p_all_reduce), cache
 
     def _prepare(
         self, rows: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
@@ -175,9 +189,9 @@ class MLP(nnx.Module):
     def __call__(
         self, x: jax.Array, norm: RMSNorm, linear: Linear, p2p_all_reduce: P2PAllReduce | None = None
     ) -> jax.Array:
-        """Applies the norm and the MLP to x [T, D] and returns the all-reduced output [T, D]."""
+        """Adds the MLP, after a norm, to x [T, D]."""
         halves = linear(x, self.gate_up[...], before=norm)
-        return all_reduce(linear(halves, self.down[...], before=silu_product), p2p_all_reduce)
+        return add_product(x, halves, self.down[...], linear, p2p_all_reduce, before=silu_product)
 
 
 class DecoderLayer(nnx.Module):
@@ -204,12 +218,11 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
         """Applies the attention half, in which tokens interact: x [T, D] and the cache -> the same shapes."""
-        attended, cache = self.attention(x, RMSNorm(self.attention_norm[...], self.eps), cache, layer, context)
-        return x + attended, cache
+        return self.attention(x, RMSNorm(self.attention_norm[...], self.eps), cache, layer, context)
 
     def after_mlp(self, x: jax.Array, layer: int | jax.Array, context: MLPContext) -> jax.Array:
         """Applies the MLP half, in which tokens are independent: x [B, D] -> the same shape."""
-        return x + self.mlp(x, RMSNorm(self.mlp_norm[...], self.eps), context.linear, context.p2p_all_reduce)
+        return self.mlp(x, RMSNorm(self.mlp_norm[...], self.eps), context.linear, context.p2p_all_reduce)
 
 
 class Forward(NamedTuple):

@@ -89,6 +89,9 @@ def test_the_operation_before_a_product_is_applied(name: str, before: Before) ->
     product = implementation(name)(x, inputs.weight, before=before)
     expected = cases.expected(cases.Inputs(before(x), inputs.weight), is_fp8=name == "xla_fp8")
     assert relative_error(product, expected) < BOUNDS["float32"]
+    residual = jnp.full(product.shape, 3.0)
+    summed = implementation(name)(x, inputs.weight, before=before, residual=residual)
+    np.testing.assert_allclose(summed, product + 3.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
