@@ -3,7 +3,7 @@
 // Where a statistic of the whole row is needed (a norm, or one scale for each token), a block handles a token and keeps
 // its row in registers, so x is read once. Else every thread handles 8 columns. Values are rounded to bfloat16 before
 // they are quantised, as if the operation before had been a kernel of its own. A scale is the largest absolute value of
-// its columns / 448, or 1 if all are 0.
+// its columns / 448, or 1 if all are 0. Further blocks of the same launch lay out the scales of the weights.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -25,18 +25,47 @@ constexpr int kChunkThreads = 256;
 constexpr int kMaxEarlyGains = 2;    // gains that a thread loads with the values; more would cost registers
 constexpr int kWidth = 8;             // columns that a thread handles together: 16 bytes of bfloat16
 constexpr int kBlockColumns = 128;    // columns that share a scale with block scales
+constexpr float kNegligible = 1e-30f;
 constexpr float kLargest = 448.0f;    // the largest e4m3 number
 constexpr int kMaxColumns = kMaxThreads * kWidth * 8;
+
+// Scales of weights [rows / repeats, columns], laid out anew: [rows, stride], or [columns, rows] if transposed.
+struct ScaleArgs {
+  const void* scales;       // float32 or bfloat16; with `source_columns` 1, a row's scale is that of all columns
+  float* out;               // nullptr: nothing to do
+  int rows, columns;        // of `out`, without padding
+  int source_columns, stride, repeats;
+  bool is_bfloat16, is_transposed;
+};
 
 struct QuantiseArgs {
   const bf16* x;     // [tokens, columns]; kSiluProduct: [tokens, 2 columns], gates and then their factors
   const bf16* gain;  // [columns], of kRmsNorm
   uint8_t* numbers;  // [rows, columns] e4m3
-  float* scales;     // [columns / 128, rows], or [rows] with one scale for each token
+  float* scales;     // [columns / 128, rows], or [copies, rows] with one scale for each token
   int tokens, rows;  // rows from `tokens` on are padding and become zeros
-  int columns;
+  int columns, copies;
   float epsilon;
+  ScaleArgs weights;
 };
+
+__device__ __forceinline__ void lay_out_scales(const ScaleArgs& args, int index) {
+  if (index >= args.rows * args.columns) return;
+  const int row = args.is_transposed ? index % args.rows : index / args.columns;
+  const int column = args.is_transposed ? index / args.rows : index % args.columns;
+  const size_t from = static_cast<size_t>(row / args.repeats) * args.source_columns + min(column, args.source_columns - 1);
+  const float scale = args.is_bfloat16 ? __bfloat162float(static_cast<const bf16*>(args.scales)[from])
+                                       : static_cast<const float*>(args.scales)[from];
+  args.out[args.is_transposed ? static_cast<size_t>(index) : static_cast<size_t>(row) * args.stride + column] = scale;
+}
+
+// Returns whether the block is one of those behind the rows; it has then laid out its part of the weights' scales.
+__device__ __forceinline__ bool is_scale_block(const QuantiseArgs& args) {
+  if (blockIdx.x < args.rows) return false;
+  const int block = (blockIdx.x - args.rows) * gridDim.y + blockIdx.y;
+  lay_out_scales(args.weights, block * blockDim.x + threadIdx.x);
+  return true;
+}
 
 __device__ __forceinline__ void unpack(const uint4& packed, float (&values)[kWidth]) {
   const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&packed);
@@ -63,8 +92,15 @@ __device__ __forceinline__ float highest_of(const float (&values)[kWidth]) {
   return highest;
 }
 
+// Where all values are far below what a division by the scale could take, they become 0.
 __device__ __forceinline__ float scale_for(float highest) {
-  return highest > 0.0f ? __fdiv_rn(highest, kLargest) : 1.0f;
+  return highest <= kNegligible ? 1.0f : __fdiv_rn(highest, kLargest);
+}
+
+// Returns value / scale, correctly rounded, given 1 / scale: values often lie half-way between two e4m3 numbers.
+__device__ __forceinline__ float divided(float value, float scale, float inverse) {
+  const float quotient = value * inverse;
+  return fmaf(fmaf(-quotient, scale, value), inverse, quotient);
 }
 
 __device__ __forceinline__ uint2 to_e4m3(const float (&values)[kWidth], float scale) {
@@ -72,8 +108,9 @@ __device__ __forceinline__ uint2 to_e4m3(const float (&values)[kWidth], float sc
   uint32_t words[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float2 low = make_float2(values[4 * i] * inverse, values[4 * i + 1] * inverse);
-    const float2 high = make_float2(values[4 * i + 2] * inverse, values[4 * i + 3] * inverse);
+    const float* four = values + 4 * i;
+    const float2 low = make_float2(divided(four[0], scale, inverse), divided(four[1], scale, inverse));
+    const float2 high = make_float2(divided(four[2], scale, inverse), divided(four[3], scale, inverse));
     words[i] = static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3)) |
                static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E4M3)) << 16;
   }
@@ -116,6 +153,7 @@ __device__ __forceinline__ void store_block_scale(const QuantiseArgs& args, int 
 // Block scales, without a norm. Grid: rows, chunks of 8 columns for each thread.
 template <Before kBefore>
 __global__ void __launch_bounds__(kChunkThreads) quantise_chunk_kernel(QuantiseArgs args) {
+  if (is_scale_block(args)) return;
   const int token = blockIdx.x, vector = blockIdx.y * blockDim.x + threadIdx.x, num_vectors = args.columns / kWidth;
   const bool is_inside = vector < num_vectors;
   const size_t width = kBefore == Before::kSiluProduct ? 2 * num_vectors : num_vectors;
@@ -146,6 +184,7 @@ __device__ __forceinline__ float over_block(float value, float* shared) {
 template <Before kBefore, bool kPerToken, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) quantise_row_kernel(QuantiseArgs args) {
   __shared__ float sums[16], highests[16];
+  if (is_scale_block(args)) return;
   const int token = blockIdx.x, thread = threadIdx.x, num_vectors = args.columns / kWidth;
   const bool is_padding = token >= args.tokens;
   const size_t width = kBefore == Before::kSiluProduct ? 2 * num_vectors : num_vectors;
@@ -192,7 +231,9 @@ __global__ void __launch_bounds__(kMaxThreads) quantise_row_kernel(QuantiseArgs 
       most = fmaxf(most, highest_of(values));
     }
     most = over_block<true>(most, highests);
-    if (thread == 0) args.scales[token] = scale_for(most);
+    for (int copy = thread; copy < args.copies; copy += blockDim.x) {
+      args.scales[static_cast<size_t>(copy) * args.rows + token] = scale_for(most);
+    }
   }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -228,12 +269,18 @@ inline QuantiseKernel chunk_kernel_for(Before before) {
                                         : quantise_chunk_kernel<Before::kNothing>;
 }
 
+// Returns the blocks in a grid's first dimension that lay out the weights' scales.
+inline int scale_blocks(const ScaleArgs& args, int chunks, int threads) {
+  const int block = chunks * threads;
+  return args.out == nullptr ? 0 : (args.rows * args.columns + block - 1) / block;
+}
+
 inline cudaError_t quantise(const QuantiseArgs& args, Before before, bool per_token, cudaStream_t stream) {
   const int num_vectors = args.columns / kWidth;
   const auto whole_warps = [](int threads) { return (threads + 31) / 32 * 32; };
   if (!per_token && before != Before::kRmsNorm) {
-    const int threads = std::min(kChunkThreads, whole_warps(num_vectors));
-    const dim3 grid(args.rows, (num_vectors + threads - 1) / threads);
+    const int threads = std::min(kChunkThreads, whole_warps(num_vectors)), chunks = (num_vectors + threads - 1) / threads;
+    const dim3 grid(args.rows + scale_blocks(args.weights, chunks, threads), chunks);
     chunk_kernel_for(before)<<<grid, threads, 0, stream>>>(args);
     return cudaGetLastError();
   }
@@ -241,36 +288,8 @@ inline cudaError_t quantise(const QuantiseArgs& args, Before before, bool per_to
   int share = 1;
   while (share < 8 && share * most < num_vectors) share *= 2;
   const int threads = whole_warps((num_vectors + share - 1) / share);
-  row_kernel_for(before, per_token, share)<<<args.rows, threads, 0, stream>>>(args);
-  return cudaGetLastError();
-}
-
-// ---- scales of weights -------------------------------------------------------------------------------------------
-struct ScaleArgs {
-  const void* scales;  // [rows, columns] float32 or bfloat16
-  float* out;          // [rows, stride]; if transposed, [columns, rows * repeats]
-  int rows, columns;
-  int stride;          // of `out`, at least `columns`
-  int repeats;         // rows of the matrix that share a scale, if transposed
-  bool is_bfloat16, is_transposed;
-};
-
-// Lays out the scales of weights as cuBLASLt reads them.
-__global__ void arrange_scales_kernel(ScaleArgs args) {
-  const int index = blockIdx.x * blockDim.x + threadIdx.x;
-  const int rows = args.is_transposed ? args.rows * args.repeats : args.rows;
-  if (index >= rows * args.columns) return;
-  const int row = args.is_transposed ? index % rows : index / args.columns;
-  const int column = args.is_transposed ? index / rows : index % args.columns;
-  const size_t from = static_cast<size_t>(row / args.repeats) * args.columns + column;
-  const float scale = args.is_bfloat16 ? __bfloat162float(static_cast<const bf16*>(args.scales)[from])
-                                       : static_cast<const float*>(args.scales)[from];
-  args.out[args.is_transposed ? static_cast<size_t>(index) : static_cast<size_t>(row) * args.stride + column] = scale;
-}
-
-inline cudaError_t arrange_scales(const ScaleArgs& args, cudaStream_t stream) {
-  const int total = args.rows * args.repeats * args.columns;
-  arrange_scales_kernel<<<(total + 255) / 256, 256, 0, stream>>>(args);
+  const int blocks = args.rows + scale_blocks(args.weights, 1, threads);
+  row_kernel_for(before, per_token, share)<<<blocks, threads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

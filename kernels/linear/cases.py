@@ -44,6 +44,8 @@ MATRIX_CASES = tuple(
     for case in (
         Case(name="fp8-block-one-token", kind="fp8", block=(128, 128), tokens=1, columns=512),
         Case(name="fp8-block-decode", kind="fp8", block=(128, 128), tokens=128, leading=(2,), rows=384, columns=512),
+        Case(name="fp8-block-decode-many-rows", kind="fp8", block=(128, 128), tokens=128, leading=(2,), rows=3072),
+        Case(name="fp8-channel-decode-many-rows", kind="fp8", block=(1, 256), tokens=128, leading=(2,), rows=3072),
         Case(name="fp8-block-padded-scales", kind="fp8", block=(128, 128), tokens=70, rows=384, columns=768),
         Case(name="fp8-block-prefill", kind="fp8", block=(128, 128), tokens=1025, rows=1024, columns=1024),
         Case(name="fp8-block-many-columns", kind="fp8", block=(128, 128), tokens=96, rows=256, columns=12_288),

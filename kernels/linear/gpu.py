@@ -1,9 +1,9 @@
 """Products with FP8 weights on an NVIDIA Hopper GPU: see ../cuda/fp8_linear.cu.
 
 Activations are rounded to FP8 once per product, as in `xla.linear_fp8`, in one kernel with the norm or the SiLU before
-it. cuBLASLt then multiplies on the FP8 tensor cores, with the scales of each 128 columns or of each row applied to
-float32 sums. What the kernel does not take is computed by `xla.linear`, with dequantised weights; `unsupported_reason`
-says which weights these are.
+it. Then cuBLASLt multiplies on the FP8 tensor cores, with the scales of each 128 columns or of each row applied to
+float32 sums. What it does not take is computed by `xla.linear`, with dequantised weights; `unsupported_reason` says
+which weights these are.
 """
 
 import jax
@@ -19,6 +19,9 @@ from .matrix import FP8, Matrix, QuantisedMatrix
 BLOCK_COLUMNS = 128  # that share a scale of the activations, unless the weights have one scale for each row
 _ROW_MULTIPLE, _COLUMN_MULTIPLE, _TOKEN_MULTIPLE = 16, 16, 16  # for the alignment of cuBLASLt's operands
 _MAX_COLUMNS = 32_768  # limited by the registers of the kernel that rounds activations
+# Up to so many tokens and rows, cuBLASLt is faster if it is given a scale for each row and 128 columns: it then takes
+# smaller tiles (docs/log/prefill.md).
+_SPREAD_TOKENS, _SPREAD_ROWS = 128, 4096
 _WORKSPACE_BYTES = 32 << 20  # cuBLAS's recommendation for Hopper; also in ../cuda/cublas_lt.cuh
 
 
@@ -88,11 +91,12 @@ def linear(
     columns, num_rows, num_tokens = weight.shape[-1], int(np.prod(weight.shape[:-1])), x.shape[0]
     padded = -(-num_tokens // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
     has_residual = residual is not None and padded == num_tokens and residual.dtype == out_dtype
+    is_spread = _is_spread(weight, padded)
     results = (
         jax.ShapeDtypeStruct((padded, num_rows), out_dtype),
         jax.ShapeDtypeStruct((padded, columns), FP8),
-        jax.ShapeDtypeStruct((weight.scale.shape[-1], padded), jnp.float32),
-        jax.ShapeDtypeStruct((_num_arranged(weight),), jnp.float32),
+        jax.ShapeDtypeStruct((columns // BLOCK_COLUMNS if is_spread else weight.scale.shape[-1], padded), jnp.float32),
+        jax.ShapeDtypeStruct((_num_arranged(weight, is_spread=is_spread),), jnp.float32),
         jax.ShapeDtypeStruct((_WORKSPACE_BYTES,), jnp.uint8),
     )
     product, *_ = jax.ffi.ffi_call("meshserve_fp8_linear", results)(
@@ -104,16 +108,24 @@ def linear(
         before=np.int32(1 if norm is not None else 2 if before is silu_product else 0),
         epsilon=np.float32(0.0 if norm is None else norm.epsilon),
         has_residual=np.int32(has_residual),
+        is_spread=np.int32(is_spread),
         candidate=np.int32(candidate),
     )
     product = product[:num_tokens]
     return product if residual is None or has_residual else residual + product
 
 
-def _num_arranged(weight: QuantisedMatrix) -> int:
-    """Returns the number of scales of the weights if they are laid out anew for cuBLASLt."""
-    *leading, row_blocks, column_blocks = weight.scale.shape
-    row_blocks *= int(np.prod(leading))
+def _is_spread(weight: QuantisedMatrix, num_tokens: int) -> bool:
+    """Returns whether cuBLASLt is given a scale for each row of the weights and 128 columns."""
     if weight.block[0] not in (1, BLOCK_COLUMNS):
-        return int(np.prod(weight.shape[:-1])) * column_blocks  # one for each row
-    return row_blocks * (-(-column_blocks // 4) * 4)
+        return True
+    num_rows, columns = int(np.prod(weight.shape[:-1])), weight.shape[-1]
+    return num_tokens <= _SPREAD_TOKENS and num_rows <= _SPREAD_ROWS and columns % BLOCK_COLUMNS == 0
+
+
+def _num_arranged(weight: QuantisedMatrix, *, is_spread: bool) -> int:
+    """Returns the number of scales of the weights if they are laid out anew for cuBLASLt."""
+    if is_spread:
+        return int(np.prod(weight.shape[:-1])) * (weight.shape[-1] // BLOCK_COLUMNS)
+    *row_blocks, column_blocks = weight.scale.shape
+    return int(np.prod(row_blocks)) * (-(-column_blocks // 4) * 4)

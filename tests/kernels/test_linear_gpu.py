@@ -60,7 +60,7 @@ def test_the_operation_before_is_fused(case: cases.Case, name: str) -> None:
     assert relative_error(product, expected) < BOUND
 
 
-@pytest.mark.parametrize("tokens", [64, 70], ids=["fused", "padded"])
+@pytest.mark.parametrize("tokens", [64, 70, 128, 256])
 def test_a_residual_is_added(tokens: int) -> None:
     inputs = cases.make_inputs(dataclasses.replace(STACKED, tokens=tokens), seed=9)
     expected = cases.expected(inputs, is_fp8=True)
