@@ -63,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--projections", nargs="+", choices=PROJECTIONS, default=PROJECTIONS)
     parser.add_argument("--quantize", default="fp8-block", choices=(NOT_QUANTIZED, *SCHEMES))
     parser.add_argument("--backend", nargs="+", choices=IMPLEMENTATIONS, default=["xla"])
-    parser.add_argument("--candidate", type=int, default=0, help="of cuBLASLt's algorithms, for cuda_fp8")
+    parser.add_argument(
+        "--candidate", type=int, help="which of cuBLASLt's algorithms cuda_fp8 uses; 0 is its first choice"
+    )
     parser.add_argument("--tp", type=int, default=1, help="number of devices, of which one is measured")
     parser.add_argument("--layers", type=int, default=6, help="layers in the stack (default: %(default)s)")
     parser.add_argument("--plain", action="store_true", help="leave out the operation before each product")
