@@ -3,8 +3,8 @@
 Called, each computes its result in XLA operations. Dimensions: T tokens, K columns of the matrix.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ def inverse_rms(x: jax.Array, epsilon: float) -> jax.Array:
     return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
 
 
-class RMSNorm(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class RMSNorm:
     """The norm x / rms(x) * gain of each token."""
 
     gain: jax.Array  # [K]
