@@ -23,7 +23,7 @@ from flax import nnx
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
 from meshserve.kernels.experts import Experts
 from meshserve.kernels.experts import xla as xla_experts
-from meshserve.kernels.linear import Before, Linear, Matrix, RMSNorm, inverse_rms, rms_norm, silu_product, xla
+from meshserve.kernels.linear import Linear, RMSNorm, inverse_rms, rms_norm, silu_product, xla
 from meshserve.kernels.p2p import P2PGroup, P2POperations
 from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, QKNormRope, RopeSettings, WriteKV, write_kv
 from meshserve.kernels.paged_attention.storage import scaled_access
@@ -109,18 +109,11 @@ class StepContext(NamedTuple):
         return MLPContext(self.p2p_all_reduce, self.experts, self.batch.positions, self.linear)
 
 
-def add_product(
-    x: jax.Array,
-    y: jax.Array,
-    weight: Matrix,
-    linear: Linear,
-    p2p_all_reduce: P2PAllReduce | None,
-    before: Before | None = None,
-) -> jax.Array:
-    """Returns x plus the all-reduced product of y, after an operation, with a matrix whose columns are sharded."""
+def add_product(x: jax.Array, product: Callable[..., jax.Array], p2p_all_reduce: P2PAllReduce | None) -> jax.Array:
+    """Returns x plus the all-reduced product with a matrix whose columns are sharded: `Linear` with its operands."""
     if jax.lax.axis_size(TENSOR_AXIS) == 1:
-        return linear(y, weight, before=before, residual=x)
-    return x + all_reduce(linear(y, weight, before=before), p2p_all_reduce)
+        return product(residual=x)
+    return x + all_reduce(product(), p2p_all_reduce)
 
 
 class Attention(nnx.Module):
@@ -150,9 +143,7 @@ class Attention(nnx.Module):
         if self.kv_scale is not None:
             context = context._replace(**scaled_access(context.attend, context.write, self.kv_scale[...]))
         rows = context.linear(x, self.qkv[...], before=norm)
-        if not isinstance(
-            layer, int
-        ):  # in a loop, the TPU compiler would otherwise split the weights instead of the rows
+        if not isinstance(layer, int):  # in a loop, or the TPU compiler splits the weights instead of the rows
             rows = jax.lax.optimization_barrier(rows)
         if context.prepare is not None:
             q, cache = context.prepare(rows, cache, context.batch, layer=layer)
@@ -160,7 +151,7 @@ class Attention(nnx.Module):
             q, cache = self._prepare(rows, cache, layer, context)
         attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
         attended = attended.reshape(x.shape[0], -1)
-        return add_product(x, attended, self.out[...], context.linear, context.p2p_all_reduce), cache
+        return add_product(x, partial(context.linear, attended, self.out[...]), context.p2p_all_reduce), cache
 
     def _prepare(
         self, rows: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
@@ -191,7 +182,7 @@ class MLP(nnx.Module):
     ) -> jax.Array:
         """Adds the MLP, after a norm, to x [T, D]."""
         halves = linear(x, self.gate_up[...], before=norm)
-        return add_product(x, halves, self.down[...], linear, p2p_all_reduce, before=silu_product)
+        return add_product(x, partial(linear, halves, self.down[...], before=silu_product), p2p_all_reduce)
 
 
 class DecoderLayer(nnx.Module):
