@@ -131,7 +131,7 @@ test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py tests/kernels/test_qk_norm_rope_gpu.py \
 	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_threshold_gpu.py \
-	    tests/kernels/test_experts_gpu.py \
+	    tests/kernels/test_experts_gpu.py tests/kernels/test_linear_gpu.py \
 	    tests/kernels/test_p2p_on_one_gpu.py tests/kernels/test_p2p_gpu.py
 
 # The CUDA kernels under compute-sanitizer, on a machine with a Hopper GPU: memcheck, initcheck, racecheck, synccheck.

@@ -23,6 +23,7 @@ import numpy as np
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.runtime.api.model_config import ModelConfig
+from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.options.serve_config import ServeConfig
@@ -49,7 +50,7 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    model, make_params = open_model(options.model, random_weights=options.random_weights)
+    model, make_params = open_model(options.model, random_weights=options.random_weights, quantize=options.quantize)
     timeline = Timeline()
     engine, _ = build_engine(_serve_config(options), model, make_params, None, timeline.deliver)
     engine.start()
@@ -83,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--quantize", default=NOT_QUANTIZED, choices=(NOT_QUANTIZED, *SCHEMES))
+    parser.add_argument("--linear", default="auto", help="as for meshserve serve: auto, xla, xla_fp8 or cuda_fp8")
     parser.add_argument("--gemm-backend", default="auto", help="as for meshserve serve: auto, tuned or library")
     parser.add_argument("--all-reduce", default="auto", help="as for meshserve serve: auto, xla or p2p")
     parser.add_argument("--dtype", default="bfloat16")
@@ -109,6 +112,8 @@ def _serve_config(options: argparse.Namespace) -> ServeConfig:
         max_running=min(most_prompts, options.max_step_tokens),
         max_step_tokens=options.max_step_tokens,
         attention=options.attention,
+        quantize=options.quantize,
+        linear=options.linear,
         gemm_backend=options.gemm_backend,
         all_reduce=options.all_reduce,
         prefix_cache=False,

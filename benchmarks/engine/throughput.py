@@ -23,6 +23,7 @@ from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for, p
 from meshserve.benchmarks.lib.token_times import RunTimes, percentile
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed, nano_vllm
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.api.quantisation import NOT_QUANTIZED
 from meshserve.runtime.startup.launch import open_model
 
 _LENGTHS = (100, 1024)  # as in nano-vllm's benchmark
@@ -51,9 +52,10 @@ class Throughput:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    model, make_params = open_model(options.model, random_weights=options.random_weights)
-    batches = [_draw(options, seed, model.vocab_size) for seed in range(options.runs + 1)]
     settings = {"tp": options.tp, "cpu_devices": options.cpu_devices, **parse_settings(options.set)}
+    quantize = str(settings.get("quantize", NOT_QUANTIZED))
+    model, make_params = open_model(options.model, random_weights=options.random_weights, quantize=quantize)
+    batches = [_draw(options, seed, model.vocab_size) for seed in range(options.runs + 1)]
     longest = max(len(work.prompt_token_ids) + work.max_tokens for batch in batches for work in batch)
     if longest > model.longest_context:
         raise ConfigError(

@@ -19,7 +19,10 @@ from pathlib import Path
 import jax
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-gencode=arch=compute_90a,code=sm_90a")
+FLAGS = (
+    *("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-gencode=arch=compute_90a,code=sm_90a"),
+    *("--threads", "2", "-ldl"),
+)
 TARGETS = (
     "meshserve_decode_layers",
     "meshserve_decode_expert_layers",
@@ -33,6 +36,7 @@ TARGETS = (
     "meshserve_sampling_threshold",
     "meshserve_p2p_all_reduce",
     "meshserve_p2p_all_gather",
+    "meshserve_fp8_linear",
 )
 _MAX_ERROR_BYTES = 1000
 
@@ -98,7 +102,8 @@ def build(cache_dir: Path | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             unfinished = Path(scratch) / library.name
-            _run([str(nvcc), *FLAGS, "-isystem", str(headers), str(SOURCES / "ffi.cu"), "-o", str(unfinished)])
+            programs = map(str, sorted(SOURCES.glob("*.cu")))
+            _run([str(nvcc), *FLAGS, "-isystem", str(headers), *programs, "-o", str(unfinished)])
             os.replace(unfinished, library)  # atomic: other processes see the whole file or none
     return library
 

@@ -12,7 +12,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from . import reference, xla
+from . import gpu, reference, xla
+from .before import Before, RMSNorm, inverse_rms, rms_norm, silu_product
 from .matrix import (
     FP8,
     FP8_MAX,
@@ -29,10 +30,15 @@ __all__ = [
     "FP8",
     "FP8_MAX",
     "SYMMETRIC_ZERO",
+    "Before",
     "Matrix",
     "QuantisedMatrix",
+    "RMSNorm",
     "dequantised",
+    "inverse_rms",
     "quantised_activations",
+    "rms_norm",
+    "silu_product",
     "to_fp8",
     "unpacked",
 ]
@@ -41,13 +47,23 @@ __all__ = [
 class Linear(Protocol):
     """The interface of an implementation."""
 
-    def __call__(self, x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        """Computes x weight^T.
+    def __call__(
+        self,
+        x: jax.Array,
+        weight: Matrix,
+        *,
+        out_dtype: jnp.dtype | None = None,
+        before: Before | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes x weight^T, or residual + x weight^T.
 
         Args:
-          x: [T, K] bfloat16 or float32.
+          x: [T, K] bfloat16 or float32, or what `before` takes.
           weight: [..., N, K]. Leading dimensions are treated as further rows.
           out_dtype: dtype of the result; None means x's.
+          before: Operation on x before the product, such as `RMSNorm` or `silu_product`; None means none.
+          residual: [T, rows] of the result's dtype; None means none.
 
         Returns:
           [T, rows], accumulated in float32. float32 inputs are multiplied in full float32 precision.
@@ -59,6 +75,7 @@ IMPLEMENTATIONS: dict[str, Linear] = {
     "reference": reference.linear,
     "xla": xla.linear,
     "xla_fp8": xla.linear_fp8,
+    "cuda_fp8": gpu.linear,
 }
 
 
@@ -66,9 +83,10 @@ def implementation(name: str) -> Linear:
     """Returns the named implementation.
 
     Args:
-      name: "reference" (dequantises in float32), "xla" (dequantises in the dtype of the activations), or "xla_fp8",
-        which also rounds the activations to FP8 before a product with FP8 weights, with a scale for each token and the
-        columns of each weight block. All run on any backend.
+      name: "reference" (dequantises in float32), "xla" (dequantises in the dtype of the activations), "xla_fp8", which
+        also rounds the activations to FP8 before a product with FP8 weights, with a scale for each token and the
+        columns of each weight block, or "cuda_fp8", which computes the same as "xla_fp8" on the FP8 tensor cores of a
+        Hopper GPU where it can, and else as "xla". The others run on any backend.
 
     Raises:
       ValueError: there is no such implementation.

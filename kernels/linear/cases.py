@@ -14,6 +14,7 @@ class Case:
 
     name: str
     kind: str  # "plain", "fp8", "int4" or "int4-zero" (with zero points)
+    scale_dtype: str = "float32"
     block: tuple[int, int] = (1, 1)
     tokens: int = 5
     leading: tuple[int, ...] = ()
@@ -37,6 +38,30 @@ CASES = (
     Case(name="int4-cut", kind="int4", block=(1, 2), columns=38, rows=6),
 )
 
+# For a GPU's FP8 tensor cores: each layout of scales, row counts of shards, padding, and sums over many columns.
+MATRIX_CASES = tuple(
+    dataclasses.replace(case, dtype="bfloat16")
+    for case in (
+        Case(name="fp8-block-one-token", kind="fp8", block=(128, 128), tokens=1, columns=512),
+        Case(name="fp8-block-decode", kind="fp8", block=(128, 128), tokens=128, leading=(2,), rows=384, columns=512),
+        Case(name="fp8-block-decode-many-rows", kind="fp8", block=(128, 128), tokens=128, leading=(2,), rows=3072),
+        Case(name="fp8-channel-decode-many-rows", kind="fp8", block=(1, 256), tokens=128, leading=(2,), rows=3072),
+        Case(name="fp8-block-padded-scales", kind="fp8", block=(128, 128), tokens=70, rows=384, columns=768),
+        Case(name="fp8-block-prefill", kind="fp8", block=(128, 128), tokens=1025, rows=1024, columns=1024),
+        Case(name="fp8-block-many-columns", kind="fp8", block=(128, 128), tokens=96, rows=256, columns=12_288),
+        Case(
+            name="fp8-block-of-small-heads", kind="fp8", block=(64, 128), tokens=65, leading=(3,), rows=320, columns=640
+        ),
+        Case(name="fp8-block-bfloat16-scales", kind="fp8", block=(128, 128), tokens=65, scale_dtype="bfloat16"),
+        Case(name="fp8-channel-decode", kind="fp8", block=(1, 384), tokens=65, rows=272, columns=384),
+        Case(
+            name="fp8-channel-prefill", kind="fp8", block=(1, 2048), tokens=1025, leading=(2,), rows=512, columns=2048
+        ),
+        Case(name="fp8-channel-bfloat16-scales", kind="fp8", block=(1, 256), tokens=65, scale_dtype="bfloat16"),
+        Case(name="fp8-channel-shard", kind="fp8", block=(1, 1216), tokens=65, columns=1216),
+    )
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
@@ -54,7 +79,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     if case.kind == "plain":
         return Inputs(x, jnp.asarray(rng.standard_normal(shape), case.dtype))
     grid = (*case.leading, case.rows // case.block[0], case.columns // case.block[1])
-    scale = jnp.asarray(2.0 ** rng.uniform(-8, -4, grid), jnp.float32)
+    scale = jnp.asarray(2.0 ** rng.uniform(-8, -4, grid), case.scale_dtype)
     if case.kind == "fp8":
         data = np.clip(rng.standard_normal(shape) * 100, -FP8_MAX, FP8_MAX).astype(np.float32).astype(FP8)
         return Inputs(x, QuantisedMatrix(jnp.asarray(data), scale))

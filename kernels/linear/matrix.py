@@ -83,4 +83,6 @@ def quantised_activations(x: jax.Array, columns: int) -> tuple[jax.Array, jax.Ar
     groups = x.astype(jnp.float32).reshape(x.shape[0], -1, columns)
     highest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
     scale = jnp.where(highest > 0.0, highest / FP8_MAX, 1.0)
-    return to_fp8(groups / scale).reshape(x.shape), scale[..., 0]
+    # Without the barrier, XLA's GPU compiler may skip the rounding where the numbers are converted back.
+    numbers = jax.lax.optimization_barrier(to_fp8(groups / scale))
+    return numbers.reshape(x.shape), scale[..., 0]

@@ -3,12 +3,22 @@
 import jax
 import jax.numpy as jnp
 
+from .before import Before
 from .matrix import Matrix, QuantisedMatrix, dequantised
 
 
-def linear(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def linear(
+    x: jax.Array,
+    weight: Matrix,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    before: Before | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
     """See `Linear`."""
+    x = x if before is None else before(x)
     matrix = dequantised(weight) if isinstance(weight, QuantisedMatrix) else weight.astype(jnp.float32)
     matrix = matrix.reshape(-1, x.shape[1])
     product = jnp.einsum("tk,nk->tn", x.astype(jnp.float32), matrix, precision="highest")
-    return product.astype(out_dtype or x.dtype)
+    product = product.astype(out_dtype or x.dtype)
+    return product if residual is None else residual + product

@@ -7,11 +7,24 @@ the bytes of the full matrix are written and read again.
 import jax
 import jax.numpy as jnp
 
+from .before import Before
 from .matrix import Matrix, QuantisedMatrix, dequantised, quantised_activations
 
 
-def linear(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def linear(
+    x: jax.Array,
+    weight: Matrix,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    before: Before | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
     """See `Linear`. A dequantised matrix is rounded to the dtype of x; activations keep their precision."""
+    product = _dequantised_product(x if before is None else before(x), weight, out_dtype)
+    return product if residual is None else residual + product
+
+
+def _dequantised_product(x: jax.Array, weight: Matrix, out_dtype: jnp.dtype | None) -> jax.Array:
     if not isinstance(weight, QuantisedMatrix):
         return _product(x, weight, out_dtype)
     if weight.is_int4 or weight.block != (1, x.shape[1]):
@@ -20,14 +33,26 @@ def linear(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) 
     return (product * weight.scale.astype(jnp.float32).reshape(1, -1)).astype(out_dtype or x.dtype)
 
 
-def linear_fp8(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def linear_fp8(
+    x: jax.Array,
+    weight: Matrix,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    before: Before | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
     """See `Linear`. With an FP8 matrix, activations are rounded to FP8, too, as in FP8 checkpoints' own inference code.
 
     A token's activations have one scale for the columns of each block of the matrix: 128 for the published block
     format, less where a shard's blocks are smaller; all of a shard's columns for a matrix with a scale per row.
     """
+    product = _rounded_product(x if before is None else before(x), weight, out_dtype)
+    return product if residual is None else residual + product
+
+
+def _rounded_product(x: jax.Array, weight: Matrix, out_dtype: jnp.dtype | None) -> jax.Array:
     if not isinstance(weight, QuantisedMatrix) or weight.is_int4:
-        return linear(x, weight, out_dtype=out_dtype)
+        return _dequantised_product(x, weight, out_dtype)
     rows, columns = weight.block
     numbers, scale = quantised_activations(x, columns)
     if columns == x.shape[1] and rows == 1:  # the scales can be applied to the product

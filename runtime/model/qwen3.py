@@ -23,13 +23,13 @@ from flax import nnx
 from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
 from meshserve.kernels.experts import Experts
 from meshserve.kernels.experts import xla as xla_experts
-from meshserve.kernels.linear import Linear, xla
+from meshserve.kernels.linear import Linear, RMSNorm, inverse_rms, rms_norm, silu_product, xla
 from meshserve.kernels.p2p import P2PGroup, P2POperations
 from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, QKNormRope, RopeSettings, WriteKV, write_kv
 from meshserve.kernels.paged_attention.storage import scaled_access
 from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, P2PAllReduce, all_gather, all_reduce
-from meshserve.sharding.layout import GATE, UP, ShardLayout, split_group
+from meshserve.sharding.layout import ShardLayout, split_group
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
 from ..api.model_config import ModelConfig
@@ -109,19 +109,11 @@ class StepContext(NamedTuple):
         return MLPContext(self.p2p_all_reduce, self.experts, self.batch.positions, self.linear)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, inverse: jax.Array | None = None) -> jax.Array:
-    """Computes x / rms(x) * weight over the last axis.
-
-    Statistics are float32; the result has x's dtype. `inverse` is 1 / rms(x), if already known.
-    """
-    inverse = inverse_rms(x, eps) if inverse is None else inverse
-    return weight * (x.astype(jnp.float32) * inverse).astype(x.dtype)
-
-
-def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
-    """Computes 1 / rms(x) over the last axis in float32. The last axis is kept with size 1."""
-    wide = x.astype(jnp.float32)
-    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+def add_product(x: jax.Array, product: Callable[..., jax.Array], p2p_all_reduce: P2PAllReduce | None) -> jax.Array:
+    """Returns x plus the all-reduced product with a matrix whose columns are sharded: `Linear` with its operands."""
+    if jax.lax.axis_size(TENSOR_AXIS) == 1:
+        return product(residual=x)
+    return x + all_reduce(product(), p2p_all_reduce)
 
 
 class Attention(nnx.Module):
@@ -141,27 +133,25 @@ class Attention(nnx.Module):
         self.head_dim, self.eps = head_dim, config.rms_norm_eps
 
     def __call__(
-        self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
+        self, x: jax.Array, norm: RMSNorm, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies attention to x [T, D].
+        """Adds attention, after a norm, to x [T, D].
 
         Returns:
-          The all-reduced output [T, D], and the cache with this step's keys and values.
+          The sum [T, D], and the cache with this step's keys and values.
         """
         if self.kv_scale is not None:
             context = context._replace(**scaled_access(context.attend, context.write, self.kv_scale[...]))
-        rows = context.linear(x, self.qkv[...])
-        if not isinstance(
-            layer, int
-        ):  # in a loop, the TPU compiler would otherwise split the weights instead of the rows
+        rows = context.linear(x, self.qkv[...], before=norm)
+        if not isinstance(layer, int):  # in a loop, or the TPU compiler splits the weights instead of the rows
             rows = jax.lax.optimization_barrier(rows)
         if context.prepare is not None:
             q, cache = context.prepare(rows, cache, context.batch, layer=layer)
         else:
             q, cache = self._prepare(rows, cache, layer, context)
         attended = context.attend(q, cache, context.batch, layer=layer, scale=self.head_dim**-0.5)
-        output = context.linear(attended.reshape(x.shape[0], -1), self.out[...])
-        return all_reduce(output, context.p2p_all_reduce), cache
+        attended = attended.reshape(x.shape[0], -1)
+        return add_product(x, partial(context.linear, attended, self.out[...]), context.p2p_all_reduce), cache
 
     def _prepare(
         self, rows: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
@@ -187,10 +177,12 @@ class MLP(nnx.Module):
         self.gate_up = declare.matrix("mlp.gate_up", (2, layout.mlp_dim, config.embed_dim), (None, "mlp", None))
         self.down = declare.matrix("mlp.down", (config.embed_dim, layout.mlp_dim), (None, "mlp"))
 
-    def __call__(self, x: jax.Array, linear: Linear, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
-        """Applies the MLP to x [T, D] and returns the all-reduced output [T, D]."""
-        halves = jnp.split(linear(x, self.gate_up[...]), 2, axis=-1)
-        return all_reduce(linear(jax.nn.silu(halves[GATE]) * halves[UP], self.down[...]), p2p_all_reduce)
+    def __call__(
+        self, x: jax.Array, norm: RMSNorm, linear: Linear, p2p_all_reduce: P2PAllReduce | None = None
+    ) -> jax.Array:
+        """Adds the MLP, after a norm, to x [T, D]."""
+        halves = linear(x, self.gate_up[...], before=norm)
+        return add_product(x, partial(linear, halves, self.down[...], before=silu_product), p2p_all_reduce)
 
 
 class DecoderLayer(nnx.Module):
@@ -217,12 +209,11 @@ class DecoderLayer(nnx.Module):
         self, x: jax.Array, cache: jax.Array, layer: int | jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
         """Applies the attention half, in which tokens interact: x [T, D] and the cache -> the same shapes."""
-        attended, cache = self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, layer, context)
-        return x + attended, cache
+        return self.attention(x, RMSNorm(self.attention_norm[...], self.eps), cache, layer, context)
 
     def after_mlp(self, x: jax.Array, layer: int | jax.Array, context: MLPContext) -> jax.Array:
         """Applies the MLP half, in which tokens are independent: x [B, D] -> the same shape."""
-        return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), context.linear, context.p2p_all_reduce)
+        return self.mlp(x, RMSNorm(self.mlp_norm[...], self.eps), context.linear, context.p2p_all_reduce)
 
 
 class Forward(NamedTuple):

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshserve.kernels.experts import ExpertWeights, Routing
+from meshserve.kernels.linear import rms_norm
 from meshserve.sharding.collectives import all_reduce
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.model_config import ExpertsConfig, ModelConfig
 from ..quantisation.declaration import Declare
-from .qwen3 import DecoderLayer, MLPContext, Qwen3, rms_norm, slice_stack
+from .qwen3 import DecoderLayer, MLPContext, Qwen3, slice_stack
 
 _STACKED_MATRICES = ("gate_up", "down")
 

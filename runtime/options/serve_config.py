@@ -247,9 +247,9 @@ class ServeConfig:
     linear: str = option(
         "auto",
         _KERNELS,
-        "implementation of products with quantised weights: xla dequantises them, xla_fp8 also rounds activations to "
-        "FP8 before a product with FP8 weights; auto is xla",
-        choices=("auto", "reference", "xla", "xla_fp8"),
+        "products with quantised weights: xla dequantises the weights; xla_fp8 and, on Hopper's FP8 tensor cores, "
+        "cuda_fp8 also round activations to FP8 if the weights are FP8; auto is cuda_fp8 on Hopper GPUs, else xla",
+        choices=("auto", "reference", "xla", "xla_fp8", "cuda_fp8"),
     )
     host: str = _listening("127.0.0.1", "address to bind")
     port: int = _listening(50051, "gRPC port to bind; 0 picks a free one", least=0, most=65_535)

@@ -40,6 +40,14 @@ _MAX_FUSED_TOKENS, _MAX_CACHED_FUSED_TOKENS = 64, 256
 _CACHED_LAYER_BYTES = 32 << 20
 _MAX_CHOSEN = 32  # experts of a token in the fused layers' router
 
+_CUDA_NAMES = ("cuda", "cuda_fp8")  # implementations that are CUDA kernels
+_LINEAR_NOTES = {
+    "reference": "which dequantises in float32 in every step",
+    "xla": "which dequantises in every step: memory is saved, time is not",
+    "xla_fp8": "which rounds activations to FP8 and dequantises in every step: memory is saved, time is not",
+    "cuda_fp8": "which rounds activations to FP8 and multiplies on the FP8 tensor cores",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelNames:
@@ -95,6 +103,7 @@ class CudaRefusals(NamedTuple):
     attention: str | None = None
     decode_layers: str | None = None
     moe_backend: str | None = None
+    linear: str | None = None  # products with quantised weights
 
 
 def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
@@ -115,6 +124,7 @@ def name_kernels(
     platform: str,
     num_devices: int,
     cuda_refusals: CudaRefusals,
+    has_quantised_weights: bool = False,
 ) -> KernelNames:
     """Returns the kernels that the options name, and for "auto" the fastest ones that can run.
 
@@ -125,6 +135,7 @@ def name_kernels(
       platform: JAX's name for the devices' platform.
       num_devices: TP size.
       cuda_refusals: Why the CUDA kernels cannot serve on these devices.
+      has_quantised_weights: Whether the model's layers have quantised weights.
     """
     ours, layers = {"tpu": ("tpu", "off"), "gpu": ("cuda", "cuda")}.get(platform, ("reference", "off"))
     if platform == "gpu":
@@ -132,12 +143,13 @@ def name_kernels(
         layers = layers if cuda_refusals.decode_layers is None else "off"
     layers = layers if config.decode_layers == "auto" else config.decode_layers
     has_p2p = platform == "gpu" and layers == "cuda" and p2p_max_bytes(num_devices) > 0 and not config.coordinator
+    has_fp8_products = platform == "gpu" and has_quantised_weights and cuda_refusals.linear is None
     backend = "library" if _LIBRARY_READS_IN_PLACE else "tuned"
     moe_backend = experts.default_name(platform) if cuda_refusals.moe_backend is None else "xla"
     return KernelNames(
         attention=ours if config.attention == "auto" else config.attention,
         decode_layers=layers,
-        linear="xla" if config.linear == "auto" else config.linear,
+        linear=("cuda_fp8" if has_fp8_products else "xla") if config.linear == "auto" else config.linear,
         all_reduce=("p2p" if has_p2p else "xla") if config.all_reduce == "auto" else config.all_reduce,
         gemm_backend=backend if config.gemm_backend == "auto" else config.gemm_backend,
         moe_backend=moe_backend if config.moe_backend == "auto" else config.moe_backend,
@@ -157,14 +169,16 @@ def select_kernels(
       ValueError: A kernel that the options name cannot serve the model on these devices.
       ConfigError: The devices stopped during the P2P test, so no program can run on them any more.
     """
-    device, asked = mesh.devices.flat[0], (config.attention, config.decode_layers, config.moe_backend)
-    may_use_cuda = "cuda" in asked or ("auto" in asked and device.platform == "gpu")
+    device = mesh.devices.flat[0]
+    asked = {config.attention, config.decode_layers, config.moe_backend, config.linear}
+    may_use_cuda = not asked.isdisjoint(_CUDA_NAMES) or ("auto" in asked and device.platform == "gpu")
     refusals = _cuda_refusals(shapes, device) if may_use_cuda else CudaRefusals()
     names = name_kernels(
         config,
         platform=device.platform,
         num_devices=mesh.size,
         cuda_refusals=refusals,
+        has_quantised_weights=has_quantised_weights(shapes.model),
     )
     p2p, known = None, findings or P2PFindings()
     if names.has_p2p and mesh.size > 1:
@@ -185,7 +199,7 @@ def make_kernels(names: KernelNames, shapes: KernelShapes, mesh: Mesh) -> Kernel
     Raises:
       ValueError: A named kernel cannot serve the model on such devices, or its compiler is not installed.
     """
-    has_cuda = "cuda" in (names.attention, names.decode_layers, names.moe_backend)
+    has_cuda = not {names.attention, names.decode_layers, names.moe_backend, names.linear}.isdisjoint(_CUDA_NAMES)
     refusals = _cuda_refusals(shapes, mesh.devices.flat[0]) if has_cuda else CudaRefusals()
     p2p = P2PGroup(axis=TENSOR_AXIS, ordinals=tuple(range(mesh.size))) if names.has_p2p and mesh.size > 1 else None
     return _kernels(names, shapes, mesh, refusals, p2p)
@@ -203,7 +217,7 @@ def _kernels(
         cuda_refusals = cuda_refusals._replace(decode_layers=_layers_refusal(shapes, decode))
     for option, reason in cuda_refusals._asdict().items():
         name = getattr(names, option)
-        if reason is not None and (name == "cuda" or (option, name) == ("decode_layers", "reference")):
+        if reason is not None and (name in _CUDA_NAMES or (option, name) == ("decode_layers", "reference")):
             raise ValueError(f"--{option.replace('_', '-')} {name} cannot serve this model here: {reason}.")
         if reason is not None:
             _log.warning("%s: %s, which is slower than the CUDA kernels: %s", option.replace("_", " "), name, reason)
@@ -281,13 +295,18 @@ def _wrong_sums(mesh: Mesh, p2p: P2PGroup) -> str | None:
 def _cuda_refusals(shapes: KernelShapes, device: jax.Device) -> CudaRefusals:
     """Returns why the CUDA kernels cannot serve the model on a device. Builds them."""
     reason = build.unavailable_reason(device)
+    if reason is None:
+        try:
+            build.build()
+        except build.KernelBuildError as error:
+            reason = str(error)
     if reason is not None:
-        return all_refused(reason)
-    try:
-        build.build()
-    except build.KernelBuildError as error:
-        return all_refused(str(error))
-    return shape_refusals(shapes)
+        refusals = all_refused(reason)
+        return refusals if has_quantised_weights(shapes.model) else refusals._replace(linear=None)
+    refusals = shape_refusals(shapes)
+    if refusals.linear is None and has_quantised_weights(shapes.model):
+        return refusals._replace(linear=linear.gpu.unavailable_reason(device))
+    return refusals
 
 
 def all_refused(reason: str) -> CudaRefusals:
@@ -302,7 +321,21 @@ def shape_refusals(shapes: KernelShapes) -> CudaRefusals:
     if shapes.model.experts is not None:
         weights = _layer_shapes(shapes)
         moe_backend = experts.gpu.unsupported_reason(experts.ExpertWeights(weights.gate_up, weights.down))
-    return CudaRefusals(attention, _layers_refusal(shapes, "cuda"), moe_backend)
+    products = list(product_refusals(shapes).values())
+    no_products = products[0] if products and all(products) else None
+    return CudaRefusals(attention, _layers_refusal(shapes, "cuda"), moe_backend, no_products)
+
+
+def product_refusals(shapes: KernelShapes) -> dict[str, str | None]:
+    """Returns why our FP8 products do not support a device's shard of each quantised projection; None if they do."""
+    weights = _layer_shapes(shapes)
+    matrices = {name: value for name, value in weights._asdict().items() if isinstance(value, linear.QuantisedMatrix)}
+    return {name: linear.gpu.unsupported_reason(matrix, shapes.dtype) for name, matrix in matrices.items()}
+
+
+def has_quantised_weights(model: ModelConfig) -> bool:
+    """Returns whether projections of the model's layers are quantised on the devices."""
+    return model.quantisation is not None and bool(model.quantisation.parameters)
 
 
 def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
@@ -343,11 +376,11 @@ def _log_quantisation(names: KernelNames, shapes: KernelShapes) -> None:
     """Logs what is quantised, and what serves it."""
     quantisation, description = shapes.model.quantisation, shapes.model.quantisation_name
     if description:
-        _log.info(
-            "quantised weights: %s; linear: %s, which dequantises in every step: memory is saved, time is not",
-            description,
-            names.linear,
-        )
+        _log.info("quantised weights: %s; linear: %s, %s", description, names.linear, _LINEAR_NOTES[names.linear])
+    if names.linear == "cuda_fp8":
+        for name, reason in product_refusals(shapes).items():
+            if reason is not None:
+                _log.warning("%s: XLA multiplies with dequantised weights, which is slower: %s", name, reason)
     if quantisation is not None and not quantisation.parameters:
         _log.warning("every projection is dequantised while it is loaded: each is left out in some layer")
     if shapes.cache_dtype.itemsize == 1:

@@ -37,6 +37,7 @@ from .kernel_selection import (
     KernelShapes,
     P2PFindings,
     all_refused,
+    has_quantised_weights,
     make_kernels,
     max_fused_tokens,
     name_kernels,
@@ -166,6 +167,7 @@ def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devi
         platform=chip.platform,
         num_devices=num_devices,
         cuda_refusals=refusals,
+        has_quantised_weights=has_quantised_weights(model),
     )
     limits = choose_limits(
         config, model, platform=chip.platform, chip=chip, num_devices=num_devices, dtype=shapes.dtype

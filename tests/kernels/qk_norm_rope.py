@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshserve.kernels.linear import rms_norm
 from meshserve.kernels.paged_attention import PagedBatch, RopeSettings, write_kv
-from meshserve.runtime.model.qwen3 import rms_norm
 from meshserve.runtime.model.rope import rotate
 
 NUM_LAYERS, LAYER = 3, 1

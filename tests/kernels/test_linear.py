@@ -8,13 +8,18 @@ import pytest
 from meshserve.kernels.linear import (
     FP8,
     FP8_MAX,
-    IMPLEMENTATIONS,
+    Before,
     QuantisedMatrix,
+    RMSNorm,
     cases,
     dequantised,
+    gpu,
     implementation,
+    silu_product,
     to_fp8,
 )
+
+NAMES = ("reference", "xla", "xla_fp8")  # that run on any backend
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 6e-3}  # norm of the error over norm of the result
 
@@ -24,7 +29,7 @@ def relative_error(found: jax.Array, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_product_is_the_float64_computation(name: str, case: cases.Case) -> None:
     inputs = cases.make_inputs(case, seed=1)
     product = jax.jit(implementation(name))(inputs.x, inputs.weight)
@@ -34,7 +39,7 @@ def test_the_product_is_the_float64_computation(name: str, case: cases.Case) -> 
     assert relative_error(product, expected) < BOUNDS[case.dtype]
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_result_can_be_float32(name: str) -> None:
     case = next(case for case in cases.CASES if case.name == "fp8-block-bfloat16")
     inputs = cases.make_inputs(case, seed=2)
@@ -74,3 +79,40 @@ def test_numbers_beyond_the_range_of_fp8_saturate() -> None:
 def test_an_unknown_implementation_is_named() -> None:
     with pytest.raises(ValueError, match="'fast'; this build has reference, xla"):
         implementation("fast")
+
+
+@pytest.mark.parametrize("before", [RMSNorm(jnp.linspace(0.5, 2.0, 256), 1e-6), silu_product], ids=["norm", "silu"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_operation_before_a_product_is_applied(name: str, before: Before) -> None:
+    inputs = cases.make_inputs(next(case for case in cases.CASES if case.name == "fp8-block"), seed=6)
+    x = jnp.concatenate([inputs.x, inputs.x + 1], axis=1) if before is silu_product else inputs.x
+    product = implementation(name)(x, inputs.weight, before=before)
+    expected = cases.expected(cases.Inputs(before(x), inputs.weight), is_fp8=name == "xla_fp8")
+    assert relative_error(product, expected) < BOUNDS["float32"]
+    residual = jnp.full(product.shape, 3.0)
+    summed = implementation(name)(x, inputs.weight, before=before, residual=residual)
+    np.testing.assert_allclose(summed, product + 3.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "reason"),
+    [
+        ("plain-bfloat16-stacked", "bfloat16", "the weights are not quantised"),
+        ("int4-128-zero-bfloat16", "bfloat16", "4-bit weights are dequantised"),
+        ("fp8-block", "float32", "activations float32; float8_e4m3fn and bfloat16 are needed"),
+        ("fp8-block-of-rows", "bfloat16", "a scale covers 32 x 96 elements on a device"),
+        ("fp8-channel-bfloat16", "bfloat16", None),
+        ("fp8-block-bfloat16", "bfloat16", None),
+    ],
+)
+def test_products_without_fp8_tensor_cores_have_a_reason(name: str, dtype: str, reason: str | None) -> None:
+    weight = cases.make_inputs(next(case for case in cases.CASES if case.name == name), seed=7).weight
+    found = gpu.unsupported_reason(weight, jnp.dtype(dtype))
+    assert found == reason if reason is None else reason in str(found)
+
+
+def test_what_the_fp8_tensor_cores_do_not_take_is_dequantised() -> None:
+    inputs = cases.make_inputs(next(case for case in cases.CASES if case.name == "fp8-block-of-rows"), seed=8)
+    np.testing.assert_array_equal(
+        implementation("cuda_fp8")(inputs.x, inputs.weight), implementation("xla")(inputs.x, inputs.weight)
+    )

@@ -21,7 +21,9 @@ from meshserve.runtime.planning.kernel_selection import (
     KernelSelection,
     KernelShapes,
     P2PFindings,
+    has_quantised_weights,
     name_kernels,
+    product_refusals,
     select_kernels,
     shape_refusals,
 )
@@ -49,9 +51,7 @@ def shapes(
 
 def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = None, **options: object) -> KernelNames:
     config = ServeConfig(model="random", **options)
-    return name_kernels(
-        config, platform=platform, num_devices=num_devices, cuda_refusals=CudaRefusals(refusal, refusal, refusal)
-    )
+    return name_kernels(config, platform=platform, num_devices=num_devices, cuda_refusals=CudaRefusals(*[refusal] * 4))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def test_shapes_that_the_cuda_kernels_do_not_support_are_refused() -> None:
     assert shape_refusals(shapes(4)) == CudaRefusals()
     refusals = shape_refusals(shapes(4, page_size=20))
     assert all("page_size is 20" in (reason or "") for reason in (refusals.attention, refusals.decode_layers))
+    assert refusals.linear is None
 
 
 def test_layers_with_experts_are_fused_on_one_device() -> None:
@@ -192,27 +193,47 @@ FP8_MODEL, FP8 = named_model("qwen3-8b", "fp8-block"), "float8_e4m3fn"
 
 
 @pytest.mark.parametrize(
-    ("model", "cache_dtype", "attention", "decode_layers"),
+    ("model", "cache_dtype", "attention", "decode_layers", "products"),
     [
-        (MODEL, "bfloat16", "cuda", "cuda"),
-        (
-            FP8_MODEL,
-            "bfloat16",
-            "cuda",
-            "off",
-        ),  # attention does not see the weights
-        (named_model("qwen3-8b", "int4"), "bfloat16", "cuda", "off"),
-        (named_model("qwen3-8b", fp8_head=True), "bfloat16", "cuda", "cuda"),  # the head is outside the layers
-        (MODEL, FP8, "reference", "off"),
+        (MODEL, "bfloat16", "cuda", "cuda", "xla"),
+        (FP8_MODEL, "bfloat16", "cuda", "off", "cuda_fp8"),  # attention does not see the weights
+        (named_model("qwen3-8b", "fp8-channel"), "bfloat16", "cuda", "off", "cuda_fp8"),
+        (named_model("qwen3-8b", "int4"), "bfloat16", "cuda", "off", "xla"),
+        (named_model("qwen3-8b", fp8_head=True), "bfloat16", "cuda", "cuda", "xla"),  # the head is outside the layers
+        (MODEL, FP8, "reference", "off", "xla"),
     ],
-    ids=["plain", "fp8", "int4", "head", "cache"],
+    ids=["plain", "fp8", "fp8-channel", "int4", "head", "cache"],
 )
 def test_cuda_kernels_are_not_selected_for_what_they_do_not_support(
-    model: ModelConfig, cache_dtype: str, attention: str, decode_layers: str
+    model: ModelConfig, cache_dtype: str, attention: str, decode_layers: str, products: str
 ) -> None:
     refusals = shape_refusals(shapes(1, model=model, cache_dtype=cache_dtype))
-    found = name_kernels(ServeConfig(model="random"), platform="gpu", num_devices=1, cuda_refusals=refusals)
-    assert (found.attention, found.decode_layers, found.linear) == (attention, decode_layers, "xla")
+    found = name_kernels(
+        ServeConfig(model="random"),
+        platform="gpu",
+        num_devices=1,
+        cuda_refusals=refusals,
+        has_quantised_weights=has_quantised_weights(model),
+    )
+    assert (found.attention, found.decode_layers, found.linear) == (attention, decode_layers, products)
+
+
+def test_a_planned_server_multiplies_on_the_fp8_tensor_cores() -> None:
+    names = [
+        resolve_for(ServeConfig(**options), FP8_MODEL, chip=CHIPS[chip], num_devices=2).kernel_names.linear
+        for chip, options in (("h200", {}), ("h200", {"linear": "xla"}), ("cpu", {}), ("v6e", {"page_size": 128}))
+    ]
+    assert names == ["cuda_fp8", "xla", "xla", "xla"]
+
+
+def test_a_projection_whose_blocks_are_cut_is_left_to_xla(caplog: pytest.LogCaptureFixture) -> None:
+    kernel_shapes = shapes(8, model=named_model("qwen3-4b", "fp8-block"))
+    refusals = product_refusals(kernel_shapes)
+    assert [name for name, reason in refusals.items() if reason is not None] == ["down"]
+    assert shape_refusals(kernel_shapes).linear is None
+    log = selected(caplog, kernel_shapes, linear="cuda_fp8")
+    assert "linear: cuda_fp8, which rounds activations to FP8 and multiplies on the FP8 tensor cores" in log
+    assert "down: XLA multiplies with dequantised weights, which is slower: a scale covers 128 x 64 elements" in log
 
 
 def selected(caplog: pytest.LogCaptureFixture, kernel_shapes: KernelShapes, **options: str) -> str:
@@ -231,6 +252,7 @@ def test_the_reason_is_logged_for_each_option(caplog: pytest.LogCaptureFixture) 
     assert f"attention: reference, {slower}: heads are bfloat16, the cache float8_e4m3fn" in log
     assert f"decode layers: off, {slower}: qkv is quantised (float8_e4m3fn)" in log
     assert "quantised weights: fp8-block-128x128; linear: xla, which dequantises" in log
+    assert "linear: xla, which is slower" not in log, "it was not asked to be another"
     assert "KV cache: float8_e4m3fn, without scales" in log
 
 
@@ -253,8 +275,13 @@ def test_the_reason_is_logged_for_each_option(caplog: pytest.LogCaptureFixture) 
             {"decode_layers": "cuda"},
             "--decode-layers cuda cannot .*: qkv is quant",
         ),
+        (
+            shapes(1, model=named_model("qwen3-8b", "int4")),
+            {"linear": "cuda_fp8"},
+            "--linear cuda_fp8 cannot .*: 4-bit weights are dequantised",
+        ),
     ],
-    ids=["weights", "cache", "attention", "cuda"],
+    ids=["weights", "cache", "attention", "cuda", "linear"],
 )
 def test_named_kernels_that_cannot_serve_are_refused(
     kernel_shapes: KernelShapes, options: dict[str, str], message: str, caplog: pytest.LogCaptureFixture

@@ -1,0 +1,136 @@
+"""Products with FP8 weights on an NVIDIA Hopper GPU: see ../cuda/fp8_linear.cu.
+
+Activations are rounded to FP8 once per product, as in `xla.linear_fp8`, in one kernel with the norm or the SiLU before
+it. Then cuBLASLt multiplies on the FP8 tensor cores, with the scales of each 128 columns or of each row applied to
+float32 sums. What it does not take is computed by `xla.linear`, with dequantised weights; `unsupported_reason` says
+which weights these are.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshserve.kernels.cuda import build, cublas_lt
+
+from . import xla
+from .before import Before, RMSNorm, silu_product
+from .matrix import FP8, Matrix, QuantisedMatrix
+
+BLOCK_COLUMNS = 128  # that share a scale of the activations, unless the weights have one scale for each row
+_ROW_MULTIPLE, _COLUMN_MULTIPLE, _TOKEN_MULTIPLE = 16, 16, 16  # for the alignment of cuBLASLt's operands
+_MAX_COLUMNS = 32_768  # limited by the registers of the kernel that rounds activations
+# Up to so many tokens and rows, cuBLASLt is faster if it is given a scale for each row and 128 columns: it then takes
+# smaller tiles (docs/log/prefill.md).
+_SPREAD_TOKENS, _SPREAD_ROWS = 128, 4096
+# With block scales, more tokens and rows than these take a sixth less time with cuBLASLt's second choice.
+_MANY_TOKENS, _MANY_ROWS = 4096, 16_384
+_WORKSPACE_BYTES = 32 << 20  # cuBLAS's recommendation for Hopper; also in ../cuda/cublas_lt.cuh
+
+
+def unavailable_reason(device: jax.Device | None = None) -> str | None:
+    """Returns why the products cannot run on a device, or None if they can. Builds the CUDA kernels.
+
+    Args:
+      device: the device, which may be a compile-only one; None means this process's first device.
+    """
+    reason = build.unavailable_reason(device)
+    if reason is None:
+        try:
+            cublas_lt.open_library()
+        except build.KernelBuildError as error:
+            reason = str(error)
+    return reason
+
+
+def unsupported_reason(weight: Matrix, dtype: jnp.dtype) -> str | None:
+    """Returns why a product of activations of a dtype with a matrix (or its shapes) is left to XLA, or None."""
+    if not isinstance(weight, QuantisedMatrix):
+        return "the weights are not quantised"
+    if weight.is_int4:
+        return "4-bit weights are dequantised to the dtype of the activations"
+    if weight.data.dtype != FP8 or dtype != jnp.bfloat16:
+        return f"the weights are {weight.data.dtype} and the activations {dtype}; float8_e4m3fn and bfloat16 are needed"
+    rows, columns = weight.shape[-2:]
+    block = weight.block
+    if block != (1, columns) and (block[1] != BLOCK_COLUMNS or block[0] > BLOCK_COLUMNS):
+        return f"a scale covers {block[0]} x {block[1]} elements on a device; 128 columns or a whole row are needed"
+    if rows % _ROW_MULTIPLE or columns % _COLUMN_MULTIPLE or columns > _MAX_COLUMNS:
+        return (
+            f"{rows} rows and {columns} columns on a device; multiples of {_ROW_MULTIPLE} and {_COLUMN_MULTIPLE} and "
+            f"at most {_MAX_COLUMNS} columns are needed"
+        )
+    return None
+
+
+def linear(
+    x: jax.Array,
+    weight: Matrix,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    before: Before | None = None,
+    residual: jax.Array | None = None,
+    candidate: int | None = None,
+) -> jax.Array:
+    """See `Linear`.
+
+    Args:
+      candidate: which of cuBLASLt's algorithms to use, counted from the one that it estimates to be the fastest; None
+        means the one that was measured to be fast.
+
+    Raises:
+      TypeError: `out_dtype` is neither bfloat16 nor float32.
+      KernelBuildError: the kernels cannot be compiled or loaded.
+    """
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if not isinstance(weight, QuantisedMatrix) or unsupported_reason(weight, x.dtype) is not None:
+        return xla.linear(x, weight, out_dtype=out_dtype, before=before, residual=residual)
+    if out_dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"out_dtype is {out_dtype}; products with FP8 weights are bfloat16 or float32")
+    cublas_lt.open_library()
+    norm = before if isinstance(before, RMSNorm) else None
+    if before is not None and norm is None and before is not silu_product:
+        x, before = before(x), None
+    scale = weight.scale if weight.scale.dtype == jnp.bfloat16 else weight.scale.astype(jnp.float32)
+    columns, num_rows, num_tokens = weight.shape[-1], int(np.prod(weight.shape[:-1])), x.shape[0]
+    padded = -(-num_tokens // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+    has_residual = residual is not None and padded == num_tokens and residual.dtype == out_dtype
+    is_spread = _is_spread(weight, padded)
+    if candidate is None:
+        candidate = int(weight.block[0] == BLOCK_COLUMNS and padded > _MANY_TOKENS and num_rows > _MANY_ROWS)
+    results = (
+        jax.ShapeDtypeStruct((padded, num_rows), out_dtype),
+        jax.ShapeDtypeStruct((padded, columns), FP8),
+        jax.ShapeDtypeStruct((columns // BLOCK_COLUMNS if is_spread else weight.scale.shape[-1], padded), jnp.float32),
+        jax.ShapeDtypeStruct((_num_arranged(weight, is_spread=is_spread),), jnp.float32),
+        jax.ShapeDtypeStruct((_WORKSPACE_BYTES,), jnp.uint8),
+    )
+    product, *_ = jax.ffi.ffi_call("meshserve_fp8_linear", results)(
+        x,
+        x if norm is None else norm.gain.astype(x.dtype),
+        weight.data,
+        scale,
+        residual if has_residual else x,
+        before=np.int32(1 if norm is not None else 2 if before is silu_product else 0),
+        epsilon=np.float32(0.0 if norm is None else norm.epsilon),
+        has_residual=np.int32(has_residual),
+        is_spread=np.int32(is_spread),
+        candidate=np.int32(candidate),
+    )
+    product = product[:num_tokens]
+    return product if residual is None or has_residual else residual + product
+
+
+def _is_spread(weight: QuantisedMatrix, num_tokens: int) -> bool:
+    """Returns whether cuBLASLt is given a scale for each row of the weights and 128 columns."""
+    if weight.block[0] not in (1, BLOCK_COLUMNS):
+        return True
+    num_rows, columns = int(np.prod(weight.shape[:-1])), weight.shape[-1]
+    return num_tokens <= _SPREAD_TOKENS and num_rows <= _SPREAD_ROWS and columns % BLOCK_COLUMNS == 0
+
+
+def _num_arranged(weight: QuantisedMatrix, *, is_spread: bool) -> int:
+    """Returns the number of scales of the weights if they are laid out anew for cuBLASLt."""
+    if is_spread:
+        return int(np.prod(weight.shape[:-1])) * (weight.shape[-1] // BLOCK_COLUMNS)
+    *row_blocks, column_blocks = weight.scale.shape
+    return int(np.prod(row_blocks)) * (-(-column_blocks // 4) * 4)
