@@ -48,6 +48,7 @@ _READ_SECONDS = 5.0  # for the rest of an answer that has begun
 _EXIT_SECONDS = 2.0
 _START_SECONDS = 120.0
 _MAX_STARVATION = 6.0
+_MAX_EXITS = 1_000  # exit statuses that are kept until somebody asks for them
 _NICENESS = 10  # of workers whose constraints are expensive: the engine goes first
 
 
@@ -91,6 +92,7 @@ class WorkerTemplate:
             raise WorkerLostError(f"no process could be started: {error}") from None
 
     def _forked(self) -> "WorkerProcess":
+        self._read_pending_reports()
         ours, theirs = socket.socketpair()
         with theirs, contextlib.closing(_shared_memory(HEADER_BYTES + MAX_ROWS * self._settings["mask_bytes"])) as file:
             memory = mmap.mmap(file.fileno(), 0)
@@ -138,17 +140,36 @@ class WorkerTemplate:
         """Reads what the template reports until `is_done`, but not for longer than `seconds`."""
         end = time.monotonic() + seconds
         with self._reading:
-            while not is_done() and (control := self._control) is not None and (left := end - time.monotonic()) > 0:
-                try:
-                    report = control.recv(CONTROL.size, socket.MSG_WAITALL) if _is_readable(control, left) else b""
-                except (OSError, ValueError):  # closed meanwhile
-                    return
-                if len(report) < CONTROL.size:
-                    return
-                operation, token, operand = CONTROL.unpack(report)
-                self._is_ready |= operation == READY
-                if operation == EXITED:
-                    self._exits[token] = operand
+            while not is_done() and (left := end - time.monotonic()) > 0 and self._read_report(left):
+                pass
+
+    def _read_pending_reports(self) -> None:
+        """Reads the reports that have come. If nobody did, they would fill the socket, and the template would block."""
+        if self._reading.acquire(blocking=False):  # or another thread reads them
+            try:
+                while self._read_report(0.0):
+                    pass
+            finally:
+                self._reading.release()
+
+    def _read_report(self, seconds: float) -> bool:
+        """Reads one report, if it comes within `seconds`. Returns whether it has."""
+        try:
+            control = self._control
+            if control is None or not _is_readable(control, seconds):
+                return False
+            report = control.recv(CONTROL.size, socket.MSG_WAITALL)
+        except (OSError, ValueError):  # closed meanwhile
+            return False
+        if len(report) < CONTROL.size:
+            return False
+        operation, token, operand = CONTROL.unpack(report)
+        self._is_ready |= operation == READY
+        if operation == EXITED:
+            self._exits[token] = operand
+            if len(self._exits) > _MAX_EXITS:  # nobody asks for most of them
+                self._exits.pop(next(iter(self._exits)), None)
+        return True
 
     def _start(self) -> None:
         if self._is_closed:

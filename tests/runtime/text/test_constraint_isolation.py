@@ -286,6 +286,13 @@ def test_the_template_is_started_again(grammars: Grammars):
     assert grammars._template.num_starts == 2
 
 
+def test_reports_that_nobody_asks_for_do_not_block_the_template(grammars: Grammars):
+    """As many workers end as reports fill a socket."""
+    for _ in range(600):
+        grammars._template.fork().kill()
+    assert grammars.compile(LETTERS).mask.any()
+
+
 def test_slow_constraints_have_a_worker_of_their_own(grammars: Grammars, monkeypatch: pytest.MonkeyPatch):
     """Their samples wait for it; others, which share a worker, do not."""
     monkeypatch.setattr("meshserve.runtime.text.grammar._FAST_MASK_SECONDS", 0.0)
