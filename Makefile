@@ -9,7 +9,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
 CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests/kernels/emulated*/*)
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-gateway test-gpu check check-cuda check-tpu fuzz simulate \
+.PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-gateway test-package test-gpu check check-cuda check-tpu fuzz simulate \
     structured sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
@@ -73,6 +73,12 @@ bench-cluster: $(VENV)/.test
 test-gateway: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
 	$(BIN)/pytest -q tests/test_gateway.py
+
+# Builds the wheel and the source distribution, installs both in new environments of each Python from 3.11 to 3.14 that
+# is found, and checks types of a project that uses the wheel. Downloads the dependencies; takes minutes.
+test-package: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[package-test]"
+	$(BIN)/pytest -q -rs --packages tests/test_package.py
 
 # Checks manifests, Dockerfiles and alerts with kubectl, hadolint and other tools (150 MB). Asks the package index
 # whether the images' pinned packages are compatible.
