@@ -28,7 +28,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {"protos": set(), "kernels": set(), "shar
 # The packages of runtime in import order: each may import those before it.
 PACKAGES = (
     "api", "options", "text", "scheduler", "quantisation", "model", "weights", "processors", "program", "planning",
-    "engine", "telemetry", "server", "cluster", "startup", "client", "offline",
+    "engine", "telemetry", "server", "gateway", "cluster", "startup", "client", "offline",
     "commands",
 )  # fmt: skip
 MAX_FILES = 12  # per package, besides its __init__.py
