@@ -29,7 +29,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {"protos": set(), "kernels": set(), "shar
 PACKAGES = (
     "api", "options", "text", "scheduler", "quantisation", "model", "weights", "processors", "program", "planning",
     "engine", "telemetry", "server", "gateway", "cluster", "startup", "client", "offline",
-    "commands",
+    "dashboard", "commands",
 )  # fmt: skip
 MAX_FILES = 12  # per package, besides its __init__.py
 
