@@ -271,7 +271,7 @@ def _top(namespace: argparse.Namespace) -> int:
     if namespace.interval <= 0 or (namespace.screens is not None and namespace.screens < 1):
         raise ConfigError("--interval must be above 0, and --screens 1 or more.")
     credentials, token = credentials_from(namespace.tls_ca, namespace.token_file)
-    with Client(namespace.target, credentials=credentials, token=token) as client:
+    with Client(namespace.target, credentials=credentials, token=token, ready_seconds=0) as client:
         reader = Reader(client, namespace.target, namespace.metrics)
         return show_top(reader, interval_seconds=namespace.interval, num_screens=namespace.screens)
 

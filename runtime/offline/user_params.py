@@ -1,12 +1,12 @@
 """The sampling parameters of `LLM.generate`: the same fields as over gRPC, and `n`."""
 
-import difflib
 from typing import Unpack
 
 from ..api import proto_codec
 from ..api.sampling_params import params_table
 from ..client import messages
 from ..client.messages import RequestFields
+from ..options.nearest import nearest
 from .prompt_batch import Prompt
 
 _FIELDS = tuple(name for name in (*params_table(), "n", "priority", "cache_salt") if name != "num_resumed_tokens")
@@ -27,8 +27,8 @@ class SamplingParams:
     def __init__(self, **fields: Unpack[RequestFields]) -> None:
         for name in fields:
             if name not in _FIELDS:
-                near = difflib.get_close_matches(name, _FIELDS, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(_FIELDS)}."
+                near = nearest(name, _FIELDS)
+                hint = f"did you mean {near}?" if near else f"allowed are {', '.join(_FIELDS)}."
                 raise TypeError(f"SamplingParams has no field {name!r}; {hint}")
         self._fields = dict(fields)
         if isinstance(stop := fields.get("stop"), str):

@@ -248,7 +248,7 @@ def test_sampling_parameters_are_checked_when_they_are_made():
         ({"max_runing": 3}, "LLM: unknown key 'max_runing'. Did you mean max_running?"),
         ({"port": 1}, "LLM: port has no effect without a server"),
         ({"tp": "2"}, "LLM: tp is '2'; it must be of type int"),
-        ({"tp": 0}, "tp is 0; it must be 1 or more"),
+        ({"tp": -1}, "tp is -1; it must be 1 or more"),
         ({"max_running": True}, "max_running is True; it must be of type int"),
     ],
 )
