@@ -62,7 +62,7 @@ def _header(target: str, info: ModelInfo | None, latest: Reading) -> Panel:
     second = Text(_UNKNOWN)
     if info is not None:
         second = Text(
-            f"{info.name} ({info.num_parameters / 1e9:.2f} B parameters, {info.quantization or info.dtype}) on "
+            f"{info.name} ({_parameters(info.num_parameters)} parameters, {info.quantization or info.dtype}) on "
             f"{info.num_devices} x {info.device_kind}, TP size {info.tp_degree}, context {info.max_context_tokens:,}"
         )
     return Panel(Group(first, second), title="meshserve top", title_align="left")
@@ -80,15 +80,15 @@ def _requests(window: Change, latest: Reading) -> Panel:
     }
     seconds = window.after.seconds - window.before.seconds
     shown = ", ".join(f"{outcome} {count / seconds:.1f}" for outcome, count in ended.items()) if seconds > 0 else ""
-    table.add_row("ended per second", shown or _UNKNOWN)
-    table.add_row("preemptions per second", _number(window.rate("meshserve_preemptions_total"), "{:.1f}"))
-    table.add_row("prefix cache hits", _number(_hits(window), "{:.0%}"))
+    table.add_row("ended/s", shown or _UNKNOWN)
+    table.add_row("preemptions/s", _number(window.rate("meshserve_preemptions_total"), "{:.1f}"))
+    table.add_row("prefix hits", _number(_hits(window), "{:.0%}"))
     used = 1.0 - load.num_free_pages / load.num_pages if load and load.num_pages else None
     bar: RenderableType = ProgressBar(total=1.0, completed=used, width=24) if used is not None else Text(_UNKNOWN)
     pages = f" {used:.0%} of {load.num_pages:,} pages" if load and used is not None else ""
     row = Table.grid()
     row.add_row(bar, pages)
-    table.add_row("KV cache in use", row)
+    table.add_row("KV cache", row)
     return Panel(table, title="requests", title_align="left")
 
 
@@ -140,6 +140,10 @@ def _sparkline(figures: Sequence[float | None]) -> Text:
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:
     return _UNKNOWN if value is None else form.format(scale * value)
+
+
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def _duration(seconds: float) -> str:

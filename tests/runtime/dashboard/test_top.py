@@ -75,7 +75,7 @@ def test_the_screen_shows_the_load_and_the_times():
     last = reading(12.0, tokens=400, fast=0, all=4, total=0.06, stopped=4)
     last = Reading(**{**vars(last), "load": load})
     text = drawn(first, last)
-    for words in ("READY  host:50051", "toy (8.59 B parameters, bfloat16) on 2 x cpu, TP size 2", "75% of 100 pages"):
+    for words in ("READY  host:50051", "toy (8.6 B parameters, bfloat16) on 2 x cpu, TP size 2", "75% of 100 pages"):
         assert words in text
     lines = {line.strip("│ \n").split("  ")[0]: line for line in text.splitlines()}
     assert "15.0" in lines["step"] and lines["step"].count("-") == 0
