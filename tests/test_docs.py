@@ -66,7 +66,7 @@ def test_the_links_of_the_root_lead_somewhere(name: str):
 
 def test_every_page_is_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text()
-    listed = set(re.findall(r"[\w/.-]+\.md", str(yaml.safe_load(text)["nav"])))
+    listed = set(re.findall(r"[\w/.-]+\.md", str(pages.expanded(yaml.safe_load(text)["nav"]))))
     there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert listed >= there and {name for name in listed - there if not name.startswith("reference/")} == set()
 

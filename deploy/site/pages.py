@@ -21,6 +21,24 @@ _FIELD = re.compile(r"^\s*(?P<type>(?:optional |repeated )?(?:map<[^>]+>|[\w.]+)
 _VALUE = re.compile(r"^\s*(?P<name>[A-Z][A-Z0-9_]*) = (?P<number>\d+);")
 
 
+def on_config(config: Any) -> Any:
+    """Writes the pages of folders into the navigation."""
+    config.nav = expanded(config.nav)
+    return config
+
+
+def expanded(nav: Any) -> Any:
+    """Returns the navigation with each `folder/*` replaced by the pages of the folder, its README first."""
+    if isinstance(nav, list):
+        return [expanded(entry) for entry in nav]
+    if isinstance(nav, dict):
+        return {title: expanded(entry) for title, entry in nav.items()}
+    if not nav.endswith("/*"):
+        return nav
+    pages = sorted((ROOT / "docs" / nav.removesuffix("/*")).glob("*.md"), key=lambda path: (path.stem != "README", path))
+    return [str(path.relative_to(ROOT / "docs")) for path in pages]
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the generated pages."""
     from mkdocs.structure.files import File

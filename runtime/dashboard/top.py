@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.layout import Layout
 from rich.live import Live
 
+from meshserve.protos import inference_pb2 as pb
+
 from ..api.engine_api import ModelInfo
 from ..client.client import CallError, Client
 from .readings import Reading, with_metrics
@@ -61,8 +63,7 @@ class Reader:
             info = self._client.server_info(timeout_seconds=_TIMEOUT_SECONDS)
         except CallError as error:
             return f"no answer: {error}"
-        name = type(info).DESCRIPTOR.fields_by_name["state"].enum_type.values_by_number[info.state].name
-        return f"{name.removeprefix('SERVER_STATE_')} {info.progress}".strip()
+        return f"{pb.ServerState.Name(info.state).removeprefix('SERVER_STATE_')} {info.progress}".strip()
 
     def _metrics(self) -> str:
         context = ssl._create_unverified_context() if self._url.startswith("https") else None

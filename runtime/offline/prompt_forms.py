@@ -1,6 +1,6 @@
 """The forms in which `LLM` takes prompts: text, token ids in lists or arrays, dictionaries; one or several."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,9 +25,9 @@ def listed_prompts(prompts: Prompts) -> list[str | tuple[int, ...]]:
     Raises:
       InvalidRequestError: A prompt has another form. The message names it by its index.
     """
-    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
-        prompts = [prompts]  # type: ignore[list-item]
-    return [_prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+    is_single = isinstance(prompts, str | Mapping) or _is_token_ids(prompts)
+    listed: Iterable[Any] = [prompts] if is_single else prompts
+    return [_prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(listed)]
 
 
 def listed_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

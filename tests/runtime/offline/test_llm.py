@@ -120,8 +120,8 @@ def test_a_prompt_that_cannot_be_served_ends_the_call_and_not_the_engine(llm: LL
 
 
 def test_a_process_that_does_not_close_it_ends():
-    code = f"from meshserve import LLM; llm = LLM('demo', cpu_devices=1, **{SMALL!r}); "
-    code += "print(len(llm.generate('a', use_tqdm=False)[0].outputs))"
+    code = f"from meshserve import LLM, SamplingParams; llm = LLM('demo', cpu_devices=1, **{SMALL!r}); "
+    code += "print(len(llm.generate('a', SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     assert "meshserve: compiling the programs ..." in done.stderr
