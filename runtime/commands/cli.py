@@ -1,4 +1,4 @@
-"""Command line of meshserve: meshserve serve | generate | chat | plan | convert | token | bench | demo.
+"""Command line of meshserve: meshserve serve | generate | chat | top | plan | convert | token | bench | demo.
 
 The flags of `serve`, `generate` and `plan` are generated from `ServeConfig`. Flags override the TOML file, which
 overrides the defaults. Heavy imports happen inside the commands, so that --help stays fast.
@@ -30,6 +30,7 @@ examples:
   meshserve serve Qwen/Qwen3-8B                    download a model and serve it on the machine's GPUs or TPUs
   meshserve serve demo --cpu-devices 4 --tp 4      serve the embedded model on four virtual CPU devices
   meshserve chat                                   talk to the server on this machine
+  meshserve top                                    watch the server on this machine
   meshserve plan qwen3-32b --target h100:8         memory and speed of a model on a machine, before there is one
   meshserve generate Qwen/Qwen3-8B --input prompts.jsonl --output completions.jsonl
   meshserve bench serve --rate 4 8 16              put load on the server on this machine
@@ -95,6 +96,7 @@ def _parser() -> Parser:
     generate.set_defaults(run=_generate)
 
     _add_chat(commands)
+    _add_top(commands)
     _add_convert(commands)
     _add_plan(commands)
 
@@ -177,6 +179,20 @@ def _add_plan(commands: Any) -> None:
     plan.set_defaults(run=_plan)
 
 
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser("top", help="watch a server in the terminal")
+    top.add_argument("--target", default="127.0.0.1:50051", help="HOST:PORT of the server (%(default)s)")
+    top.add_argument(
+        "--metrics", default="", help="HOST:PORT or URL of its metrics (--http-port); default: port 9090 of its host"
+    )
+    top.add_argument("--interval", type=float, default=1.0, help="seconds between two readings (%(default)s)")
+    top.add_argument(
+        "--screens", type=int, help="read the server so many times and print the last screen; default: until Ctrl-C"
+    )
+    add_credentials(top)
+    top.set_defaults(run=_top)
+
+
 def benchmarks() -> dict[str, tuple[str, str]]:
     """Finds the benchmarks: each module of the folders above that defines `main(arguments)`, and `baselines`.
 
@@ -246,6 +262,18 @@ def _chat(namespace: argparse.Namespace) -> int:
         credentials=credentials,
         token=token,
     )
+
+
+def _top(namespace: argparse.Namespace) -> int:
+    from ..client.client import Client, credentials_from
+    from ..dashboard.top import Reader, show_top
+
+    if namespace.interval <= 0 or (namespace.screens is not None and namespace.screens < 1):
+        raise ConfigError("--interval must be above 0, and --screens 1 or more.")
+    credentials, token = credentials_from(namespace.tls_ca, namespace.token_file)
+    with Client(namespace.target, credentials=credentials, token=token, ready_seconds=0) as client:
+        reader = Reader(client, namespace.target, namespace.metrics)
+        return show_top(reader, interval_seconds=namespace.interval, num_screens=namespace.screens)
 
 
 def _convert(namespace: argparse.Namespace) -> int:

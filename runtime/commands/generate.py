@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +13,31 @@ from google.protobuf import json_format
 from meshserve.protos import inference_pb2 as pb
 
 from ..api import proto_codec
-from ..api.errors import (
-    EngineStoppedError,
-    InvalidRequestError,
-    MeshserveError,
-    QuotaExceededError,
-    UnavailableFeatureError,
-)
-from ..api.request import Output, RequestOptions, TokenLogprobs
-from ..api.sampling_params import SamplingParams, params_table
+from ..api.errors import InvalidRequestError, MeshserveError
+from ..api.sampling_params import params_table
 from ..client import messages
+from ..offline.prompt_batch import Batch, Completion, Prompt
 from ..options.serve_config import ServeConfig
-from ..startup.launch import Launched, launch
-from ..text.grammar import compiled
+from ..startup.launch import launch
 
 _SAMPLING_FIELDS = tuple(name for name in params_table() if name != "num_resumed_tokens")
 _OPTION_FIELDS = ("n", "priority", "cache_salt")
 
 
-@dataclasses.dataclass
-class Completion:
-    """Accumulated output of one sample."""
-
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    text: str = ""
-    finish_reason: str | None = None
-    error: str = ""
-    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-
-    def add(self, output: Output) -> None:
-        self.token_ids += output.token_ids
-        self.text += output.text
-        self.logprobs += output.logprobs
-        self.prompt_logprobs += output.prompt_logprobs
-        self.error = output.message
-        if output.finish_reason is not None:
-            self.finish_reason = output.finish_reason.value
-
-    def to_json(self, index: int, sample: int) -> str:
-        line: dict[str, Any] = {
-            "index": index,
-            "sample": sample,
-            "token_ids": self.token_ids,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-        }
-        for name in ("logprobs", "prompt_logprobs"):
-            if found := getattr(self, name):
-                line[name] = [_finite(position._asdict()) for position in found]
-        if self.error:
-            line["error"] = self.error
-        return json.dumps(line, ensure_ascii=False, allow_nan=False)
+def _line(completion: Completion, index: int, sample: int) -> str:
+    line: dict[str, Any] = {
+        "index": index,
+        "sample": sample,
+        "token_ids": completion.token_ids,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    for name in ("logprobs", "prompt_logprobs"):
+        if found := getattr(completion, name):
+            line[name] = [_finite(position._asdict()) for position in found]
+    if completion.error:
+        line["error"] = completion.error
+    return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -75,16 +47,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One line of the input file."""
-
-    prompt: str | tuple[int, ...]
-    params: SamplingParams  # without the model's defaults
-    options: RequestOptions = RequestOptions()
-    sampling: pb.SamplingParams = dataclasses.field(default_factory=pb.SamplingParams, compare=False)  # what is given
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -158,59 +120,6 @@ def _request(raw: Mapping[str, Any]) -> pb.GenerateRequest:
     return request
 
 
-class Batch:
-    """Collects the outputs of a set of requests.
-
-    The engine calls `deliver`. Request ids are the indices of the prompts. `completions` holds the completions of each
-    prompt, indexed by prompt and sample.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt]):
-        self.completions = [[Completion() for _ in range(prompt.options.n)] for prompt in prompts]
-        self._prompts = prompts
-        self._num_open = 0
-        self._changed = threading.Condition()
-
-    def deliver(self, outputs: Sequence[Output]) -> None:
-        with self._changed:
-            for output in outputs:
-                self.completions[int(output.request_id)][output.index].add(output)
-                self._num_open -= output.finish_reason is not None
-            self._changed.notify()
-
-    def run(self, launched: Launched) -> None:
-        """Submits every prompt and waits until all have finished. A rejected prompt gets the reason as `error`."""
-        for index, prompt in enumerate(self._prompts):
-            with self._changed:
-                self._num_open += prompt.options.n
-            try:
-                params = proto_codec.sampling_params(prompt.sampling, launched.info.default_sampling)
-                launched.info.check(params)
-                grammar = compiled(params.constraint, launched.grammars)  # a file resumes no output
-                token_ids = self._token_ids(launched, prompt)
-                launched.engine.submit(str(index), token_ids, params, prompt.options, grammar)
-            except (InvalidRequestError, UnavailableFeatureError, QuotaExceededError, EngineStoppedError) as error:
-                for completion in self.completions[index]:
-                    completion.finish_reason, completion.error = "error", str(error)
-                with self._changed:
-                    self._num_open -= prompt.options.n
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_open == 0)
-
-    @staticmethod
-    def _token_ids(launched: Launched, prompt: Prompt) -> tuple[int, ...]:
-        is_text = isinstance(prompt.prompt, str)
-        token_ids = launched.tokenizer.encode(prompt.prompt) if isinstance(prompt.prompt, str) else prompt.prompt
-        vocab_size = launched.info.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    "prompt" if is_text else "prompt_token_ids",
-                    f"{token_id} is not a token id; allowed are 0 to {vocab_size - 1}.",
-                )
-        return token_ids
-
-
 @contextlib.contextmanager
 def _writing(target: Path) -> Iterator[None]:
     try:
@@ -248,7 +157,7 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
             for index, samples in enumerate(batch.completions)
             for sample, completion in enumerate(samples)
         ]
-        lines = [completion.to_json(index, sample) for completion, index, sample in completions]
+        lines = [_line(completion, index, sample) for completion, index, sample in completions]
         with _writing(target):
             target.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     if launched.engine.failure is not None:

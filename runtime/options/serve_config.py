@@ -262,6 +262,13 @@ class ServeConfig:
         least=-1,
         most=65_535,
     )
+    openai_port: int = _listening(
+        -1,
+        "port for OpenAI's HTTP API, which the gateway smg serves as a child process (extra `gateway`); opens the "
+        "gateway port as well; 0 picks a free one, -1 serves none",
+        least=-1,
+        most=65_535,
+    )
     drain_seconds: float = _listening(
         30.0, "time in seconds that running requests have to finish after SIGTERM", least=0
     )

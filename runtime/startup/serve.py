@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ..api.engine_api import ModelInfo
 from ..api.errors import ConfigError, InvalidRequestError
 from ..cluster.leader import Alone, Place, lead_or_follow
+from ..gateway.gateway_child import GatewayChild, gateway_options
 from ..options.serve_config import ServeConfig
 from ..server.inference_service import Backend, Edge
 from ..server.lifecycle import Listen, ServerHandle, run_server
@@ -53,7 +54,7 @@ def listen_of(config: ServeConfig) -> Listen:
         allow_insecure=config.allow_insecure,
         tls=tls,
         http_port=config.http_port if config.http_port >= 0 else None,
-        gateway_port=config.gateway_port if config.gateway_port >= 0 else None,
+        gateway_port=max(config.gateway_port, 0) if max(config.gateway_port, config.openai_port) >= 0 else None,
         drain_seconds=config.drain_seconds,
         profiler=Profiler(Path(config.profile_dir)) if config.profile_dir else None,
     )
@@ -119,6 +120,8 @@ class _Serving:
         self.place = place
         self.launched: Launched | None = None
         self._config = config
+        options = gateway_options(config)
+        self._gateway = GatewayChild(options) if options is not None else None
         self._tracer = Tracer() if config.trace else None
         access = new_access(Path(config.tokens) if config.tokens else None)
         queues = OutputQueues()
@@ -164,6 +167,11 @@ class _Serving:
             f"{load.num_pages * info.page_size_tokens:,} tokens of KV cache, at {address}"
         )
         say(f"Try: {_example(self._config, info, address)}")
+        if self._gateway is not None and handle.gateway_port is not None:
+            if info.supports_text:
+                self._gateway.start(handle.gateway_port, info.name, self.launched.tokenizer.directory)
+            else:
+                _log.error("--openai-port serves nothing: it needs text, and the model has no tokenizer.json")
 
     def change_tp(self, tp: int) -> None:
         """Changes the TP size of the running server. 0, which is auto, restores the size at startup.
@@ -182,6 +190,8 @@ class _Serving:
             self.edge.attach(dataclasses.replace(backend, info=launched.info_at(tp)))
 
     def close(self) -> None:
+        if self._gateway is not None:
+            self._gateway.stop()
         if self.launched is not None:
             self.launched.close()
         self._open_things.close()

@@ -1,10 +1,43 @@
-"""meshserve: a serving runtime for Qwen3 on JAX."""
+"""meshserve: a serving runtime for Qwen3 on JAX.
 
+`LLM` completes prompts in this process, `meshserve.client` talks to a server, and the command `meshserve` starts one.
+Each name is imported when it is first used, so that a client does not wait for jax.
+"""
+
+import importlib
 import importlib.metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshserve import client as client
+    from meshserve.runtime.offline.llm import LLM as LLM
+    from meshserve.runtime.offline.outputs import CompletionOutput as CompletionOutput
+    from meshserve.runtime.offline.outputs import Logprob as Logprob
+    from meshserve.runtime.offline.outputs import RequestOutput as RequestOutput
+    from meshserve.runtime.offline.user_params import SamplingParams as SamplingParams
+
+    __version__: str
+
+_MODULES = {
+    "LLM": "runtime.offline.llm",
+    "SamplingParams": "runtime.offline.user_params",
+    "RequestOutput": "runtime.offline.outputs",
+    "CompletionOutput": "runtime.offline.outputs",
+    "Logprob": "runtime.offline.outputs",
+}
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__", "client"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":  # read when it is used, as it takes longer than importing the client
-        return importlib.metadata.version("meshserve")
-    raise AttributeError(f"module 'meshserve' has no attribute {name!r}.")
+    if name == "__version__":
+        return importlib.metadata.version("meshserve")  # read when it is used: it takes longer than the client
+    if name == "client":
+        return importlib.import_module("meshserve.client")
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"meshserve.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'meshserve' has no attribute {name!r}; it has {', '.join(__all__)}.")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -17,7 +17,8 @@ from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.commands import generate
 from meshserve.runtime.commands.cli import main
-from meshserve.runtime.commands.generate import Prompt, generate_file, read_prompts
+from meshserve.runtime.commands.generate import generate_file, read_prompts
+from meshserve.runtime.offline.prompt_batch import Batch, Prompt
 from meshserve.runtime.options.serve_config import ServeConfig
 from tests.runtime.loopback import INFO
 
@@ -241,11 +242,11 @@ def test_when_the_engine_dies_what_was_finished_is_kept(write, launched, tmp_pat
 
 
 def test_what_there_is_by_ctrl_c_is_written(write, launched, monkeypatch, tmp_path: Path):
-    def interrupt(batch: generate.Batch, engine: Any) -> None:
+    def interrupt(batch: Batch, engine: Any) -> None:
         batch.deliver([Output(request_id="0", token_ids=(66,), text="B")])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate.Batch, "run", interrupt)
+    monkeypatch.setattr(Batch, "run", interrupt)
     target = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
         generate_file(ServeConfig(), write('{"prompt": "A"}\n'), target)

@@ -1,0 +1,1 @@
+"""`meshserve top`: a live view of a running server in the terminal."""

@@ -1,0 +1,1 @@
+"""Completes prompts in this process, without a server: `meshserve.LLM` and the batches of `meshserve generate`."""
