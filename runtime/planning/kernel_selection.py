@@ -103,10 +103,18 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
         return 0
     model, num_devices = shapes.model, shapes.layout.num_shards
     heads = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
-    layer_bytes = (heads + 3 * model.mlp_dim) * model.embed_dim * shapes.dtype.itemsize
+    layer_bytes = (heads + 3 * model.mlp_dim) * model.embed_dim * _weight_bytes(shapes)
     # Not measured on several devices. The weights of experts do not fit the cache.
     is_cached = num_devices == 1 and model.experts is None and layer_bytes <= _CACHED_LAYER_BYTES
     return _MAX_CACHED_FUSED_TOKENS if is_cached else _MAX_FUSED_TOKENS
+
+
+def _weight_bytes(shapes: KernelShapes) -> float:
+    """Returns the bytes of a weight of the layers, without its share of a scale."""
+    quantisation = shapes.model.quantisation
+    if quantisation is None:
+        return shapes.dtype.itemsize
+    return 0.5 if quantisation.is_int4 else 1.0
 
 
 def name_kernels(
@@ -343,10 +351,15 @@ def _log_quantisation(names: KernelNames, shapes: KernelShapes) -> None:
     """Logs what is quantised, and what serves it."""
     quantisation, description = shapes.model.quantisation, shapes.model.quantisation_name
     if description:
+        fused = max_fused_tokens(names, shapes) if names.decode_layers == "cuda" else 0
+        steps = f"steps of more than {fused} tokens" if fused else "every step"
+        if fused:
+            _log.info("quantised weights: decode steps of up to %d tokens multiply them in the fused layers", fused)
         _log.info(
-            "quantised weights: %s; linear: %s, which dequantises in every step: memory is saved, time is not",
+            "quantised weights: %s; linear: %s, which dequantises in %s: memory is saved, time is not",
             description,
             names.linear,
+            steps,
         )
     if quantisation is not None and not quantisation.parameters:
         _log.warning("every projection is dequantised while it is loaded: each is left out in some layer")
