@@ -1,6 +1,7 @@
 """Times decoding through the real engine: scheduler, page tables and sampling on the device, planned one step ahead.
 
     meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 128 --context 1024
+    meshserve bench decode --model qwen3-8b --random-weights --quantize fp8-block --batch 1 32
 
 For each batch size and context length, requests of random tokens are prefilled and then decode together. A run is a
 sequence of steps. After as many warm-up runs as measured runs, the table gives the median, P10 and P90 of the step time
@@ -32,16 +33,18 @@ import numpy as np
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.runtime.api.model_config import ModelConfig
+from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning.roofline import num_read_params
+from meshserve.runtime.planning.resolved_server import ResolvedServer
+from meshserve.runtime.planning.roofline import Roofline
 from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.processor_batch import Logprobs, Sampled
 from meshserve.runtime.startup.launch import build_engine, open_model
+from meshserve.sharding.chips import chip_of
 
-_BANDWIDTH_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second, from the data sheets
 _PREFILL_STEPS = 4  # slack before the first measured step
 
 
@@ -127,18 +130,23 @@ class WatchedRunner:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    model, make_params = open_model(options.model, random_weights=options.random_weights)
+    model, make_params = open_model(
+        options.model,
+        random_weights=options.random_weights,
+        quantize=options.quantize,
+        fp8_head=options.fp8_head,
+    )
     num_steps = 2 * options.runs * options.steps  # warm-up and measurement
     config = _serve_config(options, num_steps)
     timeline = Timeline()
-    engine, mesh = build_engine(config, model, make_params, None, timeline.deliver)
+    engine, server = build_engine(config, model, make_params, None, timeline.deliver)
     engine.runner = watched = WatchedRunner(engine.runner)
     engine.start()
     results = []
     with PowerWatch() as power:
         for context in options.context:
             for batch in options.batch:
-                results.append(_measure(options, model, engine, timeline, watched, power, batch, context))
+                results.append(_measure(options, server, engine, timeline, watched, power, batch, context))
                 print(_row(results[-1]), flush=True)
     if options.profile:
         print(_profile(options, model, engine, timeline))
@@ -152,6 +160,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshserve bench decode", description="Time decoding through the engine.")
     parser.add_argument("--model", required=True, help="a model directory, or a published size with --random-weights")
     parser.add_argument("--random-weights", action="store_true", help="generate random weights on the device")
+    parser.add_argument(
+        "--quantize",
+        choices=(NOT_QUANTIZED, *SCHEMES),
+        default=NOT_QUANTIZED,
+        help="quantise the weights, or generate random ones in this format",
+    )
+    parser.add_argument("--fp8-head", action="store_true", help="quantise the output head to FP8")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
@@ -210,7 +225,7 @@ def _num_prefill_steps(options: argparse.Namespace, contexts: Sequence[int]) -> 
 
 def _measure(
     options: argparse.Namespace,
-    model: ModelConfig,
+    server: ResolvedServer,
     engine: Engine,
     timeline: Timeline,
     watched: WatchedRunner,
@@ -221,7 +236,7 @@ def _measure(
     timeline.reset()
     contexts = _contexts(options, batch, context)
     started = time.perf_counter()
-    _submit(options, model, engine, contexts)
+    _submit(options, server.model, engine, contexts)
     timeline.wait(engine, batch)
     times = [moment for moment, num_tokens in timeline.steps if num_tokens == batch]
     if len(times) < options.runs * options.steps + 2:
@@ -233,7 +248,7 @@ def _measure(
         for start in range(0, len(times) - options.steps, options.steps)
     ]
     step_ms = statistics.median(runs)
-    roofline_ms = _roofline_ms(options, model, contexts)
+    roofline_ms = _roofline_ms(server, contexts)
     return Result(
         model=options.model,
         tp=options.tp,
@@ -281,15 +296,16 @@ def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, ti
     return kernel_table(options.profile, num_steps=timeline.num_full(len(contexts)))
 
 
-def _roofline_ms(options: argparse.Namespace, model: ModelConfig, contexts: Sequence[int]) -> float | None:
-    """Returns the roofline time of a step, or None for a device with unknown bandwidth."""
-    kind = jax.devices()[0].device_kind
-    bandwidth = next((rate for name, rate in _BANDWIDTH_BYTES.items() if name in kind), None)
-    if bandwidth is None:
+def _roofline_ms(server: ResolvedServer, contexts: Sequence[int]) -> float | None:
+    """Returns the time in which a device can read what a step must read, or None if its bandwidth is unknown."""
+    chip = chip_of(jax.devices()[0])
+    if chip is None:
         return None
-    num_read = num_read_params(model, len(contexts))
-    num_cached = sum(contexts) * model.num_layers * 2 * max(model.num_kv_heads, options.tp) * model.head_dim
-    return 1000 * np.dtype("uint16").itemsize * (num_read + num_cached) / options.tp / bandwidth
+    roofline = Roofline(
+        model=server.model, layout=server.layout, dtype=server.dtype, cache_dtype=server.cache_dtype, chip=chip
+    )
+    num_bytes = roofline.read_weight_bytes(len(contexts)) + sum(contexts) * roofline.token_bytes
+    return 1000 * num_bytes / chip.hbm_bytes_per_second
 
 
 def _row(result: Result) -> str:

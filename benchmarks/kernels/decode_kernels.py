@@ -8,6 +8,8 @@ stack      all layers, in one call
 splits     the same with every number of ranges that a projection can be split into, one projection at a time
 parts      each projection as a separate call, as on a mesh: a sequence of L calls
 
+--weights times quantised weights, in the formats of the tests' cases.
+
 With --tp N the shapes are those of one shard of N, alone, without all-reduces over a mesh.
 
 With --first-context, one request of each batch has a different length from the others. With --max-context, the page
@@ -25,6 +27,7 @@ import dataclasses
 import functools
 import gc
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +37,8 @@ import numpy as np
 
 from meshserve.benchmarks.lib.timing import random_array, timed_ms
 from meshserve.kernels import decode_layers as kernels
-from meshserve.kernels.decode_layers import DecodeBatch, LayerSettings, LayerWeights, gpu, reference
+from meshserve.kernels.decode_layers import DecodeBatch, LayerSettings, LayerWeights, cases, gpu, reference
+from meshserve.kernels.linear import FP8, Matrix, QuantisedMatrix
 
 SETTINGS = LayerSettings(epsilon=1e-6, softmax_scale=128**-0.5)
 
@@ -48,29 +52,50 @@ class Model:
     head_dim: int
     mlp: int
     vocab: int = 151936
+    weights: str = "bfloat16"  # or one of `cases.FORMATS`
 
     @property
     def q_columns(self) -> int:
         return self.kv_heads * self.group * self.head_dim
 
-    def shard(self, tp: int, layers: int) -> "Model":
+    def shard(self, tp: int, layers: int, weights: str) -> "Model":
         """Returns one of `tp` shards, where `tp` must divide the KV heads; `layers` limits the number of layers."""
         if self.kv_heads % tp or self.mlp % (64 * tp):
             raise SystemExit(
                 f"--tp {tp} must divide {self.kv_heads} KV heads, and an MLP of {self.mlp} in blocks of 64"
             )
         return dataclasses.replace(
-            self, layers=layers or self.layers, kv_heads=self.kv_heads // tp, mlp=self.mlp // tp, vocab=self.vocab // tp
+            self,
+            layers=layers or self.layers,
+            kv_heads=self.kv_heads // tp,
+            mlp=self.mlp // tp,
+            vocab=self.vocab // tp,
+            weights=weights,
         )
+
+    def part_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the matrices of one layer."""
+        return {
+            "qkv": (self.kv_heads, (self.group + 2) * self.head_dim, self.embed),
+            "o": (self.embed, self.q_columns),
+            "gate_up": (2, self.mlp, self.embed),
+            "down": (self.embed, self.mlp),
+        }
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a quantised matrix's scales."""
+        _, (rows, columns), _, _ = cases.FORMATS[self.weights]
+        return (*shape[:-2], shape[-2] // math.gcd(rows, shape[-2]), shape[-1] // math.gcd(columns, shape[-1]))
 
     def part_bytes(self) -> dict[str, int]:
         """Returns the weight bytes of each projection of one layer."""
-        qkv_rows = self.kv_heads * (self.group + 2) * self.head_dim
+        if self.weights == "bfloat16":
+            return {part: 2 * math.prod(shape) for part, shape in self.part_shapes().items()}
+        is_int4, _, dtype, has_zero = cases.FORMATS[self.weights]
+        per_scale = jnp.dtype(dtype).itemsize + has_zero
         return {
-            "qkv": 2 * qkv_rows * self.embed,
-            "o": 2 * self.embed * self.q_columns,
-            "gate_up": 4 * self.mlp * self.embed,
-            "down": 2 * self.mlp * self.embed,
+            part: math.prod(shape) // (2 if is_int4 else 1) + math.prod(self.grid(shape)) * per_scale
+            for part, shape in self.part_shapes().items()
         }
 
     def page_bytes(self, num_tokens: int) -> int:
@@ -88,17 +113,38 @@ MODELS = {
 }
 
 
+def random_matrix(model: Model, part: str, seed: int) -> Matrix:
+    """Returns a projection of all layers."""
+    shape = (model.layers, *model.part_shapes()[part])
+    if model.weights == "bfloat16":
+        return random_array(shape, seed)
+    is_int4, _, dtype, has_zero = cases.FORMATS[model.weights]
+    grid = model.grid(shape)
+    scale = jnp.full(grid, 2**-8 if is_int4 else 2**-5, dtype)
+    if not is_int4:  # numbers below 2
+        bits = random_bytes(shape, seed) & jnp.uint8(0xBF)
+        return QuantisedMatrix(jax.lax.bitcast_convert_type(bits, FP8), scale)
+    data = random_bytes((*shape[:-1], shape[-1] // 2), seed)
+    return QuantisedMatrix(data, scale, jnp.full(grid, 8, jnp.uint8) if has_zero else None)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def random_bytes(shape: tuple[int, ...], seed: int) -> jax.Array:
+    _, bits = jax.lax.rng_bit_generator(jnp.array([seed, 1, 2, 3], jnp.uint32), shape, jnp.uint8)
+    return bits
+
+
 def random_weights(model: Model) -> LayerWeights:
     m, n = model, model.layers
     return LayerWeights(
         input_norm=jnp.ones((n, m.embed), jnp.bfloat16),
-        qkv=random_array((n, m.kv_heads, (m.group + 2) * m.head_dim, m.embed), 1),
+        qkv=random_matrix(m, "qkv", 1),
         q_norm=jnp.ones((n, m.head_dim), jnp.bfloat16),
         k_norm=jnp.ones((n, m.head_dim), jnp.bfloat16),
-        o=random_array((n, m.embed, m.q_columns), 2),
+        o=random_matrix(m, "o", 2),
         post_norm=jnp.ones((n, m.embed), jnp.bfloat16),
-        gate_up=random_array((n, 2, m.mlp, m.embed), 3),
-        down=random_array((n, m.embed, m.mlp), 4),
+        gate_up=random_matrix(m, "gate_up", 3),
+        down=random_matrix(m, "down", 4),
     )
 
 
@@ -125,7 +171,7 @@ class Bench:
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name, self.arguments = name, arguments
-        self.model = MODELS[name].shard(arguments.tp, arguments.layers)
+        self.model = MODELS[name].shard(arguments.tp, arguments.layers, arguments.weights)
         self.rows: list[dict[str, Any]] = []
         self.frequencies = jnp.asarray(
             1e6 ** (-np.arange(0, self.model.head_dim, 2) / self.model.head_dim), jnp.float32
@@ -143,16 +189,17 @@ class Bench:
         median, p10, p90 = (float(np.percentile(figures, q)) for q in (50, 10, 90))
         bandwidth = num_bytes / median / 1e9
         row = {
-            "model": self.name, "tp": self.arguments.tp, "what": what, "batch": batch, "context": context,
+            "model": self.name, "tp": self.arguments.tp, "weights": self.model.weights, "what": what,
+            "batch": batch, "context": context,
             "ms": median, "p10": p10, "p90": p90,
             "bytes": num_bytes, "tb_per_s": bandwidth, "of_roofline": bandwidth / self.arguments.bandwidth,
             "page_size": self.arguments.page_size, "device": jax.devices()[0].device_kind, **more,
         }  # fmt: skip
         self.rows.append(row)
         print(
-            f"{self.name:11} tp {self.arguments.tp} {what:18} batch {batch:4} context {context:6}  {median:8.4f} ms"
-            f"  (P10 {p10:.4f}, P90 {p90:.4f})  {bandwidth:5.3f} TB/s  {100 * row['of_roofline']:5.1f} %"
-            + "".join(f"  {key} {value}" for key, value in more.items()),
+            f"{self.name:11} tp {self.arguments.tp} {self.model.weights} {what:18} batch {batch:4} context {context:6}"
+            f"  {median:8.4f} ms  (P10 {p10:.4f}, P90 {p90:.4f})  {bandwidth:5.3f} TB/s"
+            f"  {100 * row['of_roofline']:5.1f} %" + "".join(f"  {key} {value}" for key, value in more.items()),
             flush=True,
         )
 
@@ -274,6 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--max-context", type=int, default=0, help="capacity of the page tables in tokens, 0 for what the requests need"
     )
     parser.add_argument("--tp", type=int, default=1, help="time one shard of this many")
+    parser.add_argument("--weights", choices=("bfloat16", *cases.FORMATS), default="bfloat16", help="format of weights")
     parser.add_argument("--layers", type=int, default=0, help="number of layers of each model, 0 for all")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--implementation", default="cuda", help="implementation of the step's layers")

@@ -193,8 +193,8 @@ __device__ __forceinline__ Merged merge_blocks(const Received<H>* received, int 
   return merged;
 }
 
-// Grid: (blocks per cluster, K, clusters per KV head).
-template <int H>
+// Grid: (blocks per cluster, K, clusters per KV head). W: the format of the output projection's weights.
+template <int H, class W = Bf16Weights>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     attention_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ AttentionArgs args) {
   constexpr int kTileBytes = kTileTokens * H * 2;
@@ -339,9 +339,11 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     auto arrive = [&] {
       return atomicAdd(args.unmerged.num_arrived + (request * args.kv_heads + kv_head) * gridDim.x + blockIdx.x, 1);
     };
-    return merge_parts<H>(part, arrive, &received->is_last, out, for_mine, merged_of, row_of);
+    return merge_parts<H, W>(part, arrive, &received->is_last, out, for_mine, merged_of, row_of);
   }
-  for_mine([&](int query, int element) { store_divided(out + query * H + element, merged_of(query, element)); });
+  for_mine([&](int query, int element) {
+    store_divided<W>(out + query * H + element, element, merged_of(query, element));
+  });
 }
 
 }  // namespace meshserve

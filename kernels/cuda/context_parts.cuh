@@ -7,7 +7,7 @@
 // With one share per request, requests of equal length are not split. Parts come first, then whole requests, then
 // requests of at most half a share, so that the work that ends last is short. The remaining clusters are idle.
 #pragma once
-#include "ptx.cuh"
+#include "weight_formats.cuh"
 
 namespace meshserve {
 
@@ -113,12 +113,19 @@ struct Merged {
   }
 };
 
-// Divides the result by its sum and stores it. A request without tokens gets zeros.
-__device__ __forceinline__ void store_divided(bf16* to, const Merged& merged) {
+// Divides the result by its sum and stores it, ordered for a product with weights of the format. `to` is the address of
+// this element of a query if there were no order. A request without tokens gets zeros.
+template <class W>
+__device__ __forceinline__ void store_divided(bf16* to, int element, const Merged& merged) {
   const float divisor = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;
   const float4& out = merged.out;
-  *reinterpret_cast<uint2*>(to) =
-      make_uint2(pack_bf16(out.x * divisor, out.y * divisor), pack_bf16(out.z * divisor, out.w * divisor));
+  if constexpr (W::kIsQuantised) {
+    store_activations<W>(to - element, element,
+                         make_float4(out.x * divisor, out.y * divisor, out.z * divisor, out.w * divisor));
+  } else {
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(pack_bf16(out.x * divisor, out.y * divisor), pack_bf16(out.z * divisor, out.w * divisor));
+  }
 }
 
 // Merges the results of a query's parts in order, so that the bits do not depend on which block merges. `row_of`
@@ -154,7 +161,7 @@ __device__ __forceinline__ Merged merge_rows(int num_parts, int element, RowOf r
 // Stores a part's results for the queries of this block. `for_mine` calls a function for every 4 elements of these
 // queries, `merged_of` returns their values, and `row_of` the address to store them at. The block that is the last of
 // the parts to do so merges all parts into `out` [G, H].
-template <int H, class Arrive, class ForMine, class MergedOf, class RowOf>
+template <int H, class W = Bf16Weights, class Arrive, class ForMine, class MergedOf, class RowOf>
 __device__ __forceinline__ void merge_parts(const ContextPart& part, Arrive arrive, bool* is_last, bf16* out,
                                             ForMine for_mine, MergedOf merged_of, RowOf row_of) {
   for_mine([&](int query, int element) {
@@ -173,7 +180,7 @@ __device__ __forceinline__ void merge_parts(const ContextPart& part, Arrive arri
   if (!*is_last) return;
   for_mine([&](int query, int element) {
     const auto row_of_part = [&](int index) { return row_of(index, query); };
-    store_divided(out + query * H + element, merge_rows<H>(part.num_parts, element, row_of_part));
+    store_divided<W>(out + query * H + element, element, merge_rows<H>(part.num_parts, element, row_of_part));
   });
 }
 

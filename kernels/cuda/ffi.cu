@@ -5,70 +5,15 @@
 // single collectives. Every call only launches kernels on XLA's stream, always the same ones for the same shapes, so it
 // can be captured in a command buffer. Weights are stacked over layers, with the layer as an attribute, because a slice
 // would be a copy.
+#include "ffi_arguments.cuh"
 #include "launch.cuh"
-#include "p2p_host.cuh"
 #include "prefill_launch.cuh"
 #include "preload.cuh"
 #include "qk_norm_rope.cuh"
 #include "threshold.cuh"
-#include "xla/ffi/api/ffi.h"
 
 namespace meshserve {
 namespace {
-
-namespace ffi = xla::ffi;
-using In = ffi::AnyBuffer;
-using Out = ffi::Result<ffi::AnyBuffer>;
-using Ints = ffi::Span<const int32_t>;
-
-template <class T>
-T* data(const In& buffer) {
-  return static_cast<T*>(buffer.untyped_data());
-}
-template <class T>
-T* data(Out& buffer) {
-  return static_cast<T*>(buffer->untyped_data());
-}
-int size(const In& buffer, int dimension) { return static_cast<int>(buffer.dimensions()[dimension]); }
-
-// Converts an error text, a step or a status to the result of a call.
-ffi::Error result(const std::string& error) {
-  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
-}
-ffi::Error result(const Step& step) { return result(step.error()); }
-ffi::Error result(cudaError_t status) {
-  return result(std::string(status == cudaSuccess ? "" : cudaGetErrorString(status)));
-}
-
-Tuning tuning_of(Ints values) {
-  Tuning t;
-  int* fields[] = {&t.qkv_splits,       &t.o_splits,         &t.gate_up_splits, &t.down_splits,
-                   &t.attention_splits, &t.blocks_per_stage, &t.ring_kilobytes};
-  for (size_t i = 0; i < std::min<size_t>(values.size(), 7); ++i) *fields[i] = values[i];
-  return t;
-}
-
-void add_cache(Shapes& shapes, const In& cache, const In& page_table) {  // [L, P, K, 2, S, H]
-  shapes.layers = size(cache, 0);
-  shapes.pages = size(cache, 1);
-  shapes.kv_heads = size(cache, 2);
-  shapes.page_size = size(cache, 4);
-  shapes.head_dim = size(cache, 5);
-  shapes.max_pages = size(page_table, 1);
-}
-
-ffi::Error too_small(size_t needed) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "the scratch buffer needs " + std::to_string(needed) + " bytes");
-}
-
-// Gets the P2P group from the point of view of the device that the call runs on.
-ffi::Error find_p2p_group(Ints ordinals, Channel channel, size_t num_bytes, P2PGroup* p2p) {
-  std::string error = P2PMeshes::all().group(ordinals.begin(), static_cast<int>(ordinals.size()), channel, p2p);
-  if (error.empty() && num_bytes > kSlotBytes) {
-    error = std::to_string(num_bytes) + " bytes are to be sent by P2P; " + std::to_string(kSlotBytes) + " is the limit";
-  }
-  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kFailedPrecondition, error);
-}
 
 ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_norm, In k_norm, In o, In post_norm,
                          In gate_up, In down, In cache, In page_table, In positions, In inverse_frequencies, Out x_out,
@@ -292,8 +237,6 @@ ffi::Error p2p_all_gather(cudaStream_t stream, In x, Out out, Ints ordinals) {
   return one_shot<false>(stream, x, out, ordinals);
 }
 
-using Stream = ffi::PlatformStream<cudaStream_t>;
-
 }  // namespace
 }  // namespace meshserve
 
@@ -442,9 +385,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_p2p_all_gather, p2p_all_gather,
                               ffi::Ffi::Bind().Ctx<Stream>().Arg<In>().Ret<In>().Attr<Ints>("ordinals"),
                               {ffi::Traits::kCmdBufferCompatible});
 
+std::vector<const void*> quantised_kernels();  // of quantised.cu
+
 // Loads the kernels onto CUDA devices. Writes a failure to `error`; returns whether loading succeeded.
 extern "C" int meshserve_load_kernels(const int* ordinals, int num, char* error, int size) {
-  std::string text = load_kernels(ordinals, num);
+  std::string text = load_kernels(ordinals, num, quantised_kernels());
   snprintf(error, size, "%s", text.c_str());
   return text.empty();
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "attention.cuh"
 #include "prepare.cuh"
@@ -29,8 +30,14 @@ struct Shapes {
   int arrivals() const { return kv_heads * kMaxSplits; }  // counters per request
 };
 
+template <class W>
 struct Weights {  // stacked over layers
-  const bf16 *input_norm, *qkv, *q_norm, *k_norm, *o, *post_norm, *gate_up, *down;
+  const bf16* input_norm;
+  typename W::Matrix qkv;
+  const bf16 *q_norm, *k_norm;
+  typename W::Matrix o;
+  const bf16* post_norm;
+  typename W::Matrix gate_up, down;
 };
 
 struct Cache {
@@ -75,15 +82,20 @@ struct Tuning {
   int blocks_per_stage = 0, ring_kilobytes = 0;
 };
 
-class Step {
+// W: the format of the weights.
+template <class W>
+class StepOf {
  public:
-  Step(const Shapes& shapes, const Tuning& tuning, cudaStream_t stream)
+  using Matrix = typename W::Matrix;
+
+  StepOf(const Shapes& shapes, const Tuning& tuning, cudaStream_t stream)
       : shapes_(shapes), tuning_(tuning), stream_(stream) {}
 
-  Weights weights = {};
+  Weights<W> weights = {};
   Cache cache = {};
   Scratch scratch = {};
   float epsilon = 0.0f, scale = 0.0f, rotary_scale = 1.0f;
+  bool has_plain_order = false;  // whether the result of `gate_up` is in order even if weights are quantised
   const float* inverse_frequencies = nullptr;
   int norm_tiles = 0;  // sums of squares per token that the next norm adds up; 0: one for each 128 columns
 
@@ -134,11 +146,16 @@ class Step {
     args.head_dim = shapes_.head_dim;
     args.num_arrived = scratch.unmerged.num_arrived;
     args.arrivals = shapes_.arrivals();
-    launch("prepare", prepare_kernel, dim3(shapes_.batch), kPrepareThreads, 0, 1, args);
+    launch("prepare", prepare_kernel<W>, dim3(shapes_.batch), kPrepareThreads, 0, 1, args);
+  }
+
+  // Copies activations [batch, columns] in the order that a product with quantised weights needs.
+  void reorder(const bf16* from, bf16* to, int columns) {
+    launch("reorder", reorder_kernel<W>, dim3(shapes_.batch), kPrepareThreads, 0, 1, from, to, columns);
   }
 
   void qkv(int layer, bf16* q) {
-    ProjectionArgs args = normed();
+    auto args = normed();
     args.row_base = layer * shapes_.qkv_rows();
     args.q_out = q;
     args.q_gain = weights.q_norm + static_cast<size_t>(layer) * shapes_.head_dim;
@@ -184,23 +201,24 @@ class Step {
     args.stages = std::min(kMaxWarpRingBytes / stage_bytes, most_tiles);
     const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
     if (h == 128) {
-      launch("attention", attention_kernel<128>, grid, kAttentionThreads, ring_bytes + sizeof(Received<128>), splits,
+      launch("attention", attention_kernel<128, W>, grid, kAttentionThreads, ring_bytes + sizeof(Received<128>), splits,
              pages, args);
     } else {
-      launch("attention", attention_kernel<64>, grid, kAttentionThreads, ring_bytes + sizeof(Received<64>), splits,
+      launch("attention", attention_kernel<64, W>, grid, kAttentionThreads, ring_bytes + sizeof(Received<64>), splits,
              pages, args);
     }
   }
 
   // out = residual (may be null) + attended o^T. If `next_gain` is given, also computes the inputs of the next norm.
   void output(int layer, const bf16* attended, const bf16* residual, bf16* out, const bf16* next_gain) {
-    ProjectionArgs args = residual_args(layer, residual, out, next_gain);
+    auto args = residual_args(layer, residual, out, next_gain);
     project<Epilogue::kResidual>("o", args, weights.o, shapes_.embed, shapes_.q_columns(), attended,
                                  shapes_.embed / kTileRows, tuning_.o_splits);
   }
 
   void gate_up(int layer, bf16* activated) {
-    ProjectionArgs args = normed();
+    auto args = normed();
+    if constexpr (W::kIsQuantised) args.has_plain_order = has_plain_order;
     args.row_base = layer * 2 * shapes_.mlp;
     args.tile_step = kTileRows / 2;
     args.second_half = shapes_.mlp;
@@ -211,7 +229,7 @@ class Step {
   }
 
   void down(int layer, const bf16* activated, const bf16* residual, bf16* out, const bf16* next_gain) {
-    ProjectionArgs args = residual_args(layer, residual, out, next_gain);
+    auto args = residual_args(layer, residual, out, next_gain);
     project<Epilogue::kResidual>("down", args, weights.down, shapes_.embed, shapes_.mlp, activated,
                                  shapes_.embed / kTileRows, tuning_.down_splits);
   }
@@ -241,7 +259,7 @@ class Step {
     args.columns = shapes_.embed;
     const int num_warps = shapes_.batch * (shapes_.embed / kTileRows);
     const int blocks = std::min((num_warps + kP2PThreads / 32 - 1) / (kP2PThreads / 32), kMaxP2PBlocks);
-    launch("gather", gather_kernel, dim3(blocks), kP2PThreads, 0, 1, args);
+    launch("gather", gather_kernel<W>, dim3(blocks), kP2PThreads, 0, 1, args);
   }
 
  private:
@@ -249,8 +267,11 @@ class Step {
     return static_cast<size_t>(shapes_.pages) * shapes_.kv_heads * 2 * shapes_.page_size * shapes_.head_dim;
   }
 
-  ProjectionArgs base() const {
-    ProjectionArgs args = {};
+  using Args = ArgsOf<Epilogue::kResidual, W>;  // of all projections but those that send
+
+  template <class AnyArgs = Args>
+  AnyArgs base() const {
+    AnyArgs args = {};
     args.batch = shapes_.batch;
     args.tile_step = kTileRows;
     args.second_half = kTileRows / 2;
@@ -258,17 +279,16 @@ class Step {
     return args;
   }
 
-  ProjectionArgs normed() const {
-    ProjectionArgs args = base();
+  Args normed() const {
+    Args args = base();
     args.sums_in = scratch.sums;
     args.norm_tiles = norm_tiles != 0 ? norm_tiles : shapes_.embed / kTileRows;
     args.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
     return args;
   }
 
-  ShareArgs share_args(int layer, const P2PGroup& p2p, int round) const {
-    ShareArgs args = {};
-    static_cast<ProjectionArgs&>(args) = base();
+  ArgsOf<Epilogue::kShare, W> share_args(int layer, const P2PGroup& p2p, int round) const {
+    auto args = base<ArgsOf<Epilogue::kShare, W>>();
     args.row_base = layer * shapes_.embed;
     args.out_columns = shapes_.embed;
     args.p2p = p2p;
@@ -276,8 +296,8 @@ class Step {
     return args;
   }
 
-  ProjectionArgs residual_args(int layer, const bf16* residual, bf16* out, const bf16* next_gain) const {
-    ProjectionArgs args = base();
+  Args residual_args(int layer, const bf16* residual, bf16* out, const bf16* next_gain) const {
+    Args args = base();
     args.row_base = layer * shapes_.embed;
     args.residual = residual;
     args.out = out;
@@ -311,7 +331,7 @@ class Step {
   }
 
   template <Epilogue E>
-  void project(const char* name, ArgsOf<E> args, const bf16* matrix, int rows, int columns, const bf16* input,
+  void project(const char* name, ArgsOf<E, W> args, const Matrix& matrix, int rows, int columns, const bf16* input,
                int tiles, int splits) {
     switch (args.batch <= 8 ? 8 : args.batch <= 16 ? 16 : args.batch <= 32 ? 32 : 64) {
       case 8: return project_tiled<8, E>(name, args, matrix, rows, columns, input, tiles, splits);
@@ -363,27 +383,40 @@ class Step {
   }
 
   template <int N, Epilogue E>
-  void project_tiled(const char* name, ArgsOf<E>& args, const bf16* matrix, int rows, int columns, const bf16* input,
-                     int tiles, int splits) {
-    args.k_blocks = columns / kBlockK;
+  void project_tiled(const char* name, ArgsOf<E, W>& args, const Matrix& matrix, int rows, int columns,
+                     const bf16* input, int tiles, int splits) {
+    constexpr int kInputTiles = W::kBlockColumns / kBlockK;
+    args.k_blocks = (columns + W::kBlockColumns - 1) / W::kBlockColumns;
     const int groups = (args.batch + N - 1) / N;
-    if (splits == 0) splits = choose_splits(tiles * groups, args.k_blocks, N);
+    // Quantised weights are split like bf16 ones, which were tuned: what a short range costs is not its bytes.
+    if (splits == 0) splits = std::min(choose_splits(tiles * groups, columns / kBlockK, N), args.k_blocks);
     args.splits = splits;
     if (splits > std::min(kMaxSplits, args.k_blocks)) {
-      if (error_.empty()) error_ = std::string(name) + ": at most one range for each 64 columns, and at most 8";
+      if (error_.empty()) {
+        error_ = std::string(name) + ": at most one range for each " + std::to_string(W::kBlockColumns) +
+                 " columns, and at most 8";
+      }
       return;
     }
     // The ring leaves room for two blocks on an SM: of this kernel, or of the next one, which already prefetches. A
     // range that fits is a single stage with one wait. Otherwise a stage has two blocks of k if all ranges are even.
-    const int split_blocks = (args.k_blocks + splits - 1) / splits, resident_bytes = split_blocks * N * kBlockK * 2;
+    const int split_blocks = (args.k_blocks + splits - 1) / splits;
+    const int resident_bytes = split_blocks * kInputTiles * N * kBlockK * 2;
     const bool is_resident = kIsNarrow<N> && resident_bytes <= kMaxResidentBytes;
-    const int block_bytes = 2 * kHalfTileBytes + (is_resident ? 0 : N * kBlockK * 2);
+    const int block_bytes = 2 * kHalfTileBytes + (is_resident ? 0 : kInputTiles * N * kBlockK * 2);
     const int kilobytes = tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112;
     const int sum_bytes = kIsNarrow<N> ? splits * split_tokens(N, splits) * kSumStride * 4 : 0;
-    const int ring_bytes = 1024 * kilobytes - kOtherBytes<N> - sum_bytes - (is_resident ? resident_bytes : 0);
+    int table_bytes = 0;
+    if constexpr (W::kIsQuantised) {
+      const Scales& s = matrix.scales;
+      const int num_groups = scale_groups(split_blocks, W::kBlockColumns, s.columns_log2);
+      table_bytes = num_groups * scale_entries(s.rows_each) * 4;
+    }
+    const int ring_bytes =
+        1024 * kilobytes - kOtherBytes<N> - sum_bytes - (is_resident ? resident_bytes : 0) - table_bytes;
     args.resident_input = is_resident ? input : nullptr;
     args.blocks_per_stage = 1;
-    if (kIsNarrow<N> && args.k_blocks % splits == 0) {
+    if (kIsNarrow<N> && !W::kIsQuantised && args.k_blocks % splits == 0) {
       const int wanted = tuning_.blocks_per_stage ? tuning_.blocks_per_stage : 2;
       if (split_blocks * block_bytes <= ring_bytes) {
         args.blocks_per_stage = split_blocks;
@@ -393,17 +426,37 @@ class Step {
     }
     const int stage_bytes = args.blocks_per_stage * block_bytes;
     args.stages = std::min({kMaxStages, ring_bytes / stage_bytes, split_blocks / args.blocks_per_stage});
-    args.ring_bytes =
-        std::max(args.stages * stage_bytes + (is_resident ? resident_bytes : 0), kIsNarrow<N> ? 0 : N * kSumStride * 4);
+    if (args.stages < 1) {
+      if (error_.empty()) error_ = std::string(name) + ": the scales of a range of columns leave no memory for weights";
+      return;
+    }
+    const int loaded_bytes = args.stages * stage_bytes + (is_resident ? resident_bytes : 0);
+    if constexpr (W::kIsQuantised) {
+      args.scales = matrix.scales;
+      args.table_offset = loaded_bytes;
+      args.input_tiles = columns / kBlockK;
+    }
+    args.ring_bytes = std::max(loaded_bytes + table_bytes, kIsNarrow<N> ? 0 : N * kSumStride * 4);
     CUtensorMap weights_map, input_map;
     size_t all_rows = static_cast<size_t>(shapes_.layers) * rows;
-    if (!map_matrix(&weights_map, matrix, all_rows, columns, 64, args.blocks_per_stage) ||
-        !map_matrix(&input_map, input, shapes_.batch, columns, N, args.blocks_per_stage)) {
+    if (!map_weights(&weights_map, matrix, all_rows, columns, args.blocks_per_stage) ||
+        !map_matrix(&input_map, input, shapes_.batch, columns, N, args.blocks_per_stage * kInputTiles)) {
       return;
     }
     dim3 grid(splits, groups, tiles);
-    launch(name, projection_kernel<N, E>, grid, kProjectionThreads, args.ring_bytes + kOtherBytes<N> + sum_bytes,
+    launch(name, projection_kernel<N, E, W>, grid, kProjectionThreads, args.ring_bytes + kOtherBytes<N> + sum_bytes,
            splits, weights_map, input_map, args);
+  }
+
+  bool map_weights(CUtensorMap* map, const bf16* matrix, size_t rows, int columns, int blocks) {
+    return map_matrix(map, matrix, rows, columns, 64, blocks);
+  }
+  // Maps a quantised matrix as [rows, bytes], fetched in boxes of [64, 128]: the last box of a row may exceed it.
+  bool map_weights(CUtensorMap* map, const ScaledMatrix& matrix, size_t rows, int columns, int) {
+    const cuuint64_t row_bytes = static_cast<cuuint64_t>(columns) * 128 / W::kBlockColumns;
+    cuuint64_t sizes[3] = {row_bytes, rows, 1}, strides[2] = {row_bytes, row_bytes * rows};
+    cuuint32_t box[3] = {128, 64, 1};
+    return encode(map, matrix.data, sizes, strides, box, CU_TENSOR_MAP_DATA_TYPE_UINT8);
   }
 
   // Maps a row-major [rows, columns] matrix as [columns / 64, rows, 64], fetched in boxes of [blocks, tile_rows, 64].
@@ -424,15 +477,15 @@ class Step {
   }
 
  public:
-  bool encode(CUtensorMap* map, const bf16* data, const cuuint64_t* sizes, const cuuint64_t* strides,
-              const cuuint32_t* box) {
+  bool encode(CUtensorMap* map, const void* data, const cuuint64_t* sizes, const cuuint64_t* strides,
+              const cuuint32_t* box, CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) {
     if (!error_.empty()) return false;
     EncodeTiled function = encode_tiled();
     cuuint32_t steps[3] = {1, 1, 1};
     CUresult result = CUDA_ERROR_NOT_FOUND;
     if (function != nullptr) {
-      result = function(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<bf16*>(data), sizes, strides, box, steps,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      result = function(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     }
     if (result != CUDA_SUCCESS) error_ = "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result);
@@ -484,5 +537,16 @@ class Step {
   bool is_first_ = true, is_mesh_ = false;
   std::string error_;
 };
+
+using Step = StepOf<Bf16Weights>;
+
+template <class W, int N = 8>
+void add_projections(std::vector<const void*>& kernels) {
+  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kQkv, W>));
+  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kResidual, W>));
+  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kGateUp, W>));
+  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kShare, W>));
+  if constexpr (N < 64) add_projections<W, 2 * N>(kernels);
+}
 
 }  // namespace meshserve

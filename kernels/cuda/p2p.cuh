@@ -8,7 +8,7 @@
 // Rounds alternate between the two sets of slots. A GPU begins round n + 1 when it has all summands of round n. Their
 // senders had completed round n - 1 before, so its slots, which round n + 1 uses again, are empty everywhere.
 #pragma once
-#include "ptx.cuh"
+#include "weight_formats.cuh"
 
 namespace meshserve {
 
@@ -184,6 +184,8 @@ struct GatherArgs {
   int batch, columns;
 };
 
+// W: the format of the next projection's weights.
+template <class W = Bf16Weights>
 static __global__ void __launch_bounds__(kP2PThreads) gather_kernel(const __grid_constant__ GatherArgs args) {
   const int warp = blockIdx.x * (kP2PThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int num_warps = gridDim.x * (kP2PThreads / 32), tiles = args.columns / 128;
@@ -208,8 +210,8 @@ static __global__ void __launch_bounds__(kP2PThreads) gather_kernel(const __grid
     if (args.next_gain == nullptr) continue;
     x = unpack_bf16(rounded);
     const float4 g = unpack_bf16(gain);
-    *reinterpret_cast<uint2*>(args.scaled_out + at) =
-        make_uint2(pack_bf16(x.x * g.x, x.y * g.y), pack_bf16(x.z * g.z, x.w * g.w));
+    store_activations<W>(args.scaled_out + static_cast<size_t>(i) * 128, 4 * lane,
+                         make_float4(x.x * g.x, x.y * g.y, x.z * g.z, x.w * g.w));
     const float squares = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
     if (lane == 0) args.sums_out[i] = squares;
   }

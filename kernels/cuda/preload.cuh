@@ -17,20 +17,9 @@
 
 namespace meshserve {
 
-template <int N>
-void add_projections(std::vector<const void*>& kernels) {
-  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kQkv>));
-  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kResidual>));
-  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kGateUp>));
-  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kShare>));
-}
-
 inline std::vector<const void*> all_kernels() {
   std::vector<const void*> kernels;
-  add_projections<8>(kernels);
-  add_projections<16>(kernels);
-  add_projections<32>(kernels);
-  add_projections<64>(kernels);
+  add_projections<Bf16Weights>(kernels);
   auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
   add(attention_kernel<64>);
   add(attention_kernel<128>);
@@ -38,8 +27,8 @@ inline std::vector<const void*> all_kernels() {
   add(prefill::attention_kernel<128>);
   add(rope::qk_norm_rope_kernel<64>);
   add(rope::qk_norm_rope_kernel<128>);
-  add(prepare_kernel);
-  add(gather_kernel);
+  add(prepare_kernel<>);
+  add(gather_kernel<>);
   add(one_shot_kernel<true>);
   add(one_shot_kernel<false>);
   add(two_shot_kernel<2>);
@@ -49,13 +38,16 @@ inline std::vector<const void*> all_kernels() {
   return kernels;
 }
 
-// Returns an empty string or an error. The calling thread's current device does not change.
-inline std::string load_kernels(const int* ordinals, int num) {
+// Loads `all_kernels` and others. Returns an empty string or an error. The calling thread's current device does not
+// change.
+inline std::string load_kernels(const int* ordinals, int num, std::vector<const void*> kernels = {}) {
+  const std::vector<const void*> ours = all_kernels();
+  kernels.insert(kernels.end(), ours.begin(), ours.end());
   int before = 0;
   cudaError_t status = cudaGetDevice(&before);
   for (int i = 0; i < num && status == cudaSuccess; ++i) {
     status = cudaSetDevice(ordinals[i]);
-    for (const void* kernel : all_kernels()) {
+    for (const void* kernel : kernels) {
       cudaFuncAttributes attributes;
       if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kernel);
     }

@@ -1,7 +1,7 @@
 // Prepares the inputs of a call's first layer that no earlier kernel has computed: x * gain, the sums of squares of x,
 // the cosines and sines of the rotary embedding, and zeroed counters. One block per token.
 #pragma once
-#include "ptx.cuh"
+#include "weight_formats.cuh"
 
 namespace meshserve {
 
@@ -22,6 +22,8 @@ struct PrepareArgs {
   int arrivals;
 };
 
+// W: the format of the weights of the layer's first projection.
+template <class W = Bf16Weights>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_constant__ PrepareArgs args) {
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) let_next_kernel_start();
@@ -31,8 +33,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
     int column = tile * 128 + 4 * lane;
     float4 x = unpack_bf16(*reinterpret_cast<const uint2*>(args.x + row + column));
     float4 gain = unpack_bf16(*reinterpret_cast<const uint2*>(args.gain + column));
-    *reinterpret_cast<uint2*>(args.scaled + row + column) =
-        make_uint2(pack_bf16(x.x * gain.x, x.y * gain.y), pack_bf16(x.z * gain.z, x.w * gain.w));
+    store_activations<W>(args.scaled + row, column,
+                         make_float4(x.x * gain.x, x.y * gain.y, x.z * gain.z, x.w * gain.w));
     float sum = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
     if (lane == 0) args.sums[token * (args.columns / 128) + tile] = sum;
   }
@@ -43,6 +45,17 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
     float* to = args.cos_sin + static_cast<size_t>(token) * args.head_dim + threadIdx.x;
     to[0] = cosf(angle) * args.rotary_scale;
     to[half] = sinf(angle) * args.rotary_scale;
+  }
+}
+
+// Copies activations [B, columns] in the order for a product with weights of the format. One block per token.
+template <class W>
+__global__ void __launch_bounds__(kPrepareThreads) reorder_kernel(const bf16* from, bf16* to, int columns) {
+  if (threadIdx.x == 0) let_next_kernel_start();
+  wait_for_previous_kernel();
+  const size_t row = static_cast<size_t>(blockIdx.x) * columns;
+  for (int column = 4 * threadIdx.x; column < columns; column += 4 * kPrepareThreads) {
+    store_activations<W>(to + row, column, unpack_bf16(*reinterpret_cast<const uint2*>(from + row + column)));
   }
 }
 

@@ -13,10 +13,14 @@
 //
 // For few tokens, the compute warps read the activations themselves, all at once: the copy engine would deliver them
 // late, behind the copies of weights that the next kernels have already queued.
+//
+// Quantised weights differ in the product (quantised.cuh) and in the order of activations (weight_formats.cuh). Their
+// blocks have 128 bytes of each row, too, which are more columns, and a stage has one block.
 #pragma once
 #include <type_traits>
 
 #include "p2p.cuh"
+#include "quantised.cuh"
 #include "wgmma.cuh"
 
 namespace meshserve {
@@ -86,7 +90,18 @@ struct ShareArgs : ProjectionArgs {
 };
 
 template <Epilogue E>
-using ArgsOf = std::conditional_t<E == Epilogue::kShare, ShareArgs, ProjectionArgs>;
+using PlainArgsOf = std::conditional_t<E == Epilogue::kShare, ShareArgs, ProjectionArgs>;
+
+template <class Base>
+struct QuantisedArgs : Base {
+  Scales scales;
+  int table_offset;      // bytes from the ring to the table of scales
+  int input_tiles;       // columns of the input / 64
+  bool has_plain_order;  // kGateUp: whether `out` keeps the order of its columns
+};
+
+template <Epilogue E, class W = Bf16Weights>
+using ArgsOf = std::conditional_t<W::kIsQuantised, QuantisedArgs<PlainArgsOf<E>>, PlainArgsOf<E>>;
 
 // The 4 rows of the tile that a lane holds for each token. For kQkv, also the head and elements of these rows.
 struct LaneRows {
@@ -172,18 +187,19 @@ __device__ __forceinline__ float4 transpose_4x4(float4 v, int i) {
 }
 
 // Loads a narrow kernel's activations for its range of k, with all consumers: [blocks, N, 64], swizzled like tiles that
-// the copy engine loads.
+// the copy engine loads. The input has `row_blocks` blocks in a row. Of the `num_blocks`, only `num_real` exist; the
+// others are zero.
 template <int N>
-__device__ __forceinline__ void load_resident_input(const ProjectionArgs& args, int first_token, int first_block,
-                                                    int num_blocks, uint32_t to) {
+__device__ __forceinline__ void load_resident_input(const ProjectionArgs& args, int row_blocks, int first_token,
+                                                    int first_block, int num_blocks, int num_real, uint32_t to) {
   constexpr int kMost = kMaxResidentBytes / 16 / kConsumers;
   uint4 chunks[kMost];
 #pragma unroll
   for (int u = 0; u < kMost; ++u) {
     int i = threadIdx.x + u * kConsumers, token = first_token + i / 8 % N, block = i / 8 / N;
     chunks[u] = make_uint4(0, 0, 0, 0);
-    if (block < num_blocks && token < args.batch) {
-      size_t at = (static_cast<size_t>(token) * args.k_blocks + first_block + block) * kBlockK + i % 8 * 8;
+    if (block < num_real && token < args.batch) {
+      size_t at = (static_cast<size_t>(token) * row_blocks + first_block + block) * kBlockK + i % 8 * 8;
       chunks[u] = *reinterpret_cast<const uint4*>(args.resident_input + at);
     }
   }
@@ -206,6 +222,7 @@ __device__ __forceinline__ float4 shuffle_xor(float4 v, int lanes) {
 }
 
 // out = residual + sum, rounded to bf16 like the residual stream. The inputs of the next norm use the rounded value.
+template <class W>
 __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int tile, int token, int lane, float4 sum,
                                                 const LaneRows& rows, const EpilogueOperands& operands) {
   float4 x = unpack_bf16(operands.residual);
@@ -215,7 +232,13 @@ __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int 
   if (args.next_gain == nullptr) return;
   x = unpack_bf16(rounded);
   float4 gain = unpack_bf16(rows.gain);
-  store_bf16x4(args.scaled_out + at, make_float4(x.x * gain.x, x.y * gain.y, x.z * gain.z, x.w * gain.w));
+  float4 scaled = make_float4(x.x * gain.x, x.y * gain.y, x.z * gain.z, x.w * gain.w);
+  if constexpr (W::kIsQuantised) {
+    store_activations<W>(args.scaled_out + static_cast<size_t>(token) * args.out_columns, tile * kTileRows + 4 * lane,
+                         scaled);
+  } else {
+    store_bf16x4(args.scaled_out + at, scaled);
+  }
   float squares = sum_over_lanes(sum_of_squares(x), 32);
   if (lane == 0) args.sums_out[token * (args.out_columns / kTileRows) + tile] = squares;
 }
@@ -226,12 +249,20 @@ __device__ __forceinline__ void finish_share(const ShareArgs& args, int tile, in
 }
 
 // The lower half of the tile's rows is gate, the upper half the same rows of up: 16 lanes each.
-__device__ __forceinline__ void finish_gate_up(const ProjectionArgs& args, int tile, int token, int lane, float4 sum) {
+template <class W, class Args>
+__device__ __forceinline__ void finish_gate_up(const Args& args, int tile, int token, int lane, float4 sum) {
   float4 up = shuffle_xor(sum, 16);
   if (lane >= 16) return;
   auto silu = [](float v) { return __fdividef(v, 1.0f + __expf(-v)); };
+  const float4 activated = make_float4(silu(sum.x) * up.x, silu(sum.y) * up.y, silu(sum.z) * up.z, silu(sum.w) * up.w);
+  if constexpr (W::kIsQuantised) {
+    if (!args.has_plain_order) {
+      return store_activations<W>(args.out + static_cast<size_t>(token) * args.out_columns,
+                                  tile * (kTileRows / 2) + 4 * lane, activated);
+    }
+  }
   bf16* to = args.out + static_cast<size_t>(token) * args.out_columns + tile * (kTileRows / 2) + 4 * lane;
-  store_bf16x4(to, make_float4(silu(sum.x) * up.x, silu(sum.y) * up.y, silu(sum.z) * up.z, silu(sum.w) * up.w));
+  store_bf16x4(to, activated);
 }
 
 // Applies RMSNorm and rotary embedding to a query or key head, and writes it to q_out or the token's page. A head spans
@@ -266,13 +297,14 @@ __device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token
 // Grid: (splits, batch / N rounded up, tiles), with clusters of (splits, 1, 1).
 // Stage: [blocks, 64, 64] weights of the tile's first rows, the same of its second rows, then [blocks, N, 64]
 // activations unless these are resident.
-template <int N, Epilogue E>
+template <int N, Epilogue E, class W = Bf16Weights>
 __global__ void __launch_bounds__(kProjectionThreads, 2)
     projection_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
-                      const __grid_constant__ ArgsOf<E> args) {
-  constexpr int kInputBytes = N * kBlockK * 2;            // per block of k
-  constexpr int kChains = kIsNarrow<N> ? 2 : 1;           // wgmma chains that hide each other's latency
-  constexpr int kTogether = N < 64 ? 1 : 2;               // tokens per warp whose loads are in flight together
+                      const __grid_constant__ ArgsOf<E, W> args) {
+  constexpr int kInputTiles = W::kBlockColumns / kBlockK;  // per block of k
+  constexpr int kInputBytes = kInputTiles * N * kBlockK * 2;
+  constexpr int kChains = kIsNarrow<N> && !W::kIsQuantised ? 2 : 1;  // wgmma chains that hide each other's latency
+  constexpr int kTogether = N < 64 || W::kIsQuantised ? 1 : 2;  // tokens per warp whose loads are in flight together
   constexpr int kPartsTogether = kMaxSplits / kTogether;  // blocks per token whose sums are in flight together
   extern __shared__ __align__(1024) uint8_t ring[];
 
@@ -281,7 +313,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   const int splits = args.splits;
   const int split = blockIdx.x, first_token = blockIdx.y * N, tile = blockIdx.z;
   const int k_begin = args.k_blocks * split / splits, k_end = args.k_blocks * (split + 1) / splits;
-  const int per_stage = args.blocks_per_stage;  // divides k_end - k_begin
+  const int per_stage = W::kIsQuantised ? 1 : args.blocks_per_stage;  // divides k_end - k_begin
   const int iterations = (k_end - k_begin) / per_stage;
   const uint32_t ring_address = shared_address(ring);
   const uint32_t full = ring_address + args.ring_bytes, empty = full + 8 * kMaxStages;
@@ -326,12 +358,18 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
         uint32_t to = ring_address + s * stage_bytes;
         int k = column_block(i);
         barrier_expect_bytes(full + 8 * s, stage_bytes);
-        copy_tile(to, &weights, row, k, full + 8 * s, weights_policy);
-        copy_tile(to + half_bytes, &weights, row + args.second_half, k, full + 8 * s, weights_policy);
+        if constexpr (W::kIsQuantised) {
+          copy_bytes(to, &weights, row, 128 * k, full + 8 * s, weights_policy);
+          copy_bytes(to + half_bytes, &weights, row + args.second_half, 128 * k, full + 8 * s, weights_policy);
+        } else {
+          copy_tile(to, &weights, row, k, full + 8 * s, weights_policy);
+          copy_tile(to + half_bytes, &weights, row + args.second_half, k, full + 8 * s, weights_policy);
+        }
       };
       auto fetch_input = [&](int i, int s) {
         uint32_t to = ring_address + s * stage_bytes + 2 * half_bytes;
-        if (!is_resident) copy_tile(to, &input, first_token, column_block(i), full + 8 * s, input_policy);
+        const int block = column_block(i) * kInputTiles;
+        if (!is_resident) copy_tile(to, &input, first_token, block, full + 8 * s, input_policy);
       };
       const int ahead = min(args.stages, iterations);
 #pragma unroll 1
@@ -378,6 +416,21 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   const int first_n = split + splits * warp;
   touch_parameters(args);
   const LaneRows rows = lane_rows<E>(args, tile, lane);
+  ScaleTable table = {};
+  if constexpr (W::kIsQuantised) {
+    const Scales& scales = args.scales;
+    const int entries = scale_entries(scales.rows_each);
+    table.columns_log2 = scales.columns_log2;
+    table.first_group = k_begin * W::kBlockColumns >> scales.columns_log2;
+    table.last_group = (k_end * W::kBlockColumns - 1) >> scales.columns_log2;
+    table.group_bytes = 4 * entries;
+    const uint32_t first_entry = ring_address + args.table_offset;
+    table.address = first_entry + 4 * (entries == 8 ? warp : 16 * warp + lane / 4);
+    table.second = entries == 8 ? 0 : 4 * 8;
+    load_scales<W>(scales, args.row_base + tile * args.tile_step, args.second_half, table.first_group,
+                   table.last_group - table.first_group + 1, kConsumers, first_entry);
+    sync_threads(1, kConsumers);
+  }
   wait_for_previous_kernel();
   EpilogueOperands operands[kTogether] = {};
   auto fetch_operands = [&](int n) {
@@ -389,42 +442,69 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   fetch_operands(first_n);
 
   if (is_resident) {
-    load_resident_input<N>(args, first_token, k_begin, k_end - k_begin, resident);
+    if constexpr (W::kIsQuantised) {
+      const int first_tile = k_begin * kInputTiles, num_tiles = (k_end - k_begin) * kInputTiles;
+      load_resident_input<N>(args, args.input_tiles, first_token, first_tile, num_tiles,
+                             min(num_tiles, args.input_tiles - first_tile), resident);
+    } else {
+      load_resident_input<N>(args, args.k_blocks, first_token, k_begin, k_end - k_begin, k_end - k_begin, resident);
+    }
     fence_shared_before_copies();  // wgmma reads through the same proxy as the copy engine
     sync_threads(1, kConsumers);
   }
 
   float sums[kChains][N / 2];
   const uint32_t half_offset = (warp / 4) * half_bytes;
-#pragma unroll 1
-  for (int i = 0, s = 0, parity = 0, freed = -1; i < iterations; ++i) {
-    barrier_wait(full + 8 * s, parity);
-    const uint32_t stage = ring_address + s * stage_bytes;
-    wgmma_begin();
-#pragma unroll 1
-    for (int j = 0; j < per_stage; ++j) {
-      uint64_t a = tile_descriptor(stage + half_offset + j * kHalfTileBytes);
-      uint32_t input_stage = stage + 2 * half_bytes;
-      if (is_resident) {
-        int k = first_stage + i;
-        input_stage = resident + (k < iterations ? k : k - iterations) * per_stage * kInputBytes;
-      }
-      uint64_t b = tile_descriptor(input_stage + j * kInputBytes);
-#pragma unroll
-      for (int k = 0; k < kBlockK / 16; ++k) {
-        wgmma<N>(sums[k % kChains], a + 2 * k, b + 2 * k, i + j > 0 || k >= kChains);
-      }
+  // Address of the activations of iteration i, in stage s of the ring or among those that are resident.
+  auto input_of = [&](int i, uint32_t stage) {
+    uint32_t input_stage = stage + 2 * half_bytes;
+    if (is_resident) {
+      int k = first_stage + i;
+      input_stage = resident + (k < iterations ? k : k - iterations) * per_stage * kInputBytes;
     }
-    wgmma_commit();
-    wgmma_wait<1>();  // the previous stage has been multiplied: free it
-    if (freed >= 0 && lane == 0) barrier_arrive(empty + 8 * freed);
-    freed = s;
-    if (++s == args.stages) s = 0, parity ^= 1;
-  }
-  wgmma_wait<0>();
+    return input_stage;
+  };
+  if constexpr (W::kIsQuantised) {
 #pragma unroll
-  for (int j = 0; j < N / 2; ++j) {
-    if (kChains == 2) sums[0][j] += sums[kChains - 1][j];
+    for (int j = 0; j < N / 2; ++j) sums[0][j] = 0.0f;
+    // Of the 16 rows of the warp and the first 32 bytes of each, the 16 bytes whose address ldmatrix takes from this lane.
+    const int row = warp % 4 * 16 + lane % 16;
+    const uint32_t lane_offset = half_offset + row * 128 + ((lane / 16) ^ (row % 8)) * 16;
+#pragma unroll 1
+    for (int i = 0, s = 0, parity = 0; i < iterations; ++i) {
+      barrier_wait(full + 8 * s, parity);
+      const uint32_t stage = ring_address + s * stage_bytes;
+      const int k = first_stage + i, block = k_begin + (k < iterations ? k : k - iterations);
+      BlockProduct<N, W>(sums[0], stage + lane_offset, input_of(i, stage), table, block * W::kBlockColumns).run();
+      if (lane == 0) barrier_arrive(empty + 8 * s);
+      if (++s == args.stages) s = 0, parity ^= 1;
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0, s = 0, parity = 0, freed = -1; i < iterations; ++i) {
+      barrier_wait(full + 8 * s, parity);
+      const uint32_t stage = ring_address + s * stage_bytes;
+      wgmma_begin();
+#pragma unroll 1
+      for (int j = 0; j < per_stage; ++j) {
+        uint64_t a = tile_descriptor(stage + half_offset + j * kHalfTileBytes);
+        uint64_t b = tile_descriptor(input_of(i, stage) + j * kInputBytes);
+#pragma unroll
+        for (int k = 0; k < kBlockK / 16; ++k) {
+          wgmma<N>(sums[k % kChains], a + 2 * k, b + 2 * k, i + j > 0 || k >= kChains);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<1>();  // the previous stage has been multiplied: free it
+      if (freed >= 0 && lane == 0) barrier_arrive(empty + 8 * freed);
+      freed = s;
+      if (++s == args.stages) s = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) {
+      if (kChains == 2) sums[0][j] += sums[kChains - 1][j];
+    }
   }
   if (is_cluster) cluster_wait();
 
@@ -471,9 +551,9 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
     }
     if constexpr (E == Epilogue::kResidual) {
-      finish_residual(args, tile, token, lane, sum, rows, fetched);
+      finish_residual<W>(args, tile, token, lane, sum, rows, fetched);
     } else if constexpr (E == Epilogue::kGateUp) {
-      finish_gate_up(args, tile, token, lane, sum);
+      finish_gate_up<W>(args, tile, token, lane, sum);
     } else if constexpr (E == Epilogue::kShare) {
       finish_share(args, tile, token, lane, sum);
     } else {

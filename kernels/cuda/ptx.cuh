@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
@@ -91,6 +92,15 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap* map, i
       "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(outer), "l"(policy)
       : "memory");
 }
+// Copies a box of 128 bytes of each row, from a map [row, bytes] whose third dimension is 1.
+__device__ __forceinline__ void copy_bytes(uint32_t to, const CUtensorMap* map, int row, int first, uint32_t barrier,
+                                           uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(first), "r"(row), "r"(0), "l"(policy)
+      : "memory");
+}
 // Orders ordinary stores to shared memory before reads by the copy engine and by wgmma.
 __device__ __forceinline__ void fence_shared_before_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -172,6 +182,15 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
 // ---- other GPUs ---------------------------------------------------------------------------------------------------
 // Stores and loads visible to other GPUs. They are unordered, but each word is written whole.
 __device__ __forceinline__ void store_p2p(void* to, uint2 v) {
@@ -240,6 +259,16 @@ __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], const uint32_t (
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ __forceinline__ uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
 }
 __device__ __forceinline__ float4 unpack_bf16(uint2 packed) {
   float2 low = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&packed.x));

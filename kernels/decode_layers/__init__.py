@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from meshserve.kernels.linear import QuantisedMatrix
 from meshserve.kernels.p2p import P2PGroup
 
 from . import gpu, reference
@@ -163,9 +162,6 @@ def unsupported_reason(weights: LayerWeights, cache: jax.Array, name: str = "cud
 
     Array contents are not read, so that shapes suffice.
     """
-    for field, matrix in weights._asdict().items():
-        if isinstance(matrix, QuantisedMatrix):
-            return f"{field} is quantised ({matrix.dtype}), which the fused layers do not support yet"
     if cache.dtype.itemsize == 1:
         return f"the KV cache is {cache.dtype}, which the fused layers do not support yet"
     return gpu.unsupported_reason(weights, cache) if name == "cuda" else None

@@ -1,10 +1,13 @@
 """Shapes and random inputs for the tests and benchmarks of the decode layers."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from meshserve.kernels.linear import Matrix, QuantisedMatrix, to_fp8
 
 from . import DecodeBatch, LayerSettings, LayerWeights
 
@@ -24,6 +27,7 @@ class Case:
     page_size: int = 32
     num_experts: int = 0  # in place of the MLP; `mlp` is the size of one
     num_chosen: int = 2
+    weights: str = ""  # how the matrices are quantised, one of FORMATS; empty: they are not
 
     @property
     def pages_per_request(self) -> int:
@@ -52,6 +56,54 @@ CASES = (
     Case(name="batch-40-uneven", lengths=(*range(100, 119), 9_000, *range(119, 139)), group=4),
     Case(name="qwen3-8b-layer", lengths=(1024,) * 3 + (77,), embed=4096, kv_heads=8, group=4, mlp=12288, page_size=64),
 )
+
+# Formats of quantised matrices: whether they are 4-bit integers, the rows and columns that share a scale (0 columns:
+# all of a row), the dtype of the scales, and whether there are zero points.
+FORMATS = {
+    "fp8-block": (False, (128, 128), "float32", False),
+    "fp8-block-64": (False, (64, 64), "bfloat16", False),
+    "fp8-channel": (False, (1, 0), "float32", False),
+    "int4-128": (True, (1, 128), "bfloat16", False),
+    "int4-64-zero": (True, (1, 64), "float16", True),
+    "int4-32": (True, (1, 32), "bfloat16", False),
+}
+
+
+def _shard(name: str, num_tokens: int, *, embed: int, kv_heads: int, group: int = 2, mlp: int) -> Case:
+    return Case(
+        name=f"{name}-{num_tokens}",
+        lengths=tuple(range(7, 7 + num_tokens)),
+        num_layers=1,
+        embed=embed,
+        kv_heads=kv_heads,
+        group=group,
+        mlp=mlp,
+        page_size=64,
+    )
+
+
+# Layers of Qwen3's sizes on one device of 1 to 8, for kernels whose splits and tails depend on the shapes.
+SHARDS = (
+    _shard("0.6b-tp2", 1, embed=1024, kv_heads=4, mlp=1536),
+    _shard("0.6b-tp8", 20, embed=1024, kv_heads=1, mlp=384),
+    _shard("1.7b", 2, embed=2048, kv_heads=8, mlp=6144),
+    _shard("4b-tp8", 8, embed=2560, kv_heads=1, group=4, mlp=1216),
+    _shard("4b-tp4", 64, embed=2560, kv_heads=2, group=4, mlp=2432),
+    _shard("8b-tp2", 32, embed=4096, kv_heads=4, group=4, mlp=6144),
+    _shard("8b-tp8", 12, embed=4096, kv_heads=1, group=4, mlp=1536),
+    _shard("14b-tp4", 3, embed=5120, kv_heads=2, group=5, mlp=4352),
+    _shard("32b-tp8", 16, embed=5120, kv_heads=1, group=8, mlp=3200),
+    _shard("32b-tp4", 40, embed=5120, kv_heads=2, group=8, mlp=6400),
+)
+
+
+def quantised_cases() -> list[Case]:
+    """Returns cases with quantised weights: every format on small shapes, most shards with FP8 and 4-bit weights."""
+    small = ("page-borders", "head-64-group-7", "batch-16", "batch-30", "batch-50-odd-tiles", "batch-64")
+    found = [(case, kind) for case in CASES if case.name in (*small, "qwen3-0.6b-layer") for kind in FORMATS]
+    found += [(case, "fp8-block") for case in CASES if case.name == "batch-128"]
+    found += [(case, kind) for case in SHARDS for kind in ("fp8-block", "int4-128")]
+    return [dataclasses.replace(case, name=f"{case.name}-{kind}", weights=kind) for case, kind in found]
 
 
 EXPERT_CASES = (
@@ -98,8 +150,11 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
     num_layers, embed, mlp = case.num_layers, case.embed, case.mlp
     q_columns = case.kv_heads * case.group * case.head_dim
 
-    def matrix(*shape: int) -> jax.Array:
+    def plain(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5, dtype)
+
+    def matrix(*shape: int, row_unit: int = 128) -> Matrix:
+        return quantised_matrix(rng, case.weights, shape, row_unit) if case.weights else plain(*shape)
 
     def gain(*shape: int) -> jax.Array:
         return jnp.asarray(1 + 0.2 * rng.standard_normal(shape, np.float32), dtype)
@@ -107,14 +162,14 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
     experts = (case.num_experts,) if case.num_experts else ()
     weights = LayerWeights(
         input_norm=gain(num_layers, embed),
-        qkv=matrix(num_layers, case.kv_heads, (case.group + 2) * case.head_dim, embed),
+        qkv=matrix(num_layers, case.kv_heads, (case.group + 2) * case.head_dim, embed, row_unit=case.head_dim),
         q_norm=gain(num_layers, case.head_dim),
         k_norm=gain(num_layers, case.head_dim),
         o=matrix(num_layers, embed, q_columns),
         post_norm=gain(num_layers, embed),
         gate_up=matrix(num_layers, *experts, 2, mlp, embed),
         down=matrix(num_layers, *experts, embed, mlp),
-        router=matrix(num_layers, *experts, embed) if experts else None,
+        router=plain(num_layers, *experts, embed) if experts else None,
     )
     num_pages = len(case.lengths) * case.pages_per_request + 3
     table = page_table(case, rng, num_pages)
@@ -136,3 +191,20 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
             epsilon=1e-6, softmax_scale=case.head_dim**-0.5, rotary_scale=1.0, num_chosen=case.num_chosen
         ),
     )
+
+
+def quantised_matrix(rng: np.random.Generator, kind: str, shape: tuple[int, ...], row_unit: int) -> QuantisedMatrix:
+    """Returns a random matrix in one of FORMATS, with elements of the usual size. Scales differ by a factor of up to 4.
+
+    Rectangles that do not divide the shape, or `row_unit` rows, are smaller by a power of two.
+    """
+    is_int4, (rows, columns), scale_dtype, has_zero = FORMATS[kind]
+    rows = math.gcd(rows, shape[-2], row_unit)
+    columns = math.gcd(columns, shape[-1])
+    grid = (*shape[:-2], shape[-2] // rows, shape[-1] // columns)
+    deviation = 4.6 if is_int4 else 100.0  # of the numbers
+    scale = jnp.asarray(2.0 ** rng.uniform(-1, 1, grid) * shape[-1] ** -0.5 / deviation, scale_dtype)
+    if not is_int4:
+        return QuantisedMatrix(to_fp8(jnp.asarray(rng.standard_normal(shape, np.float32) * deviation)), scale)
+    zero = jnp.asarray(rng.integers(5, 12, grid, np.uint8)) if has_zero else None
+    return QuantisedMatrix(jnp.asarray(rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)), scale, zero)

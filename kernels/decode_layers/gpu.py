@@ -1,12 +1,14 @@
 """Runs the layers of a decode step on an NVIDIA Hopper GPU, in bfloat16: see ../cuda.
 
+Matrices may be quantised, all to FP8 or all to 4 bits. They stay so until they are in registers.
+
 One XLA call launches five kernels per layer, or seven on a mesh. Each kernel lets the next one start early and fetch
 its weights while it waits (programmatic dependent launch), so that memory stays busy between kernels.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from meshserve.kernels import p2p
 from meshserve.kernels.cuda import build, operands
 from meshserve.kernels.experts import ExpertWeights
 from meshserve.kernels.experts import gpu as experts_gpu
+from meshserve.kernels.linear import FP8, Matrix, QuantisedMatrix
 from meshserve.kernels.p2p import gpu as p2p_gpu
 
 if TYPE_CHECKING:
@@ -61,16 +64,54 @@ def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
     for holds, reason in checks:
         if not holds:
             return reason
+    matrices = {name: array for name, array in weights._asdict().items() if isinstance(array, QuantisedMatrix)}
     for name, array in (*weights._asdict().items(), ("cache", cache)):
-        if array is not None and array.dtype != jnp.bfloat16:
+        if array is not None and array.dtype != jnp.bfloat16 and name not in matrices:
             return f"{name} is {array.dtype}; bfloat16 is needed"
     if weights.router is None:
-        return None
+        return _unsupported_quantisation(matrices) if matrices else None
+    if matrices:
+        return "layers with experts are fused with bfloat16 weights only"
     if weights.router.shape[1] > _MAX_ROUTED_EXPERTS:
         return f"there are {weights.router.shape[1]} experts; the router of fused layers has {_MAX_ROUTED_EXPERTS}"
     if weights.down.shape[1] != weights.router.shape[1]:
         return "layers with experts are fused on one device only"
     return experts_gpu.unsupported_reason(ExpertWeights(weights.gate_up, weights.down))
+
+
+def _unsupported_quantisation(matrices: dict[str, QuantisedMatrix]) -> str | None:
+    """Returns why quantised matrices, by name, are not supported, or None if they are."""
+    if missing := [name for name in ("qkv", "o", "gate_up", "down") if name not in matrices]:
+        return f"{missing[0]} is not quantised, but {min(matrices)} is; all four matrices or none must be"
+    if len({matrix.dtype for matrix in matrices.values()}) > 1:
+        return "some matrices are quantised to FP8, others to 4 bits; all must have the same format"
+    for name, matrix in matrices.items():
+        columns, group, least = matrix.shape[-1], matrix.block[1], 32 if matrix.is_int4 else 64
+        if matrix.dtype not in (FP8, jnp.dtype("int4")):
+            return f"{name} is {matrix.dtype}; float8_e4m3fn and int4 are supported"
+        if group != columns and (group < least or group & (group - 1)):
+            return f"a scale of {name} covers {group} columns; whole rows or a power of two from {least} on are needed"
+        allowed = (jnp.bfloat16, jnp.float16) if matrix.is_int4 else (jnp.bfloat16, jnp.float16, jnp.float32)
+        if matrix.scale.dtype not in allowed:
+            return f"scales of {name} are {matrix.scale.dtype}; {', '.join(np.dtype(t).name for t in allowed)} work"
+    return None
+
+
+def _call(name: str, matrix: Matrix, *arguments: Any, **attributes: Any) -> Any:
+    """Returns the XLA call that takes matrices like this one."""
+    suffix = "_quantised" if isinstance(matrix, QuantisedMatrix) else ""
+    return jax.ffi.ffi_call(f"meshserve_{name}{suffix}", *arguments, **attributes)
+
+
+def _parts(*weights: Matrix) -> tuple[jax.Array, ...]:
+    """Returns the operands for weights. A quantised matrix is three: without zero points, its scales come twice."""
+    parts: list[jax.Array] = []
+    for matrix in weights:
+        if isinstance(matrix, QuantisedMatrix):
+            parts += (matrix.data, matrix.scale, matrix.scale if matrix.zero is None else matrix.zero)
+        else:
+            parts.append(matrix)
+    return tuple(parts)
 
 
 def _scratch(batch: int, *, embed: int = 0, heads: Sequence[int] = (0, 0, 0), mlp: int = 0) -> jax.ShapeDtypeStruct:
@@ -110,11 +151,12 @@ def decode_layers(
         return _expert_layers(*arguments, settings=settings, layers=layers, launch=launch)
     batch_size, embed = x.shape
     scratch = _scratch(batch_size, embed=embed, heads=_heads(weights, cache), mlp=weights.down.shape[2])
-    x, cache, _ = jax.ffi.ffi_call(
-        "meshserve_decode_layers", (_like(x), _like(cache), scratch), input_output_aliases={9: 1}
+    parts = _parts(*weights[:-1])
+    x, cache, _ = _call(
+        "decode_layers", weights.qkv, (_like(x), _like(cache), scratch), input_output_aliases={1 + len(parts): 1}
     )(
         x,
-        *weights[:-1],
+        *parts,
         cache,
         batch.page_table,
         operands.beside_tokens(batch.positions),
@@ -184,16 +226,15 @@ def qkv(
 ) -> tuple[jax.Array, jax.Array]:
     """See `DecodeKernels`."""
     (batch_size, embed), heads = x.shape, _heads(weights, cache)
-    q, cache, _ = jax.ffi.ffi_call(
-        "meshserve_decode_qkv",
+    parts = _parts(weights.input_norm, weights.qkv, weights.q_norm, weights.k_norm)
+    q, cache, _ = _call(
+        "decode_qkv",
+        weights.qkv,
         (_like(x, batch_size, *heads), _like(cache), _scratch(batch_size, embed=embed, heads=heads)),
-        input_output_aliases={5: 1},
+        input_output_aliases={1 + len(parts): 1},
     )(
         x,
-        weights.input_norm,
-        weights.qkv,
-        weights.q_norm,
-        weights.k_norm,
+        *parts,
         cache,
         batch.page_table,
         operands.beside_tokens(batch.positions),
@@ -231,18 +272,21 @@ def attention(
 
 
 def _project_residual(
-    x: jax.Array, matrix: jax.Array, residual: jax.Array | None, *, layer: int, is_down: bool, launch: LaunchShape
+    x: jax.Array, matrix: Matrix, residual: jax.Array | None, *, layer: int, is_down: bool, launch: LaunchShape
 ) -> jax.Array:
     build.load()
-    return jax.ffi.ffi_call("meshserve_project_residual", _like(x, x.shape[0], matrix.shape[1]))(
+    result = _like(x, x.shape[0], matrix.shape[1])
+    ordered = (_like(x),) if isinstance(matrix, QuantisedMatrix) else ()  # scratch: x in the order of the columns
+    out, *_ = _call("project_residual", matrix, (result, *ordered))(
         x,
-        matrix,
+        *_parts(matrix),
         x if residual is None else residual,
         layer=np.int32(layer),
         has_residual=np.int32(residual is not None),
         is_down=np.int32(is_down),
         tuning=launch.attribute(),
     )
+    return out
 
 
 def output(
@@ -263,10 +307,10 @@ def gate_up(
     """See `DecodeKernels`."""
     (batch_size, embed), mlp = x.shape, weights.gate_up.shape[2]
     results = (_like(x, batch_size, mlp), _scratch(batch_size, embed=embed, mlp=mlp))
-    activated, _ = jax.ffi.ffi_call("meshserve_decode_gate_up", results)(
+    activated, _ = _call("decode_gate_up", weights.gate_up, results)(
         x,
         weights.post_norm,
-        weights.gate_up,
+        *_parts(weights.gate_up),
         layer=np.int32(layer),
         epsilon=np.float32(settings.epsilon),
         tuning=launch.attribute(),

@@ -92,7 +92,7 @@ def usable_share(config: ServeConfig, platform: str) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Speed:
-    """What a GPU's share of a model takes, estimated from its number of weights."""
+    """What a GPU's share of a model takes, estimated from its number and bytes of weights."""
 
     model: ModelConfig
     chip: Chip | None
@@ -104,6 +104,14 @@ class _Speed:
         """Weights that a token is multiplied with, on each device."""
         embedding = 0 if self.model.is_tied else self.model.vocab_size * self.model.embed_dim
         return (self.model.num_active_params - embedding) / self.num_devices
+
+    @property
+    def _weight_bytes(self) -> float:
+        """Bytes of these weights. 4-bit ones count like 8-bit ones: steps take as long (docs/log/decode.md)."""
+        model, head = self.model, self.model.vocab_size * self.model.embed_dim / self.num_devices
+        layer_bytes = self.dtype.itemsize if model.quantisation is None else 1
+        head_bytes = self.dtype.itemsize if model.head_quantisation is None else 1
+        return (self._num_weights - head) * layer_bytes + head * head_bytes
 
     def step_tokens_in_scratch(self) -> int:
         memory = self.chip.hbm_bytes if self.chip is not None else _UNKNOWN_MEMORY_BYTES
@@ -121,7 +129,7 @@ class _Speed:
 
     def decode_steps(self) -> int:
         bandwidth = self.chip.hbm_bytes_per_second if self.chip is not None else _UNKNOWN_BYTES_PER_SECOND
-        seconds = self._num_weights * self.dtype.itemsize / bandwidth
+        seconds = self._weight_bytes / bandwidth
         return _SHORT_STEPS if seconds < _SHORT_STEP_SECONDS else 1
 
 

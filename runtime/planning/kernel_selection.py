@@ -42,9 +42,9 @@ _MAX_CHOSEN = 32  # experts of a token in the fused layers' router
 
 _CUDA_NAMES = ("cuda", "cuda_fp8")  # implementations that are CUDA kernels
 _LINEAR_NOTES = {
-    "reference": "which dequantises in float32 in every step",
-    "xla": "which dequantises in every step: memory is saved, time is not",
-    "xla_fp8": "which rounds activations to FP8 and dequantises in every step: memory is saved, time is not",
+    "reference": "which dequantises in float32",
+    "xla": "which dequantises: memory is saved, time is not",
+    "xla_fp8": "which rounds activations to FP8 and dequantises: memory is saved, time is not",
     "cuda_fp8": "which rounds activations to FP8 and multiplies on the FP8 tensor cores",
 }
 
@@ -112,10 +112,18 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
         return 0
     model, num_devices = shapes.model, shapes.layout.num_shards
     heads = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
-    layer_bytes = (heads + 3 * model.mlp_dim) * model.embed_dim * shapes.dtype.itemsize
+    layer_bytes = (heads + 3 * model.mlp_dim) * model.embed_dim * _weight_bytes(shapes)
     # Not measured on several devices. The weights of experts do not fit the cache.
     is_cached = num_devices == 1 and model.experts is None and layer_bytes <= _CACHED_LAYER_BYTES
     return _MAX_CACHED_FUSED_TOKENS if is_cached else _MAX_FUSED_TOKENS
+
+
+def _weight_bytes(shapes: KernelShapes) -> float:
+    """Returns the bytes of a weight of the layers, without its share of a scale."""
+    quantisation = shapes.model.quantisation
+    if quantisation is None:
+        return shapes.dtype.itemsize
+    return 0.5 if quantisation.is_int4 else 1.0
 
 
 def name_kernels(
@@ -376,7 +384,13 @@ def _log_quantisation(names: KernelNames, shapes: KernelShapes) -> None:
     """Logs what is quantised, and what serves it."""
     quantisation, description = shapes.model.quantisation, shapes.model.quantisation_name
     if description:
-        _log.info("quantised weights: %s; linear: %s, %s", description, names.linear, _LINEAR_NOTES[names.linear])
+        fused = max_fused_tokens(names, shapes) if names.decode_layers == "cuda" else 0
+        if fused:
+            _log.info("quantised weights: decode steps of up to %d tokens multiply them in the fused layers", fused)
+        rest = "other steps" if fused else "all steps"
+        _log.info(
+            "quantised weights: %s; linear in %s: %s, %s", description, rest, names.linear, _LINEAR_NOTES[names.linear]
+        )
     if names.linear == "cuda_fp8":
         for name, reason in product_refusals(shapes).items():
             if reason is not None:

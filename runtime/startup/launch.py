@@ -130,14 +130,17 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     return runner
 
 
-def open_model(name: str, *, random_weights: bool, quantize: str = NOT_QUANTIZED) -> tuple[ModelConfig, MakeParams]:
+def open_model(
+    name: str, *, random_weights: bool, quantize: str = NOT_QUANTIZED, fp8_head: bool = False
+) -> tuple[ModelConfig, MakeParams]:
     """Finds a model for an engine without a tokenizer. The arguments are the options of the same names.
 
     Raises:
       MeshserveError: The model does not exist, or its architecture is not implemented.
     """
     files = find_model(name, random_weights=random_weights)
-    return read_model_with_weights(files.small / "config.json", files.weights, quantize), _make_params(files)
+    model = read_model_with_weights(files.small / "config.json", files.weights, quantize, fp8_head=fp8_head)
+    return model, _make_params(files)
 
 
 def _read_model(config: ServeConfig, files: ModelFiles) -> ModelConfig:

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from meshserve.kernels import decode_layers
-from meshserve.kernels.decode_layers import cases, reference
+from meshserve.kernels.decode_layers import LayerWeights, cases, reference
+from meshserve.kernels.linear import cases as linear_cases
+from meshserve.kernels.linear.cases import exact_matrix
 from meshserve.kernels.p2p import P2PGroup
 
 from .mesh_layers import AXIS, layers_over, mesh_of, placed
 
 SMALL = [case for case in cases.CASES if case.embed <= 256 and sum(case.lengths) <= 160]
+QUANTISED = [case for case in cases.quantised_cases() if case.embed <= 256 and sum(case.lengths) <= 264]
 
 
 def norm(x, gain, epsilon):
@@ -29,7 +32,7 @@ def rotate(x, position, inverse_frequencies, scale):
 
 def naive_layers(inputs: cases.Inputs) -> tuple[np.ndarray, np.ndarray]:
     """Returns x after all layers, for the requests that are not padding, and the cache."""
-    weights = jax.tree.map(lambda a: np.asarray(a, np.float64), inputs.weights)
+    weights = LayerWeights(*map(exact_matrix, inputs.weights[:-1]))
     cache = np.asarray(inputs.cache, np.float64)
     num_layers, _, kv_heads, _, page_size, head_dim = cache.shape
     group = weights.qkv.shape[2] // head_dim - 2
@@ -61,7 +64,7 @@ def naive_layers(inputs: cases.Inputs) -> tuple[np.ndarray, np.ndarray]:
     return np.array(rows), cache
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SMALL + QUANTISED, ids=lambda case: case.name)
 def test_reference_is_the_float64_computation(case):
     inputs = cases.make_inputs(case, seed=1, dtype=jnp.float32)
     inputs = dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, rotary_scale=1.1))
@@ -138,3 +141,38 @@ def test_every_bfloat16_case_is_supported_and_float32_is_not():
             assert decode_layers.unsupported_reason(inputs.weights, inputs.cache) is None
     inputs = cases.make_inputs(cases.CASES[0], seed=0, dtype=jnp.float32)
     assert "is float32" in decode_layers.unsupported_reason(inputs.weights, inputs.cache)
+
+
+def test_every_quantised_case_is_supported():
+    for case in cases.quantised_cases():
+        if case.embed <= 512:
+            inputs = cases.make_inputs(case, seed=0, dtype=jnp.bfloat16)
+            assert decode_layers.unsupported_reason(inputs.weights, inputs.cache) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"o": ("plain", (1, 1))}, "o is not quantised, but down is"),
+        ({"o": ("int4", (1, 32))}, "some matrices are quantised to FP8, others to 4 bits"),
+        ({"down": ("fp8", (128, 32))}, "a scale of down covers 32 columns"),
+        ({"down": ("fp8", (128, 96))}, "a scale of down covers 96 columns"),
+        ({name: ("int4", (1, 16)) for name in ("qkv", "o", "gate_up", "down")}, "covers 16 columns"),
+    ],
+)
+def test_unsupported_quantisation_is_named(fields, reason):
+    case = dataclasses.replace(cases.CASES[1], weights="fp8-block")
+    inputs = cases.make_inputs(case, seed=0, dtype=jnp.bfloat16)
+
+    def other(matrix, kind, block):
+        *leading, rows, columns = matrix.shape
+        made = linear_cases.Case(
+            name="", kind=kind, block=block, leading=tuple(leading), rows=rows, columns=columns, dtype="bfloat16"
+        )
+        weight = linear_cases.make_inputs(made, seed=0).weight
+        return weight._replace(scale=weight.scale.astype(jnp.bfloat16)) if kind != "plain" else weight
+
+    weights = inputs.weights._replace(
+        **{name: other(getattr(inputs.weights, name), *kind) for name, kind in fields.items()}
+    )
+    assert reason in decode_layers.unsupported_reason(weights, inputs.cache)

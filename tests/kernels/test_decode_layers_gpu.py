@@ -14,7 +14,8 @@ from meshserve.kernels.decode_layers import DecodeBatch, cases, gpu, reference
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 BOUND = 1e-2  # limit of ||out - reference|| / ||reference||; bfloat16 rounding alone gives 2e-3 to 5e-3
-case_parameter = pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+ALL_CASES = (*cases.CASES, *cases.quantised_cases())
+case_parameter = pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 
 
 @functools.cache

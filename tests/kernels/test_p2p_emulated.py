@@ -18,7 +18,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Compiles the kernels' source with a ptx.cuh for the host."""
-    return on_host.compiled(tmp_path_factory.mktemp("emulated"), "emulated", "p2p.cpp", "p2p.cuh", "two_shot.cuh")
+    return on_host.compiled(
+        tmp_path_factory.mktemp("emulated"), "emulated", "p2p.cpp", "weight_formats.cuh", "p2p.cuh", "two_shot.cuh"
+    )
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:

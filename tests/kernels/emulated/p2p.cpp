@@ -116,7 +116,7 @@ extern "C" int run_gathers(int num, int rounds, int batch, int columns, int bloc
       args.sums_out = sums + rank * (elements / 128);
       args.batch = batch;
       args.columns = columns;
-      launch(gather_kernel, blocks, args);
+      launch(gather_kernel<>, blocks, args);
     }
   });
   return mesh.is_empty();

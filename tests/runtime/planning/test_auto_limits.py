@@ -16,10 +16,12 @@ from meshserve.sharding import mesh
 from meshserve.sharding.chips import CHIPS, target
 
 
-def limits(model: str, chip: str | None, num_devices: int = 1, platform: str = "gpu", **options: int) -> StepLimits:
+def limits(
+    model: str, chip: str | None, num_devices: int = 1, platform: str = "gpu", quantize: str = "none", **options: int
+) -> StepLimits:
     return choose_limits(
         ServeConfig(**options),
-        named_model(model),
+        named_model(model, quantize),
         platform=platform,
         chip=CHIPS[chip] if chip else None,
         num_devices=num_devices,
@@ -36,6 +38,13 @@ def test_a_gpu_gets_what_was_measured():
     assert limits("qwen3-0.6b", "h200") == chosen(256, 8192, 8192, 4)
     assert limits("qwen3-8b", "h200") == chosen(256, 8192, 4096, 1)
     assert limits("qwen3-32b", "h200") == chosen(256, 8192, 1024, 1)
+
+
+def test_quantised_weights_count_with_their_bytes():
+    steps = [limits("qwen3-4b", "h200", quantize=scheme).max_decode_steps for scheme in ("none", "fp8-block", "int4")]
+    assert steps == [1, 4, 4]
+    steps = [limits("qwen3-8b", "h200", quantize=scheme).max_decode_steps for scheme in ("fp8-block", "int4")]
+    assert steps == [1, 1]
 
 
 def test_devices_that_share_a_model_prefill_more_in_the_same_time():

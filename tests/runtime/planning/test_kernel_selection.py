@@ -190,19 +190,31 @@ def test_the_reference_sums_are_right() -> None:
 # --- quantised weights and caches
 
 FP8_MODEL, FP8 = named_model("qwen3-8b", "fp8-block"), "float8_e4m3fn"
+INT4_MODEL = named_model("qwen3-8b", "int4")
+
+
+def without_output(model: ModelConfig) -> ModelConfig:
+    """Returns a quantised model whose output projection keeps the model's dtype."""
+    assert model.quantisation is not None
+    parameters = model.quantisation.parameters - {"layers.attention.out"}
+    return dataclasses.replace(model, quantisation=dataclasses.replace(model.quantisation, parameters=parameters))
+
+
+PARTLY = without_output(FP8_MODEL)
 
 
 @pytest.mark.parametrize(
     ("model", "cache_dtype", "attention", "decode_layers", "products"),
     [
         (MODEL, "bfloat16", "cuda", "cuda", "xla"),
-        (FP8_MODEL, "bfloat16", "cuda", "off", "cuda_fp8"),  # attention does not see the weights
-        (named_model("qwen3-8b", "fp8-channel"), "bfloat16", "cuda", "off", "cuda_fp8"),
-        (named_model("qwen3-8b", "int4"), "bfloat16", "cuda", "off", "xla"),
+        (FP8_MODEL, "bfloat16", "cuda", "cuda", "cuda_fp8"),
+        (named_model("qwen3-8b", "fp8-channel"), "bfloat16", "cuda", "cuda", "cuda_fp8"),
+        (INT4_MODEL, "bfloat16", "cuda", "cuda", "xla"),
+        (PARTLY, "bfloat16", "cuda", "off", "cuda_fp8"),  # attention does not see the weights
         (named_model("qwen3-8b", fp8_head=True), "bfloat16", "cuda", "cuda", "xla"),  # the head is outside the layers
         (MODEL, FP8, "reference", "off", "xla"),
     ],
-    ids=["plain", "fp8", "fp8-channel", "int4", "head", "cache"],
+    ids=["plain", "fp8", "channel", "int4", "partly", "head", "cache"],
 )
 def test_cuda_kernels_are_not_selected_for_what_they_do_not_support(
     model: ModelConfig, cache_dtype: str, attention: str, decode_layers: str, products: str
@@ -232,7 +244,7 @@ def test_a_projection_whose_blocks_are_cut_is_left_to_xla(caplog: pytest.LogCapt
     assert [name for name, reason in refusals.items() if reason is not None] == ["down"]
     assert shape_refusals(kernel_shapes).linear is None
     log = selected(caplog, kernel_shapes, linear="cuda_fp8")
-    assert "linear: cuda_fp8, which rounds activations to FP8 and multiplies on the FP8 tensor cores" in log
+    assert "cuda_fp8, which rounds activations to FP8 and multiplies on the FP8 tensor cores" in log
     assert "down: XLA multiplies with dequantised weights, which is slower: a scale covers 128 x 64 elements" in log
 
 
@@ -247,11 +259,13 @@ def selected(caplog: pytest.LogCaptureFixture, kernel_shapes: KernelShapes, **op
 
 
 def test_the_reason_is_logged_for_each_option(caplog: pytest.LogCaptureFixture) -> None:
+    log = selected(caplog, shapes(1, model=PARTLY))
+    assert "decode layers: off, which is slower than the CUDA kernels: o is not quantised, but down is" in log
     log = selected(caplog, shapes(1, model=FP8_MODEL, cache_dtype=FP8))
     slower = "which is slower than the CUDA kernels"
     assert f"attention: reference, {slower}: heads are bfloat16, the cache float8_e4m3fn" in log
-    assert f"decode layers: off, {slower}: qkv is quantised (float8_e4m3fn)" in log
-    assert "quantised weights: fp8-block-128x128; linear: xla, which dequantises" in log
+    assert f"decode layers: off, {slower}: the KV cache is float8_e4m3fn" in log
+    assert "quantised weights: fp8-block-128x128; linear in all steps: xla, which dequantises" in log
     assert "linear: xla, which is slower" not in log, "it was not asked to be another"
     assert "KV cache: float8_e4m3fn, without scales" in log
 
@@ -259,11 +273,6 @@ def test_the_reason_is_logged_for_each_option(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize(
     ("kernel_shapes", "options", "message"),
     [
-        (
-            shapes(1, model=FP8_MODEL),
-            {"decode_layers": "reference"},
-            "-layers reference cannot .*: qkv is quant",
-        ),
         (shapes(1, cache_dtype=FP8), {"decode_layers": "reference"}, "the KV cache is float8_e4m3fn, which the fused"),
         (
             shapes(1, cache_dtype=FP8),
@@ -271,9 +280,9 @@ def test_the_reason_is_logged_for_each_option(caplog: pytest.LogCaptureFixture) 
             "--attention cuda cannot .*: heads are bfloat16",
         ),
         (
-            shapes(1, model=FP8_MODEL),
+            shapes(1, model=without_output(INT4_MODEL)),
             {"decode_layers": "cuda"},
-            "--decode-layers cuda cannot .*: qkv is quant",
+            "--decode-layers cuda cannot .*: o is not quantised, but down is",
         ),
         (
             shapes(1, model=named_model("qwen3-8b", "int4")),
@@ -281,10 +290,37 @@ def test_the_reason_is_logged_for_each_option(caplog: pytest.LogCaptureFixture) 
             "--linear cuda_fp8 cannot .*: 4-bit weights are dequantised",
         ),
     ],
-    ids=["weights", "cache", "attention", "cuda", "linear"],
+    ids=["cache", "attention", "cuda", "linear"],
 )
 def test_named_kernels_that_cannot_serve_are_refused(
     kernel_shapes: KernelShapes, options: dict[str, str], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match=message):
         selected(caplog, kernel_shapes, **options)
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "fp8-channel", "int4"])
+@pytest.mark.parametrize("size", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"])
+def test_the_fused_layers_take_quantised_weights_of_every_size(size: str, scheme: str) -> None:
+    model = named_model(size, scheme)
+    for num_devices in (1, 2, 4, 8):
+        assert shape_refusals(shapes(num_devices, model=model)).decode_layers is None
+
+
+def test_the_log_says_which_steps_dequantise(caplog: pytest.LogCaptureFixture) -> None:
+    names = name_kernels(
+        ServeConfig(model="random"), platform="gpu", num_devices=1, cuda_refusals=shape_refusals(shapes(1))
+    )
+    with caplog.at_level(logging.INFO):
+        kernel_selection._log_quantisation(names, shapes(1, model=INT4_MODEL))
+    assert "decode steps of up to 64 tokens multiply them in the fused layers" in caplog.text
+    assert "linear in other steps: xla, which dequantises" in caplog.text
+
+
+def test_layers_that_stay_in_the_l2_cache_are_told_by_their_quantised_bytes() -> None:
+    def most(size: str, scheme: str) -> int:
+        kernel_shapes = shapes(1, model=named_model(size, scheme))
+        names = name_kernels(ServeConfig(model="random"), platform="gpu", num_devices=1, cuda_refusals=CudaRefusals())
+        return kernel_selection.max_fused_tokens(names, kernel_shapes)
+
+    assert [most("qwen3-1.7b", scheme) for scheme in ("none", "fp8-block", "int4")] == [64, 64, 256]

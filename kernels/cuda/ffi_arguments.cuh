@@ -1,0 +1,72 @@
+// What the XLA FFI calls of several files share: access to arguments, and results.
+#pragma once
+#include <string>
+
+#include "launch.cuh"
+#include "p2p_host.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace meshserve {
+namespace {
+
+namespace ffi = xla::ffi;
+using In = ffi::AnyBuffer;
+using Out = ffi::Result<ffi::AnyBuffer>;
+using Ints = ffi::Span<const int32_t>;
+
+template <class T>
+T* data(const In& buffer) {
+  return static_cast<T*>(buffer.untyped_data());
+}
+template <class T>
+T* data(Out& buffer) {
+  return static_cast<T*>(buffer->untyped_data());
+}
+inline int size(const In& buffer, int dimension) { return static_cast<int>(buffer.dimensions()[dimension]); }
+
+// Converts an error text, a step or a status to the result of a call.
+inline ffi::Error result(const std::string& error) {
+  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
+}
+template <class W>
+ffi::Error result(const StepOf<W>& step) {
+  return result(step.error());
+}
+inline ffi::Error result(cudaError_t status) {
+  return result(std::string(status == cudaSuccess ? "" : cudaGetErrorString(status)));
+}
+
+inline Tuning tuning_of(Ints values) {
+  Tuning t;
+  int* fields[] = {&t.qkv_splits,       &t.o_splits,         &t.gate_up_splits, &t.down_splits,
+                   &t.attention_splits, &t.blocks_per_stage, &t.ring_kilobytes};
+  for (size_t i = 0; i < std::min<size_t>(values.size(), 7); ++i) *fields[i] = values[i];
+  return t;
+}
+
+inline void add_cache(Shapes& shapes, const In& cache, const In& page_table) {  // [L, P, K, 2, S, H]
+  shapes.layers = size(cache, 0);
+  shapes.pages = size(cache, 1);
+  shapes.kv_heads = size(cache, 2);
+  shapes.page_size = size(cache, 4);
+  shapes.head_dim = size(cache, 5);
+  shapes.max_pages = size(page_table, 1);
+}
+
+inline ffi::Error too_small(size_t needed) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "the scratch buffer needs " + std::to_string(needed) + " bytes");
+}
+
+// Gets the P2P group from the point of view of the device that the call runs on.
+inline ffi::Error find_p2p_group(Ints ordinals, Channel channel, size_t num_bytes, P2PGroup* p2p) {
+  std::string error = P2PMeshes::all().group(ordinals.begin(), static_cast<int>(ordinals.size()), channel, p2p);
+  if (error.empty() && num_bytes > kSlotBytes) {
+    error = std::to_string(num_bytes) + " bytes are to be sent by P2P; " + std::to_string(kSlotBytes) + " is the limit";
+  }
+  return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kFailedPrecondition, error);
+}
+
+using Stream = ffi::PlatformStream<cudaStream_t>;
+
+}  // namespace
+}  // namespace meshserve

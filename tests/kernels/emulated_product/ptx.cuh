@@ -1,0 +1,91 @@
+// Replaces CUDA and kernels/cuda/ptx.cuh for quantised.cuh on the host. A CUDA thread is a host thread, a warp is a group
+// of 32 that meet at a barrier, and shared memory is an array.
+#pragma once
+#include <algorithm>
+#include <barrier>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __device__
+#define __host__
+#define __forceinline__ inline
+
+namespace meshserve {
+
+using std::max, std::min;
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+struct bf16 {
+  uint16_t bits;
+};
+struct __half {
+  _Float16 value;
+};
+
+struct Warp {
+  std::barrier<> meet{32};
+  uint32_t words[32][4];
+};
+inline thread_local struct {
+  unsigned x;
+} threadIdx;
+inline thread_local Warp* warp_state;
+alignas(1024) inline uint8_t shared_memory[1 << 17];
+
+// Calls `read` with 4 words of each lane of the warp.
+template <class Read>
+void read_lanes(const uint32_t* mine, Read read) {
+  std::memcpy(warp_state->words[threadIdx.x % 32], mine, 16);
+  warp_state->meet.arrive_and_wait();
+  read(warp_state->words);
+  warp_state->meet.arrive_and_wait();
+}
+
+inline uint32_t load_shared_word(uint32_t address) {
+  uint32_t word;
+  std::memcpy(&word, shared_memory + address, 4);
+  return word;
+}
+inline void store_shared_word(uint32_t address, uint32_t word) { std::memcpy(shared_memory + address, &word, 4); }
+
+// ldmatrix: lane i gives the address of row i % 8 of matrix i / 8, and gets 4 bytes of row i / 4 of each matrix.
+inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  const uint32_t mine[4] = {address};
+  read_lanes(mine, [&](const auto& words) {
+    const int lane = threadIdx.x % 32;
+    for (int m = 0; m < 4; ++m) r[m] = load_shared_word(words[8 * m + lane / 4][0] + lane % 4 * 4);
+  });
+}
+
+inline float from_bf16(uint32_t bits) { return std::bit_cast<float>(bits << 16); }
+inline uint32_t to_bf16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16(from_bf16(a & 0xFFFF) * from_bf16(b & 0xFFFF), from_bf16(a >> 16) * from_bf16(b >> 16));
+}
+inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16(from_bf16(a & 0xFFFF) - from_bf16(b & 0xFFFF), from_bf16(a >> 16) - from_bf16(b >> 16));
+}
+inline float __bfloat162float(bf16 value) { return from_bf16(value.bits); }
+inline float __half2float(__half value) { return static_cast<float>(value.value); }
+inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return result;
+}
+
+}  // namespace meshserve

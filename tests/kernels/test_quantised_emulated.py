@@ -1,0 +1,100 @@
+"""Tests kernels/cuda/quantised.cuh compiled for the host: products with quantised weights as the kernels compute them,
+without the asynchrony of the tensor cores."""
+
+import ctypes
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshserve.kernels.linear import FP8, QuantisedMatrix, cases
+
+from . import on_host
+
+pytestmark = on_host.needs_compiler
+SCALE_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+class Scales(ctypes.Structure):
+    """Mirrors the struct in weight_formats.cuh."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("values", "zero")]
+        + [(name, ctypes.c_int) for name in ("type", "rows_each", "columns_log2", "grid_rows", "grid_columns")]
+    )  # fmt: skip
+
+
+class Problem(ctypes.Structure):
+    """Mirrors the struct in product.cpp."""
+
+    _fields_ = (
+        [(name, ctypes.c_int) for name in ("tokens", "columns", "row", "first_block", "num_blocks")]
+        + [(name, ctypes.c_void_p) for name in ("data", "input")]
+        + [("scales", Scales)]
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emulated")
+    return on_host.compiled(folder, "emulated_product", "product.cpp", "weight_formats.cuh", "quantised.cuh")
+
+
+def test_e4m3_is_converted_exactly(library):
+    found = np.zeros(256, np.float32)
+    library.convert(found.ctypes.data_as(ctypes.c_void_p))
+    expected = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
+    is_number = ~np.isnan(expected)
+    np.testing.assert_array_equal(found[is_number], expected[is_number])
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+
+
+def product(library, n: int, matrix: QuantisedMatrix, x: np.ndarray, *, row: int, blocks: range) -> np.ndarray:
+    """Returns rows `row` to `row` + 63 of the product with x [T, K], summed over some blocks of columns."""
+    rows, columns = matrix.shape
+    data, scale = np.ascontiguousarray(matrix.data), np.ascontiguousarray(matrix.scale)
+    zero = None if matrix.zero is None else np.ascontiguousarray(matrix.zero)
+    grid_rows, grid_columns = scale.shape
+    scales = Scales(
+        values=scale.ctypes.data,
+        zero=None if zero is None else zero.ctypes.data,
+        type=SCALE_TYPES[scale.dtype.name],
+        rows_each=rows // grid_rows,
+        columns_log2=31 if grid_columns == 1 else int(np.log2(columns // grid_columns)),
+        grid_rows=grid_rows,
+        grid_columns=grid_columns,
+    )
+    x, out = np.ascontiguousarray(x, np.float32), np.full((64, n), np.nan, np.float32)
+    problem = Problem(len(x), columns, row, blocks.start, len(blocks), data.ctypes.data, x.ctypes.data, scales)
+    library.multiply(int(matrix.is_int4), n, ctypes.byref(problem), out.ctypes.data_as(ctypes.c_void_p))
+    return out[:, : len(x)].T
+
+
+@pytest.mark.parametrize("n", [8, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("kind", "block", "columns", "scale_dtype"),
+    [
+        ("fp8", (128, 128), 384, "float32"),
+        ("fp8", (64, 64), 320, "bfloat16"),  # as a shard has it; the last block exceeds the columns
+        ("fp8", (1, 256), 256, "float32"),
+        ("fp8", (1, 128), 256, "float16"),
+        ("int4", (1, 32), 512, "bfloat16"),
+        ("int4-zero", (1, 64), 320, "float16"),
+        ("int4-zero", (1, 128), 1024, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_product_is_that_of_exactly_dequantised_weights(library, n, kind, block, columns, scale_dtype):
+    case = cases.Case(name="", kind=kind, block=block, rows=256, columns=columns, tokens=n - 3, dtype="bfloat16")
+    inputs = cases.make_inputs(case, seed=1)
+    matrix = inputs.weight._replace(scale=inputs.weight.scale.astype(jnp.dtype(scale_dtype)))
+    x = np.asarray(inputs.x).astype(np.float64)
+    step = 256 if matrix.is_int4 else 128
+    num_blocks = -(-columns // step)
+    for row, blocks in ((0, range(num_blocks)), (128, range(num_blocks // 2, num_blocks))):
+        begin, end = blocks.start * step, blocks.stop * step
+        exact = cases.exact_matrix(matrix)[row : row + 64, begin:end]
+        expected = x[:, begin:end] @ exact.T
+        found = product(library, n, matrix, x, row=row, blocks=blocks)
+        bound = 1e-5 * (np.abs(x[:, begin:end]) @ np.abs(exact).T)
+        assert (np.abs(found - expected) <= bound).all()
