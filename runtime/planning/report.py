@@ -11,7 +11,8 @@ from meshserve.sharding.chips import GIB, NoCompilerError, target
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
 from ..options.serve_config import ServeConfig
-from ..weights.locate import find_model
+from ..weights.locate import DEMO_MODEL, find_model, model_directory
+from ..weights.model_task import with_task
 from ..weights.registry import is_published, named_model, read_model
 from .aot import KnownKey, ProgramReport
 from .compiled_plan import REPORT_HEAD, CompiledPlan, compile_plan, report_row
@@ -217,6 +218,8 @@ def compile_with_table(planner: Planner, known: dict[KnownKey, ProgramReport] | 
 
 def _model(config: ServeConfig) -> ModelConfig:
     if is_published(config.model):
-        return named_model(config.model, config.quantize, fp8_head=config.fp8_head)
+        model = named_model(config.model, config.quantize, fp8_head=config.fp8_head)
+        return model if config.task == "auto" else with_task(model, config.task, model_directory(DEMO_MODEL))
     files = find_model(config.model, revision=config.revision, random_weights=True)  # downloads no weights
-    return read_model(files.small / "config.json", config.quantize, fp8_head=config.fp8_head)
+    model = read_model(files.small / "config.json", config.quantize, fp8_head=config.fp8_head)
+    return with_task(model, config.task, files.small)
