@@ -86,7 +86,7 @@ def _text(number: int, raw: Any) -> Text:
         raise ValueError(f"text is {text!r}; it must be a string.")
     if token_ids is not None and not (isinstance(token_ids, list) and all(type(item) is int for item in token_ids)):
         raise ValueError("token_ids must be a list of integers.")
-    return Text(number, text if text is not None else tuple(token_ids), raw.get("id"))
+    return Text(number, text if text is not None else tuple(token_ids or ()), raw.get("id"))
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def _reading(path: Path) -> Iterator[IO[bytes]]:
 class Result(NamedTuple):
     """The embedding of a text, or why there is none."""
 
-    index: int
+    place: int  # of the text in the input, from 0
     text: Text
     embedding: np.ndarray | None  # [dimensions] float32
     num_tokens: int = 0
@@ -135,7 +135,7 @@ class Lines:
         lines = io.StringIO()
         for result in results:
             named = {} if result.text.given_id is None else {"id": result.text.given_id}
-            line = json.dumps({"index": result.index, **named, "num_tokens": result.num_tokens}, ensure_ascii=False)
+            line = json.dumps({"index": result.place, **named, "num_tokens": result.num_tokens}, ensure_ascii=False)
             if result.embedding is None:
                 line = line[:-1] + f', "error": {json.dumps(result.error, ensure_ascii=False)}}}'
             else:
