@@ -388,8 +388,10 @@ class Engine:
     def _collect(self, flight: _Flight) -> None:
         """Waits for the tokens of a dispatch, books them and adds them to the outputs."""
         plan = flight.plan
-        pooled = PooledRows.of(plan, flight.sampled)
-        tokens = np.asarray(flight.sampled) if pooled is None else pooled.tokens
+        tokens, pooled = np.asarray(flight.sampled), None
+        if tokens.dtype == np.float32:
+            pooled = PooledRows(plan, tokens)
+            tokens = pooled.tokens
         sampled = tokens.reshape(plan.num_steps, -1)[:, : plan.num_samples].tolist()
         if flight.logprobs is not None:
             flight.logprobs.wait()

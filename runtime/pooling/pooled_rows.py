@@ -1,7 +1,5 @@
 """The results of a pooling step, by request. Serves step 8 of 10. numpy only."""
 
-from typing import Any
-
 import numpy as np
 
 from ..api.request import NO_TOKEN, Request
@@ -27,11 +25,6 @@ class PooledRows:
         self._indices = {chunk.request: index for index, chunk in enumerate(plan.prefills) if chunk.is_sampling}
         is_finite = np.isfinite(rows).all(axis=1)
         self.tokens = np.where(is_finite, _RESULT, NO_TOKEN)  # [B]; NO_TOKEN ends a request with an error
-
-    @classmethod
-    def of(cls, plan: StepPlan, output: Any) -> "PooledRows | None":
-        """Waits for the output of a step, and returns its rows; None if it has sampled tokens instead."""
-        return cls(plan, np.asarray(output)) if output.dtype == np.float32 else None
 
     def row(self, request: Request) -> np.ndarray | None:
         """Returns the result [N] of a request, a copy; None if the step did not finish its prompt."""

@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshserve.runtime.api.request import NOT_FINITE, FinishReason, Output, RequestOptions
+from meshserve.runtime.cluster.replay import from_message, to_message
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.pooling.pooled_rows import POOLING_PARAMS
 from meshserve.runtime.pooling.prompt_formats import PromptFormat
 from meshserve.runtime.pooling.results import EmbeddingForm, relevance
+from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.startup.launch import Launched, launch
 from meshserve.runtime.text.tokenizer import open_tokenizer
 from meshserve.runtime.weights.convert import convert
@@ -196,3 +198,9 @@ def test_an_orbax_checkpoint_of_an_embedding_model(tmp_path: Path):
     with ExitStack() as stack:
         pool = Pool(stack, replace(SMALL, model=str(tmp_path / "orbax"), tp=2))
         np.testing.assert_allclose(unit(pool(prompts)), expected, rtol=0, atol=1e-5)
+
+
+def test_followers_of_a_cluster_get_pooling_steps():
+    bucket = Bucket(64, 8, 4, is_pooling=True)
+    assert from_message(to_message(bucket)) == bucket
+    assert bucket.kind == "pooling" and bucket != Bucket(64, 8, 4)

@@ -5,6 +5,7 @@ import base64
 import contextlib
 import dataclasses
 import hashlib
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from meshserve.runtime.server.inference_service import Backend
 from meshserve.runtime.server.lifecycle import Listen
 from meshserve.runtime.server.method_permissions import new_access
 from meshserve.runtime.server.output_queue import OutputQueues
-from tests.runtime.loopback import INFO, MAX_CONTEXT_TOKENS, Letters, Running, running, serving
+from tests.runtime.loopback import INFO, MAX_CONTEXT_TOKENS, Letters, Running, serving
 from tests.waiting import WAIT_SECONDS, wait_for
 
 Code = grpc.StatusCode
@@ -305,10 +306,33 @@ def test_methods_of_another_task_are_unimplemented(info):
             assert caught.value.code is Code.UNIMPLEMENTED
 
 
-def test_a_server_without_these_methods_says_so():
-    with running() as server, Client(server.target) as client, pytest.raises(CallError) as caught:
-        client.embed(["a"])
-    assert caught.value.code is Code.UNIMPLEMENTED
+def test_mutated_requests_get_the_status_they_deserve(embedder, reranker):
+    """Random bytes in valid requests: the call is answered or refused, and the server goes on."""
+    source = random.Random(0)
+    embed_request = pb.EmbedRequest(
+        inputs=[pb.EmbedInput(text="abc"), pb.EmbedInput(token_ids=pb.TokenIds(token_ids=[1, 2]))], request_id="r",
+        dimensions=3, normalize=False, format=pb.EMBEDDING_FORMAT_BASE64, truncate=True, priority=3, cache_salt="s",
+    )  # fmt: skip
+    score_request = pb.ScoreRequest(pairs=[pb.ScorePair(query="a", document="b")], instruction="i", request_id="r")
+    rerank_request = pb.RerankRequest(query="a", documents=["b", "c"], top_n=1, truncate=True)
+    allowed = {Code.OK, Code.INVALID_ARGUMENT}
+    calls = (
+        (embedder, "Embed", embed_request),
+        (reranker, "Score", score_request),
+        (reranker, "Rerank", rerank_request),
+    )
+    for server, method, request in calls:
+        with grpc.insecure_channel(server.target) as channel:
+            call = channel.unary_stream(f"/meshserve.v1.InferenceService/{method}")
+            for _ in range(300):
+                data = bytearray(request.SerializeToString())
+                for _ in range(source.randint(1, 4)):
+                    data[source.randrange(len(data))] = source.randrange(256)
+                stream = call(bytes(data), timeout=WAIT_SECONDS)
+                with contextlib.suppress(grpc.RpcError):
+                    list(stream)
+                assert stream.code() in allowed, (bytes(data), stream.details())
+        assert server.edge.queues.num_open == 0
 
 
 def test_a_cancelled_call_ends_all_of_its_groups(embedder):
