@@ -16,7 +16,7 @@ CHANNEL_OPTIONS: Options = (
     ("grpc.max_receive_message_length", 16 * 2**20),
     ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default is 2 minutes, too slow to notice that a server is back
 )
-BALANCED_OPTIONS: Options = (*CHANNEL_OPTIONS, *resume.BALANCEDCHANNEL_OPTIONS)
+BALANCED_OPTIONS: Options = (*CHANNEL_OPTIONS, *resume.BALANCED_CHANNEL_OPTIONS)
 
 
 def credentials_from(tls_ca: Path | None, token_file: Path | None) -> tuple[grpc.ChannelCredentials | None, str | None]:

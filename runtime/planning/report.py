@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
@@ -228,7 +229,7 @@ def compile_with_table(planner: Planner, known: dict[KnownKey, ProgramReport] | 
 def _model(config: ServeConfig) -> ModelConfig:
     if is_published(config.model):
         model = named_model(config.model, config.quantize, fp8_head=config.fp8_head)
-        return model if config.task == "auto" else with_task(model, config.task, model_directory(DEMO_MODEL))
+        return with_task(model, config.task, Path(model_directory(DEMO_MODEL)))
     files = find_model(config.model, revision=config.revision, random_weights=True)  # downloads no weights
     model = read_model(files.small / "config.json", config.quantize, fp8_head=config.fp8_head)
     return with_task(model, config.task, files.small)

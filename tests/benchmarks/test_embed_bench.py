@@ -1,10 +1,13 @@
 """Tests the benchmark of embeddings with a tiny model, in the process and against a server."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from meshserve.benchmarks.baselines import vllm_embed
 from meshserve.benchmarks.load import embed
 from meshserve.runtime.api.errors import ConfigError
 from tests.checkpoints import TINY
@@ -46,3 +49,24 @@ def test_a_server(tmp_path, load):
 def test_a_model_or_a_server_is_measured():
     with pytest.raises(ConfigError, match="give --model"):
         embed.main([])
+
+
+def test_vllm_gets_the_same_texts(monkeypatch):
+    """With a stand-in for vllm, which cannot be installed beside the tests."""
+    seen: list[list[dict]] = []
+
+    class LLM:
+        def __init__(self, **settings: object):
+            assert settings["runner"] == "pooling" and settings["max_model_len"] == 9
+
+        def embed(self, prompts: list[dict], use_tqdm: bool) -> list[dict]:
+            seen.append(prompts)
+            return prompts
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, __version__="0"))
+    arguments = ["--model-dir=m", "--texts=5", "--tokens=uniform:2:9", '--settings={"max_model_len": 9}']
+    found = vllm_embed.run(arguments)
+    options = embed._parser().parse_args(["--texts=5", "--tokens=uniform:2:9"])
+    ours = embed._draw(options, 151_936, 0)
+    assert [prompt["prompt_token_ids"] for prompt in seen[-1]] == ours
+    assert found["num_tokens"] == sum(map(len, ours)) and len(seen) == 2
