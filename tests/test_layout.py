@@ -34,7 +34,7 @@ MAX_FILES = 12  # per package, besides its __init__.py
 
 # The code that a newcomer reads to understand how a request is served; it has a line budget.
 CORE = ("server", "scheduler", "engine", "program", "model")
-MAX_CORE_LINES = 7_085
+MAX_CORE_LINES = 7_072
 
 
 def files(*folders: str) -> list[Path]:
