@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Generates text with one model.
+    """Serves one model, which generates text, embeds texts or reranks documents (GetModelInfoResponse.task).
     """
 
     def __init__(self, channel):
@@ -44,6 +44,21 @@ class InferenceServiceStub:
                 '/meshserve.v1.InferenceService/Chat',
                 request_serializer=meshserve_dot_protos_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=meshserve_dot_protos_dot_inference__pb2.ChatResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.unary_stream(
+                '/meshserve.v1.InferenceService/Embed',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_stream(
+                '/meshserve.v1.InferenceService/Score',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/meshserve.v1.InferenceService/Rerank',
+                request_serializer=meshserve_dot_protos_dot_inference__pb2.RerankRequest.SerializeToString,
+                response_deserializer=meshserve_dot_protos_dot_inference__pb2.RerankResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/meshserve.v1.InferenceService/Tokenize',
@@ -78,7 +93,7 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generates text with one model.
+    """Serves one model, which generates text, embeds texts or reranks documents (GetModelInfoResponse.task).
     """
 
     def Generate(self, request, context):
@@ -92,6 +107,28 @@ class InferenceServiceServicer:
     def Chat(self, request, context):
         """Answers a conversation. The server renders the prompt with the model's chat template; otherwise it behaves like
         Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Embeds texts with an embedding model. Embeddings are streamed as soon as they are computed, in any order, many in a
+        message; `index` says which text each belongs to. The stream ends with OK after the last one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Scores pairs of a query and a document with a reranker. Scores are streamed like the embeddings of Embed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Orders documents by their relevance to a query with a reranker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +190,21 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=meshserve_dot_protos_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=meshserve_dot_protos_dot_inference__pb2.ChatResponse.SerializeToString,
             ),
+            'Embed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_stream_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=meshserve_dot_protos_dot_inference__pb2.RerankRequest.FromString,
+                    response_serializer=meshserve_dot_protos_dot_inference__pb2.RerankResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=meshserve_dot_protos_dot_inference__pb2.TokenizeRequest.FromString,
@@ -192,7 +244,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generates text with one model.
+    """Serves one model, which generates text, embeds texts or reranks documents (GetModelInfoResponse.task).
     """
 
     @staticmethod
@@ -239,6 +291,87 @@ class InferenceService:
             '/meshserve.v1.InferenceService/Chat',
             meshserve_dot_protos_dot_inference__pb2.ChatRequest.SerializeToString,
             meshserve_dot_protos_dot_inference__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/meshserve.v1.InferenceService/Embed',
+            meshserve_dot_protos_dot_inference__pb2.EmbedRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/meshserve.v1.InferenceService/Score',
+            meshserve_dot_protos_dot_inference__pb2.ScoreRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshserve.v1.InferenceService/Rerank',
+            meshserve_dot_protos_dot_inference__pb2.RerankRequest.SerializeToString,
+            meshserve_dot_protos_dot_inference__pb2.RerankResponse.FromString,
             options,
             channel_credentials,
             insecure,

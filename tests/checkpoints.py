@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 # Tiny but not trivial: 8 query heads allow TP sizes 1, 2, 4 and 8.
 TINY = {
@@ -104,3 +111,70 @@ def hidden_states(directory: Path, prompt: Sequence[int]) -> tuple[list[torch.Te
     with torch.no_grad():
         logits = model(torch.tensor([list(prompt)])).logits[0]
     return outputs, logits
+
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def save_embedding_checkpoint(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a random embedding model into `directory`, with the files and tensor names of Qwen3-Embedding."""
+    save_checkpoint(directory, seed=seed, **overrides)
+    path = directory / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name != "lm_head.weight"}
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
+    save_tokenizer_with_ends(directory)
+    modules = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+    listed = [
+        {"idx": index, "name": str(index), "path": folder, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, folder) in enumerate(modules)
+    ]
+    (directory / "modules.json").write_text(json.dumps(listed))
+    (directory / "1_Pooling").mkdir()
+    width = {**TINY, **overrides}["hidden_size"]
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return directory
+
+
+def save_reranker_checkpoint(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a random model with a tokenizer that has the tokens "yes" and "no"."""
+    save_checkpoint(directory, seed=seed, **overrides)
+    save_tokenizer_with_ends(directory)
+    return directory
+
+
+def save_tokenizer_with_ends(directory: Path) -> None:
+    """Writes the byte tokenizer with the special token that it appends to each text, and with "yes" and "no"."""
+    save_byte_tokenizer(directory)
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.add_tokens(["yes", "no"])
+    ends = [(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {END_OF_TEXT}", special_tokens=ends)
+    tokenizer.save(str(path))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def pooled_last_tokens(
+    directory: Path, prompts: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Returns transformers' last hidden state of each prompt's last token, [B, D] float32, from one padded batch."""
+    model = AutoModel.from_pretrained(directory, dtype=dtype).eval()
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask).last_hidden_state[:, -1].float()
+
+
+def yes_no_scores(directory: Path, prompts: Sequence[Sequence[int]], no: int, yes: int) -> list[float]:
+    """Returns the probabilities of "yes" against "no" after each prompt, by transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    scores = []
+    with torch.no_grad():
+        for prompt in prompts:
+            logits = model(torch.tensor([list(prompt)])).logits[0, -1]
+            scores.append(float(torch.softmax(logits[[no, yes]], dim=0)[1]))
+    return scores

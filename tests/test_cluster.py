@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -145,6 +146,16 @@ def test_experts_over_two_processes_are_hugging_faces(split, cache, tmp_path, ev
     with ready(2, cache, tmp_path, *flags) as cluster, Client(cluster.target) as client:
         chunks = client.generate(prompt, max_tokens=16, temperature=0.0, ignore_eos=True)
         assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected
+
+
+def test_embeddings_over_two_processes_are_hugging_faces(cache, tmp_path):
+    model = checkpoints.save_embedding_checkpoint(tmp_path / "model", num_hidden_layers=2)
+    prompts = checkpoints.random_prompts((9, 30, 1), vocab_size=320)
+    expected = checkpoints.pooled_last_tokens(model, prompts).numpy()
+    flags = (f"--model={model}", "--fail-seconds=600", "--max-step-tokens=16")
+    with ready(2, cache, tmp_path, *flags) as cluster, Client(cluster.target) as client:
+        found = client.embed(prompts, normalize=False)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,15 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {"protos": set(), "kernels": set(), "shar
 
 # The packages of runtime in import order: each may import those before it.
 PACKAGES = (
-    "api", "options", "text", "scheduler", "quantisation", "model", "weights", "processors", "program", "planning",
-    "engine", "telemetry", "server", "gateway", "cluster", "startup", "client", "offline",
+    "api", "options", "text", "scheduler", "quantisation", "model", "weights", "processors", "pooling", "program",
+    "planning", "engine", "telemetry", "server", "retrieval", "gateway", "cluster", "startup", "client", "offline",
     "dashboard", "commands",
 )  # fmt: skip
 MAX_FILES = 12  # per package, besides its __init__.py
 
 # The code that a newcomer reads to understand how a request is served; it has a line budget.
 CORE = ("server", "scheduler", "engine", "program", "model")
-MAX_CORE_LINES = 6_976
+MAX_CORE_LINES = 7_072
 
 
 def files(*folders: str) -> list[Path]:

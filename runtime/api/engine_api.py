@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import NEEDS_TOKENIZER, InvalidRequestError, UnavailableFeatureError
+from .errors import NEEDS_TOKENIZER, InvalidRequestError, UnavailableFeatureError, WrongTaskError
+from .model_config import GENERATE
 from .request import FinishReason, Load, Output, RequestOptions
 from .sampling_params import SamplingParams, Stage, params_at, params_table
 
@@ -52,6 +53,19 @@ class Engine(Protocol):
           EngineStoppedError: The engine is stopping or has failed.
         """
 
+    def submit_prompts(
+        self,
+        request_id: str,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> None:
+        """Accepts several prompts, all or none, as the samples of one request; `options.n` is not used.
+
+        Raises:
+          As `submit`.
+        """
+
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """Ends a request with `reason`, and delivers its last outputs. Ignores unknown and ended requests."""
 
@@ -87,6 +101,20 @@ class ModelInfo:
     supports_penalties: bool = False
     supports_text: bool = True
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    task: str = GENERATE
+    embedding_dimensions: int = 0
+
+    def require(self, task: str) -> None:
+        """Checks that the served model has a task.
+
+        Raises:
+          WrongTaskError: It has another one.
+        """
+        if self.task != task:
+            raise WrongTaskError(
+                f"this server was started to {self.task} with {self.name}, and the method needs a model that can "
+                f"{task}. Call a server of such a model, or restart this one with --task {task} if the model can."
+            )
 
     def check(self, params: SamplingParams) -> None:
         """Checks sampling parameters against the model and the features of this server.
@@ -95,7 +123,9 @@ class ModelInfo:
           InvalidRequestError: A parameter names a token that does not exist, or needs a feature that this server does
             not have, or the parameters exclude every token.
           UnavailableFeatureError: A stop string is given, and the server does not convert tokens to text.
+          WrongTaskError: The model does not generate tokens.
         """
+        self.require(GENERATE)
         if params.stop and not self.supports_text:
             raise UnavailableFeatureError(f"sampling.stop: {NEEDS_TOKENIZER}")
         supported = dict.fromkeys(params_at(Stage.PENALTY, Stage.PROCESSOR), self.supports_penalties)

@@ -44,6 +44,10 @@ class DeadlineError(MeshserveError):
     """The caller's deadline passed, or no token can be generated before it."""
 
 
+class AbortedError(MeshserveError):
+    """The caller has aborted the request."""
+
+
 class EngineStoppedError(MeshserveError):
     """The engine is not running: it is stopping, draining or has failed. The message contains the reason."""
 
@@ -63,6 +67,10 @@ class QuotaExceededError(MeshserveError):
         super().__init__(message)
         self.subject = subject
         self.retry_seconds = retry_seconds
+
+
+class WrongTaskError(MeshserveError):
+    """The model that the server serves has another task than the method needs."""
 
 
 class UnavailableFeatureError(MeshserveError):

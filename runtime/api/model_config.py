@@ -69,6 +69,21 @@ class ExpertsConfig:
         return (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers
 
 
+TASKS = GENERATE, EMBED, RERANK = "generate", "embed", "rerank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooling:
+    """The result that a model computes from the last token of each prompt instead of generating tokens."""
+
+    score_token_ids: tuple[int, int] | None  # the tokens "no" and "yes", whose logits are compared; None: the embedding
+
+    @property
+    def task(self) -> str:
+        """The task of such a model."""
+        return EMBED if self.score_token_ids is None else RERANK
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A Qwen3 model, as described by its config.json. There are no defaults."""
@@ -89,6 +104,12 @@ class ModelConfig:
     experts: ExpertsConfig | None  # None: every layer has a single MLP
     quantisation: Quantisation | None  # of the layers' projections; None: they have `dtype`
     head_quantisation: Quantisation | None  # of the output head, made when it is loaded
+    pooling: Pooling | None  # None: the model generates tokens; see `weights.model_task`
+
+    @property
+    def task(self) -> str:
+        """One of TASKS."""
+        return GENERATE if self.pooling is None else self.pooling.task
 
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
@@ -166,6 +187,7 @@ class ModelConfig:
             experts=None,
             quantisation=None,
             head_quantisation=None,
+            pooling=None,
         )
 
 
@@ -176,17 +198,29 @@ def read_json(path: Path) -> dict[str, Any]:
       FileNotFoundError: The file does not exist.
       UnsupportedModelError: The file cannot be read, or does not contain a JSON object.
     """
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise UnsupportedModelError(f"{path} contains JSON of type {type(value).__name__}; it must be an object.")
+    return value
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Reads a JSON file of a model that contains a list of objects. Raises as `read_json`."""
+    value = _read_json(path)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise UnsupportedModelError(f"{path} contains JSON of another form; it must be a list of objects.")
+    return value
+
+
+def _read_json(path: Path) -> Any:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UnsupportedModelError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise UnsupportedModelError(f"{path} contains JSON of type {type(value).__name__}; it must be an object.")
-    return value
 
 
 def _require(ok: bool, options: Mapping[str, Any], key: str, allowed: str) -> None:

@@ -88,6 +88,12 @@ def request_options(message: pb.GenerateRequest | pb.ChatRequest, timeout_second
     return RequestOptions(timeout_seconds=timeout_seconds, **sent)
 
 
+def pooling_options(message: pb.EmbedRequest | pb.ScoreRequest | pb.RerankRequest) -> RequestOptions:
+    """Converts the options of a request for embeddings or scores. Raises as `request_options`."""
+    names: tuple[Any, ...] = ("priority", "cache_salt")
+    return RequestOptions(**{name: getattr(message, name) for name in names if message.HasField(name)})
+
+
 def conversation(request: pb.ChatRequest) -> pb.Conversation:
     """Returns the fields of a request that are passed to the chat template."""
     names = {field.name for field in pb.Conversation.DESCRIPTOR.fields}

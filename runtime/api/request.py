@@ -12,6 +12,8 @@ from .errors import InvalidRequestError
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..scheduler.prompt_lookup import Drafter
 
 MAX_PRIORITY = 100
@@ -170,6 +172,7 @@ class Output:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache instead of computed
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each of `token_ids`, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, beginning with the second one
+    pooled: "np.ndarray | None" = None  # float32, of a model with `ModelConfig.pooling`
 
 
 @dataclass(frozen=True, kw_only=True)

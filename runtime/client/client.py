@@ -12,11 +12,11 @@ as the generator is garbage collected; calling its `close` method cancels it imm
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import grpc
+import numpy as np
 from grpc_health.v1 import health_pb2_grpc
 
 from meshserve.protos import inference_pb2 as pb
@@ -24,9 +24,9 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from ..api import proto_codec
 from ..api.engine_api import ModelInfo
-from ..api.errors import ConfigError
 from ..api.request import Load
 from . import resume
+from .calls import BALANCED_OPTIONS, CHANNEL_OPTIONS, Options, credentials_from, streamed, streamed_async
 from .messages import (
     CallError,
     ChatFields,
@@ -39,12 +39,23 @@ from .messages import (
     bearer,
     call_errors,
     chat_request,
-    chunk,
     completion,
     generate_request,
     samples,
 )
 from .readiness import HEALTH_REQUEST, READY_SECONDS, Readiness, is_serving
+from .retrieval_messages import (
+    EmbedFields,
+    Ranked,
+    RetrievalCall,
+    RetrievalFields,
+    embed_calls,
+    gathered,
+    gathered_async,
+    joined,
+    ranked,
+    score_calls,
+)
 
 __all__ = [
     "AsyncClient",
@@ -53,44 +64,18 @@ __all__ = [
     "Chunk",
     "Client",
     "Completion",
+    "EmbedFields",
     "Finish",
+    "Ranked",
     "RequestFields",
+    "RetrievalFields",
     "SamplingFields",
     "Usage",
     "call_errors",
     "credentials_from",
 ]
 
-_Options = tuple[tuple[str, Any], ...]
-_CHANNEL_OPTIONS: _Options = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.max_receive_message_length", 16 * 2**20),
-    ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default is 2 minutes, too slow to notice that a server is back
-)
-_BALANCED_OPTIONS: _Options = (*_CHANNEL_OPTIONS, *resume.BALANCED_CHANNEL_OPTIONS)
 _HEALTH_POLL_SECONDS = 0.1
-
-
-def credentials_from(tls_ca: Path | None, token_file: Path | None) -> tuple[grpc.ChannelCredentials | None, str | None]:
-    """Reads the `credentials` and `token` arguments of a client from files.
-
-    Args:
-      tls_ca: PEM file with the certificate of the authority that signed the server's certificate. None disables TLS.
-      token_file: File that contains only the token. None sends no token.
-
-    Returns:
-      The channel credentials and the token, each None if its file was not given.
-
-    Raises:
-      ConfigError: A file cannot be read.
-    """
-    try:
-        credentials = grpc.ssl_channel_credentials(tls_ca.read_bytes()) if tls_ca is not None else None
-        return credentials, token_file.read_text().strip() if token_file is not None else None
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{token_file} is not a text file; it must contain the token and nothing else.") from None
 
 
 class Client:
@@ -118,14 +103,14 @@ class Client:
         resumes: int = 0,
         ready_seconds: float = READY_SECONDS,
     ):
-        def channel(options: _Options) -> grpc.Channel:
+        def channel(options: Options) -> grpc.Channel:
             if credentials is None:
                 return grpc.insecure_channel(target, options=options)
             return grpc.secure_channel(target, credentials, options=options)
 
-        self._channel = channel(_BALANCED_OPTIONS if resumes else _CHANNEL_OPTIONS)
+        self._channel = channel(BALANCED_OPTIONS if resumes else CHANNEL_OPTIONS)
         # A balanced channel reaches no server that is not ready, and so cannot tell what such a server does.
-        self._state_channel = channel(_CHANNEL_OPTIONS) if resumes else self._channel
+        self._state_channel = channel(CHANNEL_OPTIONS) if resumes else self._channel
         self._resumes = resumes
         self._metadata = bearer(token)
         self._readiness = Readiness(target, ready_seconds, self._metadata)
@@ -159,7 +144,7 @@ class Client:
         request = generate_request(prompt, request_id, fields)
         if self._resumes:
             return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes, self._wait)
-        return _chunks(self._stub.Generate, request, timeout_seconds, self._metadata, self._wait)
+        return streamed(self._stub.Generate, request, timeout_seconds, self._metadata, self._wait)
 
     def chat(
         self,
@@ -180,7 +165,7 @@ class Client:
         request = chat_request(messages, request_id, fields)
         if self._resumes:
             return resume.stream(self._stub, request, timeout_seconds, self._metadata, self._resumes, self._wait)
-        return _chunks(self._stub.Chat, request, timeout_seconds, self._metadata, self._wait)
+        return streamed(self._stub.Chat, request, timeout_seconds, self._metadata, self._wait)
 
     def complete(
         self,
@@ -211,6 +196,54 @@ class Client:
         """Like `complete`, but returns `n` samples of one prompt. The prompt is computed once."""
         chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, n=n, **fields)
         return samples(list(chunks), n)
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[EmbedFields],
+    ) -> np.ndarray:
+        """Returns the embeddings [texts, dimensions] float32 of texts, or of token ids, in their order.
+
+        Queries are embedded with an `instruction`, documents without. Long lists are sent in several calls, one after
+        another; `timeout_seconds` limits each of them.
+        """
+        return self._gathered(self._stub.Embed, embed_calls(texts, fields), timeout_seconds)
+
+    def score(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[RetrievalFields],
+    ) -> np.ndarray:
+        """Returns the scores [pairs] float32, 0 to 1, of pairs of a query and a document. See `embed` for the rest."""
+        return self._gathered(self._stub.Score, score_calls(pairs, fields), timeout_seconds)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[RetrievalFields],
+    ) -> list[Ranked]:
+        """Returns the documents, or the `top_n` best, in descending order of their relevance to the query."""
+        request = pb.RerankRequest(query=query, documents=documents, top_n=top_n, **fields)
+        timeout_seconds = self._wait(timeout_seconds)
+        with call_errors():
+            return ranked(self._stub.Rerank(request, timeout=timeout_seconds, metadata=self._metadata))
+
+    def _gathered(self, method: Any, calls: Iterable[RetrievalCall], timeout_seconds: float | None) -> np.ndarray:
+        parts = []
+        for request, collected in calls:
+            seconds = self._wait(timeout_seconds)
+            with call_errors():
+                call = method(request, timeout=seconds, metadata=self._metadata)
+                parts.append(gathered(collected, call))
+        return joined(parts)
 
     def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """Returns a description of the served model."""
@@ -277,14 +310,14 @@ class AsyncClient:
         resumes: int = 0,
         ready_seconds: float = READY_SECONDS,
     ):
-        def channel(options: _Options) -> grpc.aio.Channel:
+        def channel(options: Options) -> grpc.aio.Channel:
             if credentials is None:
                 return grpc.aio.insecure_channel(target, options=options)
             return grpc.aio.secure_channel(target, credentials, options=options)
 
-        self._channel = channel(_BALANCED_OPTIONS if resumes else _CHANNEL_OPTIONS)
+        self._channel = channel(BALANCED_OPTIONS if resumes else CHANNEL_OPTIONS)
         # A balanced channel reaches no server that is not ready, and so cannot tell what such a server does.
-        self._state_channel = channel(_CHANNEL_OPTIONS) if resumes else self._channel
+        self._state_channel = channel(CHANNEL_OPTIONS) if resumes else self._channel
         self._resumes = resumes
         self._metadata = bearer(token)
         self._readiness = Readiness(target, ready_seconds, self._metadata)
@@ -315,7 +348,7 @@ class AsyncClient:
         request = generate_request(prompt, request_id, fields)
         if self._resumes:
             return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes, self._wait)
-        return _chunks_async(self._stub.Generate, request, timeout_seconds, self._metadata, self._wait)
+        return streamed_async(self._stub.Generate, request, timeout_seconds, self._metadata, self._wait)
 
     def chat(
         self,
@@ -329,7 +362,7 @@ class AsyncClient:
         request = chat_request(messages, request_id, fields)
         if self._resumes:
             return resume.stream_async(self._stub, request, timeout_seconds, self._metadata, self._resumes, self._wait)
-        return _chunks_async(self._stub.Chat, request, timeout_seconds, self._metadata, self._wait)
+        return streamed_async(self._stub.Chat, request, timeout_seconds, self._metadata, self._wait)
 
     async def complete(
         self,
@@ -356,6 +389,50 @@ class AsyncClient:
         """See `Client.complete_samples`."""
         chunks = self.generate(prompt, request_id=request_id, timeout_seconds=timeout_seconds, n=n, **fields)
         return samples([chunk async for chunk in chunks], n)
+
+    async def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[EmbedFields],
+    ) -> np.ndarray:
+        """See `Client.embed`."""
+        return await self._gathered(self._stub.Embed, embed_calls(texts, fields), timeout_seconds)
+
+    async def score(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[RetrievalFields],
+    ) -> np.ndarray:
+        """See `Client.score`."""
+        return await self._gathered(self._stub.Score, score_calls(pairs, fields), timeout_seconds)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        timeout_seconds: float | None = None,
+        **fields: Unpack[RetrievalFields],
+    ) -> list[Ranked]:
+        """See `Client.rerank`."""
+        request = pb.RerankRequest(query=query, documents=documents, top_n=top_n, **fields)
+        timeout_seconds = await self._wait(timeout_seconds)
+        with call_errors():
+            return ranked(await self._stub.Rerank(request, timeout=timeout_seconds, metadata=self._metadata))
+
+    async def _gathered(self, method: Any, calls: Iterable[RetrievalCall], timeout_seconds: float | None) -> np.ndarray:
+        parts = []
+        for request, collected in calls:
+            seconds = await self._wait(timeout_seconds)
+            with call_errors():
+                call = method(request, timeout=seconds, metadata=self._metadata)
+                parts.append(await gathered_async(collected, call))
+        return joined(parts)
 
     async def model_info(self, *, timeout_seconds: float | None = None) -> ModelInfo:
         """See `Client.model_info`."""
@@ -409,30 +486,6 @@ class AsyncClient:
 def _check_single(fields: RequestFields) -> None:
     if (n := fields.get("n", 1)) != 1:
         raise ValueError(f"n is {n}; complete returns one sample. Use complete_samples for several.")
-
-
-def _chunks(
-    method: Any, request: Any, timeout_seconds: float | None, metadata: Any, wait: resume.Wait
-) -> Generator[Chunk, None, None]:
-    call = method(request, timeout=wait(timeout_seconds), metadata=metadata)
-    try:
-        with call_errors():
-            for response in call:
-                yield chunk(response)
-    finally:
-        call.cancel()  # no effect on a call that has ended
-
-
-async def _chunks_async(
-    method: Any, request: Any, timeout_seconds: float | None, metadata: Any, wait: resume.WaitAsync
-) -> AsyncGenerator[Chunk, None]:
-    call = method(request, timeout=await wait(timeout_seconds), metadata=metadata)
-    try:
-        with call_errors():
-            async for response in call:
-                yield chunk(response)
-    finally:
-        call.cancel()
 
 
 def _not_ready(timeout_seconds: float) -> CallError:

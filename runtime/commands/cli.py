@@ -1,4 +1,4 @@
-"""Command line of meshserve: meshserve serve | generate | chat | top | plan | convert | token | bench | demo.
+"""Command line of meshserve: meshserve serve | generate | embed | chat | top | plan | convert | token | bench | demo.
 
 The flags of `serve`, `generate` and `plan` are generated from `ServeConfig`. Flags override the TOML file, which
 overrides the defaults. Heavy imports happen inside the commands, so that --help stays fast.
@@ -95,6 +95,7 @@ def _parser() -> Parser:
     )
     generate.set_defaults(run=_generate)
 
+    _add_embed(commands)
     _add_chat(commands)
     _add_top(commands)
     _add_convert(commands)
@@ -193,6 +194,23 @@ def _add_top(commands: Any) -> None:
     top.set_defaults(run=_top)
 
 
+def _add_embed(commands: Any) -> None:
+    """Adds the command `embed` to the subparsers."""
+    embed = commands.add_parser("embed", help="embed a file of texts, without a server; continues after a kill")
+    add_options(embed, left_out=server_only_options())
+    embed.add_argument("--input", type=Path, required=True, help="JSONL: text or token_ids, id; or .txt, a text a line")
+    embed.add_argument("--output", type=Path, required=True, help="embeddings as .jsonl, .npy or .parquet, by its name")
+    embed.add_argument(
+        "--instruction", default="", help="embed the texts as queries with this instruction (default: as documents)"
+    )
+    embed.add_argument("--dimensions", type=int, default=0, help="numbers of each embedding; 0: all (%(default)s)")
+    embed.add_argument(
+        "--normalize", action=argparse.BooleanOptionalAction, default=True, help="scale embeddings to length 1"
+    )
+    embed.add_argument("--truncate", action="store_true", help="shorten texts that do not fit in the context")
+    embed.set_defaults(run=_embed)
+
+
 def benchmarks() -> dict[str, tuple[str, str]]:
     """Finds the benchmarks: each module of the folders above that defines `main(arguments)`, and `baselines`.
 
@@ -247,6 +265,21 @@ def _generate(namespace: argparse.Namespace) -> int:
     if num_failed:
         print(f"meshserve: {num_failed} samples failed; see `error` in {namespace.output}", file=sys.stderr)
     return 1 if num_failed else 0
+
+
+def _embed(namespace: argparse.Namespace) -> int:
+    from .embed import EmbedOptions, embed_file
+
+    asked = EmbedOptions(
+        instruction=namespace.instruction,
+        dimensions=namespace.dimensions,
+        is_normalized=namespace.normalize,
+        truncate=namespace.truncate,
+    )
+    summary = embed_file(serve_config(namespace), namespace.input, namespace.output, asked)
+    failed = f"; {summary.num_failed} failed" if summary.num_failed else ""
+    print(f"meshserve: {summary}{failed}", file=sys.stderr)
+    return 1 if summary.num_failed else 0
 
 
 def _chat(namespace: argparse.Namespace) -> int:

@@ -26,12 +26,13 @@ from ..api.engine_api import Deliver
 from ..api.errors import EngineStoppedError
 from ..api.request import DEFAULT_OPTIONS, FinishReason, Load, Request, RequestOptions
 from ..api.sampling_params import MAX_SEED, SamplingParams
+from ..pooling.pooled_rows import PooledRows
 from ..program.batch import BatchBuilder, Bucket
 from ..program.processor_batch import Logprobs, ProcessorBatch, Sampled
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_plan import StepPlan
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import TextStream, Tokenizer
 from .logprobs import StepLogprobs
 from .output_streams import OpenSamples
 from .step_record import Record, StepRecord, StepRecorder
@@ -179,26 +180,38 @@ class Engine:
           EngineStoppedError: The engine is stopping or has failed.
         """
         assert (grammar is None) == (params.constraint is None), "pass a grammar with a constraint, and only then"
-        samples = self._samples(request_id, tuple(prompt_token_ids), params, options)
+        samples = self._samples(request_id, [tuple(prompt_token_ids)] * options.n, params, options)
+        self._scheduler.prepare(samples)  # without the lock, because a long prompt takes a millisecond
         resumed = prompt_token_ids[len(prompt_token_ids) - params.num_resumed_tokens :]
-        text = self._open.text_after(params, resumed)
+        self._accept(samples, grammar, self._open.text_after(params, resumed))
+
+    def submit_prompts(
+        self, request_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams, options: RequestOptions
+    ) -> None:
+        """Implements `engine_api.Engine.submit_prompts`."""
+        samples = self._samples(request_id, list(map(tuple, prompts)), params, options)
+        for sample in samples:
+            self._scheduler.prepare([sample])
+        self._accept(samples, None, None)
+
+    def _accept(self, samples: list[Request], grammar: "Grammar | None", text: TextStream | None) -> None:
         with self._changed:
             if self.failure is not None:
                 raise EngineStoppedError(f"the engine has failed: {self.failure}")
             if self._is_stopping:
                 raise EngineStoppedError("the engine is stopping; send the request to another server.")
-            self._open.check_new(request_id)
+            self._open.check_new(samples[0].request_id)
             self._scheduler.add(*samples)
             self._open.add(samples, grammar, text)
             self._changed.notify()
 
     def _samples(
-        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, options: RequestOptions
+        self, request_id: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams, options: RequestOptions
     ) -> list[Request]:
         now = self._clock()
         seed = secrets.randbits(63) if params.seed is None else params.seed
         timeout_seconds = math.inf if options.timeout_seconds is None else options.timeout_seconds
-        samples = [
+        return [
             Request(
                 request_id=request_id,
                 prompt_token_ids=prompt_token_ids,
@@ -212,10 +225,8 @@ class Engine:
                 arrival_seconds=now,
                 deadline_seconds=now + timeout_seconds,
             )
-            for index in range(options.n)
+            for index, prompt_token_ids in enumerate(prompts)
         ]
-        self._scheduler.prepare(samples)  # without the lock, because a long prompt takes a millisecond
-        return samples
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """Ends all samples of a request and frees their pages at once. Unknown and ended requests are ignored."""
@@ -377,17 +388,21 @@ class Engine:
     def _collect(self, flight: _Flight) -> None:
         """Waits for the tokens of a dispatch, books them and adds them to the outputs."""
         plan = flight.plan
-        sampled = np.asarray(flight.sampled).reshape(plan.num_steps, -1)[:, : plan.num_samples].tolist()
+        tokens, pooled = np.asarray(flight.sampled), None
+        if tokens.dtype == np.float32:
+            pooled = PooledRows(plan, tokens)
+            tokens = pooled.tokens
+        sampled = tokens.reshape(plan.num_steps, -1)[:, : plan.num_samples].tolist()
         if flight.logprobs is not None:
             flight.logprobs.wait()
         with self._changed:
             now = self._clock()
             self._open.stream_prompts(flight.logprobs)
-            for step, tokens in enumerate(self._scheduler.accept(plan, sampled, now)):
+            for step, booked in enumerate(self._scheduler.accept(plan, sampled, now)):
                 if flight.withdrawn:
-                    tokens = [None if index in flight.withdrawn else token for index, token in enumerate(tokens)]
-                for progress in self._scheduler.account(plan, tokens, now, step):
-                    self._open.stream(progress, now, flight.logprobs)
+                    booked = [None if index in flight.withdrawn else token for index, token in enumerate(booked)]
+                for progress in self._scheduler.account(plan, booked, now, step):
+                    self._open.stream(progress, now, flight.logprobs, pooled)
             if self._recorder is not None and flight.record is not None:
                 self._recorder.collected(flight.record, now - flight.dispatched)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..api.errors import InvalidRequestError
 from ..api.request import NOT_FINITE, FinishReason, Output, Request, TokenLogprobs
 from ..api.sampling_params import SamplingParams
+from ..pooling.pooled_rows import PooledRows
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_plan import Progress
 from ..text.constrained_samples import ConstrainedSamples, End
@@ -17,6 +18,8 @@ from ..text.tokenizer import TextStream, Tokenizer
 from .logprobs import StepLogprobs
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..text.grammar import Grammar
 
 
@@ -88,7 +91,9 @@ class OpenSamples:
             if not request.is_finished:
                 self._put(request, prompt_logprobs=found)
 
-    def stream(self, progress: Progress, now: float, logprobs: StepLogprobs | None) -> None:
+    def stream(
+        self, progress: Progress, now: float, logprobs: StepLogprobs | None, pooled: PooledRows | None = None
+    ) -> None:
         """Converts a sample's new token to an output. Ends the sample at a stop string or the end of its constraint."""
         request, token_id = progress
         if request.finish_reason is FinishReason.ERROR:
@@ -109,7 +114,8 @@ class OpenSamples:
             self._scheduler.finish_at_token(request, reason, now, is_dropped=is_wrong)
         is_open = reason is None and request.is_constrained and request.finish_reason is FinishReason.LENGTH
         if request.is_finished and not is_open:  # a constraint may be complete with the last token: `end_constrained`
-            self._close(request, token_ids=token_ids, text=text, message=message, logprobs=found)
+            row = pooled.row(request) if pooled is not None else None
+            self._close(request, token_ids=token_ids, text=text, message=message, logprobs=found, pooled=row)
         else:
             self._put(request, token_ids=token_ids, text=text, logprobs=found)
 
@@ -148,6 +154,7 @@ class OpenSamples:
         text: str = "",
         message: str = "",
         logprobs: tuple[TokenLogprobs, ...] = (),
+        pooled: "np.ndarray | None" = None,
     ) -> None:
         """Adds the last output of a finished sample, including all text that was held back."""
         stream = self._texts.pop(request, None)
@@ -161,6 +168,7 @@ class OpenSamples:
             token_ids=token_ids,
             text=text + (stream.flush() if stream is not None else ""),
             logprobs=logprobs,
+            pooled=pooled,
             finish_reason=request.finish_reason,
             message=message,
             num_prompt_tokens=len(request.prompt_token_ids),

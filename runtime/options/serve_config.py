@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from ..api.model_config import TASKS
 from ..api.quantisation import SCHEMES
 from .combinations import check_combinations
 from .option import Option, option
@@ -89,6 +90,13 @@ class ServeConfig:
         _MODEL,
         "type of weights, activations and KV cache; auto is bfloat16, or float32 for float32 checkpoints and on CPUs",
         choices=("auto", "bfloat16", "float32"),
+    )
+    task: str = option(
+        "auto",
+        _MODEL,
+        "what the model does: generate text, embed texts (Embed), or rerank documents (Rerank, Score); auto asks the "
+        "model's files, which name an embedding model (modules.json)",
+        choices=("auto", *TASKS),
     )
     generation_config: str = option(
         "auto",

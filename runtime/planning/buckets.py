@@ -13,6 +13,7 @@ def declare_buckets(
     page_size: int,
     max_decode_steps: int = 1,
     max_fused_tokens: int = 0,
+    is_pooling: bool = False,
 ) -> tuple[Bucket, ...]:
     """Returns the buckets of a server, smallest first.
 
@@ -26,6 +27,8 @@ def declare_buckets(
     With decode kernels, shapes for decodes only have one program per sampling mode, because selecting the mode on the
     device would cost as much time as a layer. Steps with prefill then have no shapes below 64 tokens, because a step of
     64 tokens takes as long as one of 8, and each shape has to be compiled.
+
+    A model with `is_pooling` only computes prompts, in the shapes for prefill from 64 tokens on.
     """
     sizes = [2**power for power in range(max_step_tokens.bit_length()) if 2**power < max_step_tokens]
     has_decode_kernels = max_fused_tokens > 0
@@ -38,6 +41,10 @@ def declare_buckets(
         # A chunk of n tokens begins at most ceil(n / page_size) pages, and multi-step decode at most one per request.
         num_new_pages = num_requests + num_tokens // page_size
         shape = (num_tokens, num_requests, num_new_pages)
+        if is_pooling:
+            if num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):
+                buckets.append(Bucket(*shape, is_pooling=True))
+            continue
         is_fused = has_decode_kernels and num_tokens <= min(max_running, max_fused_tokens)
         if is_fused:  # before the general bucket, so that `BatchBuilder.bucket` finds it first
             buckets += [Bucket(*shape, is_decode=True, mode=mode) for mode in SamplingMode]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
@@ -11,7 +12,8 @@ from meshserve.sharding.chips import GIB, NoCompilerError, target
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
 from ..options.serve_config import ServeConfig
-from ..weights.locate import find_model
+from ..weights.locate import DEMO_MODEL, find_model, model_directory
+from ..weights.model_task import with_task
 from ..weights.registry import is_published, named_model, read_model
 from .aot import KnownKey, ProgramReport
 from .compiled_plan import REPORT_HEAD, CompiledPlan, compile_plan, report_row
@@ -20,6 +22,7 @@ from .roofline import Roof
 from .tp_choice import TPSizePlan, best_tp_size, check_tp, roofline_of, tp_size_plans
 
 PROMPT_LENGTHS = (1024, 8192)
+_TEXT_LENGTHS = (32, 512, 8192)  # of embedding models
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class Report:
     length: int  # tokens per request
     decode: tuple[Roof, ...] = ()  # empty if the device's speed is unknown
     prefill: tuple[Roof, ...] = ()
+    pooling: tuple[Roof, ...] = ()  # of an embedding model or reranker, in place of `decode` and `prefill`
     tp_sizes: tuple[TPSizePlan, ...] = ()
     best: TPSizePlan | None = None
     reason: str = ""
@@ -48,14 +52,18 @@ def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Rep
     except MemoryError as error:
         remedy = f" On {planner.target.name} it fits with {best.flags}." if best is not None else ""
         raise MemoryError(f"{error}{remedy}") from None
-    roofline = roofline_of(planner)
-    decode = [roofline.decode(batch, length) for batch in batches] if roofline is not None else []
-    step_tokens = planner.server.limits.max_step_tokens
-    prefill = [roofline.prefill(tokens, step_tokens) for tokens in PROMPT_LENGTHS] if roofline is not None else []
-    return Report(
-        plan=plan, length=length, decode=tuple(decode), prefill=tuple(prefill),
-        tp_sizes=tuple(tp_sizes), best=best, reason=reason,
-    )  # fmt: skip
+    report = Report(plan=plan, length=length, tp_sizes=tuple(tp_sizes), best=best, reason=reason)
+    roofline, step_tokens = roofline_of(planner), planner.server.limits.max_step_tokens
+    if roofline is None:
+        return report
+    if planner.server.model.pooling is not None:
+        full_steps = [roofline.pooling(tokens, step_tokens) for tokens in _TEXT_LENGTHS]
+        return dataclasses.replace(report, pooling=tuple(full_steps))
+    return dataclasses.replace(
+        report,
+        decode=tuple(roofline.decode(batch, length) for batch in batches),
+        prefill=tuple(roofline.prefill(tokens, step_tokens) for tokens in PROMPT_LENGTHS),
+    )
 
 
 def plan_table(plan: MemoryPlan) -> str:
@@ -87,7 +95,7 @@ def report_text(report: Report) -> str:
     """Returns the report as tables."""
     plan, length = report.plan, report.length
     lines = [plan_table(plan), f"  {f'requests of {length} tokens':<26} {plan.num_requests(length):>22}"]
-    if report.decode:
+    if report.decode or report.pooling:
         head = f"{'roofline':<28}{'ms':>10}{'bound':>10}{'+ all-reduces, ms (estimated)':>32}{'= tokens/s':>14}"
         lines += ["", head]
         fits = {False: "  exceeds the cache or max_running", True: ""}
@@ -95,9 +103,11 @@ def report_text(report: Report) -> str:
             name = f"decode {roof.num_tokens} x {roof.context}"
             lines.append(_roof_row(name, roof) + fits[roof.num_tokens <= plan.num_requests(length)])
         lines += [_roof_row(f"prefill of {roof.num_tokens}", roof) for roof in report.prefill]
+        lines += [_roof_row(f"step, texts of {roof.context}", roof) for roof in report.pooling]
+    unit = "text" if report.pooling else "token"
     width = max([4, *(len(item.name) for item in report.tp_sizes)])
     counts = f"{'tp':>{width}}{'replicas':>10}{'requests each':>15}{'limited by':>14}"
-    lines += ["", f"{counts}{'ms/token alone':>18}{'total tokens/s':>17}"]
+    lines += ["", f"{counts}{f'ms/{unit} alone':>18}{'total tokens/s':>17}"]
     for item in report.tp_sizes:
         speeds = f"{1e3 * item.step_seconds:>18.3f}{item.tokens_per_second:>17,.0f}" if item.step_seconds else ""
         row = f"{item.name:>{width}}{item.num_replicas:>10}{item.num_requests:>15}{item.limited_by:>14}{speeds}"
@@ -126,6 +136,7 @@ def report_json(report: Report, compiled: CompiledPlan | None = None) -> str:
         "num_requests": report.plan.num_requests(report.length),
         "decode": roofs(report.decode),
         "prefill": roofs(report.prefill),
+        "pooling": roofs(report.pooling),
         "tp_sizes": [dataclasses.asdict(item) for item in report.tp_sizes],
         "best_tp": report.best.tp if report.best is not None else None,
         "best_flags": report.best.flags if report.best is not None else None,
@@ -217,6 +228,8 @@ def compile_with_table(planner: Planner, known: dict[KnownKey, ProgramReport] | 
 
 def _model(config: ServeConfig) -> ModelConfig:
     if is_published(config.model):
-        return named_model(config.model, config.quantize, fp8_head=config.fp8_head)
+        model = named_model(config.model, config.quantize, fp8_head=config.fp8_head)
+        return with_task(model, config.task, Path(model_directory(DEMO_MODEL)))
     files = find_model(config.model, revision=config.revision, random_weights=True)  # downloads no weights
-    return read_model(files.small / "config.json", config.quantize, fp8_head=config.fp8_head)
+    model = read_model(files.small / "config.json", config.quantize, fp8_head=config.fp8_head)
+    return with_task(model, config.task, files.small)

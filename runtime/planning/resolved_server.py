@@ -224,22 +224,28 @@ def _kernel_shapes(server: ResolvedServer) -> KernelShapes:
 
 
 def _resolved(
-    config: ServeConfig,
+    requested: ServeConfig,
     shapes: KernelShapes,
     platform: str,
     names: KernelNames,
     chosen: StepLimits,
 ) -> ResolvedServer:
+    config, is_pooling = requested, shapes.model.pooling is not None
     num_fused_tokens = max_fused_tokens(names, shapes)
+    if is_pooling:  # decodes nothing
+        config = dataclasses.replace(config, draft_tokens=0)
+        chosen = dataclasses.replace(chosen, max_decode_steps=1)
+        num_fused_tokens = 0
     buckets = declare_buckets(
         max_step_tokens=chosen.max_step_tokens,
         max_running=chosen.max_running,
         page_size=config.page_size,
         max_decode_steps=chosen.max_decode_steps,
         max_fused_tokens=num_fused_tokens,
+        is_pooling=is_pooling,
     )
     return ResolvedServer(
-        requested=config,
+        requested=requested,
         model=shapes.model,
         platform=platform,
         layout=shapes.layout,
@@ -250,7 +256,7 @@ def _resolved(
         limits=_limits(config, chosen, context_tokens(config, shapes.model), buckets),
         step_limits=chosen,
         buckets=buckets,
-        has_processors=config.logits_processors,
+        has_processors=config.logits_processors and not is_pooling,
         memory_fraction=usable_share(config, platform),
         reserve_bytes=config.reserve_mib << 20,
         requested_pages=config.num_pages,

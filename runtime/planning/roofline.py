@@ -135,6 +135,20 @@ class Roofline:
         flops += num_tokens * num_tokens / 2 * self._attention_flops
         return self._roof(num_tokens, num_tokens, read_bytes, flops, num_steps=num_steps)
 
+    def pooling(self, num_tokens: int, step_tokens: int) -> Roof:
+        """Returns the roofline of a full step of prompts of `num_tokens` tokens each, as embedding models compute them.
+
+        Longer prompts take several steps: see `prefill`. The output head is not read.
+        """
+        if num_tokens >= step_tokens:
+            return self.prefill(num_tokens, step_tokens)
+        num_prompts = step_tokens // num_tokens
+        total = num_prompts * num_tokens
+        read_bytes = self.read_weight_bytes(total) - self._head_bytes
+        flops = self._layer_flops(total) - self._last_mlp_flops(total - num_prompts)
+        flops += total * num_tokens / 2 * self._attention_flops
+        return self._roof(total, num_tokens, read_bytes, flops, num_steps=1)
+
     def _last_mlp_flops(self, num_tokens: int) -> float:
         if self.model.experts is not None and self.model.experts.has_experts(self.model.num_layers - 1):
             _, num_choices = self._expert_load(num_tokens)

@@ -2,8 +2,9 @@
 
 The best TP size of a machine is the one at which it decodes the most tokens per second, with as many requests of the
 given length as fit. Among TP sizes within `_EQUAL` of that throughput, it is the one with the shortest step. The times
-are those of the roofline plus the estimated all-reduces. A mixture of experts is planned with both splits of its
-experts, by tensor and by expert. A server whose `tp` is auto gets the size that is the fastest for a single request.
+are those of the roofline plus the estimated all-reduces; of embedding models and rerankers, those of full steps of
+prompts, and of one prompt. A mixture of experts is planned with both splits of its experts, by tensor and by expert. A
+server whose `tp` is auto gets the size that is the fastest for a single request.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import jax
 from meshserve.sharding.chips import Chip, Target, chip_of
 
 from ..api.errors import ConfigError
-from ..api.model_config import ModelConfig
+from ..api.model_config import GENERATE, ModelConfig
 from ..options.serve_config import ServeConfig
 from .memory_plan import Planner
 from .resolved_server import ResolvedServer
@@ -119,11 +120,12 @@ class TPSizePlan:
     tp: int
     num_replicas: int
     num_requests: int  # requests of the given length that run at the same time in one replica; 0 if it does not fit
-    step_seconds: float = 0.0  # decode step of a single request
+    step_seconds: float = 0.0  # decode step of a single request, or a single prompt of an embedding model or reranker
     tokens_per_second: float = 0.0  # of all replicas together, with all requests
     reason: str = ""  # why the model does not fit
     expert_parallel: bool = False  # as in `ServeConfig`
     limited_by: str = ""  # what allows no more requests: "max_running" or "KV cache"
+    task: str = GENERATE  # of the model
 
     @property
     def name(self) -> str:
@@ -169,12 +171,17 @@ def _tp_size_plan(planner: Planner, length: int) -> TPSizePlan:
     roofline = roofline_of(planner)
     if roofline is None:
         return dataclasses.replace(plan, num_requests=num_requests)
-    full = roofline.decode(num_requests, length)
+    if planner.server.model.pooling is not None:
+        full = roofline.pooling(length, planner.server.limits.max_step_tokens)
+        alone = roofline.prefill(length, planner.server.limits.max_step_tokens)
+    else:
+        full, alone = roofline.decode(num_requests, length), roofline.decode(1, length)
     return dataclasses.replace(
         plan,
         num_requests=num_requests,
-        step_seconds=roofline.decode(1, length).total_seconds,
-        tokens_per_second=num_replicas * num_requests / full.total_seconds,
+        step_seconds=alone.total_seconds,
+        tokens_per_second=num_replicas * full.num_tokens / full.total_seconds,
+        task=planner.server.model.task,
     )
 
 
@@ -204,10 +211,11 @@ def best_tp_size(plans: list[TPSizePlan], length: int) -> tuple[TPSizePlan | Non
     best = min(
         (plan for plan in fitting if plan.tokens_per_second >= (1 - _EQUAL) * most), key=lambda plan: plan.step_seconds
     )
-    reason = (
-        f"{best.num_replicas} x tp {best.name} decode {best.tokens_per_second:,.0f} tokens/s with "
-        f"{best.num_replicas * best.num_requests} requests of {length} tokens, limited by {best.limited_by}"
-    )
+    verb, unit = ("decode", "token") if best.task == GENERATE else (best.task, "text")
+    num_requests = best.num_replicas * best.num_requests
+    load = f"{num_requests} requests of {length} tokens, limited by {best.limited_by}"
+    load = load if best.task == GENERATE else f"texts of {length} tokens"
+    reason = f"{best.num_replicas} x tp {best.name} {verb} {best.tokens_per_second:,.0f} tokens/s with {load}"
     others = [plan for plan in fitting if plan is not best]
     if others:
         second = max(others, key=lambda plan: plan.tokens_per_second)
@@ -215,7 +223,7 @@ def best_tp_size(plans: list[TPSizePlan], length: int) -> tuple[TPSizePlan | Non
     fastest = min(fitting, key=lambda plan: plan.step_seconds)
     if fastest is not best:
         reason += (
-            f". For a single request, tp {fastest.name} is fastest: {1e3 * fastest.step_seconds:.2f} ms per token "
+            f". For a single request, tp {fastest.name} is fastest: {1e3 * fastest.step_seconds:.2f} ms per {unit} "
             f"instead of {1e3 * best.step_seconds:.2f}"
         )
     too_small = [plan.name for plan in plans if not plan.num_requests]

@@ -50,11 +50,12 @@ class Bucket:
     num_steps: int = 1  # decode steps in one dispatch
     is_decode: bool = False  # for decodes only: every token belongs to a different request
     mode: int = ANY_MODE  # the SamplingMode for which it is compiled
+    is_pooling: bool = False  # computes `ModelConfig.pooling` and samples nothing
 
     @property
     def kind(self) -> str:
         """The kind of its program. Buckets of one kind have different numbers of tokens."""
-        kind = "decode" if self.is_decode else "step"
+        kind = "pooling" if self.is_pooling else "decode" if self.is_decode else "step"
         kind += f" {SamplingMode(self.mode).name.lower()}" if self.mode != ANY_MODE else ""
         return f"{kind} x {self.num_steps}" if self.num_steps > 1 else kind
 

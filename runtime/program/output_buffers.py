@@ -22,7 +22,7 @@ OutputBufferKey = tuple[str, int]  # "logits" of so many requests, "hidden" stat
 
 def output_buffer_keys(bucket: Bucket) -> tuple[OutputBufferKey, ...]:
     """Returns the output buffers of a bucket's step, in the order of `StepOutput`."""
-    if bucket.num_steps > 1:
+    if bucket.num_steps > 1 or bucket.is_pooling:
         return ()
     logits = ("logits", bucket.num_requests)
     return (logits,) if bucket.is_decode else (logits, ("hidden", bucket.num_tokens))

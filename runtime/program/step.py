@@ -23,6 +23,7 @@ from meshserve.sharding.mesh import named_sharding, partition_spec
 from ..api.model_config import ModelConfig
 from ..api.sampling_params import SamplingMode
 from ..model.qwen3 import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
+from ..pooling.last_token import pooled
 from .batch import ANY_MODE, ON_DEVICE, Bucket
 from .output_buffers import output_buffer_shapes, write_over
 from .sampling import SamplingBatch, sample
@@ -55,12 +56,14 @@ class DeviceState(NamedTuple, Generic[Leaf]):
 
 
 class StepOutput(NamedTuple, Generic[Leaf]):
-    """The outputs of a step. Multi-step decode has no logits, and steps with decodes only have no hidden states.
+    """The outputs of a step.
+
+    Multi-step decode and pooling have no logits, and steps with decodes only have no hidden states either.
 
     The next step may overwrite logits and hidden states as soon as it is dispatched; see `output_buffers.py`.
     """
 
-    sampled: Leaf  # [B] int32, or [num_steps, B]
+    sampled: Leaf  # [B] int32, or [num_steps, B]; of a pooling step [B, N] float32, see `last_token.pooled`
     logits: Leaf | None = None  # [B, V] float32, sharded by vocabulary: after the last token of each request
     hidden: Leaf | None = None  # [T, D], before the last layer's MLP
 
@@ -115,6 +118,9 @@ def step(
     num_rows = LIBRARY_ROWS if _has_library_gemms(kernels, bucket) else 0
     wanted = None if bucket.is_decode else _padded(fields["last_index"], num_rows)
     last, hidden, cache = model(token_ids, state.cache, batch, kernels, wanted)
+    if bucket.is_pooling:
+        output = StepOutput(pooled(model, last[: bucket.num_requests]))
+        return DeviceState(cache, state.last_tokens, page_table), output
     sampling = SamplingBatch.unpacked(fields)
     logits = model.logits(last)[: bucket.num_requests]
     sampled = sample(
@@ -190,7 +196,7 @@ def sharded_step(
         shape.sharding.spec for shape in output_buffer_shapes(kernels, abstract, [bucket], mesh).values()
     )
     output_specs = StepOutput(PartitionSpec())
-    if bucket.num_steps == 1:
+    if bucket.num_steps == 1 and not bucket.is_pooling:
         hidden_specs = None if bucket.is_decode else PartitionSpec()
         output_specs = StepOutput(PartitionSpec(), partition_spec((None, "vocab")), hidden_specs)
 

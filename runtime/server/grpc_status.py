@@ -11,6 +11,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from ..api.errors import (
+    AbortedError,
     DeadlineError,
     EngineStoppedError,
     InvalidRequestError,
@@ -20,6 +21,7 @@ from ..api.errors import (
     UnauthenticatedError,
     UnavailableFeatureError,
     UnsupportedModelError,
+    WrongTaskError,
 )
 from .output_queue import RequestIdInUseError, SlowReaderError
 
@@ -35,6 +37,8 @@ GRPC_STATUS: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
         QuotaExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
         SlowReaderError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        AbortedError: grpc.StatusCode.CANCELLED,
+        WrongTaskError: grpc.StatusCode.UNIMPLEMENTED,
         DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
         EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
     }

@@ -16,22 +16,31 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
 
 from ..api import proto_codec
 from ..api.engine_api import Engine, ModelInfo
-from ..api.errors import DeadlineError, EngineStoppedError, InvalidRequestError, QuotaExceededError
-from ..api.request import MAX_PRIORITY, FinishReason, Output, RequestOptions
+from ..api.errors import (
+    DeadlineError,
+    EngineStoppedError,
+    InvalidRequestError,
+    QuotaExceededError,
+    WrongTaskError,
+)
+from ..api.model_config import GENERATE
+from ..api.request import MAX_PRIORITY, MAX_SAMPLES, FinishReason, Output, RequestOptions
 from ..api.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, SamplingParams
 from ..api.tenants import Tenant
-from ..telemetry.request_log import Observer
+from ..telemetry.request_log import Observer, RequestLog
 from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer
 from .auth import Access
 from .grpc_status import abort, code_of
 from .method_permissions import new_access
-from .output_queue import OutputQueues
+from .output_queue import OutputQueue, OutputQueues
 from .prompt_intake import Intake
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # a prompt of a million tokens takes 3 MB
@@ -64,6 +73,25 @@ class Backend:
     grammars: Grammars | None = None  # None: constraints are not supported
 
 
+class Accepted:
+    """A request that the engine has accepted, until its last output has been taken."""
+
+    def __init__(self, queue: OutputQueue, log: RequestLog, check_end: Callable[[Output], None]):
+        self.queue, self.log = queue, log
+        self.num_open_samples = queue.num_samples  # whose last output has not been taken
+        self.ended = "cancelled"  # how the last of the others did
+        self._check_end = check_end
+
+    async def take(self) -> Output:
+        """Returns the next output. Raises as `OutputQueue.take`, and what `check_end` raises."""
+        output = await self.queue.take()
+        if output.finish_reason is not None:
+            self.num_open_samples -= 1
+            self.ended = output.finish_reason.value
+            self._check_end(output)
+        return output
+
+
 class Edge(pb_grpc.InferenceServiceServicer):
     """The InferenceService. Refuses requests until a backend is attached and `accept` is called."""
 
@@ -72,6 +100,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         self.access = access if access is not None else new_access()
         self.observer = observer if observer is not None else Observer()
         self.progress = "the process has begun"  # of the start, for people
+        self.max_samples = MAX_SAMPLES  # of a request; set again once the server's limits are known
         self.backend: Backend | None = None
         self._intake: Intake | None = None
         self._refusal: str | None = "the server is starting; wait until its health is SERVING"
@@ -166,6 +195,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         began = time.monotonic()
         try:
             backend, intake = self.serving()
+            backend.info.require(GENERATE)
             request_id = checked_request_id(request.request_id if request.HasField("request_id") else None)
             params = proto_codec.sampling_params(request.sampling, backend.info.default_sampling)
             tenant = self.access.tenant(context.invocation_metadata())
@@ -176,6 +206,10 @@ class Edge(pb_grpc.InferenceServiceServicer):
                 await self.stream(method, asked, write, context)
         except Exception as error:  # CancelledError, of a cancelled call, is not an Exception
             await abort(context, error)
+
+    async def embed_tokens(self, method: str, request_id: str, token_ids: Sequence[int], context: Any) -> np.ndarray:
+        """Returns the embedding of a text that a gateway has tokenised; see `retrieval.RetrievalEdge`."""
+        raise WrongTaskError("this server serves no embedding models.")
 
     @contextlib.contextmanager
     def in_flight(self, method: str, request_id: str, tenant: Tenant) -> Iterator[Callable[[int], None]]:
@@ -204,29 +238,41 @@ class Edge(pb_grpc.InferenceServiceServicer):
         grammar = await intake.grammar(asked.params, asked.prompt_token_ids, tenant.name, remaining)
         backend, intake = self.serving()  # again, because compiling may have taken a while
         options = dataclasses.replace(asked.options, timeout_seconds=context.time_remaining())
-        queue = self.queues.open(scoped(tenant, asked.request_id), options.n)
+
+        def submit(name: str) -> None:
+            backend.engine.submit(name, asked.prompt_token_ids, params, options, grammar)
+
+        with self.submitted(method, asked, submit, (options.n, num_prompt_tokens), context) as accepted:
+            while accepted.num_open_samples:
+                output = await accepted.take()
+                accepted.log.sent(output)  # before the write: a client that hangs up then cancels the rest of it
+                await accepted.queue.handing_over(write(output))
+
+    @contextlib.contextmanager
+    def submitted(
+        self, method: str, asked: Asked, submit: Callable[[str], None], counts: tuple[int, int], context: Any
+    ) -> Iterator[Accepted]:
+        """Submits a request, given how to under its name in the engine. When the block ends, so does the request.
+
+        `counts` are its samples and its prompt tokens.
+        """
+        num_samples, num_prompt_tokens = counts
+        queue = self.queues.open(scoped(asked.tenant, asked.request_id), num_samples)
         try:
-            backend.engine.submit(queue.request_id, asked.prompt_token_ids, params, options, grammar)
+            submit(queue.request_id)
         except BaseException:
             self.queues.discard(queue)
             raise
         request_log = self.observer.begin(
-            method=method, request_id=asked.request_id, tenant=tenant.name, num_prompt_tokens=num_prompt_tokens,
-            metadata=dict(context.invocation_metadata() or ()), began=asked.began,
+            method=method, request_id=asked.request_id, tenant=asked.tenant.name,
+            num_prompt_tokens=num_prompt_tokens, metadata=dict(context.invocation_metadata() or ()), began=asked.began,
         )  # fmt: skip
-        outcome, ended, num_open_samples = "cancelled", "cancelled", options.n
+        accepted, outcome = Accepted(queue, request_log, self._check_end), "cancelled"
         try:
-            while num_open_samples:
-                output = await queue.take()
-                if output.finish_reason is not None:
-                    num_open_samples -= 1
-                    ended = output.finish_reason.value
-                    self._check_end(output)
-                request_log.sent(output)  # before the write: a client that hangs up then cancels the rest of it
-                await queue.handing_over(write(output))
-            outcome = ended
+            yield accepted
+            outcome = accepted.ended
         except DeadlineError:
-            outcome = ended
+            outcome = accepted.ended
             raise
         except Exception as error:
             outcome = code_of(error).name.lower()

@@ -20,7 +20,8 @@ _NEWER_REFLECTION = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 
 _NEEDS = {
     Permission.INFERENCE: [
-        f"{SERVICE_NAME}/{name}" for name in ("Generate", "Chat", "Tokenize", "Detokenize", "Abort")
+        f"{SERVICE_NAME}/{name}"
+        for name in ("Generate", "Chat", "Embed", "Score", "Rerank", "Tokenize", "Detokenize", "Abort")
     ],
     Permission.INFO: [
         *(f"{SERVICE_NAME}/{name}" for name in ("GetModelInfo", "GetServerInfo", "GetLoad")),
@@ -33,7 +34,8 @@ _NEEDS = {
 }
 # Methods that take a place in the queue. While it is full, they are refused before the request is read.
 QUEUED_METHODS = frozenset(
-    (f"/{SERVICE_NAME}/Generate", f"/{SERVICE_NAME}/Chat", "/vllm.grpc.engine.VllmEngine/Generate")
+    [f"/{SERVICE_NAME}/{name}" for name in ("Generate", "Chat", "Embed", "Score", "Rerank")]
+    + [f"/vllm.grpc.engine.VllmEngine/{name}" for name in ("Generate", "Embed")]
 )
 METHOD_PERMISSIONS = MappingProxyType(
     {f"/{method}": permission for permission, methods in _NEEDS.items() for method in methods}

@@ -8,8 +8,9 @@ tenants take turns.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 from meshserve.protos import inference_pb2 as pb
 
@@ -21,6 +22,8 @@ from ..text import chat_messages
 from ..text.grammar import Compiling, Grammar, Grammars, supporting
 from ..text.tokenizer import Tokenizer
 from ..text.work_pool import WorkPool
+
+Result = TypeVar("Result")
 
 _MAX_INLINE_CHARS = 2_000  # takes about 1 ms to tokenise; longer prompts would hold up every stream
 _MAX_SHORT_SIZE = 16_384  # characters; takes about 5 ms
@@ -43,7 +46,11 @@ class Intake:
         # No token is longer than this, so a longer text cannot fit: it need not be tokenised to be refused.
         self._max_chars = info.max_context_tokens * tokenizer.max_token_chars
 
-    def _check_chars(self, field: str, num_chars: int) -> None:
+    def check_chars(self, field: str, num_chars: int) -> None:
+        """
+        Raises:
+          InvalidRequestError: A text has more characters than the context can hold.
+        """
         if num_chars > self._max_chars:
             raise InvalidRequestError(
                 field,
@@ -61,10 +68,18 @@ class Intake:
           InvalidRequestError: The text is too long.
           QuotaExceededError, QueueFullError: Too many prompts are being tokenised.
         """
-        self._check_chars("text", len(text))
-        if len(text) <= _MAX_INLINE_CHARS:
-            return self._tokenizer.encode(text)
-        return await self._prompts(len(text)).run(tenant, len(text), self._tokenizer.encode, text)
+        self.check_chars("text", len(text))
+        return await self.convert(tenant, len(text), self._tokenizer.encode, text)
+
+    async def convert(self, tenant: str, size: int, convert: Callable[..., Result], *arguments: Any) -> Result:
+        """Returns the result of a function that tokenises `size` characters: long ones in a thread.
+
+        Raises:
+          QuotaExceededError, QueueFullError: Too many prompts are being tokenised.
+        """
+        if size <= _MAX_INLINE_CHARS:
+            return convert(*arguments)
+        return await self._prompts(size).run(tenant, size, convert, *arguments)
 
     async def tokenize(self, request: pb.TokenizeRequest, tenant: str) -> pb.TokenizeResponse:
         """Answers Tokenize.
@@ -76,7 +91,7 @@ class Intake:
         """
         if request.WhichOneof("input") is None:
             raise InvalidRequestError("input", "got neither text nor conversation; send one of them.")
-        self._check_chars("text", len(request.text))
+        self.check_chars("text", len(request.text))
         return await self._conversions.run(tenant, request.ByteSize(), self._tokenized, request)
 
     def _tokenized(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
@@ -117,7 +132,7 @@ class Intake:
 
     def _render(self, asked: chat_messages.Messages) -> tuple[int, ...]:
         chat_messages.check_number(asked, self._info.max_context_tokens)
-        self._check_chars("messages", sum(map(len, chat_messages.texts(asked))))
+        self.check_chars("messages", sum(map(len, chat_messages.texts(asked))))
         messages, options = chat_messages.template_arguments(asked)
         return self._tokenizer.encode(self._tokenizer.render_chat(messages, **options))
 

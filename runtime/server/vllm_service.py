@@ -23,6 +23,7 @@ import grpc
 from ..api import proto_codec
 from ..api.constraint import CONSTRAINT_KINDS, Constraint
 from ..api.errors import ConfigError, EngineStoppedError, InvalidRequestError, UnavailableFeatureError
+from ..api.model_config import GENERATE
 from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import MAX_SEED, SamplingParams, params_table
 from ..api.tenants import LOCAL
@@ -33,7 +34,7 @@ from .output_queue import join
 _GENERATE_FIELDS = frozenset("request_id tokenized text sampling_params stream".split())
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _CHUNK_BYTES = 65_536
-_METHOD = "VllmEngine.Generate"  # in logs and metrics
+_METHOD, _EMBED_METHOD = "VllmEngine.Generate", "VllmEngine.Embed"  # in logs and metrics
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -117,7 +118,7 @@ def _servicer(base: type) -> type:
             return self.pb.GetModelInfoResponse(
                 model_path=info.name,  # not a directory, so the gateway asks for the tokenizer
                 served_model_name=info.name,
-                is_generation=True,
+                is_generation=info.task == GENERATE,
                 max_context_length=info.max_context_tokens,
                 max_req_input_len=info.max_context_tokens - 1,
                 vocab_size=info.vocab_size,
@@ -216,6 +217,16 @@ class _Generation:
                 writer = _Writer(self.pb, request.stream, token_ids[0], context)
                 asked = Asked(request_id, token_ids, params, options, began, LOCAL, count_tokens)
                 await self.edge.stream(_METHOD, asked, writer.write, context)
+        except Exception as error:
+            await abort(context, error)
+
+    async def Embed(self, request: Any, context: Any) -> Any:
+        try:
+            request_id, token_ids = checked_request_id(request.request_id or None), request.tokenized.input_ids
+            embedding = (await self.edge.embed_tokens(_EMBED_METHOD, request_id, token_ids, context)).tolist()
+            return self.pb.EmbedResponse(
+                embedding=embedding, prompt_tokens=len(token_ids), embedding_dim=len(embedding)
+            )
         except Exception as error:
             await abort(context, error)
 

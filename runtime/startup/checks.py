@@ -10,7 +10,8 @@ from ..options.model_defaults import context_tokens
 from ..options.serve_config import ServeConfig
 from ..planning.tp_choice import check_tp
 from ..server.ports import check_free
-from ..weights.locate import model_directory
+from ..weights.locate import DEMO_MODEL, model_directory
+from ..weights.model_task import with_task
 from ..weights.registry import is_published, named_model, read_model
 
 
@@ -39,7 +40,8 @@ def check_before_listening(config: ServeConfig) -> None:
 def _model(config: ServeConfig) -> ModelConfig | None:
     """Returns the config of the model, without weights; None for a remote directory, which is read once, later."""
     if config.random_weights and is_published(config.model):
-        return named_model(config.model, config.quantize, fp8_head=config.fp8_head)
+        model = named_model(config.model, config.quantize, fp8_head=config.fp8_head)
+        return with_task(model, config.task, Path(model_directory(DEMO_MODEL)))
     path = model_directory(config.model, revision=config.revision, has_weights=False)
     if is_remote(path):
         return None
@@ -48,4 +50,5 @@ def _model(config: ServeConfig) -> ModelConfig | None:
             f"--model {config.model}: {path} has no config.json, so it is not a model directory. Pass one in Hugging "
             "Face or Orbax form, a Hugging Face id such as Qwen/Qwen3-8B, or demo."
         )
-    return read_model(Path(path) / "config.json", config.quantize, fp8_head=config.fp8_head)
+    model = read_model(Path(path) / "config.json", config.quantize, fp8_head=config.fp8_head)
+    return with_task(model, config.task, Path(path))

@@ -24,7 +24,7 @@ from meshserve.sharding.memory import check_weights_fit
 from ..api.engine_api import Deliver, ModelInfo
 from ..api.errors import ConfigError
 from ..api.generation_config import read_sampling_defaults
-from ..api.model_config import ModelConfig
+from ..api.model_config import EMBED, GENERATE, ModelConfig
 from ..api.quantisation import NOT_QUANTIZED
 from ..api.sampling_params import SamplingParams, Stage, params_at
 from ..cluster.preflight import Cluster
@@ -44,6 +44,7 @@ from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer, open_tokenizer
 from ..weights.load import device_weight_bytes, load_model, read_model_with_weights
 from ..weights.locate import ModelFiles, find_model
+from ..weights.model_task import with_task
 from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of
 from .devices import start_devices
@@ -105,7 +106,7 @@ def launch(
     tokenizer = open_tokenizer(files.small)
     default_sampling = _default_sampling(config, files)
     grammars = None
-    if config.logits_processors and tokenizer.has_text:
+    if config.logits_processors and tokenizer.has_text and model.pooling is None:
         grammars = _grammars(config, tokenizer, model, files.small / "tokenizer.json")
     if cluster is not None:
         progress("waiting for the other processes")
@@ -131,7 +132,12 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
 
 
 def open_model(
-    name: str, *, random_weights: bool, quantize: str = NOT_QUANTIZED, fp8_head: bool = False
+    name: str,
+    *,
+    random_weights: bool,
+    quantize: str = NOT_QUANTIZED,
+    fp8_head: bool = False,
+    task: str = GENERATE,
 ) -> tuple[ModelConfig, MakeParams]:
     """Finds a model for an engine without a tokenizer. The arguments are the options of the same names.
 
@@ -140,12 +146,13 @@ def open_model(
     """
     files = find_model(name, random_weights=random_weights)
     model = read_model_with_weights(files.small / "config.json", files.weights, quantize, fp8_head=fp8_head)
-    return model, _make_params(files)
+    return with_task(model, task, files.small), _make_params(files)
 
 
 def _read_model(config: ServeConfig, files: ModelFiles) -> ModelConfig:
     config_file = files.small / "config.json"
-    return read_model_with_weights(config_file, files.weights, config.quantize, fp8_head=config.fp8_head)
+    model = read_model_with_weights(config_file, files.weights, config.quantize, fp8_head=config.fp8_head)
+    return with_task(model, config.task, files.small)
 
 
 def _make_params(files: ModelFiles) -> MakeParams:
@@ -277,9 +284,12 @@ def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
         num_devices=server.mesh.size,
         device_kind=server.mesh.devices.flat[0].device_kind,
         server_version=importlib.metadata.version("meshserve"),
-        supports_chat=tokenizer.has_chat_template,
+        supports_chat=tokenizer.has_chat_template and model.pooling is None,
+        supports_resume=model.pooling is None,
         supports_structured_output=server.has_processors and tokenizer.has_text,
         supports_logprobs=server.has_processors,
         supports_penalties=server.has_processors,
         supports_text=tokenizer.has_text,
+        task=model.task,
+        embedding_dimensions=model.embed_dim if model.task == EMBED else 0,
     )

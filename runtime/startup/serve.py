@@ -17,7 +17,8 @@ from ..api.errors import ConfigError, InvalidRequestError
 from ..cluster.leader import Alone, Place, lead_or_follow
 from ..gateway.gateway_child import GatewayChild, gateway_options
 from ..options.serve_config import ServeConfig
-from ..server.inference_service import Backend, Edge
+from ..retrieval.retrieval_service import RetrievalEdge
+from ..server.inference_service import Backend
 from ..server.lifecycle import Listen, ServerHandle, run_server
 from ..server.method_permissions import new_access
 from ..server.output_queue import OutputQueues, max_dispatch_tokens
@@ -125,7 +126,7 @@ class _Serving:
         self._tracer = Tracer() if config.trace else None
         access = new_access(Path(config.tokens) if config.tokens else None)
         queues = OutputQueues()
-        self.edge = Edge(queues, access=access, observer=Observer(tracer=self._tracer))
+        self.edge = RetrievalEdge(queues, access=access, observer=Observer(tracer=self._tracer))
         self._open_things = contextlib.ExitStack()
 
     def prepare(self) -> Backend:
@@ -139,6 +140,7 @@ class _Serving:
         launched = launch(self._config, edge.queues.deliver, metrics.record_step, self._tell, self.place.open())
         self.launched = launched
         edge.queues.max_dispatch_tokens = max_dispatch_tokens(launched.limits)
+        edge.max_samples = launched.limits.max_waiting
         if launched.info.supports_chat:
             self._tell("reading the chat template")
             with contextlib.suppress(InvalidRequestError):  # a template may need more, but is loaded anyway

@@ -31,7 +31,8 @@ def log_summary(server: PlacedServer, *, is_tp_chosen: bool) -> None:
         kind = f"weights {model.quantisation_name}, {kind}"
     name = Path(server.requested.model).name
     size = f"{model.num_params / 1e9:.3g} B" if model.num_params >= 1e8 else f"{model.num_params / 1e6:.3g} M"
-    _log.info("model: %s, %s, %s parameters, %s", name, architecture_of(model).name, size, kind)
+    task = "" if model.pooling is None else f", to {model.task}"
+    _log.info("model: %s, %s, %s parameters, %s%s", name, architecture_of(model).name, size, kind, task)
     chosen = ", chosen automatically" if is_tp_chosen else ""
     _log.info("devices: %d of %d x %s; tp %d%s", server.tp, jax.device_count(), device.device_kind, server.tp, chosen)
     _log.info("limits: %s", server.step_limits)
@@ -58,6 +59,10 @@ def _expectations(server: PlacedServer) -> list[str]:
     roofline = roofline_of(planner)
     if roofline is None:
         return [*lines, "expected speed: unknown, because the speed of CPUs is not known"]
+    if server.model.pooling is not None:
+        full = roofline.pooling(_REQUEST_TOKENS, server.limits.max_step_tokens)
+        speed = f"{full.tokens_per_second:,.0f} tokens/s in full steps of texts of {_REQUEST_TOKENS:,} tokens"
+        return [*lines, f"expected speed, at most, by the roofline: {speed}"]
     alone, full = roofline.decode(1, _REQUEST_TOKENS), roofline.decode(max(num_requests, 1), _REQUEST_TOKENS)
     lines.append(
         f"expected speed, at most, by the roofline: {alone.tokens_per_second:,.0f} tokens/s for one request, "

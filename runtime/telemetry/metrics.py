@@ -33,7 +33,7 @@ _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 
 _SHARES = tuple(tenth / 10 for tenth in range(1, 11))
 
 # Label values that are exported at 0 from the start.
-METHODS = ("Generate", "Chat", "VllmEngine.Generate")
+METHODS = ("Generate", "Chat", "Embed", "Score", "Rerank", "VllmEngine.Generate", "VllmEngine.Embed")
 OUTCOMES = (*(reason.value for reason in FinishReason), "internal", "resource_exhausted", "unavailable")
 REFUSAL_CODES = ("internal", "permission_denied", "resource_exhausted", "unauthenticated", "unavailable")
 
@@ -121,6 +121,9 @@ class Metrics:
             "meshserve_event_loop_lag_seconds", "Delay of the event loop beyond its timers, in seconds.", _GAP_SECONDS
         )
         self.num_prompt_tokens = self._counter("meshserve_prompt_tokens_total", "Prompt tokens of accepted requests.")
+        self.num_pooled = self._counter(
+            "meshserve_pooled_texts_total", "Texts that were embedded, and documents that were scored."
+        )
         self._requests = Counter(
             "meshserve_requests_total",
             "Requests that have ended, by method and outcome.",

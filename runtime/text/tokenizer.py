@@ -102,11 +102,16 @@ class Tokenizer:
         """Returns whether the token exists. A model's vocabulary may be padded beyond its tokenizer's."""
         return self._tokenizer.id_to_token(token_id) is not None
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token given by its name in the vocabulary; None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, *, is_completed: bool = False) -> tuple[int, ...]:
         """Returns the tokens of `text`.
 
         The text of a special token is encoded as that token. No tokens are added, because a rendered chat contains all
-        it needs.
+        it needs, unless `is_completed` asks for those that tokenizer.json adds to each text (its post-processor):
+        Qwen3-Embedding's appends an end token.
 
         Raises:
           InvalidRequestError: The text is not valid Unicode.
@@ -118,8 +123,13 @@ class Tokenizer:
                 "text", f"got half a surrogate pair at character {error.start}; the text must be valid Unicode."
             ) from None
         # Encoded as a batch of one, because the library releases the GIL only for batches.
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=is_completed)
         return tuple(encoding.ids)
+
+    @functools.cached_property
+    def num_added_tokens(self) -> int:
+        """How many tokens `encode` adds to a completed text; all of them must come after the text."""
+        return self._tokenizer.num_special_tokens_to_add(False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of the tokens.
@@ -227,7 +237,10 @@ class NoTokenizer(Tokenizer):
     def knows(self, token_id: int) -> bool:
         return False
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def token_id(self, token: str) -> int | None:
+        return None
+
+    def encode(self, text: str, *, is_completed: bool = False) -> tuple[int, ...]:
         raise UnavailableFeatureError(f"text: {NEEDS_TOKENIZER}")
 
     def decode(self, token_ids: Sequence[int]) -> str:

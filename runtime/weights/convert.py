@@ -35,7 +35,8 @@ from ..api.model_config import ModelConfig
 from ..api.quantisation import NOT_QUANTIZED
 from ..quantisation.making import published_form
 from .load import OpenedWeights, is_orbax, open_weights, read_model_with_weights
-from .locate import model_directory
+from .locate import model_directory, pooling_folders
+from .model_task import with_task
 from .orbax_layout import StoredArray, model_layout, stored_parts, stored_shapes
 from .registry import read_model
 
@@ -106,6 +107,7 @@ def convert(
     if os.path.realpath(directory) == os.path.realpath(output):
         raise ConfigError(f"--output {output} is the model itself. Choose another directory.")
     config = read_model_with_weights(directory / "config.json", directory, quantize)
+    config = with_task(config, "auto", directory)  # an embedding model is stored without an output head
     kind = _stored_dtype(config, dtype)
     config = _with_scales(config, kind)
     weights = open_weights(directory, config)
@@ -259,6 +261,9 @@ def _copy_other_files(directory: epath.Path, output: epath.Path, stored: Mapping
         is_weights = path.name.endswith(_WEIGHT_SUFFIXES) or path.name in (INDEX_FILE, MANIFEST_FILE, "config.json")
         if not (is_weights or path.name.startswith(".") or path.is_dir()):
             (output / path.name).write_bytes(path.read_bytes())
+    for folder in pooling_folders(directory):
+        (output / folder.name).mkdir(exist_ok=True)
+        (output / folder.name / "config.json").write_bytes((folder / "config.json").read_bytes())
     raw = json.loads((directory / "config.json").read_text()) | stored
     if "torch_dtype" in raw:
         raw["torch_dtype"] = raw["dtype"]

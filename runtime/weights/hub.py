@@ -17,6 +17,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 _SMALL_PATTERNS = ("*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt")
 _WEIGHT_PATTERN = "*.safetensors"
 _SUBFOLDERS = "*/*"  # other formats of the same model, such as onnx/model.onnx
+_POOLING_PATTERN = "*_Pooling/config.json"  # see `model_task`
 
 
 def is_hub_id(model: str) -> bool:
@@ -45,6 +46,8 @@ def download_model(model_id: str, *, revision: str, has_weights: bool) -> Path:
     if not (directory / "config.json").is_file():
         raise UnsupportedModelError(f"--model {model_id}: it has no config.json, so it is not a transformers model.")
     read_model(directory / "config.json")
+    if (directory / "modules.json").is_file():  # of an embedding model
+        _download(model_id, directory.name, (_POOLING_PATTERN,), ignored=())
     if has_weights:
         # The directory is named after its commit, so the weights come from the same commit even if the branch moves.
         directory = _download(model_id, directory.name, (*_SMALL_PATTERNS, _WEIGHT_PATTERN))
@@ -57,7 +60,9 @@ def download_model(model_id: str, *, revision: str, has_weights: bool) -> Path:
     return directory
 
 
-def _download(model_id: str, revision: str, patterns: tuple[str, ...]) -> Path:
+def _download(
+    model_id: str, revision: str, patterns: tuple[str, ...], ignored: tuple[str, ...] = (_SUBFOLDERS,)
+) -> Path:
     """Updates the cache with the files that match the patterns and returns the snapshot directory.
 
     Raises:
@@ -75,7 +80,7 @@ def _download(model_id: str, revision: str, patterns: tuple[str, ...]) -> Path:
     what = f"--model {model_id}" + (f" at revision {revision}" if revision else "")
     try:
         directory = huggingface_hub.snapshot_download(
-            model_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=[_SUBFOLDERS]
+            model_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=list(ignored)
         )
     except GatedRepoError:
         reason = (

@@ -73,7 +73,7 @@ def _corrected(config: ModelConfig, weights: epath.PathLike | None) -> ModelConf
     """Returns the config of the model that the weights hold; see `read_model_with_weights`."""
     if weights is None or not config.is_tied or is_orbax(weights):  # an Orbax checkpoint never stores an unused head
         return config
-    files = TensorFiles(weights)
+    files = _tensor_files(weights, config)
     if not any(files.differ(*tensors) for tensors in architecture_of(config).weight_map.tied_head.items()):
         return config
     _log.warning(
@@ -81,6 +81,20 @@ def _corrected(config: ModelConfig, weights: epath.PathLike | None) -> ModelConf
         "The head is used, as by Hugging Face; set tie_word_embeddings to false to make this explicit."
     )
     return dataclasses.replace(config, is_tied=False)
+
+
+def _tensor_files(directory: epath.PathLike, config: ModelConfig) -> TensorFiles:
+    """Opens the files of a model in Hugging Face's format.
+
+    Embedding models such as Qwen3-Embedding were saved without their output head, so the names of their tensors lack
+    the prefix that sets the layers apart from it. It is added here.
+    """
+    files = TensorFiles(directory)
+    (table,) = architecture_of(config).weight_map.tables["embedding"].all_names
+    prefix, _, bare = table.partition(".")
+    if table not in files and bare in files:
+        files.add_prefix(f"{prefix}.")
+    return files
 
 
 class OpenedWeights(NamedTuple):
@@ -105,7 +119,7 @@ def open_weights(directory: epath.PathLike, config: ModelConfig) -> OpenedWeight
         if quantisation is not None:
             source = QuantisingSource(checkpoint, quantisation) if made else _grids(checkpoint, stored)
         return OpenedWeights(_with_head(source, config, "head"), stored_pieces)
-    files = TensorFiles(directory)
+    files = _tensor_files(directory, config)
     expected: dict[str, tuple[int, ...]] = checkpoint_tensors(config)
     dtypes: dict[str, tuple[str, ...]] = {}
     matrices = quantised_matrices(config)

@@ -96,4 +96,13 @@ def _copied(remote: epath.Path) -> Path:
         is_small = path.name.endswith(_SMALL_FILE_SUFFIXES) and path.stat().length <= _MAX_SMALL_FILE_BYTES
         if is_small and not path.name.endswith(".index.json"):
             (local / path.name).write_bytes(path.read_bytes())
+    for folder in pooling_folders(remote):
+        (local / folder.name).mkdir()
+        (local / folder.name / "config.json").write_bytes((folder / "config.json").read_bytes())
     return local
+
+
+def pooling_folders(directory: epath.Path) -> list[epath.Path]:
+    """Returns the folders of an embedding model that say how it pools; see `model_task`."""
+    folders = [path for path in directory.iterdir() if path.name.endswith("_Pooling")]
+    return [path for path in folders if (path / "config.json").exists()]

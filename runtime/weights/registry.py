@@ -31,6 +31,7 @@ class Architecture:
     """A model class. Paths have the form "package.module:name", relative to `runtime`."""
 
     name: str  # as in config.json's `architectures`
+    headless_name: str  # the same of a model that was saved without its output head, as embedding models may be
     model_type: str
     module: str  # path of the nnx module: (config, layout, dtype) -> model
     config: str  # path of the config class, which has `from_dict`
@@ -127,6 +128,7 @@ _COMMON = {
 ARCHITECTURES = {
     "qwen3": Architecture(
         name="Qwen3ForCausalLM",
+        headless_name="Qwen3Model",
         model_type="qwen3",
         module="model.qwen3:Qwen3",
         config="api.model_config:ModelConfig",
@@ -144,6 +146,7 @@ ARCHITECTURES = {
     ),
     "qwen3_moe": Architecture(
         name="Qwen3MoeForCausalLM",
+        headless_name="Qwen3MoeModel",
         model_type="qwen3_moe",
         module="model.qwen3_moe:Qwen3Moe",
         config="api.experts_config:MoeModelConfig",
@@ -220,7 +223,7 @@ def read_model(path: Path, quantize: str = NOT_QUANTIZED, *, fp8_head: bool = Fa
 def model_config(raw: Mapping[str, Any], quantize: str = NOT_QUANTIZED, *, fp8_head: bool = False) -> ModelConfig:
     """Reads a parsed config.json. Raises the same errors as `read_model`."""
     for architecture in ARCHITECTURES.values():
-        if raw.get("architectures") == [architecture.name]:
+        if raw.get("architectures") in ([architecture.name], [architecture.headless_name]):
             return architecture.read_config(raw, quantize, fp8_head=fp8_head)
     served = " or ".join(repr([architecture.name]) for architecture in ARCHITECTURES.values())
     raise UnsupportedModelError(f"config.json: architectures is {raw.get('architectures')!r}; supported: {served}.")

@@ -123,6 +123,10 @@ class TensorFiles:
             return not np.array_equal(one.astype(np.float32), other.astype(np.float32))
         return one.tobytes() != other.tobytes()  # numpy compares bfloat16 slowly
 
+    def add_prefix(self, prefix: str) -> None:
+        """Makes the names of all tensors begin with `prefix`."""
+        self._tensors = {prefix + name: tensor for name, tensor in self._tensors.items()}
+
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._tensors
 

@@ -18,6 +18,7 @@ from meshserve.runtime.api.engine_api import ModelInfo
 from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
 from meshserve.runtime.api.request import FinishReason, Load, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.retrieval.retrieval_service import RetrievalEdge
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.lifecycle import Listen, ServerHandle, run_server
 from meshserve.runtime.server.method_permissions import new_access
@@ -186,7 +187,7 @@ def demo_grammars() -> Grammars:
 
 
 def edge_of(engine: FakeEngine, room: OutputQueues, tokens: Path | None = None) -> Edge:
-    edge = Edge(room, access=new_access(tokens))
+    edge = RetrievalEdge(room, access=new_access(tokens))
     edge.attach(Backend(engine, Letters(), INFO, demo_grammars()))  # type: ignore[arg-type]
     return edge
 

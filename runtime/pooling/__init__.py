@@ -1,0 +1,1 @@
+"""Embedding and reranking models, whose result is computed from the last token of each prompt."""

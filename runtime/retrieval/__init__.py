@@ -1,0 +1,1 @@
+"""The methods of a server that embeds texts or reranks documents."""

@@ -1,0 +1,104 @@
+"""Tests an unmodified OpenAI client that gets embeddings.
+
+meshserve (VllmEngine)  <-  smg (HTTP)  <-  openai
+"""
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from meshserve.runtime.client.client import Client
+from meshserve.runtime.commands.local_cluster import reserved_port
+from tests import checkpoints
+from tests.test_gateway import models
+
+from .waiting import WAIT_SECONDS, wait_for
+
+openai = pytest.importorskip("openai", reason="needs the extra gateway-test")
+pytest.importorskip("smg_grpc_proto", reason="needs the extra gateway")
+SMG = shutil.which("smg", path=str(Path(sys.executable).parent)) or shutil.which("smg")
+pytestmark = pytest.mark.skipif(SMG is None, reason="smg comes with the extra gateway")
+TEXTS = ["The sea", "a longer text, " * 4, "x"]
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
+    """The URL of the gateway once it has discovered the model, and the server's own and gateway addresses."""
+    root = tmp_path_factory.mktemp("gateway")
+    model = checkpoints.save_embedding_checkpoint(root / "embedder")
+    command = [
+        sys.executable, "-m", "meshserve", "serve", f"--model={model}", "--port=0", "--gateway-port=0", "--tp=2",
+        "--cpu-devices=2", "--page-size=16", "--max-running=8", "--max-step-tokens=64", "--num-pages=256",
+    ]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        server_log, smg_log = (stack.enter_context((root / name).open("w")) for name in ("server", "smg"))
+        port, metrics_port = (stack.enter_context(reserved_port()) for _ in range(2))
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=server_log, text=True)
+        gateway = None
+        try:
+            assert server.stdout is not None
+            own = next(found[1] for line in server.stdout if (found := re.search(r"listens on (\S+)", line)))
+            target = next(found[1] for line in server.stdout if (found := re.search(r"gateways on (\S+)", line)))
+            command = [str(SMG), "launch", "--host=127.0.0.1", f"--port={port}", f"--worker-urls=grpc://{target}"]
+            command += [f"--prometheus-port={metrics_port}", "--prometheus-host=127.0.0.1"]
+            gateway = subprocess.Popen(command, stdout=smg_log, stderr=smg_log)
+            wait_for(lambda: b"embedder" in models(port) or gateway.poll() is not None, (root / "smg").read_text)
+            assert gateway.poll() is None, (root / "smg").read_text()[-3000:]
+            yield f"http://127.0.0.1:{port}/v1", own, target
+        finally:
+            for process in (gateway, server):
+                if process is not None:
+                    process.kill()
+                    process.wait()
+
+
+@pytest.fixture
+def vectors(addresses: tuple[str, str, str]) -> np.ndarray:
+    """The embeddings that the server's own client gets."""
+    with Client(addresses[1]) as client:
+        return client.embed(TEXTS)
+
+
+@pytest.mark.parametrize("format", ["float", "base64"])
+def test_embeddings_of_an_openai_client(addresses, vectors, format):
+    with openai.OpenAI(base_url=addresses[0], api_key="none", max_retries=0) as client:
+        for text, vector in zip(TEXTS, vectors, strict=True):
+            done = client.embeddings.create(model="embedder", input=text, encoding_format=format)
+            assert done.usage.prompt_tokens in (len(text), len(text) + 1)  # with or without the end token
+            found = done.data[0].embedding
+            np.testing.assert_allclose(found, vector, rtol=0, atol=1e-6)
+
+
+def test_generation_is_refused(addresses):
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+    from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
+
+    with grpc.insecure_channel(addresses[2]) as channel:
+        stub = pb_grpc.VllmEngineStub(channel)
+        assert not stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=WAIT_SECONDS).is_generation
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(pb.GenerateRequest(text="a"), timeout=WAIT_SECONDS))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_tokens_with_and_without_the_end_token(addresses, vectors):
+    from smg_grpc_proto import vllm_engine_pb2 as pb
+    from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
+
+    with Client(addresses[1]) as client, grpc.insecure_channel(addresses[2]) as channel:
+        stub = pb_grpc.VllmEngineStub(channel)
+        ids = list(range(5))
+        expected = client.embed([[*ids, 256]])[0]
+        for tokens in (ids, [*ids, 256]):
+            request = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=tokens))
+            answer = stub.Embed(request, timeout=WAIT_SECONDS)
+            np.testing.assert_allclose(answer.embedding, expected, rtol=0, atol=1e-6)
+            assert answer.embedding_dim == len(expected)
