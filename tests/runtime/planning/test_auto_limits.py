@@ -99,13 +99,13 @@ def test_a_gpus_memory_is_claimed_where_there_is_a_plugin(monkeypatch: pytest.Mo
 
 
 def test_dispatch_threads_leave_the_claim_of_memory(monkeypatch: pytest.MonkeyPatch):
-    config = SimpleNamespace(jax_pjrt_client_create_options=None)
-    config.update = lambda name, value: setattr(config, name, value)
+    values: dict[str, object] = {"jax_pjrt_client_create_options": None}
+    config = SimpleNamespace(values=values, update=values.__setitem__)
     monkeypatch.setattr(mesh, "jax", SimpleNamespace(config=config))
     monkeypatch.setattr(mesh.importlib.util, "find_spec", lambda name: True)
     mesh.claim_gpu_memory(0.92)
     mesh.use_dispatch_threads()
-    assert config.jax_pjrt_client_create_options == {"memory_fraction": 0.92, "use_tfrt_gpu_client": True}
+    assert values["jax_pjrt_client_create_options"] == {"memory_fraction": 0.92, "use_tfrt_gpu_client": True}
 
 
 def test_the_usable_share_of_what_devices_report():
