@@ -166,7 +166,7 @@ class Grammars:
         """
         self._template.wait_until_ready()
         with self._lock:
-            self._spares.append((self._template.fork(), 0))
+            self._spares.append((self._new_spare(), 0))
 
     def close(self) -> None:
         """Ends all processes. Compilations in other threads end with an error."""
@@ -353,10 +353,16 @@ class Grammars:
         with self._lock:
             if len(self._spares) < 2:
                 try:
-                    self._spares.append((self._template.fork(), 0))
+                    self._spares.append((self._new_spare(), 0))
                 except WorkerLostError as error:
                     raise EngineStoppedError(f"constraints cannot be compiled: {error}") from None
             return self._spares.popleft()
+
+    def _new_spare(self) -> WorkerProcess:
+        """Returns a worker for compiling, which lets the engine and the workers that follow samples go first."""
+        worker = self._template.fork()
+        worker.renice()
+        return worker
 
     def _give_back(self, worker: WorkerProcess, num_uses: int) -> None:
         with self._lock:

@@ -345,7 +345,7 @@ class MaskExchange:
             worker = followers.worker
             grammars = followers.asked[0][0].grammar.grammars
             limit = _STUCK_SECONDS if followers.is_shared else grammars.limits.seconds
-            if worker.has_used(limit):
+            if worker.has_used(limit, grammars.limits.seconds):
                 culprit = followers.rows.get(worker.progress if worker.progress is not None else -1)
                 if followers.is_shared:
                     if culprit is not None:

@@ -252,17 +252,17 @@ class WorkerProcess:
         row = PROGRESS.unpack_from(self._memory, 0)[0]
         return row - 1 if 0 < row <= MAX_ROWS else None
 
-    def has_used(self, seconds: float) -> bool:
+    def has_used(self, seconds: float, elapsed_seconds: float = 0.0) -> bool:
         """Returns whether the worker has computed for so long since its message was sent.
 
         Processor time counts where it is known, so that a busy machine ends nothing that is not at fault; and elapsed
-        time, at several times as long.
+        time, at several times as long, or `elapsed_seconds` if that is longer.
         """
         if self.busy_since is None or (elapsed := time.monotonic() - self.busy_since) < seconds:
             return False
         _, process_id, began = PROGRESS.unpack_from(self._memory, 0)
         used = _processor_seconds(process_id) if sys.platform == "linux" else elapsed + began * 1e-9
-        return elapsed > _MAX_STARVATION * seconds or used - began * 1e-9 >= seconds
+        return elapsed > max(_MAX_STARVATION * seconds, elapsed_seconds) or used - began * 1e-9 >= seconds
 
     @property
     def exit_status(self) -> int | None:
