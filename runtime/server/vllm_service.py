@@ -155,11 +155,11 @@ def _servicer(base: type) -> type:
                 timestamp=now, version=backend.info.server_version, dp_rank_count=1, loads=[row]
             )
 
-        async def Embed(self, request: Any, context: Any) -> None:
-            """Not supported, like the next three; gateways work without them."""
+        async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
+            """Not supported, like the next two; gateways work without them."""
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server has no such method")
 
-        SubscribeKvEvents = StartProfile = StopProfile = Embed
+        StartProfile = StopProfile = SubscribeKvEvents
 
         async def FlushCache(self, request: Any, context: Any) -> Any:
             backend = await self.backend(context)
