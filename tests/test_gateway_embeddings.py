@@ -3,10 +3,7 @@
 meshserve (VllmEngine)  <-  smg (HTTP)  <-  openai
 """
 
-import contextlib
-import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +15,9 @@ import pytest
 from meshserve.runtime.client.client import Client
 from meshserve.runtime.commands.local_cluster import reserved_port
 from tests import checkpoints
-from tests.test_gateway import models
+from tests.test_gateway import serving
 
-from .waiting import WAIT_SECONDS, wait_for
+from .waiting import WAIT_SECONDS
 
 openai = pytest.importorskip("openai", reason="needs the extra gateway-test")
 pytest.importorskip("smg_grpc_proto", reason="needs the extra gateway")
@@ -31,33 +28,13 @@ TEXTS = ["The sea", "a longer text, " * 4, "x"]
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
-    """The URL of the gateway once it has discovered the model, and the server's own and gateway addresses."""
+    """The URL of OpenAI's API, the server's own address, and the one that the gateway calls."""
     root = tmp_path_factory.mktemp("gateway")
     model = checkpoints.save_embedding_checkpoint(root / "embedder")
-    command = [
-        sys.executable, "-m", "meshserve", "serve", f"--model={model}", "--port=0", "--gateway-port=0", "--tp=2",
-        "--cpu-devices=2", "--page-size=16", "--max-running=8", "--max-step-tokens=64", "--num-pages=256",
-    ]  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        server_log, smg_log = (stack.enter_context((root / name).open("w")) for name in ("server", "smg"))
-        port, metrics_port = (stack.enter_context(reserved_port()) for _ in range(2))
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=server_log, text=True)
-        gateway = None
-        try:
-            assert server.stdout is not None
-            own = next(found[1] for line in server.stdout if (found := re.search(r"listens on (\S+)", line)))
-            target = next(found[1] for line in server.stdout if (found := re.search(r"gateways on (\S+)", line)))
-            command = [str(SMG), "launch", "--host=127.0.0.1", f"--port={port}", f"--worker-urls=grpc://{target}"]
-            command += [f"--prometheus-port={metrics_port}", "--prometheus-host=127.0.0.1"]
-            gateway = subprocess.Popen(command, stdout=smg_log, stderr=smg_log)
-            wait_for(lambda: b"embedder" in models(port) or gateway.poll() is not None, (root / "smg").read_text)
-            assert gateway.poll() is None, (root / "smg").read_text()[-3000:]
-            yield f"http://127.0.0.1:{port}/v1", own, target
-        finally:
-            for process in (gateway, server):
-                if process is not None:
-                    process.kill()
-                    process.wait()
+    with reserved_port() as port:
+        flags = (f"--model={model}", f"--port={port}", "--max-step-tokens=64")
+        with serving(root / "log", *flags) as server:
+            yield server.url, f"127.0.0.1:{port}", server.target
 
 
 @pytest.fixture
