@@ -5,8 +5,6 @@ meshserve (VllmEngine)  <-  smg (HTTP)  <-  openai
 tests/runtime/server/test_vllm_service.py tests what needs no gateway.
 """
 
-import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -26,47 +24,12 @@ import pytest
 from meshserve.deploy import demo
 from tests.certificates import certificate
 
+from .openai_server import Server, serving
 from .waiting import WAIT_SECONDS, wait_for
 
 openai = pytest.importorskip("openai", reason="needs the extra gateway-test")
 SMG = shutil.which("smg", path=str(Path(sys.executable).parent)) or shutil.which("smg")
 pytestmark = pytest.mark.skipif(SMG is None, reason="smg comes with the extra gateway")
-
-SERVE = [
-    sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--openai-port=0", "--tp=2",
-    "--cpu-devices=2", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=32",
-    "--num-pages=256",
-]  # fmt: skip
-
-
-@dataclasses.dataclass
-class Server:
-    """A server with the gateway as its child."""
-
-    process: subprocess.Popen[str]
-    url: str  # of OpenAI's API
-    target: str  # the server port behind the gateway
-    log: Path
-
-
-@contextlib.contextmanager
-def serving(log: Path, *flags: str) -> Iterator[Server]:
-    """Runs a server until the block ends."""
-    with log.open("w") as log_file:
-        process = subprocess.Popen([*SERVE, *flags], stdout=subprocess.PIPE, stderr=log_file, text=True)
-        try:
-            assert process.stdout is not None
-            said = {}
-            for line in process.stdout:
-                if found := re.search(r"answers (gateways|OpenAI's API) on (\S+)", line):
-                    said[found[1]] = found[2]
-                if len(said) == 2:
-                    break
-            assert len(said) == 2, log.read_text()[-3000:]
-            yield Server(process, said["OpenAI's API"], said["gateways"], log)
-        finally:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 from meshserve.runtime.client.client import Client
 from meshserve.runtime.commands.local_cluster import reserved_port
 from tests import checkpoints
-from tests.test_gateway import serving
 
+from .openai_server import serving
 from .waiting import WAIT_SECONDS
 
 openai = pytest.importorskip("openai", reason="needs the extra gateway-test")

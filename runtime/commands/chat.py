@@ -120,7 +120,7 @@ class Speed:
 
     def __str__(self) -> str:
         rest_seconds = self.total_seconds - self.first_seconds
-        rate = f", then {(self.num_tokens - 1) / rest_seconds:.1f} tokens/s" if self.num_tokens > 1 else ""
+        rate = f", then {(self.num_tokens - 1) / rest_seconds:.1f} tokens/s" if rest_seconds > 0 else ""
         return f"{self.num_tokens} tokens; the first after {1000 * self.first_seconds:.0f} ms{rate}"
 
 

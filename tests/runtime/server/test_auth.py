@@ -435,7 +435,7 @@ def test_mutual_tls_wants_a_certificate_of_the_authority(tmp_path):
         with Client(server.target, credentials=trust(files, caller)) as client:
             assert client.complete("a", max_tokens=1).token_ids == (98,)
         for credentials in (trust(files), trust(files, stranger), None):
-            with Client(server.target, credentials=credentials) as client, pytest.raises(CallError):
+            with Client(server.target, credentials=credentials, ready_seconds=0) as client, pytest.raises(CallError):
                 client.load(timeout_seconds=WAIT_SECONDS)
 
 

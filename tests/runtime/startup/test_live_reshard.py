@@ -145,6 +145,7 @@ def test_streams_go_on_with_the_same_tokens(
     load = launched.engine.load()
     assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
 
+    monkeypatch.undo()
     launched.engine.stop()
     with pytest.raises(EngineStoppedError):
         launched.resharder.change_tp(2)

@@ -43,6 +43,7 @@ CONFIG = ModelConfig(
         beta_fast=32.0, beta_slow=1.0, truncate=True,
     ),
     quantisation=None,
+    pooling=None,
     head_quantisation=None,
 )  # fmt: skip
 FLOAT32 = jnp.dtype("float32")

@@ -1,0 +1,45 @@
+"""Runs a server with OpenAI's API for tests."""
+
+import contextlib
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+SERVE = [
+    sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--openai-port=0", "--tp=2",
+    "--cpu-devices=2", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=32",
+    "--num-pages=256",
+]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Server:
+    """A server with the gateway as its child."""
+
+    process: subprocess.Popen[str]
+    url: str  # of OpenAI's API
+    target: str  # the server port behind the gateway
+    log: Path
+
+
+@contextlib.contextmanager
+def serving(log: Path, *flags: str) -> Iterator[Server]:
+    """Runs a server until the block ends."""
+    with log.open("w") as log_file:
+        process = subprocess.Popen([*SERVE, *flags], stdout=subprocess.PIPE, stderr=log_file, text=True)
+        try:
+            assert process.stdout is not None
+            said = {}
+            for line in process.stdout:
+                if found := re.search(r"answers (gateways|OpenAI's API) on (\S+)", line):
+                    said[found[1]] = found[2]
+                if len(said) == 2:
+                    break
+            assert len(said) == 2, log.read_text()[-3000:]
+            yield Server(process, said["OpenAI's API"], said["gateways"], log)
+        finally:
+            process.kill()
+            process.wait()
