@@ -341,9 +341,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     };
     return merge_parts<H, W>(part, arrive, &received->is_last, out, for_mine, merged_of, row_of);
   }
-  for_mine([&](int query, int element) {
-    store_divided<W>(out + query * H + element, element, merged_of(query, element));
-  });
+  for_mine(
+      [&](int query, int element) { store_divided<W>(out + query * H + element, element, merged_of(query, element)); });
 }
 
 }  // namespace meshserve

@@ -84,16 +84,16 @@ class Plans {
     void* opened = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (opened == nullptr) return std::string("cuBLASLt cannot be opened: ") + dlerror();
     Library found = {};
-    const bool is_complete =
-        find(opened, "cublasLtGetVersion", found.version) && find(opened, "cublasLtCreate", found.create) &&
-        find(opened, "cublasLtGetStatusString", found.status_text) &&
-        find(opened, "cublasLtMatmulDescCreate", found.create_product) &&
-        find(opened, "cublasLtMatmulDescSetAttribute", found.set_product) &&
-        find(opened, "cublasLtMatrixLayoutCreate", found.create_layout) &&
-        find(opened, "cublasLtMatmulPreferenceCreate", found.create_preference) &&
-        find(opened, "cublasLtMatmulPreferenceSetAttribute", found.set_preference) &&
-        find(opened, "cublasLtMatmulAlgoGetHeuristic", found.candidates) &&
-        find(opened, "cublasLtMatmul", found.multiply);
+    const bool is_complete = find(opened, "cublasLtGetVersion", found.version) &&
+                             find(opened, "cublasLtCreate", found.create) &&
+                             find(opened, "cublasLtGetStatusString", found.status_text) &&
+                             find(opened, "cublasLtMatmulDescCreate", found.create_product) &&
+                             find(opened, "cublasLtMatmulDescSetAttribute", found.set_product) &&
+                             find(opened, "cublasLtMatrixLayoutCreate", found.create_layout) &&
+                             find(opened, "cublasLtMatmulPreferenceCreate", found.create_preference) &&
+                             find(opened, "cublasLtMatmulPreferenceSetAttribute", found.set_preference) &&
+                             find(opened, "cublasLtMatmulAlgoGetHeuristic", found.candidates) &&
+                             find(opened, "cublasLtMatmul", found.multiply);
     if (!is_complete) return std::string(path) + " lacks functions of cuBLASLt";
     if (found.version() < kMinVersion) {
       return "cuBLASLt is version " + std::to_string(found.version()) + "; FP8 products with block scales need " +
@@ -143,9 +143,10 @@ class Plans {
     const float one = 1.0f, share = operands.residual != nullptr ? 1.0f : 0.0f;
     const void* residual = operands.residual != nullptr ? operands.residual : operands.out;
     const size_t index = std::min<size_t>(product.candidate, plan.candidates.size() - 1);
-    const int failure = library_.multiply(handle->second, plan.product, &one, operands.weights, plan.weights,
-                                          operands.x, plan.x, &share, residual, plan.out, operands.out, plan.out,
-                                          &plan.candidates[index].algorithm, operands.workspace, kWorkspaceBytes, stream);
+    const int failure =
+        library_.multiply(handle->second, plan.product, &one, operands.weights, plan.weights, operands.x, plan.x,
+                          &share, residual, plan.out, operands.out, plan.out, &plan.candidates[index].algorithm,
+                          operands.workspace, kWorkspaceBytes, stream);
     return failure == 0 ? "" : describe("the product failed", failure);
   }
 

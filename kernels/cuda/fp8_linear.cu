@@ -62,7 +62,8 @@ ffi::Error fp8_linear(cudaStream_t stream, In x, In gain, In weights, In scale, 
 
   cublas_lt::Operands operands = {};
   operands.weights = weights.untyped_data();
-  operands.weight_scales = args.weights.out != nullptr ? args.weights.out : static_cast<const float*>(args.weights.scales);
+  operands.weight_scales =
+      args.weights.out != nullptr ? args.weights.out : static_cast<const float*>(args.weights.scales);
   operands.x = args.numbers;
   operands.x_scales = args.scales;
   operands.residual = has_residual ? residual.untyped_data() : nullptr;

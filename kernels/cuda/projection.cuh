@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   constexpr int kInputBytes = kInputTiles * N * kBlockK * 2;
   constexpr int kChains = kIsNarrow<N> && !W::kIsQuantised ? 2 : 1;  // wgmma chains that hide each other's latency
   constexpr int kTogether = N < 64 || W::kIsQuantised ? 1 : 2;  // tokens per warp whose loads are in flight together
-  constexpr int kPartsTogether = kMaxSplits / kTogether;  // blocks per token whose sums are in flight together
+  constexpr int kPartsTogether = kMaxSplits / kTogether;        // blocks per token whose sums are in flight together
   extern __shared__ __align__(1024) uint8_t ring[];
 
   // The shuffle tells the compiler that the warp index is uniform within a warp, which wgmma requires.
@@ -467,7 +467,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   if constexpr (W::kIsQuantised) {
 #pragma unroll
     for (int j = 0; j < N / 2; ++j) sums[0][j] = 0.0f;
-    // Of the 16 rows of the warp and the first 32 bytes of each, the 16 bytes whose address ldmatrix takes from this lane.
+    // Of the 16 rows of the warp and the first 32 bytes of each, the 16 bytes whose address ldmatrix takes from this
+    // lane.
     const int row = warp % 4 * 16 + lane % 16;
     const uint32_t lane_offset = half_offset + row * 128 + ((lane / 16) ^ (row % 8)) * 16;
 #pragma unroll 1

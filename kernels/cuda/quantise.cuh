@@ -19,21 +19,21 @@ using bf16 = __nv_bfloat16;
 enum class Before : int { kNothing, kRmsNorm, kSiluProduct };
 
 constexpr int kMaxThreads = 512;
-constexpr int kFewRows = 264;        // up to two blocks for each multiprocessor: a row gets as many threads as possible
+constexpr int kFewRows = 264;  // up to two blocks for each multiprocessor: a row gets as many threads as possible
 constexpr int kManyRowsThreads = 128;  // else several rows share a multiprocessor
 constexpr int kChunkThreads = 256;
-constexpr int kMaxEarlyGains = 2;    // gains that a thread loads with the values; more would cost registers
-constexpr int kWidth = 8;             // columns that a thread handles together: 16 bytes of bfloat16
-constexpr int kBlockColumns = 128;    // columns that share a scale with block scales
+constexpr int kMaxEarlyGains = 2;   // gains that a thread loads with the values; more would cost registers
+constexpr int kWidth = 8;           // columns that a thread handles together: 16 bytes of bfloat16
+constexpr int kBlockColumns = 128;  // columns that share a scale with block scales
 constexpr float kNegligible = 1e-30f;
-constexpr float kLargest = 448.0f;    // the largest e4m3 number
+constexpr float kLargest = 448.0f;  // the largest e4m3 number
 constexpr int kMaxColumns = kMaxThreads * kWidth * 8;
 
 // Scales of weights [rows / repeats, columns], laid out anew: [rows, stride], or [columns, rows] if transposed.
 struct ScaleArgs {
-  const void* scales;       // float32 or bfloat16; with `source_columns` 1, a row's scale is that of all columns
-  float* out;               // nullptr: nothing to do
-  int rows, columns;        // of `out`, without padding
+  const void* scales;  // float32 or bfloat16; with `source_columns` 1, a row's scale is that of all columns
+  float* out;          // nullptr: nothing to do
+  int rows, columns;   // of `out`, without padding
   int source_columns, stride, repeats;
   bool is_bfloat16, is_transposed;
 };
@@ -53,7 +53,8 @@ __device__ __forceinline__ void lay_out_scales(const ScaleArgs& args, int index)
   if (index >= args.rows * args.columns) return;
   const int row = args.is_transposed ? index % args.rows : index / args.columns;
   const int column = args.is_transposed ? index / args.rows : index % args.columns;
-  const size_t from = static_cast<size_t>(row / args.repeats) * args.source_columns + min(column, args.source_columns - 1);
+  const size_t from =
+      static_cast<size_t>(row / args.repeats) * args.source_columns + min(column, args.source_columns - 1);
   const float scale = args.is_bfloat16 ? __bfloat162float(static_cast<const bf16*>(args.scales)[from])
                                        : static_cast<const float*>(args.scales)[from];
   args.out[args.is_transposed ? static_cast<size_t>(index) : static_cast<size_t>(row) * args.stride + column] = scale;
@@ -198,7 +199,8 @@ __global__ void __launch_bounds__(kMaxThreads) quantise_row_kernel(QuantiseArgs 
     packed[i] = gains[i] = make_uint4(0, 0, 0, 0);
     if (is_inside && !is_padding) packed[i] = load_values<kBefore>(row, vector_of(i), num_vectors);
     if constexpr (kBefore == Before::kRmsNorm) {
-      if (kVectors <= kMaxEarlyGains && is_inside) gains[i] = __ldg(reinterpret_cast<const uint4*>(args.gain) + vector_of(i));
+      if (kVectors <= kMaxEarlyGains && is_inside)
+        gains[i] = __ldg(reinterpret_cast<const uint4*>(args.gain) + vector_of(i));
     }
   }
   if constexpr (kBefore == Before::kRmsNorm) {
@@ -279,7 +281,8 @@ inline cudaError_t quantise(const QuantiseArgs& args, Before before, bool per_to
   const int num_vectors = args.columns / kWidth;
   const auto whole_warps = [](int threads) { return (threads + 31) / 32 * 32; };
   if (!per_token && before != Before::kRmsNorm) {
-    const int threads = std::min(kChunkThreads, whole_warps(num_vectors)), chunks = (num_vectors + threads - 1) / threads;
+    const int threads = std::min(kChunkThreads, whole_warps(num_vectors)),
+              chunks = (num_vectors + threads - 1) / threads;
     const dim3 grid(args.rows + scale_blocks(args.weights, chunks, threads), chunks);
     chunk_kernel_for(before)<<<grid, threads, 0, stream>>>(args);
     return cudaGetLastError();

@@ -55,8 +55,8 @@ __device__ __forceinline__ void load_scales(const Scales& scales, int row, int s
       const int i = min(first + u * num_threads, total - 1), entry = i / num_groups, group = i % num_groups;
       const int local = entry * rows, at_row = row + (local < 64 ? local : second_half + local - 64);
       const int grid_row = min(at_row / scales.rows_each, scales.grid_rows - 1);  // a tile may exceed the matrix
-      const size_t at = static_cast<size_t>(grid_row) * scales.grid_columns +
-                        min(first_group + group, scales.grid_columns - 1);
+      const size_t at =
+          static_cast<size_t>(grid_row) * scales.grid_columns + min(first_group + group, scales.grid_columns - 1);
       values[u] = scale_value(scales, at);
       zeros[u] = scales.zero != nullptr ? scales.zero[at] : kSymmetricZero;
     }
@@ -140,7 +140,11 @@ struct BlockProduct {
 
   __device__ __forceinline__ BlockProduct(float (&sums)[N / 2], uint32_t weights, uint32_t input,
                                           const ScaleTable& table, int column)
-      : sums(sums), weights(weights), input(input), table(table), column(column),
+      : sums(sums),
+        weights(weights),
+        input(input),
+        table(table),
+        column(column),
         later_units(max(1, min(kUnits, (1 << min(table.columns_log2, 16)) / (16 * kUnitSteps))) - 1) {}
 
   __device__ __forceinline__ void run() { unit<0>(); }

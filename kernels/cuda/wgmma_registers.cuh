@@ -1,5 +1,5 @@
-// wgmma whose left operand is in registers. For attention, the right one is in shared memory, transposed, with rows along
-// the summed dimension as the values of a page are stored; for quantised weights, it is a tile of activations.
+// wgmma whose left operand is in registers. For attention, the right one is in shared memory, transposed, with rows
+// along the summed dimension as the values of a page are stored; for quantised weights, it is a tile of activations.
 // `keep_in_place` protects registers in use from the compiler.
 #pragma once
 #include <stdint.h>

@@ -53,9 +53,8 @@ void run(const Problem& problem, float* out) {  // out [64, N]
       });
     }
   };
-  on_all_threads([&](int) {
-    load_scales<W>(problem.scales, problem.row, 64, table.first_group, num_groups, kThreads, kTable);
-  });
+  on_all_threads(
+      [&](int) { load_scales<W>(problem.scales, problem.row, 64, table.first_group, num_groups, kThreads, kTable); });
   for (int block = problem.first_block; block < last_block; ++block) {
     std::memset(shared_memory, 0, kTileBytes + kInputTiles * kInputBytes);
     for (int row = 0; row < 64; ++row) {  // as the copy engine does, zero beyond the columns
@@ -76,7 +75,7 @@ void run(const Problem& problem, float* out) {  // out [64, N]
       ScaleTable mine = table;
       mine.address = kTable + 4 * (entries == 8 ? warp : 16 * warp + lane / 4);
       const uint32_t lane_address = row * 128 + ((lane / 16) ^ (row % 8)) * 16;
-      auto& lane_sums = *reinterpret_cast<float(*)[N / 2]>(sums.data() + thread * (N / 2));
+      auto& lane_sums = *reinterpret_cast<float (*)[N / 2]>(sums.data() + thread * (N / 2));
       BlockProduct<N, W>(lane_sums, lane_address, kTileBytes, mine, block * W::kBlockColumns).run();
     });
   }

@@ -1,5 +1,5 @@
-// Replaces CUDA and kernels/cuda/ptx.cuh for quantised.cuh on the host. A CUDA thread is a host thread, a warp is a group
-// of 32 that meet at a barrier, and shared memory is an array.
+// Replaces CUDA and kernels/cuda/ptx.cuh for quantised.cuh on the host. A CUDA thread is a host thread, a warp is a
+// group of 32 that meet at a barrier, and shared memory is an array.
 #pragma once
 #include <algorithm>
 #include <barrier>
