@@ -153,7 +153,8 @@ test-gpu:
 	    tests/kernels/test_experts_gpu.py tests/kernels/test_linear_gpu.py \
 	    tests/kernels/test_p2p_on_one_gpu.py tests/kernels/test_p2p_gpu.py
 
-# The CUDA kernels under compute-sanitizer, on a machine with a Hopper GPU: memcheck, initcheck, racecheck, synccheck.
+# The CUDA kernels under compute-sanitizer, on a machine with a Hopper GPU: memcheck, racecheck,
+# synccheck, and the same tests in memory full of NaN.
 sanitize:
 	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.checks.sanitize
 

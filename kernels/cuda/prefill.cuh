@@ -71,8 +71,8 @@ __device__ __forceinline__ void copy_page_part(uint32_t to, const CUtensorMap* m
 }
 
 // A warpgroup passes barrier `number` when the other warpgroup has arrived at it.
-__device__ __forceinline__ void wait_turn(int number) { asm volatile("bar.sync %0, 256;" ::"r"(number) : "memory"); }
-__device__ __forceinline__ void give_turn(int number) { asm volatile("bar.arrive %0, 256;" ::"r"(number) : "memory"); }
+__device__ __forceinline__ void wait_turn(int number) { sync_threads(number, 256); }
+__device__ __forceinline__ void give_turn(int number) { arrive_threads(number, 256); }
 
 // ---- the fetch warp ----------------------------------------------------------------------------------------------
 template <int H>

@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       cluster_sync_shared();
       cluster_sync();
     } else {
-      sync_threads(2, kConsumers + 32);
+      arrive_threads(2, kConsumers + 32);
     }
     return;
   }

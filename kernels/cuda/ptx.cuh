@@ -158,6 +158,11 @@ __device__ __forceinline__ void sync_threads(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Arrives at such a barrier without waiting at it. Others wait in sync_threads with the same number of threads.
+__device__ __forceinline__ void arrive_threads(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // Stores to another block of a cluster of two or more, and counts the bytes on that block's barrier.
 __device__ __forceinline__ void send_float4(uint32_t address, float4 v, uint32_t barrier) {
   asm volatile(

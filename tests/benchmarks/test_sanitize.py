@@ -5,9 +5,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import jax
 import pytest
 
-from meshserve.benchmarks.checks import sanitize
+from meshserve.benchmarks.checks import nan_fill, sanitize
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,3 +47,30 @@ def test_every_suite_selects_tests(suite: str):
     command = [sys.executable, "-m", "pytest", "--noconftest", "--collect-only", "-q", path, "-k", expression]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "::" in done.stdout, done.stdout + done.stderr
+
+
+def test_free_memory_is_filled_in_halves_up_to_the_limit():
+    assert nan_fill.fill_free_memory(jax.devices()[0], 1 << 20, 1 << 16) == 1 << 20
+    assert nan_fill.fill_free_memory(jax.devices()[0], (1 << 20) + (1 << 16), 1 << 16) == (1 << 20) + (1 << 16)
+
+
+def test_the_fill_ends_where_nothing_more_can_be_allocated(monkeypatch: pytest.MonkeyPatch):
+    """A device of 300,000 bytes takes arrays of 262,144 and 32,768 bytes, and no smaller ones are tried."""
+    taken = []
+
+    def full(size: int, *arguments, **options) -> "FilledArray":
+        if sum(taken) + size > 300_000:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        taken.append(size)
+        return FilledArray()
+
+    monkeypatch.setattr(nan_fill.jnp, "full", full)
+    assert nan_fill.fill_free_memory(jax.devices()[0], 1 << 20, 1 << 15) == 294_912 and taken == [262_144, 32_768]
+
+
+class FilledArray:
+    """Stands for an array on a device."""
+
+    def block_until_ready(self) -> "FilledArray":
+        """Returns at once."""
+        return self
