@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
+from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for, parse_settings
 from meshserve.benchmarks.lib.token_times import RunTimes, percentile
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed, nano_vllm
@@ -73,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             engine.run([Work(work.prompt_token_ids, 1) for work in batch], options.temperature).seconds
             for batch in batches[: -1 if is_fixed else 0]
         ]
+        if options.profile:
+            with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
+                engine.run(batches[0], options.temperature)
+            print(kernel_table(options.profile))
     result = _result(options, batches[0], times, prefills, power)
     print(_text(result))
     if options.json:
@@ -102,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument(
+        "--profile", type=Path, help="trace the first batch once more into this folder, and print the kernels"
+    )
     return parser
 
 

@@ -1,9 +1,12 @@
-"""Lists the kernels that took the device's time, from its profile."""
+"""Lists the kernels that took the device's time, and how long it had none, from its profile."""
 
 import collections
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
+
+_GAP_NS = 50_000  # shorter ones are counted as the launch of the next kernel
 
 
 def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30) -> str:
@@ -15,18 +18,43 @@ def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30) -> str
     """
     total: collections.Counter[str] = collections.Counter()
     calls: collections.Counter[str] = collections.Counter()
+    idle = []
     profile = jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
     for plane in profile.planes:
         if not plane.name.startswith("/device:"):
             continue
+        spans = []
         for line in plane.lines:
             if not line.name.startswith("Stream"):
                 continue
             for event in line.events:
                 total[event.name] += event.duration_ns
                 calls[event.name] += 1
+                spans.append((event.start_ns, event.start_ns + event.duration_ns))
+        if spans:
+            idle.append(f"{plane.name}: {idle_text(spans)}")
     rows = [
         f"{ns / 1e6 / num_steps:9.3f} ms {calls[name] / num_steps:7.1f}  {name[:100]}"
         for name, ns in total.most_common(num_rows)
     ]
-    return "\n".join([f"{sum(total.values()) / 1e6 / num_steps:9.3f} ms in kernels", *rows])
+    return "\n".join([*idle, f"{sum(total.values()) / 1e6 / num_steps:9.3f} ms in kernels", *rows])
+
+
+def idle_text(spans: Iterable[tuple[float, float]]) -> str:
+    """Says how much of a device's time no kernel was running.
+
+    Args:
+      spans: Beginning and end of each kernel, in nanoseconds.
+    """
+    ordered = sorted(spans)
+    begin, end = ordered[0]
+    gaps = []
+    for start, stop in ordered:
+        if start > end:
+            gaps.append(start - end)
+        end = max(end, stop)
+    long = [gap for gap in gaps if gap > _GAP_NS]
+    return (
+        f"of {(end - begin) / 1e6:.1f} ms, {sum(gaps) / 1e6:.1f} ms without a kernel; "
+        f"{len(long)} gaps over {_GAP_NS / 1e3:.0f} us, {sum(long) / 1e6:.1f} ms together"
+    )

@@ -1,0 +1,13 @@
+"""Tests what is said of a device's timeline."""
+
+from meshserve.benchmarks.lib.kernel_times import idle_text
+
+
+def test_kernels_that_overlap_leave_no_gap_and_short_gaps_are_not_listed():
+    spans = [(0, 400_000), (100_000, 500_000), (510_000, 600_000), (700_000, 1_000_000)]
+    expected = "of 1.0 ms, 0.1 ms without a kernel; 1 gaps over 50 us, 0.1 ms together"
+    assert idle_text(reversed(spans)) == expected
+
+
+def test_a_single_kernel_has_no_gap():
+    assert idle_text([(0, 2e6)]) == "of 2.0 ms, 0.0 ms without a kernel; 0 gaps over 50 us, 0.0 ms together"
