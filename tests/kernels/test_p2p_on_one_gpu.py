@@ -41,7 +41,7 @@ class Ranks(ctypes.Structure):
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     built = tmp_path_factory.mktemp("one_gpu") / "mesh.so"
     source = Path(__file__).parent / "p2p_on_one_gpu.cu"
-    subprocess.run([build.find_nvcc(), *build.FLAGS, f"-I{build.SOURCES}", source, "-o", built], check=True)
+    subprocess.run([build.find_nvcc(), *build.FLAGS, "-shared", f"-I{build.SOURCES}", source, "-o", built], check=True)
     return ctypes.CDLL(str(built))
 
 
