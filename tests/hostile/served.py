@@ -33,6 +33,8 @@ NUM_NEIGHBOUR_TOKENS = 64  # of each of its streams, prompt and output
 MAX_REQUESTS = 32
 MAX_TOKENS = MAX_REQUESTS * MAX_CONTEXT
 
+MAX_WORKER_BYTES = 64 << 20  # of a process in which constraints run
+
 # What each tenant may do, as lines of the tokens file. The token of a tenant is its name.
 TENANTS = {
     "neighbour": f"max_requests = 1\nmax_tokens = {NUM_NEIGHBOUR_TOKENS}",
@@ -44,7 +46,7 @@ TENANTS = {
 _OPTIONS = (
     "--port=0", "--gateway-port=0", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--num-pages=128",
     "--max-running=8", "--max-step-tokens=32", f"--max-context={MAX_CONTEXT}", "--max-waiting=256",
-    "--constraint-memory-mib=64",
+    f"--constraint-memory-mib={MAX_WORKER_BYTES >> 20}",
 )  # fmt: skip
 # glibc otherwise keeps up to 150 MB of large messages for later, which would hide what the server keeps.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "4"}
