@@ -2,7 +2,7 @@
 
 meshserve (VllmEngine)  <-  smg (HTTP)  <-  openai
 
-tests/runtime/server/test_vllm_service.py tests what needs no gateway.
+tests/runtime/gateway/test_vllm_service.py tests what needs no gateway.
 """
 
 import json

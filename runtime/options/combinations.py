@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ..api.errors import ConfigError
+from ..api.tenants import is_loopback
 
 if TYPE_CHECKING:
     from .serve_config import ServeConfig
@@ -35,6 +36,7 @@ def check_combinations(config: "ServeConfig") -> None:
             "begins at most one page per step. Lower it or raise page_size."
         )
     _check_cluster(config)
+    _check_kv_events(config)
     if config.cpu_devices and config.cpu_devices < config.tp and not config.coordinator:
         raise ConfigError(
             f"tp is {config.tp} but cpu_devices only {config.cpu_devices}. Raise cpu_devices or set it to 0."
@@ -58,3 +60,27 @@ def _check_cluster(config: "ServeConfig") -> None:
         )
     if config.cluster_ca and not config.tls_cert:
         raise ConfigError("cluster_ca requires tls_cert and tls_key, which this process presents to the others.")
+
+
+def _check_kv_events(config: "ServeConfig") -> None:
+    if not config.kv_events_endpoint:
+        for name in ("kv_events_replay_endpoint", "kv_events_topic"):
+            if getattr(config, name):
+                raise ConfigError(f"{name} needs kv_events_endpoint, such as tcp://127.0.0.1:5557. Set it, too.")
+    if (config.kv_events or config.kv_events_endpoint) and not config.prefix_cache:
+        raise ConfigError(
+            "kv_events tells what the prefix cache holds, and prefix_cache is off. Leave out one of them."
+        )
+    for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+        endpoint = getattr(config, name)
+        kind, _, rest = endpoint.partition("://")
+        host, _, port = rest.rpartition(":")
+        is_tcp = kind == "tcp" and bool(host) and (port.isdigit() or port == "*")
+        if endpoint and not is_tcp and not (kind == "ipc" and rest):
+            raise ConfigError(f"{name} is {endpoint!r}; it must be tcp://ADDRESS:PORT, such as tcp://127.0.0.1:5557.")
+        if is_tcp and not is_loopback(host.strip("[]")) and not config.allow_insecure:
+            raise ConfigError(
+                f"{name} is {endpoint!r}, which other machines can reach, and ZeroMQ has neither encryption nor tokens "
+                "here, while the events contain the tokens of prompts. Bind a loopback address such as "
+                "tcp://127.0.0.1:5557, or set --allow-insecure in a closed network."
+            )

@@ -277,6 +277,23 @@ class ServeConfig:
         least=-1,
         most=65_535,
     )
+    kv_events: bool = _listening(
+        False,
+        "tell gateways at the gateway port which pages the prefix cache holds (SubscribeKvEvents), so that they can "
+        "send requests to the server that has their prefixes",
+    )
+    kv_events_endpoint: str = _listening(
+        "",
+        "publish the same over ZeroMQ, as vLLM does, at this address, such as tcp://127.0.0.1:5557 (extra "
+        "`kv-events`); sets kv_events",
+    )
+    kv_events_replay_endpoint: str = _listening(
+        "", "address, such as tcp://127.0.0.1:5558, at which subscribers of kv_events_endpoint ask for what they missed"
+    )
+    kv_events_topic: str = _listening(
+        "",
+        "topic of kv_events_endpoint; empty is kv@HOSTNAME@MODEL, from which llm-d learns the pod and the model",
+    )
     drain_seconds: float = _listening(
         30.0, "time in seconds that running requests have to finish after SIGTERM", least=0
     )

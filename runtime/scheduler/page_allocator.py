@@ -15,6 +15,8 @@ A page is published when it is full; after that it is never written. Sharing a p
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from ..kv_events.page_changes import PageChanges
+
 
 class PageAllocator:
     """Allocates and frees pages 0..num_pages-1 in O(1) per page.
@@ -27,6 +29,7 @@ class PageAllocator:
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; a cache needs 1 page or more.")
         self.num_evictions = 0  # evicted pages since the start
+        self.changes: PageChanges | None = None  # is told which pages `match` can find; None: nobody asks
         self.reset(num_pages)
 
     def reset(self, num_pages: int) -> None:
@@ -38,6 +41,8 @@ class PageAllocator:
         self._num_holders = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        if self.changes is not None:
+            self.changes.cleared()
 
     @property
     def num_free_pages(self) -> int:
@@ -66,7 +71,10 @@ class PageAllocator:
 
     def _evict(self) -> int:
         page, _ = self._evictable.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        if self.changes is not None:
+            self.changes.removed(key)
         return page
 
     def flush(self) -> int:
@@ -97,12 +105,14 @@ class PageAllocator:
             else:
                 self._unused.append(page)
 
-    def publish(self, page: int, key: bytes) -> None:
-        """Makes a full, held page available to `match` under `key`. If another page has that key, that page stays."""
+    def publish(self, page: int, key: bytes) -> bool:
+        """Makes a full, held page available to `match` under `key`. Returns False if another page has that key."""
         assert self._num_holders[page], f"page {page} is published, but not held"
         assert page not in self._key_of, f"page {page} is published twice"
-        if self._page_of.setdefault(key, page) == page:
-            self._key_of[page] = key
+        if self._page_of.setdefault(key, page) != page:
+            return False
+        self._key_of[page] = key
+        return True
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the pages of the longest cached prefix of `keys`. The next `allocate` may evict them."""

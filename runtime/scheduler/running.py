@@ -148,7 +148,9 @@ class Running:
         num_pages = num_tokens // page_size
         extend_page_keys(request, page_size, num_pages)
         for index in range(request.num_published_pages, num_pages):
-            self._pages.publish(request.pages[index], request.page_keys[index])
+            is_new = self._pages.publish(request.pages[index], request.page_keys[index])
+            if is_new and self._pages.changes is not None:
+                self._pages.changes.stored(request, index)
         request.num_published_pages = num_pages
         request.publish_at_tokens = (num_pages + 1) * page_size
 

@@ -34,6 +34,7 @@ from ..api.model_config import GENERATE
 from ..api.request import MAX_PRIORITY, MAX_SAMPLES, FinishReason, Output, RequestOptions
 from ..api.sampling_params import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, SamplingParams
 from ..api.tenants import Tenant
+from ..kv_events.feed import KvEventFeed
 from ..telemetry.request_log import Observer, RequestLog
 from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer
@@ -71,6 +72,7 @@ class Backend:
     tokenizer: Tokenizer
     info: ModelInfo
     grammars: Grammars | None = None  # None: constraints are not supported
+    kv_events: KvEventFeed | None = None  # None: changes of the prefix cache are not published
 
 
 class Accepted:

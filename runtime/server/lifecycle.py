@@ -36,7 +36,6 @@ from .interceptor import AdmissionInterceptor
 from .method_permissions import ADMIN_SERVICE_NAME, SERVICE_NAME
 from .ports import address_of, check_free
 from .tls import TlsFiles, server_credentials
-from .vllm_service import add_gateway
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -61,8 +60,9 @@ _log = logging.getLogger(__name__)
 class Listen:
     """Addresses to listen on, and limits for stopping.
 
-    Port 0 takes a free one, and None opens none. `allow_insecure` permits a host that other machines can reach without
-    TLS or tokens. A stopping server waits up to `status_seconds` for callers to read their final status.
+    Port 0 takes a free one, and None opens none; `add_gateway` adds the services of the gateway port. `allow_insecure`
+    permits a host that other machines can reach without TLS or tokens. A stopping server waits up to `status_seconds`
+    for callers to read their final status.
     """
 
     host: str = "127.0.0.1"
@@ -71,6 +71,7 @@ class Listen:
     tls: TlsFiles | None = None
     http_port: int | None = None
     gateway_port: int | None = None
+    add_gateway: Callable[[Edge, grpc.aio.Server], None] | None = None
     drain_seconds: float = 30.0
     status_seconds: float = STOP_GRACE_SECONDS
     profiler: Profiler | None = None
@@ -146,9 +147,10 @@ async def serve(
     edge.queues.bind(edge.cancel)
     servers = [server]
     if listen.gateway_port is not None:
+        assert listen.add_gateway is not None, "a gateway port has services"
         interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room)
         servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor]))
-        add_gateway(edge, servers[-1])
+        listen.add_gateway(edge, servers[-1])
     await server.start()
     say(f"meshserve listens on {address_of(listen.host, handle.port)}")
     if handle.http_port is not None:

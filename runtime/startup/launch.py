@@ -30,6 +30,8 @@ from ..api.sampling_params import SamplingParams, Stage, params_at
 from ..cluster.preflight import Cluster
 from ..engine.engine import Engine
 from ..engine.step_record import Record
+from ..kv_events.feed import KvEventFeed
+from ..kv_events.page_changes import PageChanges
 from ..options.serve_config import ServeConfig
 from ..planning.resolved_server import PlacedServer, resolve_here
 from ..program.batch import BatchBuilder
@@ -48,6 +50,7 @@ from ..weights.model_task import with_task
 from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of
 from .devices import start_devices
+from .kv_event_feed import open_feed
 from .live_reshard import Resharder
 from .runner_build import compile_runner
 from .summary import log_summary, warn_of_cache
@@ -68,10 +71,13 @@ class Launched:
     resharder: Resharder
     limits: SchedulerLimits
     grammars: Grammars | None  # None if constraints are not supported
+    kv_events: KvEventFeed | None = None  # started; None unless the options ask for it
 
     def close(self) -> None:
-        """Stops the engine and the processes for constraints."""
+        """Stops the engine, the feed of KV cache events and the processes for constraints."""
         self.engine.stop()
+        if self.kv_events is not None:
+            self.kv_events.stop()
         if self.grammars is not None:
             self.grammars.close()
 
@@ -111,10 +117,13 @@ def launch(
     if cluster is not None:
         progress("waiting for the other processes")
         cluster.begin(config, files)
-    load = _loading(files, progress)
-    engine, server = build_engine(config, model, load, tokenizer, deliver, record, cluster)
+    load, feed = _loading(files, progress), open_feed(config, _served_name(config))
+    changes = feed.changes if feed is not None else None
+    engine, server = build_engine(config, model, load, tokenizer, deliver, record, cluster, changes)
     info = dataclasses.replace(_model_info(server, tokenizer), default_sampling=default_sampling)
-    return Launched(engine, tokenizer, info, Resharder(engine, server), server.limits, grammars)
+    if feed is not None:
+        feed.start()
+    return Launched(engine, tokenizer, info, Resharder(engine, server), server.limits, grammars, feed)
 
 
 def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> StepRunner:
@@ -177,14 +186,18 @@ def build_engine(
     deliver: Deliver,
     record: Record | None = None,
     cluster: Cluster | None = None,
+    changes: PageChanges | None = None,
 ) -> tuple[Engine, PlacedServer]:
     """Builds a runner as `build_runner` does, and an engine that is ready to start. Returns it and the resolved server.
+
+    `changes`, if given, is told which pages the prefix cache holds.
 
     Raises:
       As `launch`.
     """
     runner, server = build_runner(config, model, make_params, cluster)
     limits, pages = server.limits, PageAllocator(runner.num_pages)
+    pages.changes = changes
     eos_token_ids = _eos_token_ids(tokenizer, model) if tokenizer is not None else frozenset()
     engine = Engine(
         scheduler=Scheduler(limits, pages, eos_token_ids),
@@ -267,10 +280,14 @@ def _default_sampling(config: ServeConfig, files: ModelFiles) -> dict[str, Any]:
     return defaults
 
 
+def _served_name(config: ServeConfig) -> str:
+    return config.served_name or Path(os.path.abspath(config.model)).name
+
+
 def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
     model, requested = server.model, server.requested
     return ModelInfo(
-        name=requested.served_name or Path(os.path.abspath(requested.model)).name,
+        name=_served_name(requested),
         architecture=architecture_of(model).name,
         vocab_size=model.vocab_size,
         max_context_tokens=server.limits.max_context,

@@ -16,6 +16,7 @@ from ..api.engine_api import ModelInfo
 from ..api.errors import ConfigError, InvalidRequestError
 from ..cluster.leader import Alone, Place, lead_or_follow
 from ..gateway.gateway_child import GatewayChild, gateway_options
+from ..gateway.vllm_service import add_gateway
 from ..options.serve_config import ServeConfig
 from ..retrieval.retrieval_service import RetrievalEdge
 from ..server.inference_service import Backend
@@ -56,6 +57,7 @@ def listen_of(config: ServeConfig) -> Listen:
         tls=tls,
         http_port=config.http_port if config.http_port >= 0 else None,
         gateway_port=max(config.gateway_port, 0) if max(config.gateway_port, config.openai_port) >= 0 else None,
+        add_gateway=add_gateway,
         drain_seconds=config.drain_seconds,
         profiler=Profiler(Path(config.profile_dir)) if config.profile_dir else None,
     )
@@ -156,7 +158,7 @@ class _Serving:
             launched.grammars.wait_until_ready()
             metrics.read_constraint_counts = launched.grammars.counts
         launched.engine.start()
-        return Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars)
+        return Backend(launched.engine, launched.tokenizer, launched.info, launched.grammars, launched.kv_events)
 
     def on_ready(self, handle: ServerHandle) -> None:
         """Says that the server accepts requests, and what to do with it. Called on the event loop."""

@@ -58,9 +58,10 @@ def test_pods_serve_with_flags_and_keys_that_there_are(overlay: Path, tmp_path: 
     config, template, num_pods = served(overlay, tmp_path)
     [container] = containers(template, "meshserve")
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    options = {"grpc": "port", "http": "http_port", "gateway": "gateway_port", "steps": "step_port"}
+    options = {"grpc": "port", "http": "http_port", "gateway": "gateway_port", "steps": "step_port",
+               "kv-events": "kv_events_endpoint", "kv-replay": "kv_events_replay_endpoint"}  # fmt: skip
     for name, port in ports.items():
-        assert getattr(config, options[name]) == port, name
+        assert str(getattr(config, options[name])).removeprefix("tcp://*:") == str(port), name
     assert (config.coordinator == "auto") == (num_pods > 1)
     assert config.fail_seconds < template["spec"]["terminationGracePeriodSeconds"]
     assert config.host == "0.0.0.0" and config.log_format == "json"
@@ -314,6 +315,48 @@ def test_alerts_autoscaler_dashboard_and_picker_ask_for_metrics_that_there_are()
         assert names, where
         assert names <= known, (where, names - known)
     assert known >= {"meshserve_request_seconds_bucket", "vllm:cache_config_info"}
+
+
+# The metrics and labels that endpoint pickers read by default: docs/model-server-protocol.md of llm-d-router, whose
+# core-metrics-extractor takes the engine `vllm` where a pod has no label of its own.
+PICKED = {
+    "vllm:num_requests_waiting": set(), "vllm:num_requests_running": set(), "vllm:kv_cache_usage_perc": set(),
+    "vllm:cache_config_info": {"block_size", "num_gpu_blocks"},
+}  # fmt: skip
+
+
+def test_endpoint_pickers_find_what_they_read_by_default():
+    info = ModelInfo(**{
+        field.name: () if field.name == "eos_token_ids" else "" if field.type is str else 16
+        for field in dataclasses.fields(ModelInfo)
+    })  # fmt: skip
+    metrics = Metrics()
+    metrics.read_state = lambda: ServerState(
+        info=info, load=Load(num_running=3, num_waiting=2, num_pages=8, num_free_pages=2)
+    )
+    samples = {sample.name: sample for family in metrics.registry.collect() for sample in family.samples}
+    for name, labels in PICKED.items():
+        assert labels <= samples[name].labels.keys()
+    values = [samples[name].value for name in list(PICKED)[:3]]
+    assert values == [2, 3, 0.75], "usage counts from 0 to 1"
+    cache = samples["vllm:cache_config_info"].labels
+    assert (cache["block_size"], cache["num_gpu_blocks"]) == ("16", "8")
+
+
+@needs_kubectl
+def test_the_picker_of_llm_d_subscribes_where_the_pods_publish(tmp_path: Path):
+    overlay = DEPLOY / "kubernetes" / "overlays" / "llm-d"
+    config, template, _ = served(overlay, tmp_path)
+    picker = yaml.safe_load((overlay / "picker-config.yaml").read_text())
+    plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in picker["plugins"]}
+    events = plugins["precise-prefix-cache-producer"]["kvEventsConfig"]
+    found = events["podDiscoveryConfig"]
+    assert config.kv_events_endpoint == f"tcp://*:{found['socketPort']}"
+    assert config.kv_events_replay_endpoint == f"tcp://*:{found['replaySocketPort']}"
+    assert template["metadata"]["labels"]["llm-d.ai/inference-serving"] == "true"  # its default selector
+    assert events["topicFilter"] == "kv@" and not config.kv_events_topic
+    named = [profile["pluginRef"] for each in picker["schedulingProfiles"] for profile in each["plugins"]]
+    assert {*named, picker["parser"]["pluginRef"]} <= plugins.keys()
 
 
 def test_alerts_parse():

@@ -21,6 +21,7 @@ from .manifests import DEPLOY, Resource, arguments, containers, tool
 
 COMPOSE = DEPLOY / "compose"
 CHART = DEPLOY / "helm" / "meshserve"
+SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "schemas").glob("*.json")}
 needs_helm = pytest.mark.skipif(tool("helm") is None, reason="make test-deploy gets helm")
 
 
@@ -83,6 +84,8 @@ VARIANTS = {
         "image.tag=1",
     ),
     "secured": ("tlsSecret=tls", "tokensSecret=tokens", "networkPolicy.enabled=false"),
+    "pool": ("inferencePool.enabled=true", "inferencePool.gateway.name=entry"),
+    "llm-d": ("inferencePool.enabled=true", "kvEvents=true"),
 }  # fmt: skip
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -102,7 +105,9 @@ def helm(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def of_kind(variant: str, kind: str) -> Iterator[Resource]:
-    return (item for item in rendered(variant) if item["kind"] == kind)
+    """Returns the resources of a kind, except the endpoint picker's."""
+    found = (item for item in rendered(variant) if item["kind"] == kind)
+    return (item for item in found if not item["metadata"]["name"].endswith("-picker"))
 
 
 @needs_helm
@@ -115,8 +120,13 @@ def test_the_chart_is_well_formed():
 @variants
 def test_kubernetes_takes_what_the_chart_renders(variant: str):
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make test-deploy installs it")
+    jsonschema = pytest.importorskip("jsonschema", reason="make test-deploy installs it")
     for resource in rendered(variant):
-        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+        if (schema := SCHEMAS.get(resource["kind"])) is not None:
+            assert resource["apiVersion"] == schema["apiVersion"]
+            jsonschema.validate(resource["spec"], schema["spec"])
+        else:
+            kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
 
 
 @needs_helm
@@ -128,7 +138,8 @@ def test_the_pods_of_the_chart_serve_with_options_that_there_are(variant: str):
     config = config_of(arguments(container))
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (ports["grpc"], ports["http"]) == (config.port, config.http_port)
-    assert ports.get("openai", -1) == config.openai_port
+    assert ports.get("openai", -1) == config.openai_port and ports.get("gateway", -1) == config.gateway_port
+    assert ("kv-events" in ports) == bool(config.kv_events_endpoint) == (variant == "llm-d")
     assert template["spec"]["terminationGracePeriodSeconds"] > config.drain_seconds
     assert config.allow_insecure != (variant == "secured") and bool(config.tls_cert) == (variant == "secured")
     if variant == "everything":
@@ -164,9 +175,32 @@ def test_the_resources_of_the_chart_find_each_other(variant: str):
 
 
 @needs_helm
+@pytest.mark.parametrize(("variant", "overlay"), [("pool", "inference-pool"), ("llm-d", "llm-d")])
+def test_a_pool_of_the_chart_is_that_of_the_overlay(variant: str, overlay: str):
+    resources = {(item["kind"], item["metadata"]["name"]): item["spec"] for item in rendered(variant) if "spec" in item}
+    pool, route = (resources[kind, "release-meshserve"] for kind in ("InferencePool", "HTTPRoute"))
+    [deployment] = of_kind(variant, "Deployment")
+    [container] = containers(deployment["spec"]["template"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert pool["targetPorts"] == [{"number": ports["gateway"]}]
+    assert pool["selector"]["matchLabels"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert [each["name"] for rule in route["rules"] for each in rule["backendRefs"]] == ["release-meshserve"]
+    assert ("Service", pool["endpointPickerRef"]["name"]) in resources
+    assert route["parentRefs"][0]["name"] == ("entry" if variant == "pool" else "inference-gateway")
+    picker = resources["Deployment", "release-meshserve-picker"]["template"]["spec"]["containers"][0]
+    name = {"pool": "picker.yaml", "llm-d": "picker-llm-d.yaml"}[variant]
+    config = (DEPLOY / "kubernetes" / "overlays" / overlay / "picker-config.yaml").read_text()
+    assert (CHART / "files" / name).read_text() == config
+    [mounted] = [item for item in rendered(variant) if item["kind"] == "ConfigMap"]
+    assert yaml.safe_load(mounted["data"]["picker-config.yaml"]) == yaml.safe_load(config)
+    assert f"--config-file=/config/{next(iter(mounted['data']))}" in picker["args"]
+
+
+@needs_helm
 def test_the_chart_refuses_a_server_that_could_not_start():
-    done = helm("template", "r", str(CHART), "--set", "openai=true,tlsSecret=a,tokensSecret=b")
-    assert done.returncode != 0 and "Leave out one of them" in done.stderr
+    for option in ("openai", "kvEvents", "inferencePool.enabled"):
+        done = helm("template", "r", str(CHART), "--set", f"{option}=true,tlsSecret=a,tokensSecret=b")
+        assert done.returncode != 0 and "Leave out one of them" in done.stderr
 
 
 def test_the_chart_is_of_this_release():

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import queue
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,15 @@ from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.client.client import CallError, Client, call_errors
 from meshserve.runtime.commands.generate import generate_file
+from meshserve.runtime.kv_events.feed import block_hash
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.startup.launch import launch
 from tests import checkpoints
+from tests.kv_subscriber import Subscriber, check_prefixes
 from tests.runtime.loopback import serving
-from tests.waiting import WAIT_SECONDS
+from tests.waiting import WAIT_SECONDS, wait_for
 
 SMALL: dict[str, Any] = {
     "page_size": 8, "num_pages": 16, "max_running": 2, "max_step_tokens": 8, "max_context": 32, "cache_dir": "",
@@ -123,3 +127,40 @@ def test_end_tokens_that_the_vocabulary_no_longer_has_are_left_out(tmp_path: Pat
         assert ends[0].finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
     finally:
         launched.engine.stop()
+
+
+def test_an_engine_publishes_what_its_prefix_cache_holds(tmp_path: Path) -> None:
+    """From the options to an independent subscriber, through a change of the mesh, which empties the cache."""
+    model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=1)
+    ends: dict[str, Any] = {
+        "kv_events_endpoint": f"ipc://{tmp_path}/a",
+        "kv_events_replay_endpoint": f"ipc://{tmp_path}/b",
+    }
+    done: queue.Queue[str] = queue.Queue()
+    launched = launch(
+        ServeConfig(model=str(model), served_name="toy", tp=1, **SMALL | ends),
+        lambda outputs: [done.put(output.request_id) for output in outputs if output.finish_reason] and None,
+    )
+    launched.engine.start()
+    try:
+        with Subscriber(*ends.values()) as reader:
+            pages = launched.engine._pages
+
+            def agrees() -> bool:
+                with launched.engine._changed:
+                    launched.engine._scheduler.audit()
+                    return reader.hashes() == {block_hash(key) for key in pages._page_of}
+
+            for number in range(12):  # 16 pages hold seven of them, so that pages are evicted
+                params = SamplingParams(max_tokens=4, ignore_eos=True)
+                launched.engine.submit(str(number), tuple(range(number, number + 20)), params)
+                assert done.get(timeout=WAIT_SECONDS) == str(number)
+                if not number:
+                    wait_for(agrees)  # its pages are published before they are evicted
+            wait_for(agrees)
+            assert check_prefixes(reader.index, block_size=8) == len(reader.hashes()) > 4
+            assert reader.index.num_removed and reader.topics == {f"kv@{socket.gethostname()}@toy"}
+            launched.resharder.change_tp(2)
+            wait_for(lambda: reader.index.num_cleared == 1 and agrees())
+    finally:
+        launched.close()

@@ -27,9 +27,10 @@ from ..api.model_config import GENERATE
 from ..api.request import Output, RequestOptions, TokenLogprobs
 from ..api.sampling_params import MAX_SEED, SamplingParams, params_table
 from ..api.tenants import LOCAL
-from .grpc_status import abort
-from .inference_service import Asked, Backend, Edge, checked_request_id, on_behalf_of
-from .output_queue import join
+from ..server.grpc_status import abort
+from ..server.inference_service import Asked, Backend, Edge, checked_request_id, on_behalf_of
+from ..server.output_queue import join
+from .kv_event_stream import stream_events
 
 _GENERATE_FIELDS = frozenset("request_id tokenized text sampling_params stream".split())
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -155,12 +156,6 @@ def _servicer(base: type) -> type:
                 timestamp=now, version=backend.info.server_version, dp_rank_count=1, loads=[row]
             )
 
-        async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
-            """Not supported, like the next two; gateways work without them."""
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server has no such method")
-
-        StartProfile = StopProfile = SubscribeKvEvents
-
         async def FlushCache(self, request: Any, context: Any) -> Any:
             backend = await self.backend(context)
             num_pages = await asyncio.to_thread(backend.engine.flush_prefix_cache)
@@ -229,6 +224,18 @@ class _Generation:
             )
         except Exception as error:
             await abort(context, error)
+
+    async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
+        feed = (await self.backend(context)).kv_events
+        if feed is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server was started without --kv-events")
+        await stream_events(feed, request.start_sequence_number, self.common, context)
+
+    async def StartProfile(self, request: Any, context: Any) -> None:
+        """Not supported, like the next one; gateways work without them."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server has no such method")
+
+    StopProfile = StartProfile
 
 
 class _Writer:

@@ -8,14 +8,16 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from meshserve.runtime.api.errors import InvalidRequestError
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.client.client import CallError, call_errors
+from meshserve.runtime.gateway.vllm_service import add_gateway, refuse_others, sampling_params
 from meshserve.runtime.server.lifecycle import Listen
-from meshserve.runtime.server.vllm_service import refuse_others, sampling_params
 from tests.runtime.loopback import running
 from tests.waiting import WAIT_SECONDS
 
+LISTEN = Listen(gateway_port=0, add_gateway=add_gateway)
+
 
 def test_a_full_queue_refuses_a_request_before_it_is_read(monkeypatch):
-    with running(listen=Listen(gateway_port=0)) as server:
+    with running(listen=LISTEN) as server:
         monkeypatch.setattr(server.engine, "is_full", True)
         generate = "/vllm.grpc.engine.VllmEngine/Generate"
         with grpc.insecure_channel(f"127.0.0.1:{server.handle.gateway_port}") as channel:
@@ -54,7 +56,7 @@ def test_what_is_not_looked_at_is_refused():
 
 
 def test_a_call_aborts_so_many_requests():
-    with running(listen=Listen(gateway_port=0)) as server:
+    with running(listen=LISTEN) as server:
         with grpc.insecure_channel(f"127.0.0.1:{server.handle.gateway_port}") as channel:
             stub = pb_grpc.VllmEngineStub(channel)
             with server.engine.holding(50):
