@@ -131,7 +131,7 @@ protos:
 	test -x $(VENV)-protos/bin/python || $(PYTHON) -m venv $(VENV)-protos
 	$(VENV)-protos/bin/pip install --quiet --disable-pip-version-check grpcio-tools==1.81.1
 	$(VENV)-protos/bin/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src \
-	    meshserve/protos/inference.proto meshserve/protos/steps.proto
+	    meshserve/protos/inference.proto meshserve/protos/steps.proto meshserve/protos/vllm.proto
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from meshserve.protos import inference_pb2 as pb
 from meshserve.protos import inference_pb2_grpc as pb_grpc
-from meshserve.protos import steps_pb2
+from meshserve.protos import steps_pb2, vllm_pb2
 from meshserve.runtime.api import proto_codec
 from meshserve.runtime.api.engine_api import ModelInfo
 from meshserve.runtime.api.request import FinishReason, Load, Output
@@ -49,7 +49,7 @@ def without_json_names(message: Message) -> Message:
     return message
 
 
-@pytest.mark.parametrize("generated_file", [pb, steps_pb2])
+@pytest.mark.parametrize("generated_file", [pb, steps_pb2, vllm_pb2])
 def test_the_generated_code_is_that_of_the_proto(generated_file):
     built = descriptor_pb2.FileDescriptorSet.FromString(
         buf("build", "--as-file-descriptor-set", "--exclude-source-info", "--exclude-imports", "-o", "-#format=binpb")

@@ -31,6 +31,7 @@ from ..server.grpc_status import abort
 from ..server.inference_service import Asked, Backend, Edge, checked_request_id, on_behalf_of
 from ..server.output_queue import join
 from .kv_event_stream import stream_events
+from .vllm_native_service import add_native
 
 _GENERATE_FIELDS = frozenset("request_id tokenized text sampling_params stream".split())
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -55,6 +56,7 @@ def add_gateway(edge: Edge, server: grpc.aio.Server) -> None:
         from smg_grpc_proto.generated import common_pb2
     except ImportError as error:
         raise ConfigError(f"--gateway-port needs meshserve with the extra [gateway]: {error}.") from error
+    add_native(edge, server)
     pb_grpc.add_VllmEngineServicer_to_server(_servicer(pb_grpc.VllmEngineServicer)(edge, pb, common_pb2), server)
 
 

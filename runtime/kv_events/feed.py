@@ -58,8 +58,22 @@ class Replay:
     is_snapshot: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where batches are published over ZeroMQ."""
+
+    endpoint: str
+    topic: str
+    replay_endpoint: str  # empty: there are no replays
+    max_queued: int  # messages that wait for a slow reader; later ones are dropped
+
+
 class Publisher(Protocol):
-    """Publishes batches outside the process. Used by the feed's thread only."""
+    """Publishes batches outside the process. Used by the feed's thread only, except `source`."""
+
+    @property
+    def source(self) -> Source:
+        """Where it publishes."""
 
     def send(self, batch: EventBatch) -> None:
         """Sends a batch without waiting for readers."""
@@ -109,6 +123,11 @@ class KvEventFeed:
         self._readers: list[Callable[[EventBatch], None]] = []
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+
+    @property
+    def source(self) -> Source | None:
+        """Where batches are published over ZeroMQ; None if they are not."""
+        return self._publisher.source if self._publisher is not None else None
 
     def start(self) -> None:
         """Starts the thread."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..api.errors import ConfigError
-from .feed import EventBatch, Replay
+from .feed import EventBatch, Replay, Source
 
 _MEDIUM = "GPU"  # how readers name the memory of the device, of whatever kind
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -68,16 +68,14 @@ class ZmqPublisher:
         self._poller = zmq.Poller()
         if self._router is not None:
             self._poller.register(self._router, zmq.POLLIN)
+        self.source = self._source()
 
-    @property
-    def endpoint(self) -> str:
-        """The address that the PUB socket has bound."""
-        return self._pub.getsockopt_string(self._zmq.LAST_ENDPOINT)
-
-    @property
-    def replay_endpoint(self) -> str:
-        """The address that the ROUTER socket has bound; empty without one."""
-        return "" if self._router is None else self._router.getsockopt_string(self._zmq.LAST_ENDPOINT)
+    def _source(self) -> Source:
+        ends = [
+            "" if socket is None else socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
+            for socket in (self._pub, self._router)
+        ]
+        return Source(ends[0], self._topic.decode(), ends[1], _MAX_QUEUED)
 
     def _bound(self, option: str, endpoint: str, kind: int, max_queued: int) -> Any:
         socket = self._context.socket(kind)

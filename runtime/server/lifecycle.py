@@ -60,9 +60,9 @@ _log = logging.getLogger(__name__)
 class Listen:
     """Addresses to listen on, and limits for stopping.
 
-    Port 0 takes a free one, and None opens none; `add_gateway` adds the services of the gateway port. `allow_insecure`
-    permits a host that other machines can reach without TLS or tokens. A stopping server waits up to `status_seconds`
-    for callers to read their final status.
+    Port 0 takes a free one, and None opens none; `add_gateway` adds the services of the gateway port, of which the
+    health of `gateway_services` can be asked. `allow_insecure` permits a host that other machines can reach without TLS
+    or tokens. A stopping server waits up to `status_seconds` for callers to read their final status.
     """
 
     host: str = "127.0.0.1"
@@ -72,6 +72,7 @@ class Listen:
     http_port: int | None = None
     gateway_port: int | None = None
     add_gateway: Callable[[Edge, grpc.aio.Server], None] | None = None
+    gateway_services: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     status_seconds: float = STOP_GRACE_SECONDS
     profiler: Profiler | None = None
@@ -135,7 +136,7 @@ async def serve(
     _check_safety(edge, listen, is_local)
     if not is_local:
         edge.access.tokenless = ANYBODY
-    health_service = HealthService((SERVICE_NAME,))
+    health_service = HealthService((SERVICE_NAME, *listen.gateway_services))
     # Reflection is only useful for manual exploration, and would describe the service to attackers.
     interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room, edge.access)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
@@ -151,6 +152,7 @@ async def serve(
         interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room)
         servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor]))
         listen.add_gateway(edge, servers[-1])
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, servers[-1])
     await server.start()
     say(f"meshserve listens on {address_of(listen.host, handle.port)}")
     if handle.http_port is not None:

@@ -26,8 +26,9 @@ def open_feed(config: ServeConfig, model_name: str) -> KvEventFeed | None:
             topic=topic,
             page_size=config.page_size,
         )
-        replay = f", replays at {publisher.replay_endpoint}" if publisher.replay_endpoint else ""
-        _log.info("publishing KV cache events at %s%s, topic %s", publisher.endpoint, replay, topic)
+        source = publisher.source
+        replay = f", replays at {source.replay_endpoint}" if source.replay_endpoint else ""
+        _log.info("publishing KV cache events at %s%s, topic %s", source.endpoint, replay, topic)
     if publisher is None and not config.kv_events:
         return None
     return KvEventFeed(PageChanges(config.page_size), publisher)

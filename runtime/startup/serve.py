@@ -16,6 +16,7 @@ from ..api.engine_api import ModelInfo
 from ..api.errors import ConfigError, InvalidRequestError
 from ..cluster.leader import Alone, Place, lead_or_follow
 from ..gateway.gateway_child import GatewayChild, gateway_options
+from ..gateway.vllm_native_service import SERVICES as GATEWAY_SERVICES
 from ..gateway.vllm_service import add_gateway
 from ..options.serve_config import ServeConfig
 from ..retrieval.retrieval_service import RetrievalEdge
@@ -58,6 +59,7 @@ def listen_of(config: ServeConfig) -> Listen:
         http_port=config.http_port if config.http_port >= 0 else None,
         gateway_port=max(config.gateway_port, 0) if max(config.gateway_port, config.openai_port) >= 0 else None,
         add_gateway=add_gateway,
+        gateway_services=GATEWAY_SERVICES,
         drain_seconds=config.drain_seconds,
         profiler=Profiler(Path(config.profile_dir)) if config.profile_dir else None,
     )

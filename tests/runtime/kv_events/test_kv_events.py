@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import common_pb2 as pb
 from meshserve.runtime.api.errors import ConfigError, QueueFullError
 from meshserve.runtime.gateway.vllm_service import add_gateway
 from meshserve.runtime.kv_events import feed as feed_module
-from meshserve.runtime.kv_events.feed import EventBatch, KvEventFeed, Replay, block_hash
+from meshserve.runtime.kv_events.feed import EventBatch, KvEventFeed, Replay, Source, block_hash
 from meshserve.runtime.kv_events.page_changes import PageChanges
 from meshserve.runtime.kv_events.zmq_publisher import ZmqPublisher, payload
 from meshserve.runtime.options.serve_config import ServeConfig
@@ -33,6 +33,8 @@ def cached(pages: PageAllocator) -> set[int]:
 
 class Recorder:
     """A publisher that decodes what it is to send, as a reader would."""
+
+    source = Source("", "", "", 0)
 
     def __init__(self) -> None:
         self.index = Index()
@@ -150,7 +152,7 @@ def test_subscribers_that_come_early_late_and_again_agree_over_zeromq():
     simulation = Simulation(make_limits(page_size=PAGE_SIZE, max_running=4, max_step_tokens=16, max_context=40), 24)
     draw = random.Random(11)
     with published(simulation) as publisher, contextlib.ExitStack() as stack:
-        ends = publisher.endpoint, publisher.replay_endpoint
+        ends = publisher.source.endpoint, publisher.source.replay_endpoint
         early = stack.enter_context(Subscriber(*ends))
         for _ in traffic(simulation, draw, 60):
             pass
@@ -232,6 +234,6 @@ def test_an_endpoint_in_use_is_named():
     first = ZmqPublisher(endpoint="tcp://127.0.0.1:*", replay_endpoint="", topic="", page_size=1)
     try:
         with pytest.raises(ConfigError, match="kv_events_endpoint is .* cannot be bound: Address already in use"):
-            ZmqPublisher(endpoint=first.endpoint, replay_endpoint="", topic="", page_size=1)
+            ZmqPublisher(endpoint=first.source.endpoint, replay_endpoint="", topic="", page_size=1)
     finally:
         first.close()
