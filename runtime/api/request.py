@@ -14,7 +14,7 @@ from .sampling_params import SamplingParams
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..scheduler.prompt_lookup import Drafter
+    from ..drafting.drafter import Drafter
 
 MAX_PRIORITY = 100
 MAX_CACHE_SALT_CHARS = 256

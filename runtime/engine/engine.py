@@ -12,7 +12,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,7 +71,8 @@ class _Flight:
     dispatched: float  # time of the dispatch, in seconds
     record: StepRecord | None
     logprobs: StepLogprobs | None = None
-    withdrawn: frozenset[int] = frozenset()  # indices of requests whose tokens count for nothing; see `_withdraw`
+    # How many of its samples count, by the index of a request; 0 if it was withdrawn. Of other requests, all count.
+    num_valid: Mapping[int, int] = field(default_factory=dict)
 
 
 def _reason_of(error: BaseException) -> str:
@@ -378,7 +379,11 @@ class Engine:
             self.runner.set_slot_adjustments(*slot)
         tokens, sampled, prompt = flight.sampled, None, None
         if processors.packed is not None:
-            masks = self._open.constrained.token_masks(flight.plan.requests)
+            plan, withdrawn = flight.plan, flight.num_valid
+            masks, unmasked = self._open.constrained.token_masks(plan.requests, plan.drafts)
+            flight = replace(flight, num_valid={**unmasked, **withdrawn})
+            for index, num_valid in flight.num_valid.items():
+                processors.withdraw(plan.sample_rows[index][num_valid:])
             tokens, sampled = self.runner.sample(processors.packed, masks)
         if processors.prompt_targets is not None:
             prompt = self.runner.prompt_logprobs(processors.prompt_targets)
@@ -398,9 +403,7 @@ class Engine:
         with self._changed:
             now = self._clock()
             self._open.stream_prompts(flight.logprobs)
-            for step, booked in enumerate(self._scheduler.accept(plan, sampled, now)):
-                if flight.withdrawn:
-                    booked = [None if index in flight.withdrawn else token for index, token in enumerate(booked)]
+            for step, booked in enumerate(self._scheduler.speculation.accept(plan, sampled, now, flight.num_valid)):
                 for progress in self._scheduler.account(plan, booked, now, step):
                     self._open.stream(progress, now, flight.logprobs, pooled)
             if self._recorder is not None and flight.record is not None:
@@ -431,11 +434,7 @@ class Engine:
             for request in requests:
                 if request.num_pending_tokens and constrained.is_slow(request):
                     self._scheduler.set_blocked(request, True)  # the next step would only wait for its mask
-        if flight is None or not withdrawn:
-            return flight
-        if processors is not None:
-            processors.withdraw(withdrawn)
-        return replace(flight, withdrawn=frozenset(withdrawn))
+        return flight and replace(flight, num_valid=dict.fromkeys(withdrawn, 0))
 
     def _flush(self) -> None:
         with self._delivering:

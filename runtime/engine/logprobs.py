@@ -1,6 +1,5 @@
 """Distributes the log-probabilities of a step from device arrays to requests. Serves step 8 of 10. numpy only."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ class StepLogprobs:
         self._plan = plan
         is_wanted = sampled is not None and any(request.params.logprobs is not None for request in plan.requests)
         self._sampled, self._prompt, self._targets = sampled if is_wanted else None, prompt, targets
-        self._places = _places(plan) if is_wanted else {}
+        self._places = dict(zip(plan.requests, map(iter, plan.sample_rows), strict=True)) if is_wanted else {}
         # Log-probabilities of the prompt tokens that the step computed: requests in batch order, tokens in order.
         self.of_prompts: tuple[tuple[Request, tuple[TokenLogprobs, ...]], ...] = ()
 
@@ -56,17 +55,6 @@ class StepLogprobs:
             if wanted and num_top is not None:
                 yield request, tuple(_at(prompt, index, token_id, num_top) for index, token_id in wanted)
             place += num_tokens
-
-
-def _places(plan: StepPlan) -> dict[Request, Iterator[int]]:
-    """Returns the indices of each request's samples in the step's output, in order."""
-    places: dict[Request, Iterator[int]] = {}
-    behind = plan.num_requests
-    drafts = itertools.chain(plan.drafts, itertools.repeat(()))  # prefills have none
-    for index, (request, its_drafts) in enumerate(zip(plan.requests, drafts, strict=False)):
-        places[request] = itertools.chain((index,), range(behind, behind + len(its_drafts)))
-        behind += len(its_drafts)
-    return places
 
 
 def _on_host(arrays: Logprobs[Any] | None) -> Logprobs[np.ndarray] | None:

@@ -36,7 +36,7 @@ class OpenSamples:
         self._tokenizer = tokenizer
         self._samples: dict[str, list[Request]] = {}  # by request id
         self._texts: dict[Request, TextStream] = {}
-        self.constrained = ConstrainedSamples()
+        self.constrained = ConstrainedSamples(scheduler.speculation.foresee)
         self._outputs: list[Output] = []
 
     def of(self, request_id: str) -> tuple[Request, ...]:

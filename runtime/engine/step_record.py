@@ -121,11 +121,11 @@ class StepRecorder:
         )
 
     def _read_counts(self) -> tuple[int, ...]:
-        scheduler, speculation = self._scheduler, self._scheduler.speculation
+        scheduler = self._scheduler
         return (
             self._pages.num_evictions,
             scheduler.num_wasted_tokens,
-            speculation.num_accepted if speculation is not None else 0,
+            scheduler.speculation.num_accepted,
             scheduler.num_refused,
             scheduler.num_expired,
             scheduler.num_not_finite,

@@ -116,6 +116,7 @@ class PlacedServer(ResolvedServer):
             max_running=self.limits.max_running,
             real_vocab_size=self.model.vocab_size,
             kernels=self.kernels,
+            num_drafts=self.limits.draft_tokens,
         )
         return ServerPrograms(
             structure=structure,

@@ -191,9 +191,7 @@ class BatchBuilder:
         by_request[_PARAMS_START : _PARAMS_START + len(PARAM_FIELDS), : len(slots)] = self._params[:, slots]
         self._fill_pages(plan, starts, fields)
         fields["mode"][0] = mode
-        return Batch(
-            bucket, packed, page_table_rows, self._processors.build(plan, bucket.num_requests, fields, changed_slots)
-        )
+        return Batch(bucket, packed, page_table_rows, self._processors.build(plan, fields, slots, changed_slots))
 
     def _page_table_row(self, request: Request, num_pages: int) -> np.ndarray:
         row = np.zeros(1 + self._max_request_pages, np.int32)

@@ -9,12 +9,12 @@ These are programs of their own, dispatched after the step, which knows nothing 
 output. Steps that need no processors consist of the first program alone. Of a constrained step, only the sampling waits
 for the host: the layers of step k+1 run while the host computes the grammar mask that follows from the token of step k.
 
-`masks[i]` says which tokens the i-th request of the plan (its decodes, then its prefill chunks) may take: ceil(V / 32)
-words of uint32, token t in bit t % 32 of word t // 32. It is all ones for requests without a grammar. If no token is
-allowed, the first one of the vocabulary is taken.
+`masks[i]` says which tokens the i-th sample of the plan (those of its decodes, its prefill chunks, and then its draft
+tokens) may take: ceil(V / 32) words of uint32, token t in bit t % 32 of word t // 32. It is all ones for requests
+without a grammar. If no token is allowed, the first one of the vocabulary is taken.
 
 The state of a slot (`ProcessorState`) is written when a request is assigned to it; the program then counts the tokens
-that it samples.
+that it samples. A sample after draft tokens counts if these hold.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,7 @@ from meshserve.kernels.linear import Linear
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.sampling_params import MAX_LOGPROBS
+from ..drafting.held_drafts import DraftRows
 from ..model.qwen3 import MLPContext
 from ..processors import PROCESSORS
 from ..processors.contract import ProcessorState
@@ -62,8 +63,10 @@ def sample_processed(
     """
     fields = {name: packed[place].view(DTYPES.get(name, jnp.int32)) for name, place in shape.fields.items()}
     slots, flags = fields["slots"], fields["flags"]
+    rows = DraftRows.unpacked(fields, shape.num_drafts)
     token_ids = local_token_ids(logits.shape[1])
-    kept = ProcessorState(*(array.at[slots].get(mode="clip") for array in state))
+    kept = ProcessorState(*(array.at[rows.state_slots].get(mode="clip") for array in state))
+    kept = kept._replace(history=rows.counted(kept.history, token_ids[0]))
     columns = {name: values[:, None] for name, values in fields.items()}
     adjusted = logits
     for processor in PROCESSORS:
@@ -81,9 +84,9 @@ def sample_processed(
         tokens,
     )
     is_here = (tokens >= token_ids[0]) & (tokens <= token_ids[-1])
-    counts = (flags & SAMPLES != 0) & (flags & ADJUSTS != 0) & is_here
+    counts = (flags & SAMPLES != 0) & (flags & ADJUSTS != 0) & is_here & rows.hold(tokens)
     column = jnp.where(counts, tokens - token_ids[0], logits.shape[1])  # others lie outside and are dropped
-    history = state.history.at[slots, column].add(1, mode="drop")
+    history = state.history.at[rows.state_slots, column].add(1, mode="drop")
     last_tokens = last_tokens.at[slots].set(tokens, mode="drop")
     return ProcessorState(history, state.bias), last_tokens, Sampled(tokens, logprobs)
 

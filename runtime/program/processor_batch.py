@@ -15,6 +15,7 @@ import numpy as np
 
 from ..api.request import Request
 from ..api.sampling_params import SamplingMode
+from ..drafting.draft_rows import draft_row_fields, fill_draft_rows
 from ..processors import PROCESSORS
 from ..processors.contract import ProcessorState
 from ..scheduler.step_plan import StepPlan
@@ -39,11 +40,13 @@ class ProcessorShape:
     """The shape of the packed vector; each shape has one compiled program."""
 
     num_requests: int
+    num_drafts: int = 0  # maximum draft tokens of a request
 
     @cached_property
     def fields(self) -> dict[str, slice]:
         """Returns where each field lies in the packed vector."""
-        by_request = ((name, self.num_requests) for name in _REQUEST_FIELDS)
+        names = (*_REQUEST_FIELDS, *draft_row_fields(self.num_drafts))
+        by_request = ((name, self.num_requests) for name in names)
         return consecutive(itertools.chain(by_request, ((name, 1) for name in _STEP_FIELDS)))
 
     @cached_property
@@ -81,10 +84,10 @@ class ProcessorBatch(NamedTuple):
     prompt_targets: np.ndarray | None  # [T] int32: the prompt token after each token of the step, or -1
     flags: np.ndarray | None = None  # a view of that field of `packed`
 
-    def withdraw(self, indices: Sequence[int]) -> None:
-        """Makes the tokens of some of the step's requests count for nothing. Called before the dispatch."""
+    def withdraw(self, rows: Sequence[int]) -> None:
+        """Makes some of the step's samples count for nothing. Called before the dispatch."""
         if self.flags is not None:
-            self.flags[list(indices)] &= ~SAMPLES
+            self.flags[list(rows)] &= ~SAMPLES
 
 
 class Logprobs(NamedTuple, Generic[Leaf]):
@@ -108,10 +111,12 @@ class ProcessorBatchBuilder:
     Args:
       vocab_size: the model's, without padding.
       eos_token_ids: the tokens that end every request that does not ignore them.
+      num_drafts: maximum draft tokens of a request.
     """
 
-    def __init__(self, *, max_running: int, vocab_size: int, eos_token_ids: frozenset[int]):
+    def __init__(self, *, max_running: int, vocab_size: int, eos_token_ids: frozenset[int], num_drafts: int = 0):
         self._vocab_size = vocab_size
+        self._num_drafts = num_drafts
         self._eos_token_ids = eos_token_ids
         self._sizes, self._no_slot = processor_sizes(max_running), max_running
         self._needs_processors = np.zeros(max_running, bool)
@@ -146,37 +151,44 @@ class ProcessorBatchBuilder:
         return SamplingMode.GREEDY if self._needs_processors[slots].any() else int(self._modes[slots].max(initial=0))
 
     def build(
-        self, plan: StepPlan, num_requests: int, step: dict[str, np.ndarray], slots: Sequence[SlotAdjustments]
+        self, plan: StepPlan, step: dict[str, np.ndarray], slots: np.ndarray, changed: Sequence[SlotAdjustments]
     ) -> ProcessorBatch | None:
         """Returns the input for a plan whose step is packed in `step`, or None if no request needs it.
 
         Records that the log-probabilities of the step's prompt tokens were requested.
+
+        Args:
+          slots: The slot of each sample of the plan.
+          changed: The state of newly assigned slots.
         """
         targets = self._prompt_targets(plan, step)
-        real = step["slots"][: plan.num_requests]
-        packed, flags, shape = None, None, ProcessorShape(next_size(self._sizes, num_requests))
-        if self._needs_processors[real].any():
+        packed, flags = None, None
+        if self._needs_processors[slots].any():
+            shape = ProcessorShape(next_size(self._sizes, len(step["slots"])), self._num_drafts)
             packed = np.zeros(shape.size, np.int32)
             flags = packed[shape.fields["flags"]]
-            self._fill(plan, {name: packed[place] for name, place in shape.fields.items()}, step)
+            self._fill(plan, {name: packed[place] for name, place in shape.fields.items()}, step, slots)
         return (
-            ProcessorBatch(slots, packed, targets, flags)
-            if slots or packed is not None or targets is not None
+            ProcessorBatch(changed, packed, targets, flags)
+            if changed or packed is not None or targets is not None
             else None
         )
 
-    def _fill(self, plan: StepPlan, fields: dict[str, np.ndarray], step: dict[str, np.ndarray]) -> None:
+    def _fill(
+        self, plan: StepPlan, fields: dict[str, np.ndarray], step: dict[str, np.ndarray], slots: np.ndarray
+    ) -> None:
         fields["slots"][:] = self._no_slot
         for name in ("slots", "sample_position", *PARAM_FIELDS):
             fields[name][: len(step[name])] = step[name]
-        slots = step["slots"][: plan.num_requests]
         samples = np.ones(len(slots), np.int32)
-        samples[len(plan.decodes) :] = [chunk.is_sampling for chunk in plan.prefills]
+        samples[len(plan.decodes) : plan.num_requests] = [chunk.is_sampling for chunk in plan.prefills]
         fields["flags"][: len(slots)] = self._flags[slots] | SAMPLES * samples
         for name, values in zip(_PROCESSOR_FIELDS, self._values, strict=True):
             fields[name][: len(slots)] = values[slots]
         fields["mode"][0] = self._modes[slots].max()
         fields["has_logprobs"][0] = self._has_logprobs[slots].any()
+        if self._num_drafts:
+            fill_draft_rows(fields, slots, plan.drafts)
 
     @staticmethod
     def _prompt_targets(plan: StepPlan, step: dict[str, np.ndarray]) -> np.ndarray | None:

@@ -46,6 +46,7 @@ class ProcessorPrograms:
     max_running: int
     real_vocab_size: int  # without padding to whole shards
     kernels: Kernels
+    num_drafts: int = 0  # maximum draft tokens of a request
 
     @property
     def vocab_size(self) -> int:
@@ -158,7 +159,7 @@ class ProcessorPrograms:
         return jax.jit(lambda: ~jnp.zeros(masks.shape, masks.dtype), out_shardings=masks.sharding).lower()
 
     def _lower_sampler(self, num_requests: int) -> jax.stages.Lowered:
-        shape = ProcessorShape(num_requests)
+        shape = ProcessorShape(num_requests, self.num_drafts)
         choose = partial(
             sample,
             vocab_size=self.real_vocab_size,
@@ -244,7 +245,7 @@ class LogitsProcessors:
 
         Args:
           last_tokens: consumed.
-          masks: for the plan's first requests, or for all; None allows every token.
+          masks: for the plan's first samples, or for all; None allows every token.
         """
         size = next_size(self._declared.sampler_sizes, len(logits))
         if masks is not None:

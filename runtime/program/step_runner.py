@@ -148,7 +148,7 @@ class StepRunner:
 
         Args:
           packed: See `processor_batch.ProcessorShape`.
-          masks: [requests of the plan, ceil(V / 32)] uint32, the tokens that each may take; None allows all.
+          masks: [samples of the plan, ceil(V / 32)] uint32, the tokens that each may take; None allows all.
         """
         assert self._output is not None and self._output.logits is not None, "multi-step decode has no logits"
         last_tokens, sampled = self._known_processors.sample(

@@ -130,13 +130,16 @@ class Running:
     def withdraw(self, request: Request) -> bool:
         """Undoes the computation of a request's last known token, which is planned with its successor in flight.
 
-        Returns whether it can be computed again in place. It cannot if its page is published, and not to be written.
+        Its draft tokens are undone with it. Returns whether it can be computed again in place. It cannot if its page is
+        published, and not to be written.
         """
-        request.num_pending_tokens -= 1
+        request.num_pending_tokens -= 1 + request.num_drafts
+        request.num_drafts = 0
         request.num_prefill_tokens = request.num_known_tokens
         if request.num_published_pages * self._limits.page_size == request.num_known_tokens:
             return False
         request.num_computed_tokens = request.num_known_tokens - 1
+        self.shrink(request)
         return True
 
     def publish(self, request: Request) -> None:

@@ -52,7 +52,7 @@ class Scheduler:
         self._requests: dict[Request, None] = {}  # unfinished requests, in order of arrival
         self._shares = FairShares(limits, pages)
         self._running = Running(limits, pages, self._shares)
-        self.speculation = Speculation(limits, pages, self._running) if limits.draft_tokens else None
+        self.speculation = Speculation(limits, pages, self._running)
         self._leaving: set[Request] = set()  # whole output in flight; pages and slot already freed
         self._about_to_leave: list[Request] = []
         self._deadlines: RankedQueue[float] = RankedQueue()
@@ -110,8 +110,7 @@ class Scheduler:
         first, page_size = requests[0], self.limits.page_size
         if self.limits.has_prefix_cache:
             extend_page_keys(first, page_size, (len(first.prompt_token_ids) - 1) // page_size)
-        if self.speculation is not None:
-            first.drafter = self.speculation.drafter(first)
+        first.drafter = self.speculation.drafter(first)
         for request in requests[1:]:
             request.page_keys = list(first.page_keys)
             request.drafter = first.drafter.fork() if first.drafter is not None else None
@@ -156,7 +155,7 @@ class Scheduler:
             self._running.publish(chunk.request)
             if chunk.request.num_prompt_logprobs_left:
                 logprob_starts[chunk.request] = book_prompt_logprobs(chunk)
-        drafts = self.speculation.extend(draft) if self.speculation is not None else []
+        drafts = self.speculation.extend(draft) if self.limits.draft_tokens else []
         if drafts:
             num_steps, lengths = 1, [1 + len(tokens) for tokens in drafts]
         else:
@@ -340,8 +339,7 @@ class Scheduler:
     def _rest(self) -> None:
         """Excludes the idle time before the next step from the estimates of step time."""
         self._pace.rest()
-        if self.speculation is not None:
-            self.speculation.rest()
+        self.speculation.rest()
 
     def _preempt_for(self, request: Request, draft: Draft) -> None:
         """Preempts a request for another one, and removes it from the plan."""
@@ -387,19 +385,8 @@ class Scheduler:
         self.finish(request, FinishReason.DEADLINE, now)
         self._expired.append(request)
 
-    def accept(self, plan: StepPlan, sampled: Sequence[Sequence[int]], now: float) -> Sequence[Sequence[int | None]]:
-        """Verifies the draft tokens of a dispatch and returns the token lists to pass to `account`, one after another.
-
-        Each list has one token per request, in batch order. Without drafts there is one list per step. With drafts,
-        list i has the i-th new token of each request, or None for a request that has fewer.
-
-        Args:
-          sampled: `num_samples` tokens for each step of the plan.
-        """
-        return sampled if self.speculation is None else self.speculation.accept(plan, sampled, now)
-
     def account(self, plan: StepPlan, sampled: Sequence[int | None], now: float, step: int = 0) -> list[Progress]:
-        """Books the tokens of a finished step. Call it once for each list that `accept` returns, in order.
+        """Books the tokens of a finished step. Call it once for each list that `Speculation.accept` returns, in order.
 
         Args:
           sampled: One token per request, in the order of `plan.chunks`. Tokens of requests that do not sample in this

@@ -1,7 +1,9 @@
 """Data types of a planned step, which step 4 of 10 (scheduler) passes to step 5 (batch)."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from ..api.request import Request
@@ -81,6 +83,16 @@ class StepPlan:
     def num_samples(self) -> int:
         """The number of tokens that a step samples: one per request in batch order, then one per draft token."""
         return self.num_requests + self.num_drafts
+
+    @cached_property
+    def sample_rows(self) -> list[list[int]]:
+        """For each request, the indices of its samples: the one after its last token, then those after its drafts."""
+        behind = itertools.count(self.num_requests)
+        drafts = itertools.chain(self.drafts, itertools.repeat(()))
+        return [
+            [index, *itertools.islice(behind, len(its_drafts))]
+            for index, its_drafts in zip(range(self.num_requests), drafts, strict=False)
+        ]
 
     @property
     def num_prefill_tokens(self) -> int:

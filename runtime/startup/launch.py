@@ -208,7 +208,10 @@ def build_engine(
             page_size=limits.page_size,
             max_request_pages=limits.num_pages_for(limits.max_context),
             processors=ProcessorBatchBuilder(
-                max_running=limits.max_running, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids
+                max_running=limits.max_running,
+                vocab_size=model.vocab_size,
+                eos_token_ids=eos_token_ids,
+                num_drafts=limits.draft_tokens,
             ),
             has_drafts=limits.draft_tokens > 0,
         ),
@@ -250,7 +253,7 @@ def build_runner(
 def _grammars(config: ServeConfig, tokenizer: Tokenizer, model: ModelConfig, tokenizer_file: Path) -> Grammars:
     eos_token_ids = filter(tokenizer.knows, _eos_token_ids(tokenizer, model))
     limits = ConstraintLimits(seconds=config.constraint_seconds, memory_bytes=config.constraint_memory_mib << 20)
-    return Grammars(tokenizer_file, model.vocab_size, frozenset(eos_token_ids), limits)
+    return Grammars(tokenizer_file, model.vocab_size, frozenset(eos_token_ids), limits, num_ahead=config.draft_tokens)
 
 
 def _eos_token_ids(tokenizer: Tokenizer, model: ModelConfig) -> frozenset[int]:

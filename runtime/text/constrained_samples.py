@@ -4,7 +4,7 @@ In: the engine's samples, and their tokens as they become known. Out: masks of t
 next; the samples whose mask is late, which sit out steps until it comes; and those whose grammar is complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,9 +29,14 @@ class Renewal(NamedTuple):
 
 
 class ConstrainedSamples:
-    """The constrained samples of one engine. `renew_masks` runs on its thread, the rest with its lock held."""
+    """The constrained samples of one engine. `renew_masks` runs on its thread, the rest with its lock held.
 
-    def __init__(self) -> None:
+    Args:
+      foresee: Returns the draft tokens that the next step of a sample is expected to have, if any.
+    """
+
+    def __init__(self, foresee: Callable[[Request], Sequence[int]]) -> None:
+        self._foresee = foresee
         self._matchers: dict[Request, Matcher] = {}
         self._masks: dict[Request, np.ndarray] = {}  # of the same samples
         self._requests: dict[Matcher, Request] = {}  # those that wait for a mask
@@ -58,17 +63,40 @@ class ConstrainedSamples:
             self._requests.pop(matcher, None)
             self._exchange.close(matcher)
 
-    def token_masks(self, requests: Sequence[Request]) -> np.ndarray | None:
-        """Returns the token masks of a step's requests, [n, W] uint32, or None if none of them is masked.
+    def token_masks(
+        self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray | None, dict[int, int]]:
+        """Returns the token masks of a step's samples, and how many samples count of the requests that lack some.
 
-        May be called without the engine's lock: the tokens of a sample that is closed meanwhile are never used.
+        The masks are [n, W] uint32, of each request and then of each draft token, or None if no request is masked. May
+        be called without the engine's lock: the tokens of a sample that is closed meanwhile are never used.
+
+        Args:
+          drafts: The draft tokens of each of the first requests.
         """
         masks = [self._masks.get(request) for request in requests]
         known = next((mask for mask in masks if mask is not None), None)
         if known is None:
-            return None
+            return None, {}
+        num_valid: dict[int, int] = {}
+        for index, (request, its_drafts) in enumerate(zip(requests, drafts, strict=False)):
+            ahead = self._ahead(request, its_drafts)
+            masks += [*ahead, *[None] * (len(its_drafts) - len(ahead))]
+            if masks[index] is not None and len(ahead) < len(its_drafts):
+                num_valid[index] = 1 + len(ahead)
         everything = np.full_like(known, np.iinfo(known.dtype).max)
-        return np.stack([everything if mask is None else mask for mask in masks])
+        return np.stack([everything if mask is None else mask for mask in masks]), num_valid
+
+    def _ahead(self, request: Request, drafts: Sequence[int]) -> list[np.ndarray]:
+        """Returns the masks after each of a sample's draft tokens, as far as they are known."""
+        matcher = self._matchers.get(request)
+        masks: list[np.ndarray] = []
+        if matcher is not None:
+            for token_id, (known_id, mask, _) in zip(drafts, matcher.ahead, strict=False):
+                if token_id != known_id:
+                    break
+                masks.append(_usable(request, matcher, mask))
+        return masks
 
     def is_slow(self, request: Request) -> bool:
         """Returns whether a sample's masks take longer than a step should wait."""
@@ -102,6 +130,9 @@ class ConstrainedSamples:
         ended += [(request, (FinishReason.STOP, "")) for request in complete]
         if not self._requests:
             return Renewal(ended)
+        for matcher, its_request in self._requests.items():
+            if matcher.num_sent < len(matcher.token_ids):  # not sent yet
+                matcher.drafts = self._foresee(its_request)
         for matcher in self._exchange.renew(PATIENCE_SECONDS, for_any=is_idle):
             request = self._requests.pop(matcher, None)
             if request is None:
@@ -118,7 +149,10 @@ class ConstrainedSamples:
         return Renewal(ended, ready, list(self._requests.values()))
 
     def _set_mask(self, request: Request, matcher: Matcher) -> None:
-        """Sets the sample's mask. With `ignore_eos`, end tokens are excluded while the grammar allows other tokens."""
-        self._masks[request] = matcher.mask
-        if request.params.ignore_eos and (going_on := matcher.mask & ~matcher.grammar.grammars.eos_mask).any():
-            self._masks[request] = going_on
+        self._masks[request] = _usable(request, matcher, matcher.mask)
+
+
+def _usable(request: Request, matcher: Matcher, mask: np.ndarray) -> np.ndarray:
+    """Returns a mask as it applies to a sample. With `ignore_eos`, end tokens are excluded while others are allowed."""
+    going_on = mask & ~matcher.grammar.grammars.eos_mask if request.params.ignore_eos else mask
+    return going_on if going_on.any() else mask

@@ -47,6 +47,7 @@ from .worker_protocol import (
 _SLOW_ROW_SECONDS = 0.01  # constraints with a row that takes longer are named in the answer,
 _SLOW_SUM_SECONDS = 0.02  # and those whose rows together take longer
 _MESSAGE_SECONDS = 0.05  # after which the other rows of a message are left for the next one
+_AHEAD_SECONDS = 0.003  # in a message, after which no further masks after draft tokens are computed
 _PR_SET_PDEATHSIG = 1
 _MAX_EXACT_INT = 2**53
 # Whitespace allowed between JSON tokens: none, a space, or a newline and indentation. With more freedom, some models
@@ -68,9 +69,10 @@ class Worker:
 
     A message has `sources`, constraints by number; `rows`, each a row of the shared memory, the number of its
     constraint, whether it starts anew, and the tokens to consume; and `free` and `drop`, the rows and the constraints
-    that are no longer needed. The answer has a state and an error for each row, how much processor time they took, and
-    for each slow constraint the index of one of its rows and its time. If the first rows take long, the others have
-    none.
+    that are no longer needed. `ahead` are the draft tokens of each row. The answer has a state and an error for each
+    row, how much processor time they took, and for each slow constraint the index of one of its rows and its time. If
+    the first rows take long, the others have none. Its `ahead` are the states of each row after its first draft tokens,
+    as many as the grammar allows and as there was time for.
     """
 
     def __init__(self, vocabulary: llguidance.LLTokenizer, settings: dict[str, Any], memory: mmap.mmap):
@@ -79,6 +81,7 @@ class Worker:
         self._memory = memory
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._mask_bytes: int = settings["mask_bytes"]
+        self._num_masks: int = 1 + settings["num_ahead"]
         self._end_bits = sum(1 << token_id for token_id in settings["eos_token_ids"])
         self._mask_seconds = 0.0  # that the last mask took
         self._sources: dict[int, Constraint] = {}
@@ -107,14 +110,15 @@ class Worker:
             last = now
             if now - began > _MESSAGE_SECONDS:
                 break
-        PROGRESS.pack_into(self._memory, 0, 0, *process)
         seconds = time.process_time() - began
+        ahead = self._look_ahead(message, rows, process)
+        PROGRESS.pack_into(self._memory, 0, 0, *process)
         slow = [
             [index, max(longest, total if total > _SLOW_SUM_SECONDS else 0.0)]
             for index, longest, total in spent.values()
             if longest > _SLOW_ROW_SECONDS or total > _SLOW_SUM_SECONDS
         ]
-        return {"rows": rows, "slow": slow, "seconds": seconds, "mask_seconds": self._mask_seconds}
+        return {"rows": rows, "slow": slow, "ahead": ahead, "seconds": seconds, "mask_seconds": self._mask_seconds}
 
     def _advance(self, row: int, number: int, is_new: bool, token_ids: list[int]) -> tuple[int, str]:
         """Consumes tokens and writes the mask of the next one. Returns the row's state and its error."""
@@ -126,10 +130,36 @@ class Worker:
         matcher = self._matchers[row]
         if token_ids and not matcher.consume_tokens(token_ids):
             return IS_REFUSED | HAS_FAILED, matcher.get_error()
-        offset = HEADER_BYTES + row * self._mask_bytes
         began = time.process_time()
-        matcher.unsafe_compute_mask_ptr(self._address + offset, self._mask_bytes)
+        found = self._write_mask(matcher, row, 0)
         self._mask_seconds = time.process_time() - began
+        return found
+
+    def _look_ahead(
+        self, message: dict[str, Any], rows: Sequence[tuple[int, str]], process: tuple[int, int]
+    ) -> list[list[int]]:
+        """Writes the masks after the draft tokens of the answered rows, and returns the states there."""
+        began = time.process_time()
+        found: list[list[int]] = [[] for _ in rows]
+        for index, drafts in enumerate(message.get("ahead", ())[: len(rows)]):
+            if not drafts or rows[index][0] & ~MAY_END or time.process_time() - began > _AHEAD_SECONDS:
+                continue
+            row = message["rows"][index][0]
+            PROGRESS.pack_into(self._memory, 0, row + 1, *process)
+            matcher = self._matchers[row].deep_copy()
+            for token_id in drafts:
+                if not matcher.consume_tokens([token_id]):
+                    break
+                state, _ = self._write_mask(matcher, row, 1 + len(found[index]))
+                if state & ~MAY_END or time.process_time() - began > _AHEAD_SECONDS:
+                    break
+                found[index].append(state)
+        return found
+
+    def _write_mask(self, matcher: llguidance.LLMatcher, row: int, index: int) -> tuple[int, str]:
+        """Writes a mask of a row to the shared memory. Returns the matcher's state and its error."""
+        offset = HEADER_BYTES + (row * self._num_masks + index) * self._mask_bytes
+        matcher.unsafe_compute_mask_ptr(self._address + offset, self._mask_bytes)
         if matcher.is_error():
             return HAS_FAILED, matcher.get_error()
         state = MAY_END if matcher.is_accepting() else 0

@@ -121,6 +121,7 @@ class Grammars:
       vocab_size: Vocabulary size of the model, including padding. A mask has one bit per token.
       eos_token_ids: End tokens, allowed wherever the output may end. Known to the tokenizer.
       limits: What one constraint may take.
+      num_ahead: Maximum number of draft tokens of a sample.
     """
 
     def __init__(
@@ -129,7 +130,9 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Collection[int],
         limits: ConstraintLimits = ConstraintLimits(),  # noqa: B008
+        *,
         max_lexer_states: int = _MAX_LEXER_STATES,
+        num_ahead: int = 0,
     ):
         self.limits = limits
         self.num_lost_workers = 0  # crashed, or killed for exceeding a limit
@@ -141,6 +144,7 @@ class Grammars:
             "vocab_size": vocab_size,
             "eos_token_ids": sorted(eos_token_ids),
             "mask_bytes": num_words * 4,
+            "num_ahead": num_ahead,
             "stack_bytes": _STACK_BYTES,
             "limits": {
                 "max_items_in_row": _MAX_ROW_ITEMS,
@@ -282,7 +286,7 @@ class Grammars:
                 self.lost(worker)
                 raise
         [(state, error)] = answer["rows"]
-        mask = worker.masks[0].copy()
+        mask = worker.masks[0, 0].copy()
         mask.flags.writeable = False
         compiled = Compiled(constraint, answer["seconds"], answer["mask_seconds"])
         if constraint in self._known_slow:

@@ -13,7 +13,9 @@ others start again in another worker.
 import os
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from ..api.errors import QuotaExceededError
 from .grammar import FIRST_NUMBER, Compiled, Grammar, Grammars, one_line
@@ -39,6 +41,8 @@ class Matcher:
       mask: As in `Grammar`, for the next token. Meaningless while `is_waiting`.
       is_waiting: Whether the mask has not come yet.
       failure: Why the sample cannot go on, or None.
+      drafts: The draft tokens that may follow, for whose positions masks are asked for together with the next mask.
+      ahead: Of the first of these, each with the mask and the state after it.
     """
 
     def __init__(self, grammar: Grammar):
@@ -49,15 +53,27 @@ class Matcher:
         self._state = grammar.state
         self.compiled: Compiled = grammar.compiled
         self.token_ids = list(grammar.resumed)
+        self.drafts: Sequence[int] = ()
+        self.ahead: list[tuple[int, np.ndarray, int]] = []
         self.num_sent = 0  # of `token_ids`, to the worker that follows the sample
         self.place: tuple[_Followers, int] | None = None  # the worker, and the sample's row there
         self.num_moves = 0
         self.has_restarted = False
         self.is_closed = False
 
-    def answer(self, mask: object, state: int) -> None:
-        """Sets what a worker has found."""
-        self.mask, self._state, self.is_waiting = mask, state, False  # type: ignore[assignment]
+    def answer(self, masks: np.ndarray, state: int, states_ahead: Sequence[int]) -> None:
+        """Sets what a worker has found: the masks and states of the next token and after the draft tokens."""
+        self.mask, self._state, self.is_waiting = masks[0], state, False
+        self.ahead = list(zip(self.drafts, masks[1:], states_ahead, strict=False))
+
+    def advance(self, token_id: int) -> None:
+        """Goes to the next position. If the token is not the first of `ahead`, its mask has yet to come."""
+        self.token_ids.append(token_id)
+        self.is_waiting = True
+        if self.ahead and self.ahead[0][0] == token_id:
+            _, self.mask, self._state = self.ahead.pop(0)
+        else:
+            self.ahead.clear()
 
     def fail(self, reason: str) -> None:
         """Gives the sample up."""
@@ -117,7 +133,7 @@ class _Followers:
 
     def ask(self, matchers: Iterable[Matcher]) -> None:
         """Sends the tokens of samples that have advanced."""
-        sources, rows = {}, []
+        sources, rows, ahead = {}, [], []
         for matcher in matchers:
             assert matcher.place is not None
             row, compiled = matcher.place[1], matcher.compiled
@@ -128,9 +144,10 @@ class _Followers:
                 sources[self._num_numbers] = [constraint.kind, constraint.text, constraint.choices]
             token_ids = matcher.token_ids[matcher.num_sent :]
             rows.append([row, self.numbers[compiled], matcher.num_sent == 0, token_ids])
+            ahead.append(list(matcher.drafts))
             self.asked.append((matcher, matcher.num_sent))
             matcher.num_sent = len(matcher.token_ids)
-        message = {"rows": rows, "sources": sources, "free": self._free, "drop": self._unused()}
+        message = {"rows": rows, "ahead": ahead, "sources": sources, "free": self._free, "drop": self._unused()}
         self._free = []
         self.worker.send(message)
 
@@ -167,9 +184,9 @@ class MaskExchange:
 
     def advance(self, matcher: Matcher, token_id: int) -> None:
         """Adds the next token of a sample. `renew` fetches the mask."""
-        matcher.token_ids.append(token_id)
-        matcher.is_waiting = True
-        self._queued.append(matcher)
+        if not matcher.is_waiting:
+            self._queued.append(matcher)
+        matcher.advance(token_id)
 
     def close(self, matcher: Matcher) -> None:
         """Forgets a sample that has ended."""
@@ -313,20 +330,21 @@ class MaskExchange:
             for matcher, num_sent in asked[len(rows) :]:
                 matcher.num_sent = num_sent
                 self._queued.append(matcher)
-            for (matcher, _), (state, error) in zip(asked, rows, strict=False):
-                if not matcher.is_closed and matcher.place is not None:
-                    self._settle(matcher, followers, state, error, answered)
+            none_ahead: list[list[int]] = [[]] * len(rows)  # for an answer that lacks some
+            for (matcher, _), row, ahead in zip(asked, rows, [*answer["ahead"], *none_ahead], strict=False):
+                if not matcher.is_closed and matcher.place is not None and self._settle(matcher, followers, row, ahead):
+                    answered.append(matcher)
 
-    def _settle(self, matcher: Matcher, followers: _Followers, state: int, error: str, answered: list[Matcher]) -> None:
-        """Handles the answer for one sample."""
+    def _settle(self, matcher: Matcher, followers: _Followers, row: tuple[int, str], ahead: Sequence[int]) -> bool:
+        """Handles the answer for one sample. Returns whether it has its mask or has failed."""
+        state, error = row
         assert matcher.place is not None
         if state & HAS_FAILED:
             # Other samples may have filled the lexer, which all samples of a constraint share in a worker.
             may_restart = not matcher.has_restarted and matcher.compiled.seconds <= _RESTART_SECONDS
             if not may_restart:
                 matcher.fail(one_line(error) or "its tokens were refused")
-                answered.append(matcher)
-                return
+                return True
             matcher.has_restarted = True
             self.num_restarts += 1
             fresh = Compiled(matcher.compiled.constraint, matcher.compiled.seconds)
@@ -334,10 +352,10 @@ class MaskExchange:
             matcher.grammar.grammars.forget(matcher.compiled)
             matcher.compiled, matcher.num_sent = fresh, 0
             self._queued.append(matcher)
-            return
+            return False
         matcher.num_moves = 0
-        matcher.answer(followers.worker.masks[matcher.place[1]], state)
-        answered.append(matcher)
+        matcher.answer(followers.worker.masks[matcher.place[1]], state, ahead)
+        return True
 
     def _end_stuck(self, answered: list[Matcher]) -> None:
         """Kills the workers that exceed their time."""

@@ -94,7 +94,9 @@ class WorkerTemplate:
     def _forked(self) -> "WorkerProcess":
         self._read_pending_reports()
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.closing(_shared_memory(HEADER_BYTES + MAX_ROWS * self._settings["mask_bytes"])) as file:
+        num_masks, mask_bytes = 1 + self._settings["num_ahead"], self._settings["mask_bytes"]
+        row_bytes = num_masks * mask_bytes
+        with theirs, contextlib.closing(_shared_memory(HEADER_BYTES + MAX_ROWS * row_bytes)) as file:
             memory = mmap.mmap(file.fileno(), 0)
             with self._lock:
                 self._num_workers += 1
@@ -107,7 +109,7 @@ class WorkerTemplate:
                         break
                     except OSError:
                         self._start()
-        return WorkerProcess(self, token, ours, memory, self._settings["mask_bytes"])
+        return WorkerProcess(self, token, ours, memory, (MAX_ROWS, num_masks, mask_bytes // 4))
 
     def command(self, operation: bytes, token: int, operand: int) -> None:
         """Sends the template a command about a worker. Does nothing if either has ended."""
@@ -201,9 +203,15 @@ class WorkerProcess:
     """One worker. Used by one thread at a time, except for `kill`, `signal` and `renice`."""
 
     def __init__(
-        self, template: WorkerTemplate, token: int, connection: socket.socket, memory: mmap.mmap, mask_bytes: int
+        self,
+        template: WorkerTemplate,
+        token: int,
+        connection: socket.socket,
+        memory: mmap.mmap,
+        masks: tuple[int, int, int],
     ):
-        self.masks = np.frombuffer(memory, np.uint32, offset=HEADER_BYTES).reshape(MAX_ROWS, mask_bytes // 4)
+        # Of each row, the mask of its next token, then those after each of its draft tokens.
+        self.masks = np.frombuffer(memory, np.uint32, offset=HEADER_BYTES).reshape(masks)
         self.busy_since: float | None = None  # when the message was sent whose answer has not been read
         self.is_lost = False
         self.tenant = ""  # on whose behalf it follows samples

@@ -52,6 +52,8 @@ def is_answer(message: Any) -> bool:
         and all(isinstance(message.get(name), list) for name in ("rows", "slow"))
         and all(isinstance(row, list) and list(map(type, row)) == [int, str] for row in message["rows"])
         and all(isinstance(row, list) and list(map(type, row)) == [int, float] for row in message["slow"])
+        and isinstance(message.get("ahead"), list)
+        and all(isinstance(states, list) and set(map(type, states)) <= {int} for states in message["ahead"])
     )
 
 

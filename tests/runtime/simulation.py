@@ -204,7 +204,8 @@ class Simulation:
         self.accepted: list[Request] = []
         self.streamed: dict[Request, list[int]] = {}
         self.ended_outside: set[Request] = set()
-        self.withdrawn: dict[int, set[int]] = {}  # by the identity of a plan in flight, indices of its requests
+        # By the identity of a plan in flight, how many samples count of some of its requests.
+        self.num_valid: dict[int, dict[int, int]] = {}
         self.now = 0.0
         self.num_steps = 0
         self.num_prefill_tokens = 0
@@ -325,9 +326,8 @@ class Simulation:
         plan, sampled = self.in_flight.popleft()
         progress = []
         samples = [tokens[: plan.num_samples] for tokens in sampled]
-        withdrawn = self.withdrawn.pop(id(plan), set())
-        for step, tokens in enumerate(self.scheduler.accept(plan, samples, self.now)):
-            tokens = [None if index in withdrawn else token for index, token in enumerate(tokens)]
+        num_valid = self.num_valid.pop(id(plan), {})
+        for step, tokens in enumerate(self.scheduler.speculation.accept(plan, samples, self.now, num_valid)):
             progress += self.scheduler.account(plan, tokens, self.now, step)
         for request, token_id in progress:
             if token_id is not None:

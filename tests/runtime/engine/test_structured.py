@@ -14,6 +14,7 @@ import pytest
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import Launched, launch
@@ -140,6 +141,34 @@ def test_company_does_not_change_a_token(serving: Serving):
     serving.wait()
     assert [(serving.texts[name], serving.tokens[name]) for name in names] == alone
     assert len({len(tokens) for _, tokens in alone}) > 2
+
+
+REPETITIVE = [
+    held_to("regex", "([0-9]{3};){30}", seed=6, temperature=0.0),
+    held_to("regex", "(to be or not; ?){20}", seed=7, temperature=1.0),
+    held_to(
+        "json_schema", '{"type": "array", "items": {"enum": ["aye", "no"]}, "minItems": 40}', seed=10, max_tokens=120
+    ),
+    held_to("regex", "([ab]c){50}", seed=8, temperature=0.3, frequency_penalty=0.02, ignore_eos=True),
+    SamplingParams(temperature=0.2, seed=9, max_tokens=150, repetition_penalty=1.01, ignore_eos=True),
+]
+
+
+def test_drafts_change_no_token_of_constrained_or_penalised_requests(serving: Serving, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Payoff, "wants_drafts", False)
+        expected = [(text, tokens, end.finish_reason) for text, tokens, end in serving.run(*REPETITIVE)]
+        assert not any(record.num_draft_tokens for record in serving.records[-20:])
+    monkeypatch.setattr(Payoff, "wants_drafts", True)
+    for params, whole in zip(REPETITIVE, expected, strict=True):
+        serving.records.clear()
+        [(text, tokens, end)] = serving.run(params)
+        assert (text, tokens, end.finish_reason) == whole
+        assert sum(record.num_accepted_tokens for record in serving.records) > 3, whole
+    names = [serving.submit(params) for params in REPETITIVE]
+    serving.preempt_all()
+    serving.wait()
+    assert [(serving.texts[name], serving.tokens[name]) for name in names] == [whole[:2] for whole in expected]
 
 
 def test_each_sample_follows_the_grammar_by_itself(serving: Serving):

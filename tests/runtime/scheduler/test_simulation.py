@@ -99,7 +99,7 @@ def test_everything_ends_whatever_the_demand(
     assert sum(refused.values()) + len(simulation.accepted) == num_simulated
     assert simulation.scheduler.num_preemptions > 0 or demand <= 1.0
     speculation = simulation.scheduler.speculation
-    assert speculation is None or 0 < speculation.num_accepted < speculation.num_drafts
+    assert 0 < speculation.num_accepted < speculation.num_drafts or not draft_tokens
     assert simulation.num_cached_tokens > simulation.num_prefill_tokens / 20
 
 
@@ -110,7 +110,7 @@ class LateMasks(Simulation):
         super().__init__(limits, num_pages)
         self.draw = draw
         self.ready_at: dict[Request, float] = {}
-        self.num_withdrawn = 0
+        self.num_withdrawn = self.num_cut = 0
 
     def step(self) -> None:
         plan = self.dispatch()
@@ -128,23 +128,27 @@ class LateMasks(Simulation):
         for index, request in enumerate(requests):
             if request.is_blocked and not request.is_finished:
                 self.scheduler.withdraw(request)
-                self.withdrawn.setdefault(id(plan), set()).add(index)
+                self.num_valid.setdefault(id(plan), {})[index] = 0
                 self.num_withdrawn += 1
-            elif request.num_pending_tokens and request.seed % 4 == 0:
+                continue
+            if request.num_pending_tokens and request.seed % 4 == 0:
                 self.scheduler.set_blocked(request, True)
+            if plan is not None and index < len(plan.drafts) and self.draw.random() < 0.3:  # no masks after some drafts
+                self.num_valid.setdefault(id(plan), {})[index] = self.draw.randint(1, len(plan.sample_rows[index]))
+                self.num_cut += 1
         self.scheduler.audit()
 
 
 @pytest.mark.parametrize("demand", [0.5, 3.0])
 @pytest.mark.parametrize("has_prefix_cache", [True, False])
-@pytest.mark.parametrize("num_tenants", [1, 2])
+@pytest.mark.parametrize(("num_tenants", "draft_tokens"), [(1, 0), (2, 0), (2, 3)])
 def test_requests_whose_masks_are_late_lose_nothing(
-    demand: float, has_prefix_cache: bool, num_tenants: int, num_simulated: int
+    demand: float, has_prefix_cache: bool, num_tenants: int, draft_tokens: int, num_simulated: int
 ) -> None:
     draw = random.Random(f"{demand} {has_prefix_cache} {num_tenants}")
     limits = SchedulerLimits(
         page_size=4, max_running=8, max_step_tokens=32, max_waiting=200, max_context=64,
-        has_prefix_cache=has_prefix_cache,
+        has_prefix_cache=has_prefix_cache, draft_tokens=draft_tokens, draft_min_match=1,
     )  # fmt: skip
     simulation = LateMasks(limits, num_pages=int(8 * 16 / demand), draw=draw)
     for seed in range(1, min(num_simulated, 2_000)):
@@ -163,6 +167,8 @@ def test_requests_whose_masks_are_late_lose_nothing(
         simulation.step()
     simulation.drain()
     assert simulation.num_withdrawn > 0 and (simulation.scheduler.num_preemptions > 0 or demand < 1.0)
+    accepted = simulation.scheduler.speculation.num_accepted
+    assert (accepted > 0) == (simulation.num_cut > 0) == (draft_tokens > 0)
 
 
 def report(simulation: Simulation, refused: dict[str, int]) -> None:

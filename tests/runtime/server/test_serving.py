@@ -29,6 +29,7 @@ from tests.runtime.trace import Arrival, Traffic, make_trace
 from tests.waiting import WAIT_SECONDS
 
 NUM_PAGES, PAGE_SIZE, MAX_RUNNING, MAX_STEP_TOKENS, MAX_CONTEXT = 256, 8, 8, 16, 256
+MAX_DRAFTS = 7
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.95},
@@ -53,6 +54,7 @@ def runner() -> Iterator[Runner]:
     config = ServeConfig(
         model="demo", cpu_devices=8, dtype="float32", page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_decode_steps=4,
         max_running=MAX_RUNNING, max_step_tokens=MAX_STEP_TOKENS, max_context=MAX_CONTEXT, cache_dir="",
+        draft_tokens=MAX_DRAFTS,
     )  # fmt: skip
     yield launch(config, lambda outputs: None).engine.runner
 
@@ -80,7 +82,9 @@ class Serving:
                 buckets,
                 **sizes,
                 max_request_pages=MAX_CONTEXT // PAGE_SIZE,
-                processors=ProcessorBatchBuilder(max_running=MAX_RUNNING, vocab_size=2048, eos_token_ids=frozenset()),
+                processors=ProcessorBatchBuilder(
+                    max_running=MAX_RUNNING, vocab_size=2048, eos_token_ids=frozenset(), num_drafts=MAX_DRAFTS
+                ),
                 has_drafts=self.limits.draft_tokens > 0,
             ),
             runner=runner,
@@ -175,11 +179,20 @@ def test_company_does_not_change_a_token(
 
 
 @pytest.mark.parametrize(("prompt", "temperature"), [((300,), 0.0), ((350, 351, 352, 353) * 3, 0.3)])
-@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"logprobs": 2},
+        {"repetition_penalty": 1.02, "frequency_penalty": 0.01, "logit_bias": {300: 1.0}, "min_tokens": 100},
+    ],
+    ids=["plain", "logprobs", "adjusted"],
+)
 def test_drafts_save_steps_and_change_no_token(
-    runner: Runner, prompt: tuple[int, ...], temperature: float, logprobs: int | None
+    runner: Runner, prompt: tuple[int, ...], temperature: float, fields: dict[str, Any]
 ) -> None:
-    params = SamplingParams(max_tokens=120, temperature=temperature, seed=3, ignore_eos=True, logprobs=logprobs)
+    logprobs = fields.get("logprobs")
+    params = SamplingParams(max_tokens=120, temperature=temperature, seed=3, ignore_eos=True, **fields)
     with Serving(runner) as plain:
         (expected,) = plain.complete(prompt, params)
     with Serving(runner, draft_tokens=7, draft_min_match=2) as serving:

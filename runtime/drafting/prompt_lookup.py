@@ -2,12 +2,15 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Self
 
 _LONGEST_MATCH = 64  # tokens; the upper bound of the required match length after rejected drafts
 
 
-class Drafter:
-    """Proposes draft tokens for one request.
+class PromptLookup:
+    """Proposes the tokens that followed an earlier occurrence of a request's last few tokens in its own text.
+
+    Implements `drafter.Drafter` (Saxena, "Prompt Lookup Decoding", 2023).
 
     Args:
       token_ids: The tokens known so far.
@@ -25,7 +28,7 @@ class Drafter:
         self._matched = 0  # number of tokens before that position that equal the last tokens of the text
         self._look_up()
 
-    def fork(self) -> "Drafter":
+    def fork(self) -> Self:
         """Returns an independent copy for the same text."""
         other = copy.copy(self)
         other._tokens, other._behind = list(self._tokens), dict(self._behind)

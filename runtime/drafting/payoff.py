@@ -1,0 +1,76 @@
+"""Decides by measured throughput whether steps get draft tokens. Serves step 4 of 10, for `speculation`."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+_TRIAL_STEPS = 16  # steps with drafts, then as many without, before the faster is chosen
+_PROBE_EVERY = 512  # steps after which the slower alternative is measured again
+_PROBE_STEPS = 8  # length of that measurement
+_FADE = 0.95  # decay of the measurements per step
+
+
+@dataclass
+class _Rate:
+    """Exponentially decayed totals of tokens and seconds over recent steps."""
+
+    num_steps: int = 0
+    num_tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.num_steps += 1
+        self.num_tokens = self.num_tokens * _FADE + num_tokens
+        self.seconds = self.seconds * _FADE + seconds
+
+
+@dataclass
+class Payoff:
+    """Compares the throughput with and without draft tokens, for steps with a similar number of decodes."""
+
+    # Includes steps that a request sat out because of drafts, and the step after each, whose time they also affect.
+    drafted: _Rate = field(default_factory=_Rate)
+    plain: _Rate = field(default_factory=_Rate)
+
+    @property
+    def wants_drafts(self) -> bool:
+        if self.drafted.num_steps < _TRIAL_STEPS:
+            return True
+        if self.plain.num_steps < _TRIAL_STEPS:
+            return False
+        pays = self.drafted.num_tokens * self.plain.seconds >= self.plain.num_tokens * self.drafted.seconds
+        num_steps = self.drafted.num_steps + self.plain.num_steps
+        return pays != (num_steps % _PROBE_EVERY < _PROBE_STEPS)
+
+
+class Payoffs:
+    """The payoff of draft tokens for each power of two of decodes."""
+
+    def __init__(self) -> None:
+        self._by_power: defaultdict[int, Payoff] = defaultdict(Payoff)
+        self._last: float | None = None  # end of the last step; None after idle time
+        self._was_drafted = False  # whether that step had drafts, or a request sat it out
+
+    def of(self, num_decodes: int) -> Payoff:
+        """Returns the payoff for steps of about so many decodes, those that sit out included."""
+        return self._by_power[num_decodes.bit_length()]
+
+    def rest(self) -> None:
+        """Records that there is no work, so that idle time is not measured."""
+        self._last = None
+
+    def measure(
+        self, num_decodes: int, num_tokens: int | None, *, is_drafted: bool, started: float, now: float
+    ) -> None:
+        """Records the end of a step.
+
+        Args:
+          num_decodes: As for `of`.
+          num_tokens: The tokens that it brought; None if it is not to be compared, because it had prefill chunks.
+          is_drafted: Whether it had drafts, or a request sat it out.
+          started: When it was planned, which counts if it followed idle time.
+        """
+        if num_tokens is not None:
+            payoff = self.of(num_decodes)
+            rate = payoff.drafted if is_drafted or self._was_drafted else payoff.plain
+            rate.add(num_tokens, now - (started if self._last is None else self._last))
+        self._last, self._was_drafted = now, is_drafted

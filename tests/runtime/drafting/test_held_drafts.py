@@ -1,0 +1,105 @@
+"""Samples after draft tokens are those of one step after another, over vocabulary shards."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from meshserve.runtime.api.sampling_params import SamplingMode
+from meshserve.runtime.drafting.draft_rows import fill_draft_rows
+from meshserve.runtime.processors.contract import COUNT, ProcessorState
+from meshserve.runtime.program import logits_processors
+from meshserve.runtime.program.processor_batch import ADJUSTS, SAMPLES, ProcessorShape
+from meshserve.runtime.program.sampling import sample
+from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
+
+NUM_REQUESTS, NUM_DRAFTS, VOCAB_SIZE = 24, 3, 21
+NUM_ROWS = NUM_REQUESTS * (1 + NUM_DRAFTS)
+NUM_SLOTS = NUM_REQUESTS + 5
+VOCAB, ANY = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
+
+
+@functools.cache
+def program(tp: int, shape: ProcessorShape):
+    state = ProcessorState(VOCAB, VOCAB)
+    choose = functools.partial(sample, vocab_size=VOCAB_SIZE, is_unrolled=False)
+    function = functools.partial(logits_processors.sample_processed, shape=shape, vocab_size=VOCAB_SIZE, choose=choose)
+    return jax.jit(
+        jax.shard_map(
+            function, mesh=make_mesh(tp), in_specs=(state, ANY, VOCAB, ANY, ANY), out_specs=(state, ANY, ANY),
+            check_vma=False,
+        )
+    )  # fmt: skip
+
+
+class World:
+    """Requests with penalties and grammar masks, and the logits at each of their next positions."""
+
+    def __init__(self, tp: int, temperature: float):
+        rng = np.random.default_rng(5)
+        self.tp, self.temperature = tp, temperature
+        self.width = -(-VOCAB_SIZE // tp) * tp
+        self.slots = rng.permutation(NUM_SLOTS)[:NUM_REQUESTS].astype(np.int32)
+        self.logits = rng.standard_normal((1 + NUM_DRAFTS, NUM_REQUESTS, self.width)).astype(np.float32)
+        self.masks = rng.integers(0, 2**32, (1 + NUM_DRAFTS, NUM_REQUESTS, 1), np.uint32) | 1
+        self.first = rng.integers(5, 90, NUM_REQUESTS)  # position of the first sample
+        history = np.where(rng.random((NUM_SLOTS, self.width)) < 0.3, rng.integers(1, 4, (NUM_SLOTS, self.width)), 0)
+        self.state = ProcessorState(history.astype(np.int32), np.zeros(history.shape, np.float32))
+
+    def run(self, shape: ProcessorShape, state: ProcessorState, rows: list[tuple[int, int]], drafts=None):
+        """Samples the given (request, place) rows. Returns the state and their tokens."""
+        packed = np.zeros(shape.size, np.int32)
+        fields = {name: packed[place] for name, place in shape.fields.items()}
+        request, place = np.array(rows).T
+        count, is_first = len(rows), place == 0 if drafts is not None else np.ones(len(rows), bool)
+        fields["slots"][:] = NUM_SLOTS
+        fields["slots"][:count] = np.where(is_first, self.slots[request], NUM_SLOTS)
+        fields["flags"][:count] = SAMPLES | ADJUSTS
+        fields["sample_position"][:count] = self.first[request] + place
+        fields["seed_low"][:count] = request
+        values = {"temperature": self.temperature, "top_p": 0.9, "repetition_penalty": 1.4, "frequency_penalty": 0.8}
+        for name, value in values.items():
+            fields[name][:count] = np.float32(value).view(np.int32)
+        fields["top_k"][:count] = 15
+        fields["mode"][0] = SamplingMode.FILTERED if self.temperature else SamplingMode.GREEDY
+        if drafts is not None:
+            fill_draft_rows(fields, self.slots[request], drafts)
+        logits = np.zeros((shape.num_requests, self.width), np.float32)
+        masks = np.ones((shape.num_requests, 1), np.uint32)
+        logits[:count], masks[:count] = self.logits[place, request], self.masks[place, request]
+        last_tokens = np.zeros(NUM_SLOTS, np.int32)
+        state, _, sampled = program(self.tp, shape)(state, last_tokens, logits, packed, masks)
+        return state, np.asarray(sampled.tokens)[:count]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("tp", [1, 4, 8])
+def test_samples_after_drafts_are_those_of_one_step_after_another(tp: int, temperature: float):
+    world, rng = World(tp, temperature), np.random.default_rng(7)
+    state, alive = world.state, list(range(NUM_REQUESTS))
+    tokens: list[list[int]] = [[] for _ in alive]
+    drafts: list[list[int]] = [[] for _ in alive]
+    for place in range(1 + NUM_DRAFTS):  # one step after another, while drafts hold
+        state, sampled = world.run(ProcessorShape(NUM_ROWS), state, [(request, place) for request in alive])
+        for request, token_id in zip(list(alive), sampled.tolist(), strict=True):
+            tokens[request].append(token_id)
+            kind = rng.choice(["right", "wrong", "none"], p=[0.7, 0.15, 0.15]) if place < NUM_DRAFTS else "none"
+            if kind == "right":
+                drafts[request].append(token_id)
+                continue
+            alive.remove(request)
+            if kind == "wrong":
+                rest = rng.integers(0, VOCAB_SIZE, NUM_DRAFTS - place - 1)
+                drafts[request] += [(token_id + 1) % VOCAB_SIZE, *rest.tolist()]
+    rows = [(request, 0) for request in range(NUM_REQUESTS)]
+    rows += [(request, 1 + index) for request, its in enumerate(drafts) for index in range(len(its))]
+    together, sampled = world.run(ProcessorShape(NUM_ROWS, NUM_DRAFTS), world.state, rows, drafts)
+    found = {row: token_id for row, token_id in zip(rows, sampled.tolist(), strict=True)}
+    for request, its_tokens in enumerate(tokens):
+        assert [found[request, place] for place in range(len(its_tokens))] == its_tokens
+    np.testing.assert_array_equal(together.history, state.history)
+    lengths = {len(its_tokens) for its_tokens in tokens}
+    assert lengths == {1, 2, 3, 4}  # drafts that hold, and some that do not
+    assert (np.asarray(state.history) & COUNT).sum() > (world.state.history & COUNT).sum()
