@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
-    grammars = Grammars(MODEL / "tokenizer.json", VOCAB_SIZE, tokenizer.eos_token_ids)
+    grammars = Grammars(MODEL / "tokenizer.json", VOCAB_SIZE, tokenizer.eos_token_ids, num_ahead=5)
     yield grammars
     grammars.close()
 
@@ -281,10 +281,33 @@ def test_the_token_that_is_taken_where_none_is_left_is_no_output(grammars, token
     [token_id] = tokenizer.encode("!")
     params = SamplingParams(**{field: (token_id if field == "bad_token_ids" else token_id + 1,)})
     request = Request(request_id="r", prompt_token_ids=(1,), params=params, seed=0)
-    samples = ConstrainedSamples()
+    samples = ConstrainedSamples(lambda request: ())
     samples.open(request, grammars.compile(of("choice", ["!", "!!"])))
     end = samples.advance(request, token_id)
     assert end is not None and end[0] is FinishReason.ERROR and "no token was left" in end[1]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "num_ahead"),
+    [("b1c2", 3), ("b1x2", 2), ("1", 0), ("b1c2d", 3), ("", 0)],
+    ids=["allowed", "a wrong one", "none allowed", "complete after the fourth", "none"],
+)
+def test_masks_after_drafts_are_those_of_the_tokens(grammars, tokenizer, drafts: str, num_ahead: int):
+    """The grammar is complete after a letter and two pairs, where a mask is of no use."""
+    grammar, exchange, other = grammars.compile(of("regex", "[a-d]([a-d][0-9]){2}")), MaskExchange(), MaskExchange()
+    first, *token_ids = [tokenizer.encode(letter)[0] for letter in "a" + drafts]
+    drafted, plain = Matcher(grammar), Matcher(grammar)
+    drafted.drafts = token_ids
+    exchange.advance(drafted, first)
+    wait_for_masks(exchange, [drafted])
+    assert [each[0] for each in drafted.ahead] == token_ids[:num_ahead]
+    for token_id in [first, *token_ids[:num_ahead]]:
+        if token_id != first:
+            exchange.advance(drafted, token_id)
+        other.advance(plain, token_id)
+        wait_for_masks(other, [plain])
+        assert (drafted.mask == plain.mask).all() and drafted.may_end == plain.may_end
+    assert not drafted.ahead
 
 
 def test_an_ambiguous_grammar_is_given_up_before_it_costs_much(grammars):
