@@ -10,7 +10,7 @@ CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests
 export PYTHONSAFEPATH := 1
 
 .PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-gateway test-package docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
-    structured sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scheduler protos clean
+    structured sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scaling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -148,10 +148,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 # selects the CPU. Some tests need two or four GPUs. Preallocation is off because one test starts a second process.
 test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest --noconftest tests/kernels/test_decode_layers_gpu.py tests/kernels/test_qk_norm_rope_gpu.py \
-	    tests/kernels/test_paged_attention_gpu.py tests/kernels/test_threshold_gpu.py \
-	    tests/kernels/test_experts_gpu.py tests/kernels/test_linear_gpu.py \
-	    tests/kernels/test_p2p_on_one_gpu.py tests/kernels/test_p2p_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest --noconftest $(sort $(wildcard tests/kernels/test_*_gpu.py))
 
 # The CUDA kernels under compute-sanitizer, on a machine with a Hopper GPU: memcheck, racecheck,
 # synccheck, and the same tests in memory full of NaN.
@@ -166,6 +163,13 @@ bench-gpu:
 	    --context 82 512 --max-step-tokens 128
 	$(PYTHON) -m meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 128 \
 	    --context 1024
+
+# Everything of docs/performance.md over 2, 4 or 8 GPUs of one host, in under 25 minutes: tests, all-reduces checked and
+# timed, models through gRPC, and changes of the TP size under load. Writes mesh/table.md. Uses PYTHON directly, not
+# .venv. Options in MESH: a part (--only sums 8b), vLLM beside (--python-vllm), a dry run (--cpu-devices 4).
+bench-scaling:
+	$(PYTHON) -m pip install --quiet --no-deps --editable .
+	$(PYTHON) -m meshserve bench mesh $(MESH)
 
 # The device time of each sampling path. Uses PYTHON directly, not .venv, and a GPU if jax sees one.
 bench-sampling:

@@ -2,37 +2,24 @@
 
 import asyncio
 import atexit
-import json
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import jax
 
+from meshserve.benchmarks.lib.server_process import ServerProcess
 from meshserve.benchmarks.lib.token_times import RunTimes, TokenClock
 from meshserve.runtime.client.client import AsyncClient
 
 from .job import Batch, Job, Started, serve_job
 
-_READY_SECONDS = 900.0
-_STOP_SECONDS = 60.0
-
 
 def start(job: Job) -> Started:
     """Starts a server with the job's settings as its config file, and its own defaults for all other options."""
-    port = _free_port()
-    folder = Path(tempfile.mkdtemp(prefix="meshserve-served-"))
-    settings = {"dtype": job.dtype, **job.settings, "model": job.model, "random_weights": True, "port": port}
-    (folder / "serve.toml").write_text(toml(settings))
-    server = subprocess.Popen([sys.executable, "-m", "meshserve", "serve", "--config", str(folder / "serve.toml")])
-    atexit.register(_stop, server)
+    settings = {"dtype": job.dtype, **job.settings, "model": job.model, "random_weights": True}
+    server = ServerProcess(settings)
+    atexit.register(server.stop)
     loop = asyncio.new_event_loop()
-    client, kv_tokens = loop.run_until_complete(_connect(f"127.0.0.1:{port}", server))
+    client, kv_tokens = loop.run_until_complete(_connect(server))
 
     async def send(batch: Batch, clock: TokenClock, began: float) -> None:
         async def one(index: int) -> None:
@@ -56,36 +43,11 @@ def start(job: Job) -> Started:
     return Started(f"jax {jax.__version__}", run, kv_tokens)
 
 
-async def _connect(target: str, server: subprocess.Popen) -> tuple[AsyncClient, int]:
+async def _connect(server: ServerProcess) -> tuple[AsyncClient, int]:
     """Waits until the server is ready; returns a client, and the tokens that fit in the server's KV cache."""
-    client = AsyncClient(target)
-    ready = asyncio.create_task(client.wait_until_ready(_READY_SECONDS))
-    while not ready.done():
-        if server.poll() is not None:
-            raise SystemExit(f"the server ended with exit status {server.returncode} before it was ready")
-        await asyncio.wait([ready], timeout=0.2)
-    ready.result()
+    client = await server.connect()
     page_size_tokens = (await client.model_info()).page_size_tokens
     return client, (await client.load()).num_pages * page_size_tokens
-
-
-def _stop(server: subprocess.Popen) -> None:
-    server.terminate()
-    try:
-        server.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        server.kill()
-
-
-def toml(settings: Mapping[str, Any]) -> str:
-    """Formats options as the config file of a server; JSON's strings, numbers and booleans are also TOML's."""
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from meshserve.benchmarks.lib.offline_engine import parse_settings
@@ -142,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = _report(engine, crowd, watch, ready_seconds, seconds)
         engine.stop()
     print(json.dumps(report, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
     return 0 if report["is_clean"] else 1
 
 
@@ -162,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--controlled", type=float, default=0.25, help="share of requests with logits processors")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="also write the report to this file")
     return parser
 
 

@@ -2,6 +2,7 @@
 
     meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 128 --context 1024
     meshserve bench decode --model qwen3-8b --random-weights --quantize fp8-block --batch 1 32
+    meshserve bench decode --model qwen3-30b-a3b --random-weights --tp 2 --set expert_parallel=true
 
 For each batch size and context length, requests of random tokens are prefilled and then decode together. A run is a
 sequence of steps. After as many warm-up runs as measured runs, the table gives the median, P10 and P90 of the step time
@@ -32,6 +33,7 @@ import numpy as np
 
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
+from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.api.request import Output
@@ -185,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--decode-layers", default="auto")
     parser.add_argument("--cpu-devices", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
     parser.add_argument(
         "--profile", type=Path, help="trace more steps of the last case into this folder, and print the kernels"
     )
@@ -197,8 +200,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
     contexts = _contexts(options, max(options.batch), max(options.context))
     num_new = num_steps + _num_prefill_steps(options, contexts)
     num_pages = sum(-(-(context + num_new) // options.page_size) for context in contexts)
-    return ServeConfig(
-        model=options.model,
+    settings: dict[str, Any] = dict(
         tp=options.tp,
         cpu_devices=options.cpu_devices,
         dtype=options.dtype,
@@ -213,6 +215,7 @@ def _serve_config(options: argparse.Namespace, num_steps: int) -> ServeConfig:
         prefix_cache=False,  # the cases use the same prompts, and each must be prefilled
         logits_processors=False,
     )
+    return ServeConfig(model=options.model, **{**settings, **parse_settings(options.set)})
 
 
 def _contexts(options: argparse.Namespace, batch: int, context: int) -> list[int]:

@@ -5,9 +5,10 @@
     meshserve bench embed --target 127.0.0.1:50051 --texts 2000 --tokens uniform:8:32 --rate 100
 
 Texts are token ids drawn from a seed. The first form needs no server: it prints tokens per second and the share of the
-devices' peak that the products of the layers reach, after one untimed run of other texts. The second form keeps calls
-of `--batch` texts open. With `--rate`, calls of one text are sent at the times of a Poisson process, and percentiles of
-their durations are printed. Any option of `meshserve serve` is set with --set KEY=VALUE in the first form.
+devices' peak that the products of the layers reach, after one untimed run of other texts, and with --profile the
+kernels of a step. The second form keeps calls of `--batch` texts open. With `--rate`, calls of one text are sent at the
+times of a Poisson process, and percentiles of their durations are printed. Any option of `meshserve serve` is set with
+--set KEY=VALUE in the first form.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.token_times import percentile
 from meshserve.benchmarks.lib.traffic import Lengths, Traffic
@@ -30,12 +32,15 @@ from meshserve.runtime.api.model_config import EMBED, ModelConfig
 from meshserve.runtime.api.request import Output, RequestOptions
 from meshserve.runtime.client.client import AsyncClient, CallError, credentials_from
 from meshserve.runtime.commands.cli import add_credentials
+from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.pooling.pooled_rows import POOLING_PARAMS
 from meshserve.runtime.startup.launch import build_engine, open_model
 
 _READY_SECONDS = 30.0
 _GROUP_TEXTS = 64  # submitted at a time
+_PROFILED_TEXTS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,9 @@ class Figures:
     texts_per_second: float
     tokens_per_second: float
     peak_share: float | None = None  # of the devices' products a second; None if unknown
+    num_steps: int = 0
+    padding: float | None = None  # share of the steps' token positions that no text used
+    host_ms: float | None = None  # median of planning and batch building per step
     p50_ms: float | None = None
     p99_ms: float | None = None
     num_failed: int = 0
@@ -82,20 +90,21 @@ def _offline(options: argparse.Namespace) -> Figures:
     settings = {"tp": options.tp, "cpu_devices": options.cpu_devices, **parse_settings(options.set)}
     config = ServeConfig(model=options.model, task=EMBED, max_waiting=options.texts + 1, **settings)
     batch = _Batch()
-    engine, server = build_engine(config, model, make_params, None, batch.deliver)
+    records: list[StepRecord] = []
+    engine, server = build_engine(config, model, make_params, None, batch.deliver, records.append)
     engine.start()
     try:
         seconds = 0.0
         for seed in (options.seed + 1, options.seed):  # the first run is not timed
             texts = _draw(options, model.vocab_size, seed)
-            began = time.perf_counter()
-            batch.expect(len(texts))
-            for first in range(0, len(texts), _GROUP_TEXTS):
-                engine.submit_prompts(
-                    f"{seed}/{first}", texts[first : first + _GROUP_TEXTS], POOLING_PARAMS, RequestOptions()
-                )
-            batch.wait()
-            seconds = time.perf_counter() - began
+            records.clear()
+            seconds = _embed(engine, batch, texts, str(seed))
+        steps = list(records)
+        if options.profile:
+            records.clear()
+            with jax.profiler.trace(str(options.profile)):
+                _embed(engine, batch, _draw(options, model.vocab_size, options.seed + 2)[:_PROFILED_TEXTS], "profiled")
+            print(kernel_table(options.profile, num_steps=max(1, len(records)) * server.mesh.size))
     finally:
         engine.stop()
     lengths = np.array([len(text) for text in texts])
@@ -108,8 +117,21 @@ def _offline(options: argparse.Namespace) -> Figures:
         texts_per_second=len(texts) / seconds,
         tokens_per_second=lengths.sum() / seconds,
         peak_share=_peak_share(model, lengths, seconds, server.mesh),
+        num_steps=len(steps),
+        padding=float(np.mean([step.padding for step in steps])),
+        host_ms=1e3 * percentile([step.host_seconds for step in steps], 50),
         num_failed=batch.num_failed,
     )
+
+
+def _embed(engine: Engine, batch: "_Batch", texts: Sequence[Sequence[int]], name: str) -> float:
+    """Embeds texts that are submitted all at once, and returns the seconds that it took."""
+    began = time.perf_counter()
+    batch.expect(len(texts))
+    for first in range(0, len(texts), _GROUP_TEXTS):
+        engine.submit_prompts(f"{name}/{first}", texts[first : first + _GROUP_TEXTS], POOLING_PARAMS, RequestOptions())
+    batch.wait()
+    return time.perf_counter() - began
 
 
 class _Batch:
@@ -232,6 +254,8 @@ def _text(found: Figures) -> str:
     ]
     if found.peak_share is not None:
         lines.append(f"  {found.peak_share:.1%} of the devices' peak in products")
+    if found.padding is not None:
+        lines.append(f"  {found.num_steps:,} steps, {found.padding:.1%} padding, host {found.host_ms:.2f} ms per step")
     if found.p50_ms is not None:
         lines.append(f"  calls: P50 {found.p50_ms:.2f} ms, P99 {found.p99_ms:.2f} ms")
     if found.num_failed:
@@ -255,6 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu-devices", type=int, default=0, help="virtual CPU devices, with --model")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="other options of the server")
     add_credentials(parser)
+    parser.add_argument("--profile", type=Path, help="with --model, also trace steps into this folder; prints kernels")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
 

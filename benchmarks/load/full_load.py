@@ -1,6 +1,7 @@
 """Compares meshserve, through gRPC, with vLLM: the same batches of token ids on the same GPU, one engine at a time.
 
     meshserve bench full_load --models qwen3-0.6b qwen3-8b --python-vllm /opt/vllm/bin/python --markdown table.md
+    meshserve bench full_load --models qwen3-8b --workloads 512 --tp 4 --engines ours
 
 Every engine runs with its own defaults; vLLM is only given a context of 4,096 tokens and no prefix cache, which prompts
 that never repeat cannot use. With --set, meshserve also runs with these options. A ratio above 1 means that meshserve
@@ -29,6 +30,7 @@ from meshserve.runtime.api.errors import ConfigError
 _VLLM_SETTINGS = {"max_model_len": 4096}
 _WARM_UP_SEED = 1_000_000  # seeds from here on are never timed
 _PREFILL_SEED = 2_000_000
+_DEMO_TOKEN_ID = 99  # within the vocabulary of the demo model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,9 +82,9 @@ KV_TOKENS, START_SECONDS = "tokens that fit in the KV cache", "start, s"
 _MORE_IS_BETTER = (TOKENS_PER_SECOND, KV_TOKENS)
 
 
-def _alike(num_requests: int, num_in: int, num_out: int, **rest: Any) -> Workload:
+def _alike(num_requests: int, num_in: int, num_out: int, max_id: int = MAX_TOKEN_ID, **rest: Any) -> Workload:
     def draw(seed: int) -> list[Work]:
-        return fixed(seed, num_requests, num_in, num_out, MAX_TOKEN_ID)
+        return fixed(seed, num_requests, num_in, num_out, max_id)
 
     title = f"{num_requests} x {num_in:,} in, {num_out} out"
     return Workload(title=title, draw=draw, warm_up=draw, **rest)
@@ -104,8 +106,12 @@ WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
         "32": _alike(32, 1024, 256),
         "128": _alike(128, 1024, 256),
         "256": _alike(256, 512, 512, num_runs=2),
+        "512": _alike(512, 1024, 256),
     },
-    "qwen3-32b": {"32": _alike(32, 1024, 256, num_runs=2)},
+    "qwen3-32b": {"one": _alike(1, 128, 256), "32": _alike(32, 1024, 256), "128": _alike(128, 1024, 256)},
+    "qwen3-30b-a3b": {"one": _alike(1, 128, 256), "32": _alike(32, 1024, 256), "256": _alike(256, 1024, 256)},
+    "qwen3-235b-a22b": {"8": _alike(8, 1024, 256), "64": _alike(64, 1024, 256)},
+    "demo": {"few": _alike(3, 12, 6, max_id=_DEMO_TOKEN_ID, num_runs=1)},
 }
 
 
@@ -155,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engines", nargs="+", choices=("vllm", "ours", "tuned"), help="default: vllm, ours, and tuned with --set"
     )
+    parser.add_argument("--tp", type=int, default=0, help="TP size of every engine (default: each engine's own)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the tuned server")
     parser.add_argument("--set-vllm", default="{}", metavar="JSON", help="additional arguments of vllm.LLM")
     parser.add_argument(
@@ -174,12 +181,15 @@ def _engines(options: argparse.Namespace) -> dict[str, Engine]:
     from meshserve.benchmarks.lib.offline_engine import parse_settings
 
     shared = parse_settings(options.set_all)
+    vllm = {**_VLLM_SETTINGS, **json.loads(options.set_vllm)}
+    if options.tp:
+        shared, vllm = {**shared, "tp": options.tp}, {**vllm, "tensor_parallel_size": options.tp}
     if options.engines is None:
         options.engines = ["vllm", "ours", *(["tuned"] if options.set else [])]
     if "tuned" in options.engines and not options.set:
         raise ConfigError("--engines tuned needs --set: without it, it would equal `ours`.")
     return {
-        "vllm": Engine("vLLM", "vllm_engine", {**_VLLM_SETTINGS, **json.loads(options.set_vllm)}),
+        "vllm": Engine("vLLM", "vllm_engine", vllm),
         "ours": Engine("meshserve, defaults", "ours_served", shared),
         "tuned": Engine(
             f"meshserve, {' '.join(options.set)}", "ours_served", {**shared, **parse_settings(options.set)}
@@ -195,7 +205,8 @@ def _workloads(options: argparse.Namespace, model: str) -> dict[str, Workload]:
 def _run(
     options: argparse.Namespace, engine: Engine, model: str, workloads: Mapping[str, Workload], folder: Path
 ) -> Report | str:
-    (folder / "config.json").write_text(json.dumps(model_config_json(model)))
+    if engine.module == "vllm_engine":
+        (folder / "config.json").write_text(json.dumps(model_config_json(model)))
     job = Job(
         model=model,
         model_dir=str(folder),

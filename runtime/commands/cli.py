@@ -36,7 +36,7 @@ examples:
   meshserve bench serve --rate 4 8 16              put load on the server on this machine
 
 `meshserve COMMAND --help` explains a command."""
-_BENCHMARK_FOLDERS = ("load", "engine", "kernels", "checks")  # of meshserve.benchmarks
+_BENCHMARK_FOLDERS = ("load", "engine", "kernels", "checks", "mesh")  # of meshserve.benchmarks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -34,6 +34,7 @@ def test_the_engine(tmp_path, capsys):
         *settings,
     )
     assert (found["num_texts"], found["num_tokens"], found["num_failed"]) == (20, 180, 0)
+    assert found["num_steps"] >= 3 and 0 < found["padding"] < 1
     assert found["p99_ms"] is None and "tokens/s" in capsys.readouterr().out
 
 

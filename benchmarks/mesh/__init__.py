@@ -1,0 +1,1 @@
+"""Everything that is measured over several GPUs of one host, by one command: `meshserve bench mesh`."""
