@@ -35,6 +35,7 @@ from meshserve.runtime.commands.cli import add_credentials
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.planning.resolved_server import PlacedServer
 from meshserve.runtime.pooling.pooled_rows import POOLING_PARAMS
 from meshserve.runtime.startup.launch import build_engine, open_model
 
@@ -69,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(options.model) == bool(options.target):
         raise ConfigError("give --model to measure the engine, or --target to measure a server.")
     found = _offline(options) if options.model else asyncio.run(_served(options))
-    print(_text(found))
     if options.json:
         options.json.write_text(json.dumps(dataclasses.asdict(found), indent=1))
     return 1 if found.num_failed else 0
@@ -99,7 +99,8 @@ def _offline(options: argparse.Namespace) -> Figures:
             texts = _draw(options, model.vocab_size, seed)
             records.clear()
             seconds = _embed(engine, batch, texts, str(seed))
-        steps = list(records)
+        found = _offline_figures(model, server, texts, records, seconds, batch.num_failed)
+        print(_text(found), flush=True)
         if options.profile:
             records.clear()
             with jax.profiler.trace(str(options.profile)):
@@ -107,10 +108,18 @@ def _offline(options: argparse.Namespace) -> Figures:
             print(kernel_table(options.profile, num_steps=max(1, len(records)) * server.mesh.size))
     finally:
         engine.stop()
+    return found
+
+
+def _offline_figures(
+    model: ModelConfig, server: PlacedServer, texts: Sequence[Sequence[int]], steps: Sequence[StepRecord],
+    seconds: float, num_failed: int,
+) -> Figures:  # fmt: skip
     lengths = np.array([len(text) for text in texts])
+    device = server.mesh.devices.flat[0]
     return Figures(
         load=f"engine, {server.step_limits}",
-        device=f"{server.mesh.size} x {jax.devices()[0].device_kind}",
+        device=f"{server.mesh.size} x {device.device_kind}",
         num_texts=len(texts),
         num_tokens=int(lengths.sum()),
         seconds=seconds,
@@ -120,7 +129,7 @@ def _offline(options: argparse.Namespace) -> Figures:
         num_steps=len(steps),
         padding=float(np.mean([step.padding for step in steps])),
         host_ms=1e3 * percentile([step.host_seconds for step in steps], 50),
-        num_failed=batch.num_failed,
+        num_failed=num_failed,
     )
 
 
@@ -192,7 +201,7 @@ async def _served(options: argparse.Namespace) -> Figures:
     if calls.first_error:
         print(f"The first failure: {calls.first_error}", file=sys.stderr)
     num_tokens, seconds = sum(map(len, texts)), calls.now
-    return Figures(
+    found = Figures(
         load=load,
         device=f"{info.num_devices} x {info.device_kind}",
         num_texts=len(texts),
@@ -204,6 +213,8 @@ async def _served(options: argparse.Namespace) -> Figures:
         p99_ms=1e3 * percentile(calls.seconds, 99),
         num_failed=calls.num_failed,
     )
+    print(_text(found))
+    return found
 
 
 class _Calls:

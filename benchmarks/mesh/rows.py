@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.api.errors import MeshserveError
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.weights.registry import named_model
 
@@ -71,7 +71,7 @@ class Plan:
         for each in self._all_served():
             try:
                 model = named_model(each.model, each.quantize or "none")
-            except ConfigError as error:
+            except MeshserveError as error:
                 left_out[each.name] = f"not supported: {error}"
                 continue
             if not self.machine.holds(model, each.tp, _FP8_BYTES if each.quantize else _BF16_BYTES):

@@ -51,12 +51,10 @@ def test_the_arguments_of_every_row_are_accepted(num_devices: int, is_dry: bool)
 
 
 def test_rows_fit_the_memory_of_the_machine() -> None:
-    _, left_out = Plan(machine=gpus(2, "h100"), check_seconds=1).rows()
-    assert "memory" in left_out["235b-a22b-fp8"] or "not supported" in left_out["235b-a22b-fp8"]
-    rows, _ = Plan(machine=gpus(2, "h100"), check_seconds=1).rows()
-    assert "32b" in {row.name for row in rows}
+    rows, left_out = Plan(machine=gpus(2, "h100"), check_seconds=1).rows()
+    assert "32b" in {row.name for row in rows} and "235b-a22b-fp8" in left_out
     model = named_model("qwen3-32b")
-    assert gpus(2, "h100").holds(model, 2, 2.0) and not gpus(2, "h100").holds(model, 1, 2.0)
+    assert gpus(2, "h100").holds(model, 2, 2.0) and not gpus(2, "h100").holds(model, 1, 4.0)
 
 
 def test_a_row_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
@@ -93,7 +91,7 @@ def test_tasks_run_side_by_side_without_multicast(tmp_path: Path) -> None:
     path = {"PYTHONPATH": str(tmp_path)}
     tasks = [Task(module="writes", arguments=(word,), environment=path) for word in ("ends", "fails")]
     outcome = run_tasks(tasks, tmp_path, "row", 60.0)
-    assert outcome.problem == f"exit status 1, see {tmp_path / 'row-2.log'}"
+    assert outcome.problem == "exit status 1, see row-2.log"
     assert [result.name for result in outcome.results] == ["row-1.json", "row-2.json"]
     environment = json.loads(outcome.results[0].read_text())
     assert environment.items() >= NO_MULTICAST.items()
