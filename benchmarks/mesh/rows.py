@@ -143,7 +143,7 @@ class Plan:
     def _sums(self) -> Row:
         dry = self._dry("--rounds=1", "--steps=1", "--kilobytes", "4", "8")
         tps = sorted({self.tp, min(self.tp, AIMS_TP)})
-        arguments = ("--sums", "--rounds=5", "--tp", *map(str, tps), "--kilobytes", *_SUM_KILOBYTES, *dry)
+        arguments = ("--sums", "--rounds=5", "--steps=20", "--tp", *map(str, tps), "--kilobytes", *_SUM_KILOBYTES, *dry)
         tasks = (Task(module=f"{_BENCHMARKS}.engine.scaling", arguments=arguments),)
         return Row(name="sums", tasks=tasks, limit_seconds=120.0, read=readers.read_sums, is_sums=True)
 
