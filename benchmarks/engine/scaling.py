@@ -33,6 +33,7 @@ from meshserve.benchmarks.kernels import repeats, sums
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.timing import time_steps
+from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.model.qwen3 import Kernels
@@ -44,6 +45,7 @@ from meshserve.runtime.program.batch import ON_DEVICE, Bucket
 from meshserve.runtime.program.step import CACHE_AXES, CacheShape, DeviceState, placed_state, state_shapes
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.weights.orbax_layout import model_layout
+from meshserve.runtime.weights.random_weights import random_model
 from meshserve.runtime.weights.registry import abstract_model, named_model
 from meshserve.sharding.mesh import (
     TENSOR_AXIS,
@@ -139,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         help="check results for this long at each TP size, instead of timing",
     )
+    parser.add_argument("--expert-parallel", action="store_true", help="give each device whole experts")
     parser.add_argument("--all-reduce", default="auto", help="p2p, xla or auto (default: %(default)s)")
     parser.add_argument("--one-dispatcher", action="store_true", help="dispatch to all GPUs from one thread")
     parser.add_argument("--cpu-devices", type=int, default=0)
@@ -175,7 +178,7 @@ def check_steps(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = _model(options, name)
         for tp in options.tp:
             mesh = make_mesh(tp)
-            structure, params = random_params(model, mesh)
+            structure, params = random_params(model, mesh, expert_parallel=options.expert_parallel)
             cases = []
             for batch in options.batch:
                 kernels = _kernels(options, model, mesh, batch)
@@ -204,12 +207,19 @@ def _kernels(options: argparse.Namespace, model: ModelConfig, mesh: Mesh, batch:
     config = ServeConfig(
         model="random", tp=mesh.size, page_size=options.page_size, max_running=batch, attention=options.attention,
         decode_layers=options.decode_layers, all_reduce=options.all_reduce, dtype=_DTYPE.name,
+        expert_parallel=options.expert_parallel,
     )  # fmt: skip
     return resolve_here(config, model, mesh, P2PFindings()).kernels
 
 
 def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
-    """Returns a model of the size that one of `tp` devices holds of the given model."""
+    """Returns a model of the size that one of `tp` devices holds of the given model.
+
+    Raises:
+      ConfigError: The model has experts.
+    """
+    if model.experts is not None:
+        raise ConfigError("--alone is not implemented for models with experts; omit it.")
     layout = model_layout(model, tp)
     groups = layout.num_groups // tp
     return dataclasses.replace(
@@ -224,7 +234,7 @@ def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
 def _time_model(options: argparse.Namespace, name: str, model: ModelConfig, tp: int) -> Iterator[Step]:
     """Yields the timed step of each batch size."""
     mesh = make_mesh(tp)
-    structure, params = random_params(model, mesh)
+    structure, params = random_params(model, mesh, expert_parallel=options.expert_parallel)
     for batch in options.batch:
         kernels = _kernels(options, model, mesh, batch)
         compiling = time.perf_counter()
@@ -320,13 +330,16 @@ def decode_batch(bucket: Bucket, context: int) -> np.ndarray:
     return packed
 
 
-def random_params(model: ModelConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+def random_params(model: ModelConfig, mesh: Mesh, *, expert_parallel: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
     """Makes random parameters on the devices: norms are ones, all other weights have random signs and mantissas.
 
     The values are spread about as widely as trained weights. Each device makes its own block, which takes seconds where
-    `random_weights` takes minutes.
+    `random_weights` takes minutes. Models with experts get those of `random_weights`, which choose experts evenly.
     """
-    structure, abstract = abstract_model(model, model_layout(model, mesh.size), _DTYPE)
+    layout = model_layout(model, mesh.size, expert_parallel=expert_parallel)
+    if model.experts is not None:
+        return random_model(model, layout, mesh, _DTYPE)
+    structure, abstract = abstract_model(model, layout, _DTYPE)
     flat = []
     for seed, (path, weight) in enumerate(nnx.to_flat_state(abstract)):
         block = named_sharding(mesh, weight.axes).shard_shape(weight.shape)

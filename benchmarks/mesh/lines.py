@@ -143,7 +143,7 @@ def _parts(line: Line, sums: Sequence[Mapping[str, float]], tp: int) -> tuple[fl
 def _number(value: float | None, line: Line) -> str:
     if value is None:
         return ""
-    return f"{value:,.0f}" if line.is_rate or value == int(value) else f"{value:.3f}"
+    return f"{value:,.0f}" if line.is_rate or value == int(value) else f"{value:.4g}"
 
 
 def heading(machine: Machine, command: str, problems: Mapping[str, str]) -> str:
@@ -158,5 +158,7 @@ def heading(machine: Machine, command: str, problems: Mapping[str, str]) -> str:
         "peak. The time in all-reduces is their number in a step times the time of one alone. The rest is kernels "
         "beyond their bytes, the host and gRPC.",
     ]
+    if machine.is_virtual:
+        text.append("This is a dry run with tiny models in place of those named: the figures mean nothing.")
     text += [f"* not in the table: {name}: {problem}" for name, problem in problems.items()]
     return "\n".join(text)

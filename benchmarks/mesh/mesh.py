@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=Path("mesh"), help="folder of results and logs (%(default)s)")
     parser.add_argument("--minutes", type=float, default=25.0, help="start no row after this time (%(default)s)")
     parser.add_argument(
-        "--check-minutes", type=float, default=5.0, help="for checking that all-reduces are right (%(default)s)"
+        "--check-minutes", type=float, default=3.0, help="for checking that all-reduces are right (%(default)s)"
     )
     parser.add_argument("--only", nargs="+", metavar="ROW", help="only these rows, in this order")
     parser.add_argument("--list", action="store_true", help="list the rows of this machine and exit")

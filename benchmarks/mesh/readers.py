@@ -141,12 +141,12 @@ def read_steps(name: str, served: Served, case: Case, results: Results) -> list[
     return [
         Line(
             row=name,
-            workload=f"{served.title}, steps of the engine alone, batch {row['batch']}",
+            workload=f"{served.title}, steps alone, batch {row['batch']}",
             figure=MS_A_TOKEN,
             value=row["step_ms"],
             ideal=case.step_ms(row["batch"], row["context"]),
             all_reduces=case.all_reduces(row["batch"]),
-            note=f"{row['starved_steps']:.0%} of steps found the device idle, dispatch {row['dispatch_ms']:.2f} ms",
+            note=f"dispatch {row['dispatch_ms']:.2f} ms, compiled in {row['compile_seconds']:.0f} s",
         )
         for row in _loaded(results)
     ]

@@ -28,6 +28,7 @@ _VLLM_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3
 _SUM_KILOBYTES = ("4", "8", "64", "256", "512", "2048", "8192")
 _VLLM_SECONDS = 300.0  # that a row with vLLM beside may take longer
 _STEP_CONTEXT = 1024
+_TINY = ("--model", "qwen3-0.6b", "--layers=1")  # of a dry run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,14 +89,14 @@ class Plan:
         tp = self.tp
         served = [
             Served("8b", "qwen3-8b", tp, ("one", "32", "512"), 240.0),
-            Served("30b-a3b", "qwen3-30b-a3b", tp, ("one", "32", "256"), 240.0),
-            Served("30b-a3b-ep", "qwen3-30b-a3b", tp, ("one", "32", "256"), 240.0, expert_parallel=True),
+            Served("30b-a3b", "qwen3-30b-a3b", tp, ("one", "32", "256"), 420.0),
+            Served("30b-a3b-ep", "qwen3-30b-a3b", tp, ("one", "32", "256"), 420.0, expert_parallel=True),
             Served("32b", "qwen3-32b", tp, ("one", "32"), 240.0),
             Served("8b-one-gpu", "qwen3-8b", 1, ("512",), 240.0),
             Served("32b-fp8", "qwen3-32b", tp, ("one", "128"), 240.0, quantize="fp8-block"),
-            Served("30b-a3b-fp8", "qwen3-30b-a3b", tp, ("one", "32", "256"), 240.0, quantize="fp8-block"),
+            Served("30b-a3b-fp8", "qwen3-30b-a3b", tp, ("one", "32", "256"), 420.0, quantize="fp8-block"),
             Served(
-                "30b-a3b-fp8-ep", "qwen3-30b-a3b", tp, ("one", "32", "256"), 240.0,
+                "30b-a3b-fp8-ep", "qwen3-30b-a3b", tp, ("one", "32", "256"), 420.0,
                 quantize="fp8-block", expert_parallel=True,
             ),
             Served("235b-a22b-fp8", "qwen3-235b-a22b", tp, ("8", "64"), 420.0, quantize="fp8-block"),
@@ -149,7 +150,7 @@ class Plan:
 
     def _checks(self) -> list[Row]:
         seconds, tp = self.check_seconds / 3, str(self.tp)
-        tiny = ("--model", "qwen3-0.6b", "--layers=1", "--batch", "1", "2", "--context=16", "--kilobytes", "4")
+        tiny = (*_TINY, "--batch", "1", "2", "--context=16", "--kilobytes", "4")
         soak_dry = self._dry(
             "--model=demo", "--num-pages=64", "--page-size=16", "--max-context=256", "--max-running=8",
             "--max-step-tokens=32", "--set=dtype=float32", "--set=cache_dir=",
@@ -213,21 +214,17 @@ class Plan:
         )
 
     def _steps_row(self, served: Served, model: ModelConfig) -> Row:
-        """Steps of the engine alone, without gRPC: what the host and gRPC add is the difference."""
+        """Steps alone, without scheduler and gRPC: what the host adds is the difference. Compiles two programs only."""
         arguments = (
-            f"--model={served.model}", "--random-weights", f"--tp={served.tp}", "--batch", "1", "32",
-            f"--context={_STEP_CONTEXT}", "--max-step-tokens=256", f"--set=cache_dir={self.cache_dir}",
-            *(("--set=expert_parallel=true",) if served.expert_parallel else ()),
-            *self._dry(
-                "--model=qwen3-0.6b", "--batch", "1", "2", "--context=32", "--runs=1", "--steps=2", "--page-size=16",
-                "--max-step-tokens=16", "--set=cache_dir=", "--set=expert_parallel=false",
-            ),
+            "--model", served.model, "--tp", str(served.tp), "--batch", "1", "32", f"--context={_STEP_CONTEXT}",
+            *(("--expert-parallel",) if served.expert_parallel and not self.machine.is_virtual else ()),
+            *self._dry(*_TINY, "--batch", "1", "2", "--context=32", "--rounds=1", "--steps=2"),
         )  # fmt: skip
         case = Case(machine=self.machine, model=model, tp=served.tp, expert_parallel=served.expert_parallel)
         name = f"{served.name}-steps"
         return Row(
             name=name,
-            tasks=(Task(module=f"{_BENCHMARKS}.engine.decode", arguments=arguments),),
+            tasks=(Task(module=f"{_BENCHMARKS}.engine.scaling", arguments=arguments),),
             limit_seconds=180.0,
             read=partial(readers.read_steps, name, served, case),
             tp=served.tp,
