@@ -103,6 +103,8 @@ class ModelInfo:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     task: str = GENERATE
     embedding_dimensions: int = 0
+    draft_tokens: int = 0
+    draft_model: str = ""
 
     def require(self, task: str) -> None:
         """Checks that the served model has a task.

@@ -32,6 +32,15 @@ def fill_draft_rows(fields: Mapping[str, np.ndarray], slots: np.ndarray, drafts:
     for first_row, its_drafts in enumerate(drafts):
         rows = slice(row, row + len(its_drafts))
         fields["first_row"][rows], fields["first_draft_row"][rows] = first_row, row
-        for index, token_id in enumerate(its_drafts):
-            fields[f"draft_{index}"][row + index : rows.stop] = token_id + 1  # 0 means that there is none
         row = rows.stop
+    fill_draft_tokens(fields, num_requests, drafts)
+
+
+def fill_draft_tokens(fields: Mapping[str, np.ndarray], num_requests: int, drafts: Sequence[Sequence[int]]) -> None:
+    """Fills the draft tokens, the only fields that depend on which tokens they are."""
+    row = num_requests
+    for its_drafts in drafts:
+        end = row + len(its_drafts)
+        for index, token_id in enumerate(its_drafts):
+            fields[f"draft_{index}"][row + index : end] = token_id + 1  # 0 means that there is none
+        row = end

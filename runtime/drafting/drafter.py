@@ -6,12 +6,17 @@ position. So the tokens are those without drafts, greedy or random, whatever a d
 many come at once.
 """
 
-from collections.abc import Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, Self
+
+if TYPE_CHECKING:
+    from ..api.request import Request
 
 
 class Drafter(Protocol):
     """Proposes draft tokens for one request."""
+
+    waits_for_tokens: bool  # whether it proposes nothing while tokens of the request are in flight
 
     def fork(self) -> Self:
         """Returns an independent copy for the same text."""
@@ -24,6 +29,9 @@ class Drafter(Protocol):
 
     def judge(self, num_drafts: int, num_accepted: int) -> None:
         """Adapts to how many of the last draft tokens were accepted."""
+
+
+MakeDrafter = Callable[["Request"], Drafter]  # creates the drafter of a new request
 
 
 def count_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:

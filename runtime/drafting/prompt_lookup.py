@@ -17,6 +17,8 @@ class PromptLookup:
       min_match: The number of last tokens that must recur earlier in the text, in this order, for a proposal.
     """
 
+    waits_for_tokens = False
+
     def __init__(self, token_ids: Sequence[int], min_match: int):
         self._tokens = list(token_ids)
         self._min_match = self._needed = min_match

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from ..api.engine_api import Deliver
 from ..api.errors import EngineStoppedError
 from ..api.request import DEFAULT_OPTIONS, FinishReason, Load, Request, RequestOptions
 from ..api.sampling_params import MAX_SEED, SamplingParams
+from ..drafting.model_drafter import fill_unknown
 from ..pooling.pooled_rows import PooledRows
 from ..program.batch import BatchBuilder, Bucket
 from ..program.processor_batch import Logprobs, ProcessorBatch, Sampled
@@ -60,6 +61,14 @@ class Runner(Protocol):
 
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
         """Returns the log-probabilities of `targets`, the tokens that follow those of the last `run`."""
+
+
+@runtime_checkable
+class ProposingRunner(Protocol):
+    """What a runner has in addition, if there is a draft model; see `draft_model.drafting_runner`."""
+
+    def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
+        """Dispatches steps of the draft model, and returns the draft tokens [bucket.num_steps, B]."""
 
 
 @dataclass(frozen=True)
@@ -363,11 +372,18 @@ class Engine:
                 self._open.expired(request, "its deadline passed or could no longer be met")
             if plan is None:
                 return None
+            chain = plan.draft_chain(self._scheduler.limits.draft_tokens)
+            proposing = self._batches.build(chain) if chain is not None else None
             batch = self._batches.build(plan)
             dispatched = self._clock()
             record = self._recorder.planned(plan, batch.bucket, dispatched - started) if self._recorder else None
         for page_row in batch.page_table_rows:
             self.runner.set_page_row(page_row)
+        if proposing is not None:
+            assert isinstance(self.runner, ProposingRunner), self.runner
+            proposed = np.asarray(self.runner.propose(proposing.bucket, proposing.packed))
+            fill_unknown(plan.drafts, proposed.tolist())
+            batch.fill_drafts(plan)
         flight = _Flight(plan, self.runner.run(batch.bucket, batch.packed), dispatched, record)
         if batch.processors is None or any(request.is_constrained for request in plan.requests):
             return flight, batch.processors

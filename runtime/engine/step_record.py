@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..program.batch import Bucket
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
@@ -42,6 +44,8 @@ class StepRecord:
     num_evicted_pages: int = 0
     num_wasted_tokens: int = 0  # tokens sampled for requests that had ended
     num_accepted_tokens: int = 0  # accepted draft tokens
+    num_drafts_at: tuple[int, ...] = ()  # verified draft tokens, by their place after the last token
+    num_accepted_at: tuple[int, ...] = ()  # those that were accepted
     num_refused: int = 0  # requests refused because the queue was full
     num_expired: int = 0  # requests ended because of their deadline
     num_not_finite: int = 0  # requests ended because of logits that are NaN or infinite
@@ -72,7 +76,7 @@ class StepRecorder:
         self._scheduler = scheduler
         self._pages = pages
         self._record = record
-        self._counts = self._read_counts()
+        self._counts, self._places = self._read_counts(), self._read_places()
 
     def planned(self, plan: StepPlan, bucket: Bucket, host_seconds: float) -> StepRecord:
         """Returns the record of a step at dispatch, without the fields that `collected` fills in."""
@@ -104,6 +108,8 @@ class StepRecorder:
     def collected(self, record: StepRecord, step_seconds: float) -> None:
         """Completes the record of a step whose tokens are booked, and passes it to `record`."""
         before, self._counts = self._counts, self._read_counts()
+        places_before, self._places = self._places, self._read_places()
+        drafts_at, accepted_at = (self._places - places_before).tolist()
         evicted, wasted, accepted, refused, expired, not_finite = (
             now - then for now, then in zip(self._counts, before, strict=True)
         )
@@ -114,11 +120,17 @@ class StepRecorder:
                 num_evicted_pages=evicted,
                 num_wasted_tokens=wasted,
                 num_accepted_tokens=accepted,
+                num_drafts_at=tuple(drafts_at),
+                num_accepted_at=tuple(accepted_at),
                 num_refused=refused,
                 num_expired=expired,
                 num_not_finite=not_finite,
             )
         )
+
+    def _read_places(self) -> np.ndarray:
+        speculation = self._scheduler.speculation
+        return np.array([speculation.num_drafts_at, speculation.num_accepted_at])
 
     def _read_counts(self) -> tuple[int, ...]:
         scheduler = self._scheduler

@@ -35,12 +35,30 @@ def check_combinations(config: "ServeConfig") -> None:
             f"draft_tokens is {config.draft_tokens}; allowed is 0 to page_size - 1 ({config.page_size - 1}): a request "
             "begins at most one page per step. Lower it or raise page_size."
         )
+    _check_draft_model(config)
     _check_cluster(config)
     _check_kv_events(config)
     if config.cpu_devices and config.cpu_devices < config.tp and not config.coordinator:
         raise ConfigError(
             f"tp is {config.tp} but cpu_devices only {config.cpu_devices}. Raise cpu_devices or set it to 0."
         )
+
+
+def _check_draft_model(config: "ServeConfig") -> None:
+    if not config.draft_model:
+        return
+    if config.draft_tokens < 2:
+        raise ConfigError(
+            f"draft_model is set and draft_tokens is {config.draft_tokens}; allowed is 2 or more. Set draft_tokens to "
+            "how many tokens the draft model proposes at a time, such as 4, or omit draft_model."
+        )
+    if config.max_decode_steps > 1:
+        raise ConfigError(
+            f"draft_model is set and max_decode_steps is {config.max_decode_steps}; allowed is 1: drafts are verified "
+            "in steps of their own. Omit one of them."
+        )
+    if config.coordinator:
+        raise ConfigError("draft_model is set and coordinator, too: several processes serve no draft model. Omit one.")
 
 
 def _check_cluster(config: "ServeConfig") -> None:

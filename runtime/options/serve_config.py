@@ -206,9 +206,15 @@ class ServeConfig:
     draft_tokens: int = option(
         0,
         _SCHEDULING,
-        "maximum number of draft tokens per request and step, taken from the request's own text (prompt lookup); "
-        "0 turns speculation off",
+        "maximum number of draft tokens per request and step, taken from the request's own text (prompt lookup) or "
+        "proposed by --draft-model; 0 turns speculation off",
         least=0,
+    )
+    draft_model: str = option(
+        "",
+        _SCHEDULING,
+        "a smaller model with the same tokenizer, given like --model, which proposes draft tokens; it needs "
+        "--draft-tokens, and memory beside the served model",
     )
     max_waiting: int = option(
         1024,

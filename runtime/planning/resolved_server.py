@@ -233,6 +233,8 @@ def _resolved(
 ) -> ResolvedServer:
     config, is_pooling = requested, shapes.model.pooling is not None
     num_fused_tokens = max_fused_tokens(names, shapes)
+    if config.draft_model:
+        chosen = dataclasses.replace(chosen, max_decode_steps=1)
     if is_pooling:  # decodes nothing
         config = dataclasses.replace(config, draft_tokens=0)
         chosen = dataclasses.replace(chosen, max_decode_steps=1)
@@ -278,6 +280,7 @@ def _limits(config: ServeConfig, chosen: StepLimits, max_context: int, buckets: 
         priority_seconds=config.priority_seconds,
         has_prefix_cache=config.prefix_cache,
         draft_tokens=config.draft_tokens,
+        has_draft_model=bool(config.draft_model),
         draft_min_match=config.draft_min_match,
         step_sizes=tuple(size for size in sizes if size >= _FREE_TOKENS),
     )

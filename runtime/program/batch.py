@@ -9,7 +9,7 @@ before the step.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -90,6 +90,13 @@ class Batch(NamedTuple):
     page_table_rows: list[np.ndarray]  # each [1 + max_request_pages] int32: a slot, then its pages
     processors: ProcessorBatch | None = None
 
+    def fill_drafts(self, plan: StepPlan) -> None:
+        """Fills in draft tokens that were not known when the batch was built. Called before the dispatch."""
+        token_ids = self.packed[self.bucket.fields["token_ids"]]
+        token_ids[_DecodeTokens.of(plan).drafts] = list(itertools.chain(*plan.drafts))
+        if self.processors is not None:
+            self.processors.fill_drafts(plan)
+
 
 class _DecodeTokens(NamedTuple):
     """The places of decodes and their draft tokens among a step's tokens: each decode, then its drafts."""
@@ -113,7 +120,7 @@ class _DecodeTokens(NamedTuple):
         were accepted.
         """
         token_ids: list[int] = []
-        all_drafts = plan.drafts or [()] * len(plan.decodes)
+        all_drafts: Sequence[Sequence[int]] = plan.drafts or [()] * len(plan.decodes)
         for request, start, drafts in zip(plan.decodes, plan.starts, all_drafts, strict=True):
             token_ids += [*(request.tokens(start, start + 1) or [ON_DEVICE]), *drafts]
         count = len(token_ids)
@@ -175,7 +182,7 @@ class BatchBuilder:
             if num_cached_pages:
                 page_table_rows.append(self._page_table_row(request, num_cached_pages))
         slots = np.array([_slot(request) for request in plan.requests])
-        mode = self._processors.mode(slots)
+        mode = self._processors.mode(slots, is_final=plan.num_steps > 1)
         bucket = self.bucket(plan, mode)
         packed = np.zeros(bucket.size, np.int32)
         fields = {name: packed[place] for name, place in bucket.fields.items()}
@@ -191,7 +198,8 @@ class BatchBuilder:
         by_request[_PARAMS_START : _PARAMS_START + len(PARAM_FIELDS), : len(slots)] = self._params[:, slots]
         self._fill_pages(plan, starts, fields)
         fields["mode"][0] = mode
-        return Batch(bucket, packed, page_table_rows, self._processors.build(plan, fields, slots, changed_slots))
+        processors = self._processors.build(plan, fields, slots, changed_slots) if plan.num_steps == 1 else None
+        return Batch(bucket, packed, page_table_rows, processors)
 
     def _page_table_row(self, request: Request, num_pages: int) -> np.ndarray:
         row = np.zeros(1 + self._max_request_pages, np.int32)

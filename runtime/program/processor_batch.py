@@ -6,16 +6,17 @@ prompt tokens whose log-probabilities are requested. Uses numpy only.
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..api.request import Request
 from ..api.sampling_params import SamplingMode
-from ..drafting.draft_rows import draft_row_fields, fill_draft_rows
+from ..drafting.draft_rows import draft_row_fields, fill_draft_rows, fill_draft_tokens
 from ..processors import PROCESSORS
 from ..processors.contract import ProcessorState
 from ..scheduler.step_plan import StepPlan
@@ -82,12 +83,17 @@ class ProcessorBatch(NamedTuple):
     slots: Sequence[SlotAdjustments]
     packed: np.ndarray | None  # int32, see `ProcessorShape`; None: the step's own sample is used
     prompt_targets: np.ndarray | None  # [T] int32: the prompt token after each token of the step, or -1
-    flags: np.ndarray | None = None  # a view of that field of `packed`
+    fields: Mapping[str, np.ndarray] = MappingProxyType({})  # views of `packed`
 
     def withdraw(self, rows: Sequence[int]) -> None:
         """Makes some of the step's samples count for nothing. Called before the dispatch."""
-        if self.flags is not None:
-            self.flags[list(rows)] &= ~SAMPLES
+        if self.fields:
+            self.fields["flags"][list(rows)] &= ~SAMPLES
+
+    def fill_drafts(self, plan: StepPlan) -> None:
+        """Fills in draft tokens that were not known when the batch was built. Called before the dispatch."""
+        if self.fields:
+            fill_draft_tokens(self.fields, plan.num_requests, plan.drafts)
 
 
 class Logprobs(NamedTuple, Generic[Leaf]):
@@ -146,9 +152,13 @@ class ProcessorBatchBuilder:
             processor.write_slot(request, state, self._eos_token_ids)
         return SlotAdjustments(slot, *state)
 
-    def mode(self, slots: np.ndarray) -> int:
-        """Returns the mode of the step's own sampler, which is the cheapest one if its sample is replaced."""
-        return SamplingMode.GREEDY if self._needs_processors[slots].any() else int(self._modes[slots].max(initial=0))
+    def mode(self, slots: np.ndarray, *, is_final: bool = False) -> int:
+        """Returns the mode of the step's own sampler, which is the cheapest one if its sample is replaced.
+
+        `is_final` says that it never is.
+        """
+        is_replaced = not is_final and self._needs_processors[slots].any()
+        return SamplingMode.GREEDY if is_replaced else int(self._modes[slots].max(initial=0))
 
     def build(
         self, plan: StepPlan, step: dict[str, np.ndarray], slots: np.ndarray, changed: Sequence[SlotAdjustments]
@@ -162,14 +172,14 @@ class ProcessorBatchBuilder:
           changed: The state of newly assigned slots.
         """
         targets = self._prompt_targets(plan, step)
-        packed, flags = None, None
+        packed, fields = None, {}
         if self._needs_processors[slots].any():
             shape = ProcessorShape(next_size(self._sizes, len(step["slots"])), self._num_drafts)
             packed = np.zeros(shape.size, np.int32)
-            flags = packed[shape.fields["flags"]]
-            self._fill(plan, {name: packed[place] for name, place in shape.fields.items()}, step, slots)
+            fields = {name: packed[place] for name, place in shape.fields.items()}
+            self._fill(plan, fields, step, slots)
         return (
-            ProcessorBatch(changed, packed, targets, flags)
+            ProcessorBatch(changed, packed, targets, fields)
             if changed or packed is not None or targets is not None
             else None
         )

@@ -85,6 +85,15 @@ class StepRunner:
         return self._shapes.cache.shape[1]
 
     @property
+    def last_tokens(self) -> jax.Array:
+        """The table of each slot's last token, [max_running] int32; the next step consumes it."""
+        return self._state.last_tokens
+
+    @last_tokens.setter
+    def last_tokens(self, last_tokens: jax.Array) -> None:
+        self._state = self._state._replace(last_tokens=last_tokens)
+
+    @property
     def dtype(self) -> jnp.dtype:
         """The type of the parameters."""
         return self._weights[0].dtype

@@ -21,6 +21,7 @@ class SchedulerLimits:
     priority_seconds: float = 30.0  # waiting time that one level of priority is worth
     has_prefix_cache: bool = True
     draft_tokens: int = 0  # maximum draft tokens of a request in one step; less than page_size
+    has_draft_model: bool = False  # which proposes them, instead of prompt lookup
     # Bucket sizes in tokens, ascending, for which padding costs time. Padding up to the first of them is free. Empty:
     # prefill chunks are never cut to avoid padding.
     step_sizes: tuple[int, ...] = ()

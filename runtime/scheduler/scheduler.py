@@ -193,7 +193,7 @@ class Scheduler:
             if start < request.num_prefill_tokens and not request.is_blocked:
                 prefilling.append(request)
                 continue
-            if request.num_drafts or request.is_blocked:
+            if request.num_drafts or request.is_blocked or self.speculation.awaits(request):
                 draft.num_sitting_out += 1
                 continue
             if start == request.num_page_positions and not self._grow(request, draft):

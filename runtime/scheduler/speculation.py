@@ -9,11 +9,13 @@ The host learns the number of accepted tokens one step later, so the request sit
 must therefore gain more than they cost; `payoff` switches drafting by measured throughput.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ..api.request import Request
-from ..drafting.drafter import Drafter, count_accepted
+from ..drafting.drafter import Drafter, MakeDrafter, count_accepted
+from ..drafting.model_drafter import ModelDrafter
 from ..drafting.payoff import Payoffs
 from ..drafting.prompt_lookup import PromptLookup
 from .limits import SchedulerLimits
@@ -28,6 +30,9 @@ class Speculation:
     def __init__(self, limits: SchedulerLimits, pages: PageAllocator, running: Running):
         self.num_drafts = 0  # draft tokens proposed
         self.num_accepted = 0  # draft tokens accepted
+        # Both by their place after the last token, from 0 on.
+        self.num_drafts_at, self.num_accepted_at = [0] * limits.draft_tokens, [0] * limits.draft_tokens
+        self.make_drafter: MakeDrafter = self._drafter
         self._limits = limits
         self._pages = pages
         self._running = running
@@ -35,8 +40,16 @@ class Speculation:
 
     def drafter(self, request: Request) -> Drafter | None:
         """Returns a drafter for a new request; None if drafting is off."""
-        if not self._limits.draft_tokens:
-            return None
+        return self.make_drafter(request) if self._limits.draft_tokens else None
+
+    def _drafter(self, request: Request) -> Drafter:
+        """Returns the drafter that the options name.
+
+        Constrained requests have prompt lookup in any case, because their token masks are computed before the draft
+        model proposes.
+        """
+        if self._limits.has_draft_model and request.params.constraint is None:
+            return ModelDrafter()
         return PromptLookup(request.tokens(0, request.num_known_tokens), self._limits.draft_min_match)
 
     def rest(self) -> None:
@@ -48,6 +61,12 @@ class Speculation:
         if request.drafter is None or not self._payoffs.of(len(self._running)).wants_drafts:
             return []
         return request.drafter.guess(0, self._limits.draft_tokens)
+
+    def awaits(self, request: Request) -> bool:
+        """Returns whether a request sits out a step, because its drafter waits for its tokens in flight."""
+        if not request.num_pending_tokens or request.drafter is None or not request.drafter.waits_for_tokens:
+            return False
+        return self._payoffs.of(len(self._running)).wants_drafts
 
     def extend(self, draft: Draft) -> list[list[int]]:
         """Proposes and books draft tokens for each decode of an otherwise complete plan; [] if there are none."""
@@ -102,7 +121,8 @@ class Speculation:
             return rounds
         num_tokens = None
         if not plan.prefills:
-            num_tokens = sum(plan.decode_lengths) if plan.num_steps > 1 else sum(_num_tokens(each) for each in rounds)
+            tokens = itertools.chain(*rounds)
+            num_tokens = sum(plan.decode_lengths if plan.num_steps > 1 else (token is not None for token in tokens))
         self._payoffs.measure(
             len(plan.decodes) + plan.num_sitting_out,
             num_tokens,
@@ -125,10 +145,16 @@ class Speculation:
                 for each in range(1, count + 1):
                     rounds[each][index] = tokens[each]
                 self._settle(request, len(drafts) - count)
-                self.num_accepted += count
+                self._count(len(drafts), count)
                 if num_samples > 1 and request.drafter is not None:
                     request.drafter.judge(num_samples - 1, count)
         return rounds
+
+    def _count(self, num_drafts: int, num_accepted: int) -> None:
+        self.num_accepted += num_accepted
+        for place in range(num_drafts):
+            self.num_drafts_at[place] += 1
+            self.num_accepted_at[place] += place < num_accepted
 
     def _settle(self, request: Request, num_rejected: int) -> None:
         """Reverses the bookkeeping of rejected draft tokens."""
@@ -137,7 +163,3 @@ class Speculation:
         if request.slot is not None:  # otherwise it has ended or was preempted meanwhile
             request.num_computed_tokens -= num_rejected
             self._running.shrink(request)
-
-
-def _num_tokens(tokens: Sequence[int | None]) -> int:
-    return sum(token is not None for token in tokens)

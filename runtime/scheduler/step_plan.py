@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..api.request import Request
+from ..drafting.model_drafter import UNKNOWN_DRAFT
 
 # The result of a step for one request: the sampled token, or None for an end token, which is not part of the output.
 # The request's `finish_reason` tells whether it is finished.
@@ -43,7 +44,7 @@ class StepPlan:
     starts: Sequence[int]  # the first position that each decode computes
     prefills: Sequence[Chunk]  # chunks of known tokens; those of one token come first
     num_steps: int = 1
-    drafts: Sequence[Sequence[int]] = ()  # draft tokens of each decode; empty if no decode has any
+    drafts: Sequence[list[int]] = ()  # draft tokens of each decode; empty if no decode has any
     # For each decode, its number of steps if num_steps > 1, or its number of positions if there are drafts; else empty.
     decode_lengths: Sequence[int] = ()
     # For each request with a prefill chunk that computes prompt log-probabilities, the first position that does.
@@ -93,6 +94,19 @@ class StepPlan:
             [index, *itertools.islice(behind, len(its_drafts))]
             for index, its_drafts in zip(range(self.num_requests), drafts, strict=False)
         ]
+
+    def draft_chain(self, num_steps: int) -> "StepPlan | None":
+        """Returns the steps of the draft model that propose this plan's draft tokens, or None if it has none to."""
+        indices = [index for index, drafts in enumerate(self.drafts) if UNKNOWN_DRAFT in drafts]
+        if not indices:
+            return None
+        return StepPlan(
+            decodes=[self.decodes[index] for index in indices],
+            starts=[self.starts[index] for index in indices],
+            prefills=[],
+            num_steps=num_steps,
+            decode_lengths=[len(self.drafts[index]) for index in indices],
+        )
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -28,13 +28,14 @@ from ..api.model_config import EMBED, GENERATE, ModelConfig
 from ..api.quantisation import NOT_QUANTIZED
 from ..api.sampling_params import SamplingParams, Stage, params_at
 from ..cluster.preflight import Cluster
+from ..draft_model.drafting_runner import DraftingRunner
 from ..engine.engine import Engine
 from ..engine.step_record import Record
 from ..kv_events.feed import KvEventFeed
 from ..kv_events.page_changes import PageChanges
 from ..options.serve_config import ServeConfig
 from ..planning.resolved_server import PlacedServer, resolve_here
-from ..program.batch import BatchBuilder
+from ..program.batch import BatchBuilder, Bucket
 from ..program.device_figures import FIGURES_IN_LOG
 from ..program.processor_batch import ProcessorBatchBuilder
 from ..program.step_runner import StepRunner
@@ -50,6 +51,7 @@ from ..weights.model_task import with_task
 from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of
 from .devices import start_devices
+from .draft_build import load_draft_model
 from .kv_event_feed import open_feed
 from .live_reshard import Resharder
 from .runner_build import compile_runner
@@ -136,7 +138,8 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     model = _read_model(config, files)
     progress("waiting for the other processes")
     cluster.begin(config, files)
-    runner, _ = build_runner(config, model, _loading(files, progress), cluster)
+    runner, *_ = build_runner(config, model, _loading(files, progress), cluster)
+    assert isinstance(runner, StepRunner), "several processes serve no draft model"
     return runner
 
 
@@ -195,7 +198,8 @@ def build_engine(
     Raises:
       As `launch`.
     """
-    runner, server = build_runner(config, model, make_params, cluster)
+    tokenizer_file = tokenizer.directory / "tokenizer.json" if tokenizer is not None else None
+    runner, server, chain_buckets = build_runner(config, model, make_params, cluster, tokenizer_file)
     limits, pages = server.limits, PageAllocator(runner.num_pages)
     pages.changes = changes
     eos_token_ids = _eos_token_ids(tokenizer, model) if tokenizer is not None else frozenset()
@@ -203,7 +207,7 @@ def build_engine(
         scheduler=Scheduler(limits, pages, eos_token_ids),
         pages=pages,
         batches=BatchBuilder(
-            server.buckets,
+            (*server.buckets, *chain_buckets),
             max_running=limits.max_running,
             page_size=limits.page_size,
             max_request_pages=limits.num_pages_for(limits.max_context),
@@ -224,14 +228,18 @@ def build_engine(
 
 
 def build_runner(
-    config: ServeConfig, model: ModelConfig, make_params: MakeParams, cluster: Cluster | None = None
-) -> tuple[StepRunner, PlacedServer]:
+    config: ServeConfig,
+    model: ModelConfig,
+    make_params: MakeParams,
+    cluster: Cluster | None = None,
+    tokenizer_file: Path | None = None,
+) -> tuple[StepRunner | DraftingRunner, PlacedServer, tuple[Bucket, ...]]:
     """Resolves the server, loads its parameters, compiles its programs and allocates its cache.
 
     Every process of a server does this.
 
     Returns:
-      The started runner and the resolved server.
+      The started runner, the resolved server, and the buckets in which its draft model proposes, if it has one.
 
     Raises:
       As `launch`.
@@ -243,11 +251,13 @@ def build_runner(
     weight_bytes = device_weight_bytes(model, server.layout, server.mesh, server.dtype)
     check_weights_fit(server.mesh, server.memory_fraction, weight_bytes, page_bytes=server.page_bytes)
     structure, params = make_params(model, server.layout, server.mesh, server.dtype)
-    runner = compile_runner(server, structure, params, cluster=cluster)
-    runner.start(params)
+    draft = load_draft_model(config, server, tokenizer_file) if config.draft_model else None
+    served = compile_runner(server, structure, params, draft=draft, cluster=cluster)
+    served.start(params)
+    runner = served if draft is None else draft.beside(served)
     warn_of_cache(server, runner.num_pages)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))
-    return runner, server
+    return runner, server, draft.chain_buckets() if draft is not None else ()
 
 
 def _grammars(config: ServeConfig, tokenizer: Tokenizer, model: ModelConfig, tokenizer_file: Path) -> Grammars:
@@ -312,4 +322,6 @@ def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
         supports_text=tokenizer.has_text,
         task=model.task,
         embedding_dimensions=model.embed_dim if model.task == EMBED else 0,
+        draft_tokens=server.limits.draft_tokens,
+        draft_model=Path(os.path.abspath(requested.draft_model)).name if requested.draft_model else "",
     )

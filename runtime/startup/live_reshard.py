@@ -67,7 +67,8 @@ class Resharder:
             if tp == self.tp:
                 return 0.0
             old = self._engine.runner
-            assert isinstance(old, StepRunner)
+            if not isinstance(old, StepRunner):
+                raise ConfigError("tp: it cannot change while a draft model is served. Restart with another --tp.")
             with self.compiling():
                 try:
                     server = self._server.on_mesh(make_mesh(tp))

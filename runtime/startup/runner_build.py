@@ -13,6 +13,7 @@ from ..planning.resolved_server import PlacedServer
 from ..planning.server_programs import ServerPrograms
 from ..program.processor_programs import LogitsProcessors
 from ..program.step_runner import StepRunner
+from .draft_build import DraftModel
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ def compile_runner(
     *,
     measured: Mesh | None = None,
     reserved_bytes: int = 0,
+    draft: DraftModel | None = None,
     cluster: Cluster | None = None,
 ) -> StepRunner:
     """Compiles every program of a server and returns its runner, which has not been started.
@@ -34,6 +36,7 @@ def compile_runner(
       params: Its parameters, as arrays or as shapes with shardings.
       measured: The devices whose free memory limits the cache; by default all devices of the mesh.
       reserved_bytes: Memory of each device that will be allocated before the cache; negative if memory will be freed.
+      draft: The draft model beside it, whose weights are loaded and whose pages lie beside these.
       cluster: The other processes of the mesh, which must compile the same programs.
 
     Raises:
@@ -49,7 +52,10 @@ def compile_runner(
     num_pages = server.requested_pages
     if not num_pages:
         used_bytes = _scratch_bytes(one_page, processors) + server.reserve_bytes + reserved_bytes
-        num_pages = num_pages_that_fit(measured or server.mesh, server.memory_fraction, server.page_bytes, used_bytes)
+        page_bytes = server.page_bytes
+        if draft is not None:
+            used_bytes, page_bytes = used_bytes + draft.output_bytes, page_bytes + draft.page_bytes
+        num_pages = num_pages_that_fit(measured or server.mesh, server.memory_fraction, page_bytes, used_bytes)
     if cluster is not None:
         num_pages = cluster.num_pages(
             num_pages,

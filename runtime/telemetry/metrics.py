@@ -45,7 +45,7 @@ _STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
         "meshserve_decode_tokens_total",
         "Tokens sampled by decode steps, accepted draft tokens included.",
     ),
-    "num_draft_tokens": ("meshserve_draft_tokens_total", "Draft tokens proposed by prompt lookup."),
+    "num_draft_tokens": ("meshserve_draft_tokens_total", "Draft tokens proposed."),
     "num_accepted_tokens": ("meshserve_accepted_draft_tokens_total", "Draft tokens that were accepted."),
     "num_padding_tokens": (
         "meshserve_padding_tokens_total",
@@ -159,6 +159,14 @@ class Metrics:
             "meshserve_batch_occupancy_ratio", "Running requests as a share of max_running, per step.", _SHARES
         )
         self._step_counters = {field: self._counter(name, text) for field, (name, text) in _STEP_COUNTERS.items()}
+        self._verified_drafts = Counter(
+            "meshserve_verified_draft_tokens_total",
+            "Draft tokens that were verified, by their place after the last token (from 1) and by outcome.",
+            ["place", "outcome"],
+            registry=self.registry,
+        )
+        for outcome in ("accepted", "rejected"):
+            self._verified_drafts.labels("1", outcome)
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=bounds, registry=self.registry)
@@ -176,6 +184,12 @@ class Metrics:
         for field, counter in self._step_counters.items():
             if amount := getattr(record, field):
                 counter.inc(amount)
+        for place, (num_drafts, num_accepted) in enumerate(
+            zip(record.num_drafts_at, record.num_accepted_at, strict=True), start=1
+        ):
+            for outcome, count in (("accepted", num_accepted), ("rejected", num_drafts - num_accepted)):
+                if count:
+                    self._verified_drafts.labels(str(place), outcome).inc(count)
 
     def count_request(self, method: str, outcome: str) -> None:
         """Counts a request that has ended."""

@@ -10,9 +10,11 @@ import pytest
 from meshserve.benchmarks.baselines import compare
 from meshserve.benchmarks.engine import decode, speculation, throughput
 from meshserve.benchmarks.lib.offline_engine import parse_settings
+from meshserve.benchmarks.lib.oracle import chance_of
 from meshserve.benchmarks.lib.token_times import TokenClock, percentile
 from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.weights.registry import model_config, named_model, published_config
 from tests.checkpoints import TINY
 
@@ -216,6 +218,27 @@ def test_the_light_modules_need_nothing_but_python():
     assert not {"numpy", "jax", "grpc", "torch"} & set(done.stdout.split())
 
 
+def test_an_oracle_reaches_the_acceptance_that_is_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Payoff, "wants_drafts", True)
+    arguments = [
+        f"--model={tiny}", "--random-weights", "--requests", "2", "--temperature", "1", "--runs=1", "--acceptance",
+        "1.5", "2.5", "--cpu-devices=8", "--input-tokens=9", "--output-tokens=150", "--draft-tokens=3",
+        "--set=num_pages=64", "--set=page_size=16", "--set=max_running=8", "--set=max_step_tokens=8",
+        "--set=cache_dir=", "--set=logits_processors=false", f"--json={tiny / 'cases.json'}",
+    ]  # fmt: skip
+    assert speculation.main(arguments) == 0
+    for case in json.loads((tiny / "cases.json").read_text()):
+        assert case["num_changed"] == 0
+        assert 1.0 + case["num_accepted"] / case["num_verified"] == pytest.approx(case["acceptance"], abs=0.35)
+
+
+@pytest.mark.parametrize(("acceptance", "chance"), [(1.0, 0.0), (1.75, 0.5), (3.0, 1.0)])
+def test_chances_add_up_to_the_acceptance(acceptance: float, chance: float):
+    assert chance_of(acceptance, 2) == pytest.approx(chance)
+    with pytest.raises(ValueError, match="allowed is 1 to 1 \\+ draft tokens, 3"):
+        chance_of(3.5, 2)
+
+
 def test_speculation_compares_the_same_tokens(tiny: Path, capsys: pytest.CaptureFixture):
     arguments = [
         f"--model={tiny}", "--random-weights", "--requests", "1", "2", "--temperature", "0", "--runs=1",
@@ -228,3 +251,4 @@ def test_speculation_compares_the_same_tokens(tiny: Path, capsys: pytest.Capture
     assert [case["num_requests"] for case in cases] == [1, 2]
     assert all(case["num_changed"] == 0 and case["num_drafts"] >= case["num_accepted"] for case in cases)
     assert "up to 3 draft tokens" in capsys.readouterr().out
+    assert all(case["acceptance"] == 0.0 for case in cases)

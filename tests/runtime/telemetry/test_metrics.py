@@ -1,3 +1,5 @@
+import dataclasses
+
 from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
@@ -42,6 +44,16 @@ def test_steps_add_up():
     assert value("meshserve_step_seconds_bucket", {"le": "0.005"}) == 3
     assert value("meshserve_batch_occupancy_ratio_bucket", {"le": "0.3"}) == 3
     assert value("meshserve_compiles_after_ready_total") == 2
+
+
+def test_draft_tokens_are_counted_by_their_place():
+    metrics = Metrics()
+    for _ in range(2):
+        metrics.record_step(dataclasses.replace(RECORD, num_drafts_at=(3, 2, 1), num_accepted_at=(2, 1, 0)))
+    value = metrics.registry.get_sample_value
+    labels = [(place, outcome) for place in "123" for outcome in ("accepted", "rejected")]
+    name = "meshserve_verified_draft_tokens_total"
+    assert [value(name, {"place": place, "outcome": outcome}) for place, outcome in labels] == [4, 2, 2, 2, None, 2]
 
 
 def test_every_counter_and_histogram_exists_at_zero_before_the_first_event():

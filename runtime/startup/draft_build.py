@@ -1,0 +1,131 @@
+"""Loads the draft model of a server and compiles its programs, which run beside those of the served model."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..api.errors import ConfigError
+from ..api.model_config import GENERATE, ModelConfig
+from ..api.quantisation import NOT_QUANTIZED
+from ..draft_model.drafting_runner import DraftingRunner
+from ..options.serve_config import ServeConfig
+from ..planning.resolved_server import PlacedServer, resolve_here
+from ..program.batch import ANY_MODE, Bucket
+from ..program.step_runner import StepRunner
+from ..weights.load import load_model, read_model_with_weights
+from ..weights.locate import ModelFiles, find_model
+from ..weights.random_weights import random_model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    """A draft model whose weights are on the devices."""
+
+    server: PlacedServer  # as if it were served alone, with the shapes of steps that it needs
+    followed_by: dict[Bucket, Bucket]  # for each bucket of the served model, that of the draft model's same step
+    structure: nnx.GraphDef
+    params: nnx.State
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes on each device that it adds to a page of the KV cache."""
+        return self.server.page_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes on each device of the logits and hidden states that its last step leaves."""
+        largest, layout = self.server.buckets[-1], self.server.layout
+        logits = largest.num_requests * layout.vocab_size // layout.num_shards * 4
+        return logits + largest.num_tokens * self.server.model.embed_dim * self.server.dtype.itemsize
+
+    def chain_buckets(self) -> tuple[Bucket, ...]:
+        """Returns the shapes of the dispatches that propose draft tokens."""
+        return tuple(bucket for bucket in self.server.buckets if bucket.num_steps > 1)
+
+    def beside(self, served: StepRunner) -> DraftingRunner:
+        """Compiles its programs for the pages of a started runner, and starts both as one."""
+        server = self.server
+        programs = server.programs(self.structure, self.params, server.cache_shape(served.num_pages))
+        draft = programs.compile_runner(num_threads=server.compile_threads)
+        draft.start(self.params)
+        table = served.last_tokens
+        copy = jax.jit(jnp.copy, out_shardings=table.sharding).lower(table).compile()
+        return DraftingRunner(served, draft, self.followed_by, copy)
+
+
+def load_draft_model(config: ServeConfig, served: PlacedServer, tokenizer_file: Path | None) -> DraftModel:
+    """Finds the model that `draft_model` names, checks that it suits the served one, and loads it.
+
+    Args:
+      tokenizer_file: The served model's tokenizer.json, if it has one.
+
+    Raises:
+      ConfigError: It does not suit the served model. The message says why.
+      MeshserveError, CheckpointError, ValueError, MemoryError: As for the served model.
+    """
+    files = find_model(config.draft_model, random_weights=config.random_weights)
+    model = read_model_with_weights(files.small / "config.json", files.weights, NOT_QUANTIZED)
+    _check(config.draft_model, model, files, served.model, tokenizer_file)
+    limits = served.limits
+    alone = dataclasses.replace(
+        config,
+        model=config.draft_model,
+        draft_model="",
+        draft_tokens=0,
+        tp=served.tp,
+        max_running=limits.max_running,
+        max_step_tokens=limits.max_step_tokens,
+        max_decode_steps=limits.draft_tokens,
+        max_context=limits.max_context,
+        logits_processors=False,
+        expert_parallel=False,
+        quantize=NOT_QUANTIZED,
+        fp8_head=False,
+        task=GENERATE,
+    )
+    server = resolve_here(alone, model, served.mesh, served.findings)
+    followed_by = {bucket: _following(bucket, server.buckets) for bucket in served.buckets}
+    chains = [bucket for bucket in server.buckets if bucket.num_steps > 1]
+    buckets = sorted({*followed_by.values(), *chains}, key=lambda bucket: bucket.num_tokens)
+    server = dataclasses.replace(server, buckets=tuple(buckets))
+    target = (model, server.layout, server.mesh, server.dtype)
+    structure, params = random_model(*target) if files.weights is None else load_model(files.weights, *target)
+    return DraftModel(server=server, followed_by=followed_by, structure=structure, params=params)
+
+
+def _following(bucket: Bucket, candidates: Sequence[Bucket]) -> Bucket:
+    """Returns the bucket in which a draft model runs a step of the served model: the sampled tokens do not matter."""
+    shape = bucket.num_tokens, bucket.num_requests, bucket.num_new_pages
+    for each in candidates:
+        is_same = (each.num_tokens, each.num_requests, each.num_new_pages) == shape and each.num_steps == 1
+        if is_same and (bucket.is_decode or not each.is_decode):
+            return each
+    return Bucket(*shape, mode=ANY_MODE)
+
+
+def _check(name: str, draft: ModelConfig, files: ModelFiles, served: ModelConfig, tokenizer_file: Path | None) -> None:
+    if served.pooling is not None or draft.pooling is not None:
+        raise ConfigError("--draft-model: embedding and reranking models draft nothing. Omit it.")
+    if draft.vocab_size != served.vocab_size:
+        raise ConfigError(
+            f"--draft-model {name} has a vocabulary of {draft.vocab_size} tokens and the served model one of "
+            f"{served.vocab_size}; both must have the same tokenizer. Use a smaller model of the same family."
+        )
+    own = files.small / "tokenizer.json"
+    if tokenizer_file is not None and own.exists() and _tokens(own) != _tokens(tokenizer_file):
+        raise ConfigError(
+            f"--draft-model {name} has another tokenizer than the served model. Use a smaller model of the same family."
+        )
+
+
+def _tokens(tokenizer_file: Path) -> Any:
+    """Returns the ids of all tokens of a tokenizer.json."""
+    content = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+    added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    return content["model"]["vocab"], added

@@ -1,0 +1,216 @@
+"""Tests a draft model in the real engine: it changes no token, and one that agrees is believed."""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from meshserve.deploy import demo
+from meshserve.runtime.api.constraint import Constraint
+from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.api.request import DEFAULT_OPTIONS, FinishReason, Output
+from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.drafting.payoff import Payoff
+from meshserve.runtime.engine.step_record import StepRecord
+from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.startup.launch import launch
+from meshserve.runtime.text.grammar import compiled
+from tests.checkpoints import save_checkpoint
+from tests.waiting import WAIT_SECONDS
+
+DEMO = Path(demo.__file__).with_name("model")
+NUM_PAGES, PAGE_SIZE, DRAFT_TOKENS = 60, 8, 3
+
+
+class Serving:
+    """An engine with a draft model, and what it has delivered."""
+
+    def __init__(self, draft_model: str, tp: int):
+        config = ServeConfig(
+            model="demo", draft_model=draft_model, draft_tokens=DRAFT_TOKENS, tp=tp, cpu_devices=8, dtype="float32",
+            page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_running=4, max_step_tokens=8, max_context=200, cache_dir="",
+            draft_min_match=2,
+        )  # fmt: skip
+        self.records: list[StepRecord] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, Output] = {}
+        self._changed = threading.Condition()
+        self.launched = launch(config, self._deliver, self.records.append)
+        self.launched.engine.start()
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.ends[output.request_id] = output
+            self._changed.notify_all()
+
+    def submit(self, prompt: str, params: SamplingParams) -> str:
+        name = str(len(self.tokens))
+        self.tokens[name] = []
+        grammar = compiled(params.constraint, self.launched.grammars)
+        token_ids = self.launched.tokenizer.encode(prompt)
+        self.launched.engine.submit(name, token_ids, params, DEFAULT_OPTIONS, grammar)
+        return name
+
+    def wait(self, *names: str) -> list[list[int]]:
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: all(name in self.ends for name in names), WAIT_SECONDS)
+            assert is_done, self.launched.engine.failure
+        return [self.tokens[name] for name in names]
+
+    def alone(self, requests: Sequence[tuple[str, SamplingParams]]) -> list[list[int]]:
+        return [self.wait(self.submit(*request))[0] for request in requests]
+
+    def preempt_all(self) -> None:
+        engine = self.launched.engine
+        engine.rebuild(lambda: (engine.runner, NUM_PAGES))
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    """The draft model is the served model itself, over two devices."""
+    serving = Serving("demo", tp=2)
+    yield serving
+    serving.launched.close()
+
+
+def of(seed: int, max_tokens: int = 40, **fields: Any) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+SHARED = "Enter HAMLET, and HORATIO, with others of the court, "
+FREE = [
+    ("To be", of(1, temperature=0.0)),
+    ("HAMLET.\nO ", of(2, temperature=1.0)),
+    (SHARED, of(3, temperature=1.3, top_p=0.9)),
+    (SHARED + "to him.", of(4, temperature=0.8, top_k=30, min_p=0.02, logprobs=1)),
+]
+CHANGED = [
+    ("To be", of(5, temperature=0.0, frequency_penalty=0.7, repetition_penalty=1.3)),
+    (SHARED, of(6, temperature=1.1, presence_penalty=0.5, logit_bias={400: 3.0}, min_tokens=1)),
+    ("I am ", of(7, temperature=0.5, constraint=Constraint(kind="regex", text="(aye|no)( (aye|no)){30}"))),
+    ("What, ", SamplingParams(seed=8, temperature=1.0, max_tokens=60, stop=("th",))),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(serving: Serving) -> list[list[int]]:
+    """What each request gets alone, without a draft."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Payoff, "wants_drafts", False)
+        tokens = serving.alone([*FREE, *CHANGED])
+    assert not sum(record.num_draft_tokens for record in serving.records)
+    return tokens
+
+
+def test_a_draft_model_that_agrees_is_believed_at_every_temperature(
+    serving: Serving, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """It draws with the noise of the served model, so that only a tie may tell them apart."""
+    monkeypatch.setattr(Payoff, "wants_drafts", True)
+    for request, tokens in zip(FREE, expected, strict=False):
+        serving.records.clear()
+        assert serving.alone([request]) == [tokens]
+        num_drafts = sum(record.num_draft_tokens for record in serving.records)
+        num_accepted = sum(record.num_accepted_tokens for record in serving.records)
+        assert num_accepted >= 0.95 * num_drafts > 20
+        num_decodes = sum(record.num_decodes for record in serving.records)
+        assert num_decodes <= 2 + 40 / (1 + DRAFT_TOKENS) + num_drafts - num_accepted
+
+
+def test_a_draft_model_changes_no_token(serving: Serving, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Payoff, "wants_drafts", True)
+    assert serving.alone(CHANGED) == expected[len(FREE) :]
+    for is_preempted in (False, True):
+        names = [serving.submit(*request) for request in (*FREE, *CHANGED)]
+        leaving = [serving.submit("Exit ", of(20 + index, 150, temperature=1.0)) for index in range(3)]
+        if is_preempted:
+            serving.preempt_all()
+        for name in leaving:
+            serving.launched.engine.cancel(name, FinishReason.CANCELLED)
+        assert serving.wait(*names) == expected
+        serving.wait(*leaving)
+    load = serving.launched.engine.load()
+    assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, NUM_PAGES)
+
+
+def test_drafts_that_do_not_pay_leave_the_tokens_as_they_are(
+    serving: Serving, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Drafting begins and ends many times, at any step."""
+    asked = iter(range(10**9))
+    monkeypatch.setattr(Payoff, "wants_drafts", property(lambda self: next(asked) % 23 < 11))
+    names = [serving.submit(*request) for request in (*FREE, *CHANGED)]
+    assert serving.wait(*names) == expected
+
+
+def test_the_model_info_names_the_draft_model(serving: Serving):
+    info = serving.launched.info
+    assert (info.draft_model, info.draft_tokens) == ("demo", DRAFT_TOKENS)
+
+
+def test_the_tp_size_cannot_change(serving: Serving):
+    with pytest.raises(ConfigError, match="tp: it cannot change while a draft model is served"):
+        serving.launched.resharder.change_tp(1)
+
+
+def truncated(directory: Path, num_layers: int) -> Path:
+    """Writes the demo model without its last layers."""
+    config = json.loads((DEMO / "config.json").read_text())
+    config |= {"num_hidden_layers": num_layers, "layer_types": config["layer_types"][:num_layers]}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+    tensors = load_file(DEMO / "model.safetensors")
+    dropped = tuple(f"model.layers.{index}." for index in range(num_layers, 6))
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_a_draft_model_that_errs_changes_no_token(
+    expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+):
+    if not pytestconfig.getoption("--every-case"):
+        pytest.skip("one draft model is enough in `make test`")
+    monkeypatch.setattr(Payoff, "wants_drafts", True)
+    serving = Serving(str(truncated(tmp_path, 5)), tp=1)
+    names = [serving.submit(*request) for request in (*FREE, *CHANGED)]
+    assert serving.wait(*names) == expected
+    num_drafts = sum(record.num_draft_tokens for record in serving.records)
+    assert 0 < sum(record.num_accepted_tokens for record in serving.records) < num_drafts
+    serving.launched.close()
+
+
+def test_a_model_with_another_vocabulary_is_refused(tmp_path: Path):
+    save_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="has a vocabulary of 320 tokens and the served model one of 2048"):
+        Serving(str(tmp_path), tp=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({}, "draft_tokens is 0; allowed is 2 or more"),
+        ({"draft_tokens": 4, "max_decode_steps": 4}, "max_decode_steps is 4; allowed is 1"),
+        ({"draft_tokens": 4, "coordinator": "host:1"}, "several processes serve no draft model"),
+    ],
+)
+def test_options_that_contradict_a_draft_model_are_refused(options: dict[str, Any], fault: str):
+    with pytest.raises(ConfigError, match=fault):
+        ServeConfig(**options, draft_model="demo")
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path):
+    directory = truncated(tmp_path, 1)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    first, second = list(content["model"]["vocab"].items())[300:302]
+    content["model"]["vocab"] |= {first[0]: second[1], second[0]: first[1]}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="has another tokenizer than the served model"):
+        Serving(str(directory), tp=1)
