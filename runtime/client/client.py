@@ -10,7 +10,6 @@ raise ValueError or TypeError before the call starts. Leaving the loop over `gen
 as the generator is garbage collected; calling its `close` method cancels it immediately.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from typing import Any, Unpack
@@ -43,7 +42,7 @@ from .messages import (
     generate_request,
     samples,
 )
-from .readiness import HEALTH_REQUEST, READY_SECONDS, Readiness, is_serving
+from .readiness import READY_SECONDS, Readiness, left_seconds
 from .retrieval_messages import (
     EmbedFields,
     Ranked,
@@ -74,8 +73,6 @@ __all__ = [
     "call_errors",
     "credentials_from",
 ]
-
-_HEALTH_POLL_SECONDS = 0.1
 
 
 class Client:
@@ -113,7 +110,7 @@ class Client:
         self._state_channel = channel(CHANNEL_OPTIONS) if resumes else self._channel
         self._resumes = resumes
         self._metadata = bearer(token)
-        self._readiness = Readiness(target, ready_seconds, self._metadata)
+        self._readiness = Readiness(target, ready_seconds, self._metadata, is_secure=credentials is not None)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._state_stub = pb_grpc.InferenceServiceStub(self._state_channel)
@@ -275,27 +272,20 @@ class Client:
             return call.num_aborted
 
     def _wait(self, timeout_seconds: float | None) -> float | None:
-        """Waits before the first call; see `Readiness.wait`."""
+        """Waits before the first call, see `readiness`. Returns what is left of the call's time limit."""
         if self._readiness.is_known:
             return timeout_seconds
-        return self._readiness.wait(self._health, self._state_stub, timeout_seconds)
+        began = time.monotonic()
+        self._readiness.run(self._readiness.before_call(self._health, self._state_stub, timeout_seconds))
+        return left_seconds(timeout_seconds, began)
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
         """Waits until the server accepts requests.
 
         Raises:
-          CallError: DEADLINE_EXCEEDED if the server is not ready in time.
+          CallError: DEADLINE_EXCEEDED if the server is not ready in time, or no connection to it is possible.
         """
-        end = time.monotonic() + timeout_seconds
-        while (left := end - time.monotonic()) > 0:
-            try:
-                if is_serving(self._health.Check(HEALTH_REQUEST, timeout=left)):
-                    self._readiness.is_known = True
-                    return
-            except grpc.RpcError:
-                pass  # the server is not reachable yet
-            time.sleep(_HEALTH_POLL_SECONDS)
-        raise _not_ready(timeout_seconds)
+        self._readiness.run(self._readiness.until_serving(self._health, timeout_seconds))
 
 
 class AsyncClient:
@@ -320,7 +310,7 @@ class AsyncClient:
         self._state_channel = channel(CHANNEL_OPTIONS) if resumes else self._channel
         self._resumes = resumes
         self._metadata = bearer(token)
-        self._readiness = Readiness(target, ready_seconds, self._metadata)
+        self._readiness = Readiness(target, ready_seconds, self._metadata, is_secure=credentials is not None)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._state_stub = pb_grpc.InferenceServiceStub(self._state_channel)
@@ -467,26 +457,15 @@ class AsyncClient:
         """See `Client._wait`."""
         if self._readiness.is_known:
             return timeout_seconds
-        return await self._readiness.wait_async(self._health, self._state_stub, timeout_seconds)
+        began = time.monotonic()
+        await self._readiness.run_async(self._readiness.before_call(self._health, self._state_stub, timeout_seconds))
+        return left_seconds(timeout_seconds, began)
 
     async def wait_until_ready(self, timeout_seconds: float) -> None:
         """See `Client.wait_until_ready`."""
-        end = time.monotonic() + timeout_seconds
-        while (left := end - time.monotonic()) > 0:
-            try:
-                if is_serving(await self._health.Check(HEALTH_REQUEST, timeout=left)):
-                    self._readiness.is_known = True
-                    return
-            except grpc.RpcError:
-                pass  # the server is not reachable yet
-            await asyncio.sleep(_HEALTH_POLL_SECONDS)
-        raise _not_ready(timeout_seconds)
+        await self._readiness.run_async(self._readiness.until_serving(self._health, timeout_seconds))
 
 
 def _check_single(fields: RequestFields) -> None:
     if (n := fields.get("n", 1)) != 1:
         raise ValueError(f"n is {n}; complete returns one sample. Use complete_samples for several.")
-
-
-def _not_ready(timeout_seconds: float) -> CallError:
-    return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, f"the server was not ready within {timeout_seconds} s")

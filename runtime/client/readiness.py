@@ -2,12 +2,18 @@
 
 A server opens its port before it has loaded the model, and until then refuses requests. The first call of a client
 therefore asks for the server's health, and waits while it starts. A server that does not tell its health is taken for
-ready, and so is one that is stopping or has failed: the call itself then returns the reason.
+ready, and so is one that is stopping or has failed: the call itself then returns the reason. A connection that will
+never succeed, such as a refused TLS handshake, is an error at once (see `handshake`).
+
+Both clients wait by the same steps: a generator that yields what to ask, and receives the answers.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,18 +21,27 @@ from grpc_health.v1 import health_pb2
 
 from meshserve.protos import inference_pb2 as pb
 
+from . import handshake
 from .messages import CallError
 
 READY_SECONDS = 300.0  # default limit: large models load and compile for minutes
-HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name)
+
+_HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=pb.DESCRIPTOR.services_by_name["InferenceService"].full_name)
 
 _UNREACHABLE_SECONDS = 30.0  # a server that is being started opens its port within this time
+_TLS_PROBE_SECONDS = 1.0  # between two checks whether a server that closes connections expects TLS
 _POLL_SECONDS = 0.1
 _SILENT_SECONDS = 1.0  # shorter waits are not mentioned
 _log = logging.getLogger("meshserve.client")
 
+# What a step asks for: a call, which a stub of grpc or grpc.aio returns; a pause; or whether the server speaks TLS. The
+# answer to a call is its response or its error.
+_PAUSE, _PROBE_TLS = "pause", "probe TLS"
+Step = Callable[[], Any] | str
+Steps = Generator[Step, Any, None]
 
-def is_serving(response: Any) -> bool:
+
+def _is_serving(response: Any) -> bool:
     return response.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -87,19 +102,21 @@ class Readiness:
     """Whether a client has found its server ready.
 
     Args:
-      target: Address of the server, for messages.
+      target: Address of the server.
       limit_seconds: How long to wait. 0 never waits.
       metadata: Metadata of calls.
+      is_secure: Whether the client uses TLS.
     """
 
-    def __init__(self, target: str, limit_seconds: float, metadata: Any):
+    def __init__(self, target: str, limit_seconds: float, metadata: Any, *, is_secure: bool):
         if limit_seconds < 0:
             raise ValueError(f"ready_seconds is {limit_seconds}; it must be 0 or more.")
         self.is_known = limit_seconds == 0
         self._target, self._limit_seconds, self._metadata = target, limit_seconds, metadata
+        self._is_secure, self._probed = is_secure, float("-inf")
 
-    def wait(self, health: Any, stub: Any, timeout_seconds: float | None) -> float | None:
-        """Waits before the first call. Returns what is left of the call's time limit.
+    def before_call(self, health: Any, stub: Any, timeout_seconds: float | None) -> Steps:
+        """Returns the steps that wait before the first call.
 
         Args:
           health: Stub for the health, which may be that of any server of the target.
@@ -107,58 +124,90 @@ class Readiness:
           timeout_seconds: Time limit of the call.
 
         Raises:
-          CallError: The server was not ready in time.
+          CallError: The server was not ready in time, or no connection to it is possible.
         """
-        began, wait = time.monotonic(), self._new_wait(timeout_seconds)
-        while not self.is_known:
-            try:
-                if is_serving(health.Check(HEALTH_REQUEST, timeout=wait.left_seconds())):
-                    self.is_known = True
-                else:
-                    self.is_known = wait.is_over_starting(self._server_info(stub, wait))
-            except grpc.RpcError as error:
-                info = self._server_info(stub, wait)
-                self.is_known = wait.is_over_unreachable(error) if info is None else wait.is_over_starting(info)
-            if not self.is_known:
-                time.sleep(_POLL_SECONDS)
-        return _left(timeout_seconds, began)
-
-    async def wait_async(self, health: Any, stub: Any, timeout_seconds: float | None) -> float | None:
-        """Asyncio version of `wait`."""
-        began, wait = time.monotonic(), self._new_wait(timeout_seconds)
-        while not self.is_known:
-            try:
-                if is_serving(await health.Check(HEALTH_REQUEST, timeout=wait.left_seconds())):
-                    self.is_known = True
-                else:
-                    self.is_known = wait.is_over_starting(await self._server_info_async(stub, wait))
-            except grpc.RpcError as error:
-                info = await self._server_info_async(stub, wait)
-                self.is_known = wait.is_over_unreachable(error) if info is None else wait.is_over_starting(info)
-            if not self.is_known:
-                await asyncio.sleep(_POLL_SECONDS)
-        return _left(timeout_seconds, began)
-
-    def _new_wait(self, timeout_seconds: float | None) -> _Wait:
         limit = self._limit_seconds if timeout_seconds is None else min(self._limit_seconds, timeout_seconds)
-        return _Wait(self._target, limit)
+        wait = _Wait(self._target, limit)
+        while not self.is_known:
+            answer = yield partial(health.Check, _HEALTH_REQUEST, timeout=wait.left_seconds())
+            error = answer if isinstance(answer, grpc.RpcError) else None
+            if error is not None:
+                yield from self._check_connection(error)
+            elif _is_serving(answer):
+                self.is_known = True
+                return
+            request, left = pb.GetServerInfoRequest(), wait.left_seconds()
+            info = yield partial(stub.GetServerInfo, request, timeout=left, metadata=self._metadata)
+            if isinstance(info, grpc.RpcError):
+                info = None  # the server does not tell its state
+            if error is not None and info is None:
+                self.is_known = wait.is_over_unreachable(error)
+            else:
+                self.is_known = wait.is_over_starting(info)
+            if not self.is_known:
+                yield _PAUSE
 
-    def _server_info(self, stub: Any, wait: _Wait) -> pb.GetServerInfoResponse | None:
-        """Returns the state of the server, or None if it does not tell."""
-        try:
-            request = pb.GetServerInfoRequest()
-            return stub.GetServerInfo(request, timeout=wait.left_seconds(), metadata=self._metadata)
-        except grpc.RpcError:
-            return None
+    def until_serving(self, health: Any, timeout_seconds: float) -> Steps:
+        """Returns the steps that wait until the server accepts requests.
 
-    async def _server_info_async(self, stub: Any, wait: _Wait) -> pb.GetServerInfoResponse | None:
-        """Asyncio version of `_server_info`."""
-        try:
-            request = pb.GetServerInfoRequest()
-            return await stub.GetServerInfo(request, timeout=wait.left_seconds(), metadata=self._metadata)
-        except grpc.RpcError:
-            return None
+        Raises:
+          CallError: DEADLINE_EXCEEDED if the server is not ready in time; no connection to it is possible.
+        """
+        end = time.monotonic() + timeout_seconds
+        while (left := end - time.monotonic()) > 0:
+            answer = yield partial(health.Check, _HEALTH_REQUEST, timeout=left)
+            if isinstance(answer, grpc.RpcError):
+                yield from self._check_connection(answer)
+            elif _is_serving(answer):
+                self.is_known = True
+                return
+            yield _PAUSE
+        message = f"the server was not ready within {timeout_seconds} s"
+        raise CallError(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+
+    def run(self, steps: Steps) -> None:
+        """Carries out steps by blocking calls."""
+        answer = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                step = steps.send(answer)
+                if isinstance(step, str):
+                    answer = handshake.speaks_tls(self._target) if step == _PROBE_TLS else time.sleep(_POLL_SECONDS)
+                    continue
+                try:
+                    answer = step()
+                except grpc.RpcError as error:
+                    answer = error
+
+    async def run_async(self, steps: Steps) -> None:
+        """Carries out steps by awaited calls."""
+        answer = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                step = steps.send(answer)
+                if isinstance(step, str):
+                    probe, pause = partial(asyncio.to_thread, handshake.speaks_tls, self._target), asyncio.sleep
+                    answer = await (probe() if step == _PROBE_TLS else pause(_POLL_SECONDS))
+                    continue
+                try:
+                    answer = await step()
+                except grpc.RpcError as error:
+                    answer = error
+
+    def _check_connection(self, error: grpc.RpcError) -> Steps:
+        """Raises CallError if the error says that no connection to the server is possible."""
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            return
+        reason = handshake.refusal(self._target, error, is_secure=self._is_secure)
+        is_probed = time.monotonic() - self._probed < _TLS_PROBE_SECONDS
+        if reason is None and handshake.may_expect_tls(error, is_secure=self._is_secure) and not is_probed:
+            self._probed = time.monotonic()
+            if (yield _PROBE_TLS):
+                reason = handshake.expects_tls(self._target)
+        if reason is not None:
+            raise CallError(grpc.StatusCode.UNAVAILABLE, reason) from None
 
 
-def _left(timeout_seconds: float | None, began: float) -> float | None:
+def left_seconds(timeout_seconds: float | None, began: float) -> float | None:
+    """Returns what is left of a time limit since `began`."""
     return None if timeout_seconds is None else max(0.0, timeout_seconds - (time.monotonic() - began))

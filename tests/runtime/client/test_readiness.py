@@ -1,10 +1,13 @@
 """Tests that the first call of a client waits for a server that is starting, and only for such a server."""
 
 import asyncio
+import contextlib
+import http.server
 import itertools
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 
@@ -18,6 +21,8 @@ from meshserve.protos import inference_pb2_grpc as pb_grpc
 from meshserve.runtime.client import readiness
 from meshserve.runtime.client.client import AsyncClient, CallError, Client
 from meshserve.runtime.commands.local_cluster import reserved_port
+from meshserve.runtime.server.tls import TlsFiles
+from tests.certificates import certificate
 from tests.waiting import WAIT_SECONDS
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -75,7 +80,7 @@ def test_a_client_that_resumes_waits_for_a_server_that_its_channel_does_not_reac
     """Balanced calls go only to servers whose health is SERVING."""
     monkeypatch.setattr(readiness, "_UNREACHABLE_SECONDS", 0.0)
     server, script, healths = grpc.server(futures.ThreadPoolExecutor(8)), Starting(num_checks=-1), HealthServicer()
-    name, num_asked = readiness.HEALTH_REQUEST.service, itertools.count()
+    name, num_asked = readiness._HEALTH_REQUEST.service, itertools.count()
     healths.set(name, NOT_SERVING)
 
     def server_info(request, context):
@@ -142,6 +147,83 @@ def test_where_nobody_answers_the_error_says_what_to_do(monkeypatch):
             client.complete([1], timeout_seconds=WAIT_SECONDS)
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
     assert caught.value.__suppress_context__, "a traceback shows one error"
+
+
+def test_a_refused_handshake_is_an_error_at_once(tmp_path):
+    """Each within a fraction of the time for which an unreachable server is waited for."""
+    other, shown = certificate(tmp_path, "other"), certificate(tmp_path, "shown")
+    elsewhere, caller = certificate(tmp_path, "elsewhere", address="127.0.0.9"), certificate(tmp_path, "caller")
+
+    def authority(tls: TlsFiles) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(tls.certificate.read_bytes())
+
+    with (
+        serving_tls(shown) as secure,
+        serving_tls(elsewhere) as misnamed,
+        serving_tls(shown, caller) as mutual,
+        serving_tls(None) as plain,
+        serving_http() as web,
+    ):
+        for target, credentials, expected in (
+            (secure, authority(other), "was refused (self signed certificate). Pass the certificate of the authority"),
+            (secure, None, "uses TLS, and this client does not"),
+            (mutual, None, "uses TLS, and this client does not"),
+            (mutual, authority(shown), "may require a certificate of the client"),
+            (misnamed, authority(elsewhere), "is for another name"),
+            (plain, authority(shown), "does not use TLS"),
+            (web, None, "does not answer as gRPC"),
+        ):
+            with Client(target, credentials=credentials) as client:
+                with pytest.raises(CallError) as caught:
+                    client.complete([1])
+                assert expected in str(caught.value) and caught.value.__suppress_context__
+                with pytest.raises(CallError) as again:
+                    client.wait_until_ready(WAIT_SECONDS)
+                assert expected in str(again.value)
+        assert "uses TLS" in asyncio.run(first_error(secure))
+
+
+async def first_error(target: str) -> str:
+    async with AsyncClient(target) as client:
+        with pytest.raises(CallError) as caught:
+            await client.load()
+        return str(caught.value)
+
+
+@contextlib.contextmanager
+def serving_tls(tls: TlsFiles | None, callers: TlsFiles | None = None) -> Iterator[str]:
+    """Yields the address of a server without services, which shows a certificate and may ask callers for one."""
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    if tls is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        pairs = [(tls.key.read_bytes(), tls.certificate.read_bytes())]
+        wanted = callers.certificate.read_bytes() if callers is not None else None
+        port = server.add_secure_port(
+            "127.0.0.1:0", grpc.ssl_server_credentials(pairs, wanted, require_client_auth=callers is not None)
+        )
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+@contextlib.contextmanager
+def serving_http() -> Iterator[str]:
+    class Silent(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def test_a_script_that_fails_shows_one_error(starting):
