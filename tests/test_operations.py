@@ -4,6 +4,7 @@ Draining under load is in tests/hostile/test_signals.py."""
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -154,11 +155,10 @@ def test_sighup_changes_the_degree_under_streams(server):
         wait_for(lambda: client.model_info().tp_degree == 1)  # shortly after the log line
 
 
-def test_sigterm_while_it_starts(tmp_path):
-    """Sends SIGTERM during compilation, if it can be observed."""
-    log = tmp_path / "log"
-    with log.open("w") as stderr:
-        process = subprocess.Popen([*SERVE, "--cache-dir="], stdout=subprocess.PIPE, stderr=stderr, text=True)
+@contextlib.contextmanager
+def _stopped_while_it_compiles(stderr: int) -> Iterator[None]:
+    """Sends SIGTERM to a server during compilation, if that can be observed, and checks that it ends."""
+    process = subprocess.Popen([*SERVE, "--cache-dir="], stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         assert process.stdout is not None
         target = process.stdout.readline().split()[-1]
@@ -169,10 +169,31 @@ def test_sigterm_while_it_starts(tmp_path):
                 time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_SECONDS) == 0
-        assert log.read_text().count("INFO meshserve.runtime.server.lifecycle: stopping; open requests: 0") == 1
+        yield
     finally:
         process.kill()
         process.wait()
+
+
+def test_sigterm_while_it_starts(tmp_path):
+    with (tmp_path / "log").open("w+") as log, _stopped_while_it_compiles(log.fileno()):
+        log.seek(0)
+        assert log.read().count("INFO meshserve.runtime.server.lifecycle: stopping; open requests: 0") == 1
+
+
+def test_sigterm_although_nothing_reads_the_log():
+    read, write = os.pipe()
+    try:
+        os.set_blocking(write, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(write, b"-" * 4096)
+        os.set_blocking(write, True)
+        with _stopped_while_it_compiles(write):
+            pass
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_a_start_that_fails_says_why(tmp_path):

@@ -9,7 +9,6 @@ process with a nonzero status within `fail_seconds`.
 
 import asyncio
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from ..options.serve_config import ServeConfig
 from ..server.lifecycle import SERVER_OPTIONS, STOP_GRACE_SECONDS, Listen, bind, on_signals, run_until_done
 from ..server.method_permissions import SERVICE_NAME
 from ..telemetry.health_service import HealthService
-from ..telemetry.logs import say
+from ..telemetry.logs import complain, say
 from ..telemetry.probe_server import HttpPort
 from .follower_metrics import FollowerState, follower_registry
 from .joining import follow
@@ -151,6 +150,6 @@ def follow_until_stopped(
     process = FollowingProcess(config, membership, watch, launch)
     run_until_done(process.serve(listen))
     if watch.failure is not None:
-        print(f"meshserve: {watch.failure}", file=sys.stderr)
+        complain(watch.failure)
         return FAILED
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from ..api.errors import ConfigError
 from ..options.serve_config import ServeConfig
 from ..server.lifecycle import Listen, ServerHandle
+from ..telemetry.logs import complain, flush_logs
 from .follower import LaunchFollower, follow_until_stopped
 from .joining import lead, new_watch
 from .membership import ClusterError, Membership, find_membership
@@ -128,7 +129,7 @@ class LeadingProcess:
     def end(self, error: Exception | None = None) -> NoReturn:
         if error is not None:
             self._watch.fail(str(error))
-            print(f"meshserve: {error}", file=sys.stderr)
+            complain(str(error))
             time.sleep(_FLUSH_SECONDS)
             _exit(FAILED)
         if self._leader is not None:
@@ -148,6 +149,6 @@ class LeadingProcess:
 
 def _exit(status: int) -> NoReturn:
     """Exits immediately, because JAX's shutdown waits for processes that may have exited."""
+    flush_logs()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)

@@ -19,7 +19,7 @@ from ..api.errors import ConfigError, EngineStoppedError, MeshserveError
 from ..api.quantisation import NOT_QUANTIZED
 from ..options.flags import Parser, add_options, serve_config
 from ..options.serve_config import options, server_only_options
-from ..telemetry.logs import configure_logs, drop_output
+from ..telemetry.logs import complain, configure_logs, drop_output
 from ..weights.registry import published_names
 
 _EXIT_USAGE = 2
@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return namespace.run(namespace)
     except EngineStoppedError as error:
-        print(f"meshserve: {error}", file=sys.stderr)
+        complain(str(error))
         return 1
     except (MeshserveError, ValueError, MemoryError) as error:
-        print(f"meshserve: {error}", file=sys.stderr)
+        complain(str(error))
         return _EXIT_USAGE
     except KeyboardInterrupt:
         return 130

@@ -26,7 +26,7 @@ from ..server.method_permissions import new_access
 from ..server.output_queue import OutputQueues, max_dispatch_tokens
 from ..server.ports import address_of
 from ..server.tls import TlsFiles
-from ..telemetry.logs import configure_logs, say
+from ..telemetry.logs import configure_logs, flush_logs, say
 from ..telemetry.profiler import Profiler
 from ..telemetry.request_log import Observer
 from ..telemetry.tracing import Tracer
@@ -79,7 +79,7 @@ def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConf
       MeshserveError: The options, the model, the devices or the address do not allow it, or the engine failed.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
-    configure_logs(config.log_format)
+    configure_logs(config.log_format, is_queued=True)
     _allow_descriptors()
     listen = listen_of(config)
     if config.coordinator:
@@ -99,6 +99,7 @@ def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConf
     serving.place.end()
     if serving.launched is None:
         # Stopped during startup: a thread that cannot be interrupted may still be compiling.
+        flush_logs()
         sys.stdout.flush()
         os._exit(0)
     return 0

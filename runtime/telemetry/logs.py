@@ -1,11 +1,21 @@
-"""Configures the log: readable lines for people, or one JSON object per line for machines."""
+"""Configures the log: readable lines for people, or one JSON object per line for machines.
 
+The log of a server is written by a thread of its own. If nothing reads stderr, its pipe fills, and writes to it block;
+without that thread, requests would hang in their log lines, and SIGTERM would not end the server.
+"""
+
+import contextlib
+import io
 import json
 import logging
+import logging.handlers
 import os
+import queue
 import sys
 from datetime import UTC, datetime
 
+_MAX_QUEUED_LINES = 10_000
+_FLUSH_SECONDS = 1.0
 _PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -52,13 +62,113 @@ def drop_output() -> None:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def configure_logs(log_format: str) -> None:
+class _StderrHandler(logging.Handler):
+    """Writes to the file of stderr, past Python's buffer: at exit, Python waits for the lock of a buffer in use.
+
+    Only one thread uses it, hence it has no lock that another could wait for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream = sys.stderr
+
+    def createLock(self) -> None:
+        self.lock = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = f"{self.format(record)}\n"
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or nothing can read it any more
+            try:
+                descriptor = self._stream.fileno()
+            except io.UnsupportedOperation:  # a stand-in for stderr, without a file
+                self._stream.write(text)
+                return
+            line = memoryview(text.encode(errors="backslashreplace"))
+            while line:
+                line = line[os.write(descriptor, line) :]
+
+
+class QueuedHandler(logging.handlers.QueueHandler):
+    """Hands lines to a thread that writes them to stderr, and drops them while too many wait.
+
+    Attributes:
+      num_dropped: How many lines were dropped.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_QUEUED_LINES)
+        super().__init__(self._lines)
+        self.num_dropped = self._num_told = 0
+        # A daemon thread, which ends with the process: `stop` of the listener would wait for a blocked write.
+        self._writer = logging.handlers.QueueListener(self._lines, _StderrHandler())
+        self._writer.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Adds a formatted record. Called with the lock of the handler held."""
+        try:
+            if num_new := self.num_dropped - self._num_told:
+                text = f"{num_new} lines of the log were dropped, because stderr was not read fast enough"
+                self._lines.put_nowait(
+                    self.prepare(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))
+                )
+                self._num_told = self.num_dropped
+            self._lines.put_nowait(record)
+        except queue.Full:
+            self.num_dropped += 1
+
+    def add_line(self, text: str) -> None:
+        """Adds a line as it stands."""
+        self.acquire()
+        try:
+            self.enqueue(logging.makeLogRecord({"msg": text}))
+        finally:
+            self.release()
+
+    def flush(self) -> None:
+        """Waits until all lines are written, but not for a reader that does not read."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_SECONDS)
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._writer.enqueue_sentinel()
+        super().close()
+
+
+def _queued() -> QueuedHandler | None:
+    handlers = logging.getLogger().handlers
+    return next((handler for handler in handlers if isinstance(handler, QueuedHandler)), None)
+
+
+def flush_logs() -> None:
+    """Waits until the log is written, for a second at most. Must be called before `os._exit`."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+def num_dropped_lines() -> int:
+    """Returns how many lines of the log were dropped because nothing read them."""
+    handler = _queued()
+    return handler.num_dropped if handler is not None else 0
+
+
+def complain(text: str) -> None:
+    """Prints an error for the user to stderr, after the lines of the log."""
+    if (handler := _queued()) is None:
+        print(f"meshserve: {text}", file=sys.stderr, flush=True)
+    else:
+        handler.add_line(f"meshserve: {text}")
+        handler.flush()
+
+
+def configure_logs(log_format: str, *, is_queued: bool = False) -> None:
     """Sends all logs to stderr.
 
     Args:
       log_format: "text" or "json".
+      is_queued: Whether a thread of its own writes them, which drops lines that nobody reads.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = QueuedHandler() if is_queued else logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_PLAIN))
     handler.addFilter(is_worth_a_line)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

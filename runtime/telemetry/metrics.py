@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from ..api.engine_api import ModelInfo
 from ..api.request import FinishReason, Load
+from .logs import num_dropped_lines
 
 if TYPE_CHECKING:
     from ..engine.step_record import StepRecord
@@ -251,6 +252,11 @@ class _StateCollector(Collector):
         )
         yield GaugeMetricFamily("meshserve_open_requests", "Requests with an open stream.", value=state.num_open)
         yield late_compiles(self._metrics.read_late_compiles())
+        yield CounterMetricFamily(
+            "meshserve_dropped_log_lines_total",
+            "Lines of the log that were dropped because stderr was not read.",
+            value=num_dropped_lines(),
+        )
         yield from _constraint_metrics(*self._metrics.read_constraint_counts())
         if (load := state.load) is None:
             return
