@@ -4,6 +4,7 @@ Uses `huggingface_hub` with its conventions: progress bar, cache (HF_HOME), toke
 alternative endpoint (HF_ENDPOINT) and offline mode (HF_HUB_OFFLINE=1).
 """
 
+import http
 import logging
 import re
 from pathlib import Path
@@ -49,6 +50,8 @@ def download_model(model_id: str, *, revision: str, has_weights: bool) -> Path:
     if (directory / "modules.json").is_file():  # of an embedding model
         _download(model_id, directory.name, (_POOLING_PATTERN,), ignored=())
     if has_weights:
+        if not any(directory.glob(_WEIGHT_PATTERN)):
+            _log.info("downloading the weights of %s to %s", model_id, directory)
         # The directory is named after its commit, so the weights come from the same commit even if the branch moves.
         directory = _download(model_id, directory.name, (*_SMALL_PATTERNS, _WEIGHT_PATTERN))
         if not any(directory.glob(_WEIGHT_PATTERN)):
@@ -99,7 +102,10 @@ def _download(
     except LocalEntryNotFoundError as error:
         reason = _not_cached(error)
     except Exception as error:  # from the HTTP library, whose type depends on the release, or from the disk
-        reason = f"the download failed ({type(error).__name__}: {error}). Repeat the command to continue."
+        if getattr(getattr(error, "response", None), "status_code", None) == http.HTTPStatus.UNAUTHORIZED:
+            reason = "the hub refused the token of HF_TOKEN or `hf auth login`. Correct it, or remove it."
+        else:
+            reason = f"the download failed ({type(error).__name__}: {error}). Repeat the command to continue."
     else:
         return Path(directory)
     raise ConfigError(f"{what}: {reason}")

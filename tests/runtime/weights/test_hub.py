@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from meshserve.benchmarks.lib.terminal import terminal
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.weights.hub import is_hub_id
 from meshserve.runtime.weights.locate import model_directory
+from tests.waiting import WAIT_SECONDS
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo" / "model"
-ID = "Tiny/Qwen3-Demo"
+ID, GATED = "Tiny/Qwen3-Demo", "Gated/Model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RESOLVE = """
 import sys
@@ -37,20 +39,25 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def __init__(self, *arguments: object, files: dict[str, bytes], asked: list[str]):
-        self.files, self.asked = files, asked
+    def __init__(self, *arguments: object, hub: "Running"):
+        self.files, self.asked, self.hub = hub.files, hub.asked, hub
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.asked.append(path)
-        if "/Gated/" in path:
+        if self.headers.get("Authorization") == "Bearer mistyped":
+            reason = "Invalid credentials in Authorization header"
+            self._answer(401, json.dumps({"error": reason}).encode(), {"X-Error-Message": reason})
+        elif "/Gated/" in path and "/resolve/" in path:  # everybody may see what it is
+            self._answer(401, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif "/Refused/" in path:
             self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
-        elif ID not in path:
-            self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif path.startswith(f"/api/models/{ID}/tree/"):
+        elif ID not in path and GATED not in path:
+            self._answer(self.hub.missing_status, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif path.startswith((f"/api/models/{ID}/tree/", f"/api/models/{GATED}/tree/")):
             self._answer(200, json.dumps([self._entry(name) for name in self.files]).encode())
-        elif path.startswith(f"/api/models/{ID}"):
+        elif path.startswith("/api/models/"):
             revision = path.rpartition("/revision/")[2] if "/revision/" in path else "main"
             if revision not in ("main", "v1", COMMIT):
                 self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
@@ -58,12 +65,35 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 siblings = [{"rfilename": name} for name in self.files]
                 self._answer(200, json.dumps({"id": ID, "sha": COMMIT, "siblings": siblings}).encode())
         elif (name := path.partition(f"/resolve/{COMMIT}/")[2]) in self.files:
-            headers = {"ETag": f'"{self._entry(name)["oid"]}"', "X-Repo-Commit": COMMIT}
-            self._answer(200, self.files[name], headers)
+            headers = {"ETag": f'"{self._entry(name)["oid"]}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            self._send_file(name, headers)
         else:
             self._answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
     do_HEAD = do_GET
+
+    def _send_file(self, name: str, headers: dict[str, str]) -> None:
+        """Sends a file from the byte that is asked for; the first time, a file of `hub.broken` only in part."""
+        contents = self.files[name]
+        if self.command == "HEAD" or "Range" not in self.headers:
+            start, status = 0, 200
+        else:
+            start, status = int(self.headers["Range"].removeprefix("bytes=").rstrip("-")), 206
+            self.hub.starts.append(start)
+            headers["Content-Range"] = f"bytes {start}-{len(contents) - 1}/{len(contents)}"
+        if self.command == "HEAD" or name not in self.hub.broken:
+            self._answer(status, contents[start:], headers)
+            return
+        self.hub.broken.remove(name)
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(contents) - start), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(contents[start : len(contents) // 2])
+        self.wfile.flush()
+        self.hub.is_broken.set()
+        self.hub.may_go_on.wait()
+        self.close_connection = True
 
     def _entry(self, name: str) -> dict[str, object]:
         contents = self.files[name]
@@ -88,20 +118,27 @@ class Running:
         self.files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
         self.files |= {"README.md": b"# A card", "pytorch_model.bin": b"pickles", "onnx/config.json": b"{}"}
         self.asked: list[str] = []
-        handler = functools.partial(Hub, files=self.files, asked=self.asked)
+        self.starts: list[int] = []  # of the parts of files that were asked for
+        self.broken: set[str] = set()  # files whose next download breaks off
+        self.is_broken, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
+        self.missing_status = 404
+        handler = functools.partial(Hub, hub=self)
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
         self.cache = cache
 
     def resolve(self, model: str = ID, revision: str = "", has_weights: bool = True, **environment: str) -> str:
         """The directory, or what went wrong."""
-        own = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(self.cache), "NO_PROXY": "127.0.0.1"}
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        done = subprocess.run(
-            [sys.executable, "-c", RESOLVE, model, revision, "yes" if has_weights else "no"],
-            env=inherited | own | environment, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        command = [sys.executable, "-c", RESOLVE, model, revision, "yes" if has_weights else "no"]
+        environment = self.environment() | environment
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS)
         return (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1]
+
+    def environment(self) -> dict[str, str]:
+        """The environment of a process that uses this hub and no other."""
+        own = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(self.cache), "NO_PROXY": "127.0.0.1"}
+        return {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | own
 
 
 @pytest.fixture
@@ -157,7 +194,9 @@ def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(hub:
     ("model", "revision", "environment", "expected"),
     [
         ("Nobody/Nothing", "", {}, "no such local directory, and no such model on the Hugging Face hub"),
-        ("Gated/Model", "", {}, "its authors grant access on request. Ask for it at"),
+        ("Refused/Model", "", {}, "its authors grant access on request. Ask for it at"),
+        (ID, "", {"HF_TOKEN": "mistyped"}, "the hub refused the token of HF_TOKEN or `hf auth login`"),
+        (GATED, "", {}, "its authors grant access on request. Ask for it at"),
         (ID, "v7", {}, f"--model {ID} at revision v7: the model has no such branch, tag or commit"),
         (ID, "", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and the cache"),
         (ID, "", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached (ConnectError)"),
@@ -169,6 +208,36 @@ def test_errors_say_what_to_do(
 ) -> None:
     message = hub.resolve(model, revision, **environment)
     assert message.startswith("ConfigError: ") and expected in message
+
+
+def test_a_missing_model_of_a_caller_without_a_token(hub: Running) -> None:
+    """The hub says 401, since it could be somebody's private model."""
+    hub.missing_status = 401
+    assert "no such model on the Hugging Face hub" in hub.resolve("Nobody/Nothing")
+
+
+LARGE = "model-00002.safetensors"  # huggingface_hub stores what it has received in parts of 10 MB
+
+
+def test_a_broken_download_goes_on_where_it_was(hub: Running) -> None:
+    hub.files[LARGE] = bytes(24_000_000)
+    hub.broken = {LARGE}
+    directory = hub.resolve()
+    assert (Path(directory) / LARGE).read_bytes() == hub.files[LARGE]
+    assert [start > 0 for start in hub.starts] == [True]
+
+
+def test_a_download_shows_its_progress_and_can_be_repeated_after_a_kill(hub: Running) -> None:
+    hub.files[LARGE] = bytes(24_000_000)
+    hub.broken = {LARGE}
+    hub.may_go_on.clear()
+    try:
+        with terminal([sys.executable, "-c", RESOLVE, ID, "", "yes"], environment=hub.environment()) as shown:
+            shown.wait_for(r"Fetching \d+ files: +\d+%", WAIT_SECONDS)
+            assert hub.is_broken.wait(WAIT_SECONDS)
+    finally:
+        hub.may_go_on.set()
+    assert (Path(hub.resolve()) / LARGE).read_bytes() == hub.files[LARGE]
 
 
 def test_what_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
