@@ -146,6 +146,11 @@ def test_tools_that_the_model_chooses(client):
     assert "".join(part.name or "" for part in parts) == "get_weather"
     assert json.loads("".join(part.arguments or "" for part in parts)) == {"city": "Paris"}
     assert not "".join(delta.content or "" for delta in deltas)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "15 degrees"}
+    turns = [*MESSAGES, whole.choices[0].message.model_dump(include={"role", "content", "tool_calls"}), result]
+    assert turns[1]["content"] is None
+    done = client.chat.completions.create(model="demo", messages=turns, max_tokens=4)
+    assert done.usage.completion_tokens > 0
 
 
 def test_tools_that_the_caller_chooses(client):
