@@ -34,8 +34,24 @@ def config_of(flags: list[str]) -> ServeConfig:
 
 def services(name: str = "compose.yaml") -> dict[str, Any]:
     """Returns the services, with the defaults of the variables."""
-    text = (COMPOSE / name).read_text()
-    return yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))["services"]
+    return yaml.safe_load(with_defaults(name))["services"]
+
+
+def with_defaults(name: str) -> str:
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (COMPOSE / name).read_text())
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "gpu.yaml"])
+def test_compose_follows_the_specification(name: str):
+    compose_spec = pytest.importorskip("compose_spec", reason="make test-deploy installs it")
+    parsed = compose_spec.PyCompose.from_yaml(with_defaults(name))
+    parsed.validate()
+    assert set(parsed.service_names) == services(name).keys()
+
+
+def test_the_images_of_compose_name_their_registry():
+    for service in services().values():
+        assert service["image"].startswith(("docker.io/", "meshserve:"))
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "gpu.yaml"])
