@@ -9,7 +9,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
 CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests/kernels/emulated*/*)
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-gateway test-package docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
+.PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-gateway test-package first-hour docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
     structured sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scaling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
@@ -80,6 +80,11 @@ test-package: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[package-test]"
 	$(BIN)/pytest -q -rs --packages tests/test_package.py
 
+# Pastes README and tutorial into new environments, block by block, and prints how long each takes, from `pip install` to
+# an answer. Takes the ports 50051, 8000 and 9090. Needs an otherwise idle machine, and about ten minutes.
+first-hour: $(VENV)/.test
+	$(BIN)/python -m meshserve.benchmarks.checks.first_hour
+
 # The documentation as a site, in site/, with checked links; and every command of the tutorial, which takes the ports
 # 50051, 8000 and 9090.
 docs: $(VENV)/.test
@@ -87,9 +92,10 @@ docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/pytest -q --tutorial tests/test_docs.py
 
-# The pictures of the documentation: a real server in the terminal dashboard, and plots of its load.
+# The pictures of the documentation: a real server in the terminal dashboard and in the chat, and the report of its load,
+# for which Chromium must be on the PATH.
 screenshots: $(VENV)/.test
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[plots]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[screenshots]"
 	$(BIN)/python -m meshserve.benchmarks.lib.screenshots docs/images
 
 # Checks manifests, the chart, Dockerfiles and alerts with kubectl, helm, hadolint and other tools (190 MB). Asks the

@@ -1,19 +1,25 @@
 """Makes the pictures of the documentation from a real server: `make screenshots` writes them to docs/images.
 
-Starts the embedded model on virtual CPU devices, puts load on it, and draws `meshserve top` and the plots of `bench
-report`.
+Starts the embedded model on virtual CPU devices, talks to it in `meshserve chat`, puts load on it, and draws `meshserve
+top` and the page of `bench report`, which needs Chromium.
 """
 
 import io
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
-from rich.console import Console
+import pyte
+from rich.console import Console, RenderableType
+from rich.style import Style
+from rich.text import Text
 
+from meshserve.benchmarks.lib.terminal import COLUMNS, Terminal, terminal
 from meshserve.benchmarks.load import report, serve
 from meshserve.runtime.client.client import Client
 from meshserve.runtime.dashboard.screen import SCREEN_LINES, screen
@@ -28,11 +34,15 @@ _LOADS = (
     "--output-tokens=uniform:32:96",
 )  # fmt: skip
 _INTERVAL_SECONDS = 0.5
-_COLUMNS = 110
+_WAIT_SECONDS = 120.0
+_CHAT_LINES = 50  # more than the conversation takes
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_PAGE_PIXELS = (1240, 1400)
+_COLOURS = {"brown": "yellow", "brightbrown": "bright_yellow"}  # names of pyte that rich has otherwise
 
 
 def main(folder: Path) -> None:
-    """Writes top.svg and bench_report.png to `folder`."""
+    """Writes top.svg, chat.svg and bench_report.png to `folder`."""
     with tempfile.TemporaryDirectory() as scratch:
         figures = Path(scratch) / "demo model, 2 virtual CPU devices.json"
         server = subprocess.Popen([sys.executable, "-m", "meshserve", *_SERVE], stdout=subprocess.PIPE, text=True)
@@ -44,17 +54,78 @@ def main(folder: Path) -> None:
                     said[found[1]] = found[2]
                 if len(said) == 2:
                     break
-            svg = _watched(said["listens"], said["answers probes"], figures)
+            top = _watched(said["listens"], said["answers probes"], figures)
+            chat = _talked(said["listens"], Path(scratch))
         finally:
             server.terminate()
             server.wait()
-        (folder / "top.svg").write_text(svg, encoding="utf-8")
-        report.image({figures.stem: report.read(figures)}, folder / "bench_report.png")
+        (folder / "top.svg").write_text(top, encoding="utf-8")
+        (folder / "chat.svg").write_text(chat, encoding="utf-8")
+        report.main([str(figures), f"--output={scratch}/report.html"])
+        _photograph(Path(scratch) / "report.html", folder / "bench_report.png")
+
+
+def _photograph(page: Path, picture: Path) -> None:
+    """Draws a page as a browser does."""
+    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if browser is None:
+        print(f"left out {picture}: no Chromium is on the PATH (on Debian, `apt-get install chromium`)")
+        return
+    width, height = _PAGE_PIXELS
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking"]
+    flags += [f"--user-data-dir={page.parent / 'browser'}", f"--window-size={width},{height}"]
+    subprocess.run([browser, *flags, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True)
+
+
+def _talked(target: str, home: Path) -> str:
+    """Holds a conversation in a terminal, and returns a picture of it."""
+    command = [sys.executable, "-m", "meshserve", "chat", f"--target={target}", "--max-tokens=60", "--temperature=0.6"]
+    with terminal(command, environment={**os.environ, "HOME": str(home)}, lines=_CHAT_LINES) as shown:
+        shown.wait_for(r">\s", _WAIT_SECONDS)
+        for line in ("Who art thou?", "/info", "What news of the battle?", "/help"):
+            shown.type(f"{line}\r")
+            shown.wait_for(re.escape(line), _WAIT_SECONDS)
+            shown.wait_for(r"\n>\s", _WAIT_SECONDS)
+        picture = _screen_of(shown)
+        return _svg(picture, "meshserve chat", picture.plain.count("\n") + 1)
+
+
+def _screen_of(shown: Terminal) -> Text:
+    """Returns what a terminal shows, with its colours, without the empty lines at the end."""
+    screen = pyte.Screen(shown.columns, shown.lines)
+    pyte.ByteStream(screen).feed(shown.shown)
+    lines = []
+    for row in range(shown.lines):
+        line = Text()
+        for column in range(shown.columns):
+            cell = screen.buffer[row][column]
+            style = Style(color=_colour(cell.fg), bgcolor=_colour(cell.bg), bold=cell.bold, italic=cell.italics)
+            line.append(cell.data, style)
+        line.rstrip()
+        lines.append(line)
+    while not lines[-1]:
+        lines.pop()
+    return Text("\n").join(lines)
+
+
+def _colour(name: str) -> str | None:
+    if name == "default":
+        return None
+    if re.fullmatch("[0-9a-f]{6}", name):
+        return f"#{name}"
+    return _COLOURS.get(name, name.replace("bright", "bright_"))
+
+
+def _svg(picture: RenderableType, title: str, lines: int) -> str:
+    """Draws something as a window of a terminal."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(picture, height=lines)
+    svg = console.export_svg(title=title, unique_id=title.split()[1])
+    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # fonts of another site; the viewer has monospace
 
 
 def _watched(target: str, metrics: str, figures: Path) -> str:
     """Puts load on the server, and returns the last screen of `meshserve top` on which it was busy."""
-    console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     with Client(target) as client:
         client.model_info()  # waits until the server is ready
         load = threading.Thread(target=serve.main, args=([f"--target={target}", f"--json={figures}", *_LOADS],))
@@ -65,9 +136,8 @@ def _watched(target: str, metrics: str, figures: Path) -> str:
             load.join(_INTERVAL_SECONDS)
             readings.append(reader.read())
     busy = [index for index, each in enumerate(readings) if each.load is not None and each.load.num_running]
-    console.print(screen(reader.target, reader.info, readings[: busy[-1] + 1], "Ctrl-C ends."), height=SCREEN_LINES)
-    svg = console.export_svg(title="meshserve top --target 127.0.0.1:50051", unique_id="top")
-    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # fonts of another site; the viewer has monospace
+    last = screen(reader.target, reader.info, readings[: busy[-1] + 1], "Ctrl-C ends.")
+    return _svg(last, "meshserve top --target 127.0.0.1:50051", SCREEN_LINES)
 
 
 if __name__ == "__main__":

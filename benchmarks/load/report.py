@@ -126,16 +126,6 @@ def page(title: str, results: Mapping[str, Sequence[Load]]) -> str:
     )
 
 
-def image(results: Mapping[str, Sequence[Load]], path: Path) -> None:
-    """Writes the plots of the page as one picture, for documentation."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.8, 8.4), layout="constrained")
-    for axes, each in zip(figure.subplots(2, 2).flat, _PLOTS, strict=True):
-        _draw(axes, results, each)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-
-
 def _svg(results: Mapping[str, Sequence[Load]], plot: Plot) -> str:
     from matplotlib.figure import Figure
 

@@ -81,7 +81,7 @@ def _requests(window: Change, latest: Reading) -> Panel:
     seconds = window.after.seconds - window.before.seconds
     shown = ", ".join(f"{outcome} {count / seconds:.1f}" for outcome, count in ended.items()) if seconds > 0 else ""
     table.add_row("ended/s", shown or _UNKNOWN)
-    table.add_row("preemptions/s", _number(window.rate("meshserve_preemptions_total"), "{:.1f}"))
+    table.add_row("preempted/s", _number(window.rate("meshserve_preemptions_total"), "{:.1f}"))
     table.add_row("prefix hits", _number(_hits(window), "{:.0%}"))
     used = 1.0 - load.num_free_pages / load.num_pages if load and load.num_pages else None
     bar: RenderableType = ProgressBar(total=1.0, completed=used, width=24) if used is not None else Text(_UNKNOWN)
