@@ -64,7 +64,7 @@ __device__ __forceinline__ void mark(Choices& choices, const int* experts, int n
                                      int num_experts) {
   __syncthreads();
   for (int i = threadIdx.x; i < num_tokens * num_chosen; i += kThreads) {
-    const int expert = experts[i], token = i / num_chosen;
+    const int expert = __ldcg(experts + i), token = i / num_chosen;
     if (expert >= 0 && expert < num_experts) atomicOr(&choices.tokens[expert][token / 32], 1u << token % 32);
   }
   __syncthreads();
@@ -84,8 +84,8 @@ __device__ __forceinline__ void arrange(Choices& choices, const int* experts, in
 }
 
 // ---- steps of many tokens ----------------------------------------------------------------------------------------
-// Two kernels, with a block for each chunk of kMaxTokens tokens: the first counts, the second assigns places. For a
-// single chunk, the second suffices.
+// Two kernels, with a block for each chunk of kMaxTokens tokens: the first counts, the second assigns places. Steps of
+// a single chunk take neither: every block that copies tokens finds the places itself (expert_router.cuh).
 struct ArrangeArgs {
   const int* experts;   // [T, k]
   const float* shares;  // [T, k]
@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int num_tokens = mark_chunk(choices, args), expert = threadIdx.x;
-  int earlier = 0, all = gridDim.x == 1 ? count_tokens(choices, expert) : 0;
-  for (int chunk = gridDim.x == 1; chunk < static_cast<int>(gridDim.x); ++chunk) {
+  int earlier = 0, all = 0;
+  for (int chunk = 0; chunk < static_cast<int>(gridDim.x); ++chunk) {
     const int count = args.counts[chunk * kMaxExperts + expert];
     earlier += chunk < static_cast<int>(blockIdx.x) ? count : 0;
     all += count;

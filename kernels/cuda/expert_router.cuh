@@ -13,7 +13,7 @@ constexpr int kRouterExperts = 16;  // a block scores so many experts
 constexpr int kMostRouted = kRouterBlocks * kRouterExperts;
 
 struct RouterArgs {
-  const bf16* scaled;    // [T, D]: tokens times the gain of the norm
+  const bf16* scaled;    // [T, D]: tokens times the gain of the norm, in the order that the layers' weights need
   const bf16* router;    // one layer's [E, D]
   const float* sums;     // of squares of the tokens [T, norm_tiles]
   const int* positions;  // [T]: -1 is padding, which chooses no expert
@@ -75,6 +75,19 @@ __device__ __forceinline__ void choose(const RouterArgs& args, const float* scor
   args.shares[at] = args.is_normalized ? my_share / chosen_sum : my_share;
 }
 
+// Loads 8 columns of a token for the router, whose weights are never quantised: in their own order.
+template <class W>
+__device__ __forceinline__ uint4 load_plain(const bf16* row, int column) {
+  if constexpr (W::kIsQuantised) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(row) + ordered_pair<W>(column);
+    const uint2 even = *reinterpret_cast<const uint2*>(words), odd = *reinterpret_cast<const uint2*>(words + 4);
+    return make_uint4(__byte_perm(even.x, odd.x, 0x5410), __byte_perm(even.x, odd.x, 0x7632),
+                      __byte_perm(even.y, odd.y, 0x5410), __byte_perm(even.y, odd.y, 0x7632));
+  } else {
+    return *reinterpret_cast<const uint4*>(row + column);
+  }
+}
+
 // Grid: 8 blocks for each 8 tokens, which are a cluster. A block scores 16 experts for all 8 tokens, its warps
 // splitting the columns, and sends each token's scores to the block that chooses for it.
 struct RouterMemory {
@@ -82,12 +95,14 @@ struct RouterMemory {
   float scores[kMostRouted];
 };
 
+template <class W>
 __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_constant__ RouterArgs args) {
   constexpr int U = 8;
   extern __shared__ __align__(16) uint8_t shared_rows[];
   auto& memory = *reinterpret_cast<RouterMemory*>(shared_rows);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kRouterBlocks, first_token = blockIdx.x / kRouterBlocks * kRouterTokens;
+  constexpr int kStep = RowFormat<Bf16Weights>::kStep;
   const int steps = args.columns / kStep, begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
   const size_t columns = args.columns;
   let_next_kernel_start();
@@ -108,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
   cluster_arrive();
   wait_for_previous_kernel();
   const int token = first_token + lane / 4;
-  const bf16* row = args.scaled + token * columns + 8 * (lane % 4);
+  const bf16* row = args.scaled + token * columns;
   const int chooser = first_token + rank;  // the token that this block chooses for
   float inverse_rms = 0.0f;
   if (warp == 0 && chooser < args.num_tokens) {
@@ -118,11 +133,12 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
   float c[4] = {};
 #pragma unroll 1
   for (int step = begin; step < end; step += U) {
-    uint4 b[U];
+    uint4 b[U][1];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      b[u] = make_uint4(0, 0, 0, 0);
-      if (token < args.num_tokens && step + u < end) b[u] = *reinterpret_cast<const uint4*>(row + (step + u) * kStep);
+      b[u][0] = make_uint4(0, 0, 0, 0);
+      const bool is_needed = token < args.num_tokens && step + u < end;
+      if (is_needed) b[u][0] = load_plain<W>(row, (step + u) * kStep + 8 * (lane % 4));
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -148,7 +164,8 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
 }
 
 // ---- tokens in order of their experts ----------------------------------------------------------------------------
-// Copies each token to the places of its choices, a warp a place, and finishes its RMSNorm.
+// Copies each token to the places of its choices, a warp a place, in the order that the weights need, and finishes its
+// RMSNorm.
 struct GatherRowsArgs {
   const bf16* x;        // [T, D]
   const int* token_of;  // of each place
@@ -158,6 +175,7 @@ struct GatherRowsArgs {
   int norm_tiles;
   float inverse_dim, epsilon;
   int columns;
+  bool is_ordered;  // whether x has that order already
 };
 
 __device__ __forceinline__ uint2 times(uint2 v, float factor) {
@@ -165,26 +183,61 @@ __device__ __forceinline__ uint2 times(uint2 v, float factor) {
   return make_uint2(pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor));
 }
 
+template <class W>
+__device__ __forceinline__ void copy_row(const GatherRowsArgs& args, size_t token, size_t place) {
+  const uint4* from = reinterpret_cast<const uint4*>(args.x + token * args.columns);
+  uint8_t* to = reinterpret_cast<uint8_t*>(args.rows + place * args.columns);
+  float scale = 1.0f;
+  if (args.sums != nullptr) {
+    const float* sums = args.sums + token * args.norm_tiles;
+    scale = inverse_rms_of(sums, args.norm_tiles, args.inverse_dim, args.epsilon);
+  }
+#pragma unroll 4
+  for (int i = threadIdx.x % 32; i < args.columns / 8; i += 32) {
+    const uint4 v = from[i];
+    const uint2 low = times(make_uint2(v.x, v.y), scale), high = times(make_uint2(v.z, v.w), scale);
+    store_token<W>(to, 8 * i, make_uint4(low.x, low.y, high.x, high.y), args.is_ordered);
+  }
+}
+
+template <class W>
 __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_constant__ GatherRowsArgs args) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const int lane = threadIdx.x % 32, num_places = *args.num_places, chunks = args.columns / 8;
+  const int num_places = *args.num_places;
   for (int place = blockIdx.x * kWarps + threadIdx.x / 32; place < num_places; place += gridDim.x * kWarps) {
-    const size_t token = args.token_of[place];
-    const uint4* from = reinterpret_cast<const uint4*>(args.x + token * args.columns);
-    uint4* to = reinterpret_cast<uint4*>(args.rows + static_cast<size_t>(place) * args.columns);
-    float scale = 1.0f;
-    if (args.sums != nullptr) {
-      const float* sums = args.sums + token * args.norm_tiles;
-      scale = inverse_rms_of(sums, args.norm_tiles, args.inverse_dim, args.epsilon);
-    }
-#pragma unroll 4
-    for (int i = lane; i < chunks; i += 32) {
-      const uint4 v = from[i];
-      const uint2 low = times(make_uint2(v.x, v.y), scale), high = times(make_uint2(v.z, v.w), scale);
-      to[i] = make_uint4(low.x, low.y, high.x, high.y);
-    }
+    copy_row<W>(args, args.token_of[place], place);
   }
+}
+
+// The same for a step of at most kMaxTokens tokens, a warp a choice, whose places are found here, too.
+template <class W>
+__global__ void __launch_bounds__(kThreads)
+    place_and_gather_kernel(const __grid_constant__ ArrangeArgs args, const __grid_constant__ GatherRowsArgs rows) {
+  extern __shared__ __align__(16) uint8_t shared_rows[];
+  auto& choices = *reinterpret_cast<Choices*>(shared_rows);
+  let_next_kernel_start();
+  clear(choices);
+  wait_for_previous_kernel();
+  mark(choices, args.experts, args.num_tokens, args.num_chosen, args.num_experts);
+  const int expert = threadIdx.x, count = count_tokens(choices, expert);
+  const int before = sum_of_lower(count, choices.totals);
+  choices.first[expert] = before;
+  if (blockIdx.x == 0) {
+    args.first[expert] = before;
+    if (expert == kMaxExperts - 1) args.first[kMaxExperts] = before + count;
+  }
+  __syncthreads();
+  const int choice = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (choice >= args.num_tokens * args.num_chosen) return;
+  const int chosen = args.experts[choice], token = choice / args.num_chosen;
+  const bool is_here = chosen >= 0 && chosen < args.num_experts;
+  const int place = is_here ? choices.first[chosen] + rank_of(choices, chosen, token) : -1;
+  if (threadIdx.x % 32 == 0) {
+    args.places[choice] = place;
+    if (is_here) args.share_of[place] = args.shares[choice];
+  }
+  if (is_here) copy_row<W>(rows, token, place);
 }
 
 // ---- the sum of a token's experts --------------------------------------------------------------------------------
@@ -199,6 +252,7 @@ struct CombineArgs {
   int num_tokens, num_chosen, columns;
 };
 
+template <class W>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineArgs args) {
   let_next_kernel_start();
   wait_for_previous_kernel();
@@ -221,8 +275,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   *reinterpret_cast<uint2*>(args.out + at) = rounded;
   if (args.next_gain == nullptr) return;
   const float4 x = unpack_bf16(rounded), g = unpack_bf16(*reinterpret_cast<const uint2*>(args.next_gain + column));
-  *reinterpret_cast<uint2*>(args.scaled_out + at) =
-      make_uint2(pack_bf16(x.x * g.x, x.y * g.y), pack_bf16(x.z * g.z, x.w * g.w));
+  store_activations<W>(args.scaled_out + static_cast<size_t>(token) * args.columns, column,
+                       make_float4(x.x * g.x, x.y * g.y, x.z * g.z, x.w * g.w));
   const float squares = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
   if (lane == 0) args.sums_out[item] = squares;
 }

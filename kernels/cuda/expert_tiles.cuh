@@ -1,10 +1,13 @@
 // The experts of a step of many tokens: products of 128 tokens of one expert by 256 rows of its weights, with wgmma.
 //
-// The tokens lie in order of their experts, so a tile's are consecutive rows; only an expert's last tile is not full,
-// and what it reads beyond the expert's tokens is not stored. Persistent blocks take tiles of equal work in turn:
-//   warpgroup 0      one thread fetches [128, 64] tiles of tokens and [256, 64] of weights with the bulk tensor copy
-//                    engine, also of the next tiles, into a ring of stages
-//   warpgroups 1, 2  64 tokens each; they do not wait for each other, so one multiplies while the other stores
+// The tokens lie in order of their experts, so a tile's are consecutive rows; only an expert's last tile is not full.
+// Of its rows, only the boxes that hold tokens of the expert are fetched, and what is computed beyond them is not
+// stored. Persistent blocks take tiles of equal work in turn:
+//   warpgroup 0      one thread fetches boxes of tokens and [256, 64] of weights with the bulk tensor copy engine, also
+//                    of the next tiles, into a ring of stages
+//   warpgroups 1, 2  64 tokens each; they do not wait for each other, so one multiplies while the other stores. One
+//                    without tokens does not multiply
+// The second kernel, down, finds its tiles and fetches its first weights while the first one still runs.
 // gate_up: the weights are 128 rows of gate and the same 128 of up, so that a thread gets both for a token; stores
 // share * silu(gate) * up. down: 256 rows.
 #pragma once
@@ -13,39 +16,6 @@
 
 namespace meshserve {
 namespace experts {
-
-// c[64, 256] = a b, or c += a b if `accumulate` is not 0; both operands are in shared memory.
-__device__ __forceinline__ void wgmma_64x256(float (&c)[128], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, 0, 0;\n}\n"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]),
-        "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]),
-        "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]),
-        "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]),
-        "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]),
-        "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]),
-        "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), "+f"(c[56]),
-        "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63]), "+f"(c[64]),
-        "+f"(c[65]), "+f"(c[66]), "+f"(c[67]), "+f"(c[68]), "+f"(c[69]), "+f"(c[70]), "+f"(c[71]), "+f"(c[72]),
-        "+f"(c[73]), "+f"(c[74]), "+f"(c[75]), "+f"(c[76]), "+f"(c[77]), "+f"(c[78]), "+f"(c[79]), "+f"(c[80]),
-        "+f"(c[81]), "+f"(c[82]), "+f"(c[83]), "+f"(c[84]), "+f"(c[85]), "+f"(c[86]), "+f"(c[87]), "+f"(c[88]),
-        "+f"(c[89]), "+f"(c[90]), "+f"(c[91]), "+f"(c[92]), "+f"(c[93]), "+f"(c[94]), "+f"(c[95]), "+f"(c[96]),
-        "+f"(c[97]), "+f"(c[98]), "+f"(c[99]), "+f"(c[100]), "+f"(c[101]), "+f"(c[102]), "+f"(c[103]), "+f"(c[104]),
-        "+f"(c[105]), "+f"(c[106]), "+f"(c[107]), "+f"(c[108]), "+f"(c[109]), "+f"(c[110]), "+f"(c[111]), "+f"(c[112]),
-        "+f"(c[113]), "+f"(c[114]), "+f"(c[115]), "+f"(c[116]), "+f"(c[117]), "+f"(c[118]), "+f"(c[119]), "+f"(c[120]),
-        "+f"(c[121]), "+f"(c[122]), "+f"(c[123]), "+f"(c[124]), "+f"(c[125]), "+f"(c[126]), "+f"(c[127])
-      : "l"(a), "l"(b), "r"(accumulate));
-}
 
 constexpr int kTileThreads = 384, kTileTokens = 128, kTileWeights = 256, kTileColumns = 64, kTileStages = 4;
 constexpr int kTokenBytes = kTileTokens * kTileColumns * 2, kWeightBytes = kTileWeights * kTileColumns * 2;
@@ -57,6 +27,7 @@ struct TilesArgs {
   const float* share_of;  // of each place
   bf16* out;              // [places, rows]
   int num_experts, rows, columns;
+  int box_tokens;    // tokens of a copy: a divisor of kTileTokens, and a multiple of 8
   int first_matrix;  // of the layer in the map of the weights: an expert is one matrix [rows, columns], or two
 };
 
@@ -67,28 +38,37 @@ struct TilesMemory {
   int totals[kWarps];
 };
 
-// Copies a box of 64 columns.
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, int matrix,
-                                         uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(matrix)
-      : "memory");
-}
-
 struct ExpertTile {
   int expert = 0, token, last_token, row;  // row: of the output's columns
 };
 
-// Finds tile number `tile`, given the expert of an earlier tile.
-__device__ __forceinline__ void find_tile(const TilesMemory& memory, int tile, int rows_each, ExpertTile* found) {
+// Finds tile number `tile`, of kTokens tokens, given the expert of an earlier tile.
+template <int kTokens, class Memory>
+__device__ __forceinline__ void find_tile(const Memory& memory, int tile, int rows_each, ExpertTile* found) {
   while (tile >= memory.first_tile[found->expert + 1]) ++found->expert;
   const int index = tile - memory.first_tile[found->expert], first = memory.first_token[found->expert];
   found->last_token = memory.first_token[found->expert + 1];
-  const int token_tiles = (found->last_token - first + kTileTokens - 1) / kTileTokens;
-  found->token = first + index % token_tiles * kTileTokens;
+  const int token_tiles = (found->last_token - first + kTokens - 1) / kTokens;
+  found->token = first + index % token_tiles * kTokens;
   found->row = index / token_tiles * rows_each;
+}
+
+// Computes the first tile of each expert, and returns the number of tiles. All threads of the block call it.
+template <int kTokens, class Memory>
+__device__ __forceinline__ int count_tiles(Memory& memory, const int* first_tokens, int row_tiles) {
+  const int expert = threadIdx.x;
+  int num_tiles = 0;
+  if (expert < kMaxExperts) {
+    const int first = __ldcg(first_tokens + expert), num_tokens = __ldcg(first_tokens + expert + 1) - first;
+    memory.first_token[expert] = first;
+    if (expert == kMaxExperts - 1) memory.first_token[kMaxExperts] = first + num_tokens;
+    num_tiles = (num_tokens + kTokens - 1) / kTokens * row_tiles;
+  }
+  const int before = sum_of_lower(num_tiles, memory.totals);
+  if (expert < kMaxExperts) memory.first_tile[expert] = before;
+  if (expert == kMaxExperts - 1) memory.first_tile[kMaxExperts] = before + num_tiles;
+  __syncthreads();
+  return memory.first_tile[kMaxExperts];
 }
 
 // Transposes a 4 x 4 matrix over four neighboring lanes: lane i holds row i and gets column i.
@@ -119,57 +99,81 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     }
     barrier_init_fence();
   }
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  const int row_tiles = (args.rows + kRows - 1) / kRows;
-  const int expert = threadIdx.x;
-  int num_tiles = 0;
-  if (expert < kMaxExperts) {
-    const int first = args.first[expert], num_tokens = args.first[expert + 1] - first;
-    memory.first_token[expert] = first;
-    if (expert == kMaxExperts - 1) memory.first_token[kMaxExperts] = first + num_tokens;
-    num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens * row_tiles;
+  if (kIsDown) {  // gate_up lets it start when `first` has been written
+    let_next_kernel_start();
+  } else {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
   }
-  const int before = sum_of_lower(num_tiles, memory.totals);
-  if (expert < kMaxExperts) memory.first_tile[expert] = before;
-  if (expert == kMaxExperts - 1) memory.first_tile[kMaxExperts] = before + num_tiles;
-  __syncthreads();
-  const int all_tiles = memory.first_tile[kMaxExperts], blocks = (args.columns + kTileColumns - 1) / kTileColumns;
+  const int all_tiles = count_tiles<kTileTokens>(memory, args.first, (args.rows + kRows - 1) / kRows);
+  const int blocks = (args.columns + kTileColumns - 1) / kTileColumns;
   ExpertTile at;
 
   if (warp < 4) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
+    give_up_registers<kFetchRegisters>();
     if (warp == 0 && lane == 0) {
+      const uint32_t box_bytes = args.box_tokens * kTileColumns * 2;
+      auto fetch_weights = [&](int k, int stage) {
+        const int matrix = args.first_matrix + (kIsDown ? at.expert : 2 * at.expert);
+        const uint32_t to = shared_address(memory.ring[stage]) + kTokenBytes, barrier = full + 8 * stage;
+        copy_box(to, &weights, k * kTileColumns, at.row, matrix, barrier);
+        copy_box(to + kWeightBytes / 2, &weights, k * kTileColumns, kIsDown ? at.row + kTileWeights / 2 : at.row,
+                 kIsDown ? matrix : matrix + 1, barrier);
+      };
+      auto fetch_tokens = [&](int k, int stage, int boxes) {
+        uint32_t to = shared_address(memory.ring[stage]);
+        for (int i = 0; i < boxes; ++i, to += box_bytes) {
+          copy_box(to, &input, k * kTileColumns, at.token + i * args.box_tokens, 0, full + 8 * stage);
+        }
+      };
       int stage = 0;
       uint32_t parity = 1;
+      bool is_waiting = kIsDown;
 #pragma unroll 1
       for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-        find_tile(memory, tile, kRows, &at);
-        const int matrix = args.first_matrix + (kIsDown ? at.expert : 2 * at.expert);
-        const int row = at.row, second_row = kIsDown ? row + kTileWeights / 2 : row;
+        find_tile<kTileTokens>(memory, tile, kRows, &at);
+        const int boxes = (min(kTileTokens, at.last_token - at.token) + args.box_tokens - 1) / args.box_tokens;
+        const int ahead =
+            is_waiting ? min(kTileStages, blocks) : 0;  // stages whose weights are fetched before the wait
+#pragma unroll 1
+        for (int k = 0; k < ahead; ++k) {
+          barrier_expect_bytes(full + 8 * k, kWeightBytes + boxes * box_bytes);
+          fetch_weights(k, k);
+        }
+        if (is_waiting) wait_for_previous_kernel();
+        is_waiting = false;
 #pragma unroll 1
         for (int k = 0; k < blocks; ++k) {
-          barrier_wait(empty + 8 * stage, parity);
-          const uint32_t to = shared_address(memory.ring[stage]), barrier = full + 8 * stage;
-          barrier_expect_bytes(barrier, kTileStageBytes);
-          copy_box(to, &input, k * kTileColumns, at.token, 0, barrier);
-          copy_box(to + kTokenBytes, &weights, k * kTileColumns, row, matrix, barrier);
-          copy_box(to + kTokenBytes + kWeightBytes / 2, &weights, k * kTileColumns, second_row,
-                   kIsDown ? matrix : matrix + 1, barrier);
+          if (k >= ahead) {
+            barrier_wait(empty + 8 * stage, parity);
+            barrier_expect_bytes(full + 8 * stage, kWeightBytes + boxes * box_bytes);
+            fetch_weights(k, stage);
+          }
+          fetch_tokens(k, stage, boxes);
           if (++stage == kTileStages) stage = 0, parity ^= 1;
         }
       }
+      if (is_waiting) wait_for_previous_kernel();
     }
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputeRegisters));
+  take_registers<kComputeRegisters>();
   const int group = warp / 4 - 1;
   int stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-    find_tile(memory, tile, kRows, &at);
+    find_tile<kTileTokens>(memory, tile, kRows, &at);
+    if (at.token + 64 * group >= at.last_token) {  // no tokens: only frees the stages
+#pragma unroll 1
+      for (int k = 0; k < blocks; ++k) {
+        barrier_wait(full + 8 * stage, parity);
+        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        if (++stage == kTileStages) stage = 0, parity ^= 1;
+      }
+      continue;
+    }
     float c[128];
     int previous = -1;
 #pragma unroll 1

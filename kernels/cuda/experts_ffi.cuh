@@ -1,33 +1,17 @@
 // The XLA FFI calls of the experts. `experts` computes one layer's for any number of tokens. `decode_expert_layers`
 // runs a range of layers of a decode step in one call, as `decode_layers` does for layers with an MLP.
 #pragma once
-#include "experts_launch.cuh"
+#include "experts_calls.cuh"
 
 namespace meshserve {
 namespace {
 
 ffi::Error experts_of_layer(cudaStream_t stream, In x, In gate_up, In down, In chosen, In shares, Out out, Out scratch,
                             int32_t layer, int32_t most_few_tokens) {
-  experts::ExpertShapes shapes;
-  shapes.tokens = size(x, 0);
-  shapes.embed = size(x, 1);
-  shapes.chosen = size(chosen, 1);
-  shapes.experts = size(down, 1);
-  shapes.mlp = size(down, 3);
-  shapes.most_few_tokens = most_few_tokens;
-  experts::ExpertScratch parts;
-  const size_t needed = parts.carve(shapes, data<uint8_t>(scratch));
-  if (needed > scratch->element_count()) return too_small(needed);
-  Step step(Shapes(), Tuning(), stream);
-  experts::ExpertCall call = {};
-  call.x = data<bf16>(x);
+  experts::ExpertCall<Bf16Weights> call = {};
   call.gate_up = data<bf16>(gate_up);
   call.down = data<bf16>(down);
-  call.experts = data<int>(chosen);
-  call.shares = data<float>(shares);
-  call.out = data<bf16>(out);
-  experts::Launcher(step, shapes, parts).experts(layer, size(down, 0), call);
-  return result(step);
+  return run_experts(stream, x, call, down, chosen, shares, out, scratch, layer, most_few_tokens);
 }
 
 ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_norm, In k_norm, In o,
@@ -40,12 +24,6 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
   shapes.batch = size(x, 0);
   shapes.embed = size(x, 1);
   shapes.group = size(qkv, 2) / shapes.head_dim - 2;
-  experts::ExpertShapes expert_shapes;
-  expert_shapes.tokens = shapes.batch;
-  expert_shapes.embed = shapes.embed;
-  expert_shapes.chosen = num_chosen;
-  expert_shapes.experts = size(down, 1);
-  expert_shapes.mlp = size(down, 3);
   Step step(shapes, tuning_of(tuning), stream);
   step.weights = {data<bf16>(input_norm),
                   data<bf16>(qkv),
@@ -60,15 +38,15 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
   step.epsilon = epsilon;
   step.scale = scale;
   step.rotary_scale = rotary_scale;
-  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
-  if (needed > scratch->element_count()) return too_small(needed);
-  experts::ExpertScratch parts;
-  needed = parts.carve(expert_shapes, data<uint8_t>(expert_scratch));
-  if (needed > expert_scratch->element_count()) return too_small(needed);
-  experts::run_layers(step, expert_shapes, parts, {data<bf16>(router), data<bf16>(gate_up), data<bf16>(down)},
-                      data<int>(positions), is_normalized != 0, size(down, 0), data<bf16>(x), data<bf16>(x_out),
-                      first_layer, num_layers);
-  return result(step);
+  const ExpertLayers<Bf16Weights> run = {{data<bf16>(router), data<bf16>(gate_up), data<bf16>(down)},
+                                         size(down, 0),
+                                         size(down, 1),
+                                         size(down, 3),
+                                         first_layer,
+                                         num_layers,
+                                         num_chosen,
+                                         is_normalized != 0};
+  return run_expert_layers(step, shapes, run, x, positions, x_out, scratch, expert_scratch);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 #include <vector>
 
+#include "expert_fp8_tiles.cuh"
 #include "expert_router.cuh"
 #include "expert_tiles.cuh"
 #include "launch.cuh"
@@ -48,10 +49,12 @@ struct ExpertScratch {
   }
 };
 
-// One layer's operands.
+// One layer's operands. W: the format of the weights.
+template <class W>
 struct ExpertCall {
-  const bf16* x;               // [T, D]: normed, or times the gain of the norm if `sums` is given
-  const bf16 *gate_up, *down;  // stacks of all layers
+  const bf16* x;                     // [T, D]: normed, or times the gain of the norm if `sums` is given
+  bool is_ordered = false;           // whether x and scaled_out have their columns in the order that the weights need
+  typename W::Matrix gate_up, down;  // stacks of all layers
   const int* experts;
   const float* shares;
   const float* sums = nullptr;  // [T, D / 128]
@@ -63,27 +66,29 @@ struct ExpertCall {
   float* sums_out = nullptr;  // [T, D / 16] if `has_few_tokens`, else [T, D / 128]
 };
 
+template <class W>
 class Launcher {
  public:
-  Launcher(Step& step, const ExpertShapes& shapes, const ExpertScratch& scratch)
+  Launcher(StepOf<W>& step, const ExpertShapes& shapes, const ExpertScratch& scratch)
       : step_(step), shapes_(shapes), scratch_(scratch) {}
 
-  void experts(int layer, int layers, const ExpertCall& call) {
+  void experts(int layer, int layers, const ExpertCall<W>& call) {
     shapes_.has_few_tokens() ? few_tokens(layer, call) : many_tokens(layer, layers, call);
   }
 
   // Scores and chooses the experts of at most 128.
   void route(const RouterArgs& args) {
     const int groups = (args.num_tokens + kRouterTokens - 1) / kRouterTokens;
-    step_.launch("router", router_kernel, dim3(groups * kRouterBlocks), kThreads, sizeof(RouterMemory), kRouterBlocks,
-                 args);
+    step_.launch("router", router_kernel<W>, dim3(groups * kRouterBlocks), kThreads, sizeof(RouterMemory),
+                 kRouterBlocks, args);
   }
 
  private:
-  void few_tokens(int layer, const ExpertCall& call) {
+  void few_tokens(int layer, const ExpertCall<W>& call) {
     RowsArgs gate_up = {};
     gate_up.input = call.x;
-    gate_up.weights = call.gate_up + layer * 2 * matrix_elements();
+    gate_up.is_ordered = call.is_ordered;
+    set_weights(gate_up, call.gate_up, layer, 2 * shapes_.experts * shapes_.mlp, shapes_.embed);
     gate_up.experts = call.experts;
     gate_up.shares = call.shares;
     gate_up.sums = call.sums;
@@ -97,11 +102,11 @@ class Launcher {
     gate_up.rows = shapes_.mlp;
     gate_up.columns = shapes_.embed;
     const int most_items = std::min(shapes_.experts, shapes_.choices()) * (shapes_.mlp / kGateRows);
-    step_.launch("expert gate_up", gate_up_kernel, dim3(std::min(2 * kMultiprocessors, most_items)), kThreads,
-                 sizeof(GateUpMemory), 1, gate_up);
+    step_.launch("expert gate_up", gate_up_kernel<W>, dim3(std::min(2 * kMultiprocessors, most_items)), kThreads,
+                 gate_up_bytes<W>(shapes_.embed, shapes_.tokens), 1, gate_up);
     RowsArgs down = gate_up;
     down.input = scratch_.activated;
-    down.weights = call.down + layer * matrix_elements();
+    set_weights(down, call.down, layer, shapes_.experts * shapes_.embed, shapes_.mlp);
     down.rows = shapes_.embed;
     down.columns = shapes_.mlp;
     down.out = call.out;
@@ -109,10 +114,50 @@ class Launcher {
     down.next_gain = call.next_gain;
     down.scaled_out = call.scaled_out;
     down.sums_out = call.sums_out;
-    step_.launch("expert down", down_kernel, dim3(shapes_.embed / 16), kThreads, sizeof(DownMemory), 1, down);
+    step_.launch("expert down", down_kernel<W>, dim3(shapes_.embed / 16), kThreads, sizeof(DownMemory), 1, down);
   }
 
-  void many_tokens(int layer, int layers, const ExpertCall& call) {
+  // Sets the weights of a layer, `rows` of the stack.
+  void set_weights(RowsArgs& args, const typename W::Matrix& matrix, int layer, int rows, int columns) const {
+    const uint8_t* stack;
+    if constexpr (W::kIsQuantised) {
+      stack = static_cast<const uint8_t*>(matrix.data);
+      args.scales = matrix.scales;
+    } else {
+      stack = reinterpret_cast<const uint8_t*>(matrix);
+    }
+    args.first_row = layer * rows;
+    args.weights = stack + static_cast<size_t>(args.first_row) * columns * 128 / W::kBlockColumns;
+  }
+
+  void many_tokens(int layer, int layers, const ExpertCall<W>& call) {
+    put_in_order(call);
+    if constexpr (W::kIsQuantised) {
+      constexpr int kFewest = 16, kMost = 32;  // tokens of a tile
+      shapes_.tokens <= 8 * kFewest ? fp8_tiles<kFewest>(layer, layers, call) : fp8_tiles<kMost>(layer, layers, call);
+    } else {
+      TilesArgs args = {};
+      args.first = scratch_.first;
+      args.share_of = scratch_.share_of;
+      args.num_experts = shapes_.experts;
+      args.out = scratch_.activated;
+      args.rows = shapes_.mlp;
+      args.columns = shapes_.embed;
+      // Small boxes where experts have few tokens: otherwise most of what is fetched is not theirs.
+      args.box_tokens = shapes_.choices() < 32 * shapes_.experts ? 16 : kTileTokens;
+      args.first_matrix = layer * 2 * shapes_.experts;
+      tiles<false>("expert gate_up", scratch_.rows, call.gate_up, 2 * layers * shapes_.experts, args);
+      args.out = scratch_.rows;  // the tokens are not needed any more
+      args.rows = shapes_.embed;
+      args.columns = shapes_.mlp;
+      args.first_matrix = layer * shapes_.experts;
+      tiles<true>("expert down", scratch_.activated, call.down, layers * shapes_.experts, args);
+    }
+    combine(call);
+  }
+
+  // Copies the tokens in order of their experts.
+  void put_in_order(const ExpertCall<W>& call) {
     ArrangeArgs arrange = {};
     arrange.experts = call.experts;
     arrange.shares = call.shares;
@@ -124,11 +169,9 @@ class Launcher {
     arrange.num_tokens = shapes_.tokens;
     arrange.num_chosen = shapes_.chosen;
     arrange.num_experts = shapes_.experts;
-    const dim3 chunks(shapes_.chunks());
-    if (chunks.x > 1) step_.launch("expert count", count_kernel, chunks, kThreads, sizeof(Choices), 1, arrange);
-    step_.launch("expert place", place_kernel, chunks, kThreads, sizeof(Choices), 1, arrange);
     GatherRowsArgs gather = {};
     gather.x = call.x;
+    gather.is_ordered = call.is_ordered;
     gather.token_of = scratch_.token_of;
     gather.num_places = scratch_.first + kMaxExperts;
     gather.rows = scratch_.rows;
@@ -137,26 +180,18 @@ class Launcher {
     gather.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
     gather.epsilon = call.epsilon;
     gather.columns = shapes_.embed;
-    const int blocks = std::min((shapes_.choices() + kWarps - 1) / kWarps, 8 * kMultiprocessors);
-    step_.launch("expert gather", gather_rows_kernel, dim3(blocks), kThreads, 0, 1, gather);
-    TilesArgs args = {};
-    args.first = scratch_.first;
-    args.share_of = scratch_.share_of;
-    args.num_experts = shapes_.experts;
-    args.out = scratch_.activated;
-    args.rows = shapes_.mlp;
-    args.columns = shapes_.embed;
-    args.first_matrix = layer * 2 * shapes_.experts;
-    tiles<false>("expert gate_up", scratch_.rows, call.gate_up, 2 * layers * shapes_.experts, args);
-    args.out = scratch_.rows;  // the tokens are not needed any more
-    args.rows = shapes_.embed;
-    args.columns = shapes_.mlp;
-    args.first_matrix = layer * shapes_.experts;
-    tiles<true>("expert down", scratch_.activated, call.down, layers * shapes_.experts, args);
-    combine(call);
+    const int blocks = (shapes_.choices() + kWarps - 1) / kWarps;
+    const dim3 chunks(shapes_.chunks());
+    if (chunks.x == 1) {
+      step_.launch("expert place", place_and_gather_kernel<W>, dim3(blocks), kThreads, sizeof(Choices), 1, arrange,
+                   gather);
+      return;
+    }
+    step_.launch("expert count", count_kernel, chunks, kThreads, sizeof(Choices), 1, arrange);
+    step_.launch("expert place", place_kernel, chunks, kThreads, sizeof(Choices), 1, arrange);
+    step_.launch("expert gather", gather_rows_kernel<W>, dim3(std::min(blocks, 8 * kMultiprocessors)), kThreads, 0, 1,
+                 gather);
   }
-
-  size_t matrix_elements() const { return static_cast<size_t>(shapes_.experts) * shapes_.mlp * shapes_.embed; }
 
   template <bool kIsDown>
   void tiles(const char* name, const bf16* input, const bf16* weights, int matrices, const TilesArgs& args) {
@@ -165,9 +200,10 @@ class Launcher {
     const cuuint64_t input_sizes[3] = {columns, places, 1}, input_strides[2] = {row_bytes, places * row_bytes};
     const cuuint64_t sizes[3] = {columns, rows, static_cast<cuuint64_t>(matrices)};
     const cuuint64_t strides[2] = {row_bytes, rows * row_bytes};
-    const cuuint32_t box[3] = {kTileColumns, kTileTokens, 1};  // of tokens, and of half a tile's rows of weights
+    const cuuint32_t token_box[3] = {kTileColumns, static_cast<cuuint32_t>(args.box_tokens), 1};
+    const cuuint32_t box[3] = {kTileColumns, kTileWeights / 2, 1};
     CUtensorMap input_map, weights_map;
-    if (!step_.encode(&input_map, input, input_sizes, input_strides, box) ||
+    if (!step_.encode(&input_map, input, input_sizes, input_strides, token_box) ||
         !step_.encode(&weights_map, weights, sizes, strides, box)) {
       return;
     }
@@ -175,7 +211,42 @@ class Launcher {
                  weights_map, args);
   }
 
-  void combine(const ExpertCall& call) {
+  template <int N>
+  void fp8_tiles(int layer, int layers, const ExpertCall<W>& call) {
+    Fp8TilesArgs args = {};
+    args.first = scratch_.first;
+    args.share_of = scratch_.share_of;
+    args.out = scratch_.activated;
+    args.rows = shapes_.mlp;
+    args.columns = shapes_.embed;
+    args.first_row = layer * 2 * shapes_.experts * shapes_.mlp;
+    fp8_tiles<false, N>("expert gate_up", scratch_.rows, call.gate_up, 2 * layers * shapes_.experts * shapes_.mlp,
+                        args);
+    args.out = scratch_.rows;  // the tokens are not needed any more
+    args.rows = shapes_.embed;
+    args.columns = shapes_.mlp;
+    args.first_row = layer * shapes_.experts * shapes_.embed;
+    fp8_tiles<true, N>("expert down", scratch_.activated, call.down, layers * shapes_.experts * shapes_.embed, args);
+  }
+
+  template <bool kIsDown, int N>
+  void fp8_tiles(const char* name, const bf16* input, const ScaledMatrix& weights, int rows, Fp8TilesArgs& args) {
+    args.scales = weights.scales;
+    const cuuint64_t columns = args.columns, places = shapes_.choices(), all_rows = rows;
+    const cuuint64_t input_sizes[3] = {columns, places, 1}, input_strides[2] = {2 * columns, 2 * columns * places};
+    const cuuint32_t token_box[3] = {kTileColumns, N, 1};
+    const cuuint64_t sizes[3] = {columns, all_rows, 1}, strides[2] = {columns, columns * all_rows};
+    const cuuint32_t box[3] = {kFp8Columns, 64, 1};
+    CUtensorMap input_map, weights_map;
+    if (!step_.encode(&input_map, input, input_sizes, input_strides, token_box) ||
+        !step_.encode(&weights_map, weights.data, sizes, strides, box, CU_TENSOR_MAP_DATA_TYPE_UINT8)) {
+      return;
+    }
+    step_.launch(name, fp8_tiles_kernel<kIsDown, N>, dim3(2 * kMultiprocessors), kFp8Threads, sizeof(Fp8TilesMemory<N>),
+                 1, weights_map, input_map, args);
+  }
+
+  void combine(const ExpertCall<W>& call) {
     CombineArgs args = {};
     args.rows = scratch_.rows;
     args.places = scratch_.places;
@@ -188,24 +259,27 @@ class Launcher {
     args.num_chosen = shapes_.chosen;
     args.columns = shapes_.embed;
     const int warps = shapes_.tokens * (shapes_.embed / 128);
-    step_.launch("expert sums", combine_kernel, dim3((warps + kWarps - 1) / kWarps), kThreads, 0, 1, args);
+    step_.launch("expert sums", combine_kernel<W>, dim3((warps + kWarps - 1) / kWarps), kThreads, 0, 1, args);
   }
 
-  Step& step_;
+  StepOf<W>& step_;
   const ExpertShapes shapes_;
   const ExpertScratch scratch_;
 };
 
+template <class W>
 struct ExpertStacks {
-  const bf16 *router, *gate_up, *down;
+  const bf16* router;
+  typename W::Matrix gate_up, down;
 };
 
 // Runs some of `layers` layers with experts, on one GPU: those of Step, with a router and experts in place of the MLP.
-inline void run_layers(Step& step, const ExpertShapes& shapes, ExpertScratch scratch, const ExpertStacks& stacks,
-                       const int* positions, bool is_normalized, int layers, const bf16* x, bf16* out, int first,
-                       int num_layers) {
+template <class W>
+void run_layers(StepOf<W>& step, const ExpertShapes& shapes, ExpertScratch scratch, const ExpertStacks<W>& stacks,
+                const int* positions, bool is_normalized, int layers, const bf16* x, bf16* out, int first,
+                int num_layers) {
   const Scratch& s = step.scratch;
-  Launcher launcher(step, shapes, scratch);
+  Launcher<W> launcher(step, shapes, scratch);
   auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes.embed; };
   step.scratch.sums = scratch.sums;
   step.norm_tiles = 0;
@@ -231,8 +305,9 @@ inline void run_layers(Step& step, const ExpertShapes& shapes, ExpertScratch scr
     router.experts = scratch.experts;
     router.shares = scratch.shares;
     launcher.route(router);
-    ExpertCall call = {};
+    ExpertCall<W> call = {};
     call.x = s.scaled;
+    call.is_ordered = true;
     call.gate_up = stacks.gate_up;
     call.down = stacks.down;
     call.experts = scratch.experts;
@@ -249,18 +324,28 @@ inline void run_layers(Step& step, const ExpertShapes& shapes, ExpertScratch scr
   }
 }
 
-inline std::vector<const void*> all_kernels() {
+// Returns the kernels for weights of a format.
+template <class W>
+std::vector<const void*> kernels_of() {
   std::vector<const void*> kernels;
   auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
-  add(gate_up_kernel);
-  add(down_kernel);
-  add(tiles_kernel<false>);
-  add(tiles_kernel<true>);
-  add(count_kernel);
-  add(place_kernel);
-  add(gather_rows_kernel);
-  add(combine_kernel);
-  add(router_kernel);
+  add(gate_up_kernel<W>);
+  add(down_kernel<W>);
+  if constexpr (W::kIsQuantised) {
+    add(fp8_tiles_kernel<false, 16>);
+    add(fp8_tiles_kernel<true, 16>);
+    add(fp8_tiles_kernel<false, 32>);
+    add(fp8_tiles_kernel<true, 32>);
+  } else {
+    add(tiles_kernel<false>);
+    add(tiles_kernel<true>);
+    add(count_kernel);
+    add(place_kernel);
+  }
+  add(gather_rows_kernel<W>);
+  add(place_and_gather_kernel<W>);
+  add(combine_kernel<W>);
+  add(router_kernel<W>);
   return kernels;
 }
 

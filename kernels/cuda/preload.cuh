@@ -34,7 +34,7 @@ inline std::vector<const void*> all_kernels() {
   add(two_shot_kernel<2>);
   add(two_shot_kernel<4>);
   add(sampling::threshold_kernel);
-  for (const void* kernel : experts::all_kernels()) kernels.push_back(kernel);
+  for (const void* kernel : experts::kernels_of<Bf16Weights>()) kernels.push_back(kernel);
   return kernels;
 }
 

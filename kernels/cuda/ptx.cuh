@@ -101,6 +101,15 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const CUtensorMap* map, 
       "l"(map), "r"(barrier), "r"(first), "r"(row), "r"(0), "l"(policy)
       : "memory");
 }
+// Copies a box of 64 columns from a map [matrix, row, column].
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, int matrix,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(matrix)
+      : "memory");
+}
 // Orders ordinary stores to shared memory before reads by the copy engine and by wgmma.
 __device__ __forceinline__ void fence_shared_before_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -194,6 +203,17 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   uint32_t word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
+}
+
+// ---- registers ---------------------------------------------------------------------------------------------------
+// Changes how many registers a thread of the warpgroup may use.
+template <int kRegisters>
+__device__ __forceinline__ void give_up_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // ---- other GPUs ---------------------------------------------------------------------------------------------------

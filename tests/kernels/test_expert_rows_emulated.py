@@ -1,9 +1,13 @@
-"""Tests the CUDA kernels of the experts that use no tensor maps and clusters, compiled for the host.
+"""Tests the CUDA kernels of the experts, compiled for the host: all but the exchange of a router's cluster.
 
-Each of 256 CUDA threads is a host thread, and a misaligned access ends the process.
+Each CUDA thread is a host thread, a copy of the copy engine is finished when it is issued, and a misaligned access ends
+the process.
 """
 
 import ctypes
+import dataclasses
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +21,31 @@ from . import on_host
 
 pytestmark = on_host.needs_compiler
 
-_POINTERS = ("input", "weights", "experts", "shares", "sums")
 _NORM = (("norm_tiles", ctypes.c_int), ("inverse_dim", ctypes.c_float), ("epsilon", ctypes.c_float))
 _SIZES = ("num_tokens", "num_chosen", "num_experts", "rows", "columns")
+
+
+class Scales(ctypes.Structure):
+    """Mirrors the struct in weight_formats.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("values", "zero")),
+        *((name, ctypes.c_int) for name in ("type", "rows_each", "columns_log2", "grid_rows", "grid_columns")),
+    ]
 
 
 class Args(ctypes.Structure):
     """Mirrors the struct in expert_rows.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_void_p) for name in ("input", "weights")),
+        ("scales", Scales),
+        ("first_row", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("experts", "shares", "sums")),
         *_NORM,
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in _SIZES),
+        ("is_ordered", ctypes.c_bool),
         *((name, ctypes.c_void_p) for name in ("residual", "next_gain", "scaled_out", "sums_out")),
     ]
 
@@ -38,10 +54,52 @@ def arguments(sizes: dict[str, int], **arrays: np.ndarray) -> Args:
     return Args(**sizes, **{name: array.ctypes.data for name, array in arrays.items()})
 
 
+class Stack(NamedTuple):
+    """The matrices of all layers and experts [..., rows, columns]: bfloat16, or e4m3 with a scale for each block."""
+
+    data: np.ndarray
+    scale: np.ndarray | None
+    values: np.ndarray  # float32
+
+    @property
+    def scales(self) -> Scales:
+        if self.scale is None:
+            return Scales()
+        grid_columns = self.scale.shape[-1]
+        columns = self.data.shape[-1] // grid_columns
+        rows = self.data.shape[-2] // self.scale.shape[-2]
+        grid_rows = self.scale.size // grid_columns
+        return Scales(self.scale.ctypes.data, None, 0, rows, int(math.log2(columns)), grid_rows, grid_columns)
+
+
+def stack(values: np.ndarray, is_fp8: bool) -> Stack:
+    if not is_fp8:
+        data = values.astype(ml_dtypes.bfloat16)
+        return Stack(data, None, data.astype(np.float32))
+    *leading, rows, columns = values.shape
+    block = math.gcd(128, rows), math.gcd(128, columns)
+    rng = np.random.default_rng(7)
+    scale = np.exp2(rng.uniform(-2, 2, (*leading, rows // block[0], columns // block[1]))).astype(np.float32)
+    of_each = np.repeat(np.repeat(scale, block[0], axis=-2), block[1], axis=-1)
+    data = (values / of_each).astype(ml_dtypes.float8_e4m3fn)
+    return Stack(data, scale, data.astype(np.float32) * of_each)
+
+
+def ordered(x: np.ndarray) -> np.ndarray:
+    """Returns activations with their columns in the order of weight_formats.cuh, for 8-bit weights."""
+    column = np.arange(x.shape[-1])
+    result = np.empty_like(x)
+    result[..., column // 16 * 16 + column % 2 * 8 + column % 16 // 4 * 2 + column % 4 // 2] = x
+    return result
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
-    sources = ("expert_choices.cuh", "expert_rows.cuh", "expert_router.cuh")
+    sources = (
+        "weight_formats.cuh", "quantised.cuh", "expert_choices.cuh", "expert_rows.cuh", "expert_tiles.cuh",
+        "expert_fp8_tiles.cuh", "expert_router.cuh",
+    )  # fmt: skip
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     return on_host.compiled(folder, "emulated", "expert_rows.cpp", *sources, flags=flags)
 
@@ -57,42 +115,126 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("blocks", [1, 5])
-def test_rows_are_the_reference(library: ctypes.CDLL, case: cases.Case, blocks: int) -> None:
+@pytest.mark.parametrize(("is_fp8", "blocks"), [(False, 1), (False, 5), (True, 3)])
+def test_rows_are_the_reference(library: ctypes.CDLL, case: cases.Case, is_fp8: bool, blocks: int) -> None:
     """Computes an RMSNorm's scale, gate and up, down, and the sums over experts; everything unwritten is NaN."""
     bfloat16 = ml_dtypes.bfloat16
+    if is_fp8:
+        case = dataclasses.replace(case, mlp=2 * case.mlp)  # a step of columns has 64
     inputs = cases.make_inputs(case, seed=1)
     chosen, shares = (np.asarray(array) for array in inputs.routing)
-    x, gate_up, down = (np.asarray(array, bfloat16) for array in (inputs.x, *inputs.weights))
+    x = np.asarray(inputs.x, bfloat16)
+    gate_up, down = (stack(np.asarray(array), is_fp8) for array in inputs.weights)
     num_tokens, embed = case.num_tokens, case.embed
     sums = np.abs(np.random.default_rng(2).standard_normal((num_tokens, 4), np.float32)) + 1
     sizes = {"num_tokens": num_tokens, "num_chosen": case.num_chosen, "num_experts": case.num_local}
     common = {"experts": chosen, "shares": shares}
     activated = np.full((chosen.size, case.mlp), np.nan, bfloat16)
+    is_ordered = is_fp8 and case.num_tokens % 2 == 1
+    tokens = ordered(x) if is_ordered else x
+    norm = {"norm_tiles": 4, "inverse_dim": 1 / 16, "epsilon": 0.5, "is_ordered": is_ordered}
+    row = {"first_row": case.num_local * 2 * case.mlp, "rows": case.mlp, "columns": embed, "scales": gate_up.scales}
     args = arguments(
-        sizes | {"rows": case.mlp, "columns": embed, "norm_tiles": 4, "inverse_dim": 1 / 16, "epsilon": 0.5},
-        input=x, weights=gate_up[1], sums=sums, out=activated, **common,
+        sizes | norm | row, input=tokens, weights=gate_up.data[1], sums=sums, out=activated,
+        **common,
     )  # fmt: skip
-    library.gate_up(blocks, ctypes.byref(args))
+    library.gate_up(is_fp8, blocks, ctypes.byref(args))
 
-    sizes |= {"rows": embed, "columns": case.mlp}
+    sizes |= {"first_row": case.num_local * embed, "rows": embed, "columns": case.mlp, "scales": down.scales}
     residual = np.random.default_rng(3).standard_normal((num_tokens, embed)).astype(bfloat16)
     found, scaled, gain = residual.copy(), np.full_like(residual, np.nan), np.full(embed, 2.0, bfloat16)
     squares = np.full((num_tokens, embed // 16), np.nan, np.float32)
-    common |= {"input": activated, "weights": down[1], "residual": found, "out": found, "next_gain": gain}
-    library.down(ctypes.byref(arguments(sizes, scaled_out=scaled, sums_out=squares, **common)))
-    np.testing.assert_array_equal(scaled.astype(np.float32), 2 * found.astype(np.float32))
+    common |= {"input": activated, "weights": down.data[1], "residual": found, "out": found, "next_gain": gain}
+    library.down(is_fp8, ctypes.byref(arguments(sizes, scaled_out=scaled, sums_out=squares, **common)))
+    twice = (2 * found.astype(np.float32)).astype(bfloat16)
+    np.testing.assert_array_equal(scaled, ordered(twice) if is_fp8 else twice)
     expected_squares = (found.astype(np.float32) ** 2).reshape(num_tokens, -1, 16).sum(axis=-1)
     np.testing.assert_allclose(squares, expected_squares, rtol=1e-5)
 
     normed = x.astype(np.float32) / np.sqrt(sums.sum(axis=1, keepdims=True) / 16 + 0.5)
-    weights = inputs.weights._replace(
-        gate_up=jnp.asarray(gate_up.astype(np.float32)), down=jnp.asarray(down.astype(np.float32))
-    )
+    weights = inputs.weights._replace(gate_up=jnp.asarray(gate_up.values), down=jnp.asarray(down.values))
     expected = reference.experts(jnp.asarray(normed), weights, inputs.routing, layer=1, num_experts=case.num_experts)
-    np.testing.assert_allclose(
-        found.astype(np.float32), residual.astype(np.float32) + np.asarray(expected), atol=0.02, rtol=0.02
-    )
+    expected = residual.astype(np.float32) + np.asarray(expected)
+    np.testing.assert_allclose(found.astype(np.float32), expected, atol=0.02 * np.abs(expected).max(), rtol=0.02)
+
+
+class TensorMap(ctypes.Structure):
+    """Mirrors the struct in emulated/ptx.cuh."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.c_int * 3),
+        ("box", ctypes.c_int * 3),
+        ("element_bytes", ctypes.c_int),
+    ]
+
+
+def tensor_map(array: np.ndarray, sizes: tuple[int, int, int], rows: int) -> TensorMap:
+    columns = 128 // array.itemsize
+    return TensorMap(array.ctypes.data, sizes, (columns, rows, 1), array.itemsize)
+
+
+class TilesArgs(ctypes.Structure):
+    """Mirrors the struct in expert_tiles.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("first", "share_of", "out")),
+        *((name, ctypes.c_int) for name in ("num_experts", "rows", "columns", "box_tokens", "first_matrix")),
+    ]
+
+
+class Fp8TilesArgs(ctypes.Structure):
+    """Mirrors the struct in expert_fp8_tiles.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("first", "share_of", "out")),
+        ("scales", Scales),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "first_row")),
+    ]
+
+
+@pytest.mark.parametrize(("is_fp8", "box_tokens", "blocks"), [(False, 16, 2), (False, 128, 3), (True, 16, 4)])
+def test_tiles_are_the_float64_product(library: ctypes.CDLL, is_fp8: bool, box_tokens: int, blocks: int) -> None:
+    """Several tiles of tokens for one expert, none for another, and tiles that exceed the matrices."""
+    bfloat16, num_experts, embed, mlp = ml_dtypes.bfloat16, 4, 256, 128 if is_fp8 else 96
+    counts = np.array([3, 0, 20 if is_fp8 else 150, 17])
+    first = np.zeros(257, np.int32)
+    first[1:] = np.concatenate([np.cumsum(counts), np.full(256 - num_experts, counts.sum())])
+    rng = np.random.default_rng(9)
+    rows = rng.standard_normal((counts.sum(), embed)).astype(bfloat16)
+    shares = rng.random(len(rows), np.float32)
+    gate_up = stack(rng.standard_normal((2, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, is_fp8)
+    down = stack(rng.standard_normal((2, num_experts, embed, mlp), np.float32) * mlp**-0.5, is_fp8)
+    activated = np.full((len(rows), mlp), np.nan, bfloat16)
+    outputs = np.full((len(rows), embed), np.nan, bfloat16)
+    steps = ((0, gate_up, ordered(rows) if is_fp8 else rows, activated), (1, down, activated, outputs))
+    for is_down, weights, tokens, out in steps:
+        size, columns = out.shape[1], tokens.shape[1]
+        common = first.ctypes.data, shares.ctypes.data, out.ctypes.data
+        input_map = tensor_map(tokens, (columns, len(tokens), 1), box_tokens)
+        if is_fp8:
+            weights_map = tensor_map(weights.data, (columns, weights.data.size // columns, 1), 64)
+            first_row = weights.data.size // columns // 2
+            args = Fp8TilesArgs(*common, weights.scales, size, columns, first_row)
+            library.fp8_tiles(is_down, blocks, *map(ctypes.byref, (weights_map, input_map, args)))
+        else:
+            matrices = weights.data.size // (size * columns)
+            weights_map = tensor_map(weights.data, (columns, size, matrices), 128)
+            args = TilesArgs(*common, num_experts, size, columns, box_tokens, matrices // 2)
+            library.tiles(is_down, blocks, *map(ctypes.byref, (weights_map, input_map, args)))
+    for expert in range(num_experts):
+        places = slice(first[expert], first[expert + 1])
+        gate, up = (rows[places].astype(np.float64) @ matrix.T for matrix in gate_up.values[1, expert])
+        expected = (shares[places, None] * gate / (1 + np.exp(-gate)) * up) @ down.values[1, expert].T
+        error = np.linalg.norm(outputs[places].astype(np.float64) - expected)
+        assert error <= 0.01 * np.linalg.norm(expected), expert
+
+
+def test_the_router_reads_tokens_in_any_order(library: ctypes.CDLL) -> None:
+    x = np.random.default_rng(10).standard_normal(128).astype(ml_dtypes.bfloat16)
+    plain, row = np.empty_like(x), ordered(x)
+    library.load_plain(row.ctypes.data_as(ctypes.c_void_p), 128, plain.ctypes.data_as(ctypes.c_void_p))
+    np.testing.assert_array_equal(plain, x)
 
 
 class ArrangeArgs(ctypes.Structure):
@@ -111,6 +253,7 @@ class GatherArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "token_of", "num_places", "rows", "sums")),
         *_NORM,
         ("columns", ctypes.c_int),
+        ("is_ordered", ctypes.c_bool),
     ]
 
 
@@ -150,10 +293,22 @@ def test_tokens_are_put_in_order_of_their_experts_and_added_up(library: ctypes.C
     rows = np.full((chosen.size, case.embed), np.nan, bfloat16)
     norm_sums = np.random.default_rng(6).random((num_tokens, 3), np.float32) + 0.5
     arrays = (x, token_of, first[256:], rows, norm_sums)
-    numbers = (3, 0.5, 0.25, case.embed)
-    library.gather(5, ctypes.byref(GatherArgs(*(array.ctypes.data for array in arrays), *numbers)))
+    gather = GatherArgs(*(array.ctypes.data for array in arrays), 3, 0.5, 0.25, case.embed)
+    library.gather(5, ctypes.byref(gather))
     normed = x.astype(np.float32) / np.sqrt(norm_sums.sum(axis=1, keepdims=True) / 2 + 0.25)
     np.testing.assert_allclose(rows[:num_places].astype(np.float32), normed[token_of[:num_places]], rtol=0.005)
+    if num_tokens <= 256:  # one kernel does the same, and orders columns for 8-bit weights
+        before = [array.copy() for array in (first, places, share_of, rows)]
+        for is_fp8 in (False, True):
+            for array in (first, places):
+                array[...] = -7
+            share_of[...], rows[...] = np.nan, np.nan
+            library.place_and_gather(is_fp8, ctypes.byref(args), ctypes.byref(gather))
+            for array, expected in zip((first, places, share_of), before[:3], strict=True):
+                np.testing.assert_array_equal(array, expected)
+            copied = ordered(before[3]) if is_fp8 else before[3]
+            np.testing.assert_array_equal(rows[:num_places], copied[:num_places])
+        rows[...] = before[3]
 
     rows = (rows * share_of[:, None]).astype(bfloat16)
     out, scaled, gain = np.full_like(x, 1), np.full_like(x, np.nan), np.full(case.embed, 2, bfloat16)

@@ -1,24 +1,28 @@
-// Runs the kernels of expert_rows.cuh on the host, one block after another.
+// Runs the kernels of the experts on the host, one block after another.
+#include "expert_fp8_tiles.cuh"
 #include "expert_router.cuh"
+#include "expert_tiles.cuh"
 
 #include <thread>
 #include <vector>
 
 namespace meshserve::experts {
-constexpr size_t kSharedBytes = 96 << 10;
-alignas(16) uint8_t shared_rows[kSharedBytes];
+constexpr size_t kSharedBytes = 240 << 10;
+alignas(1024) uint8_t shared_rows[kSharedBytes];
+alignas(1024) uint8_t shared[kSharedBytes];
 }  // namespace meshserve::experts
 
 using namespace meshserve;
 
 namespace {
 
-// Runs a kernel's blocks in order, each with kThreads host threads.
-template <class Args>
-void run(void (*kernel)(const Args), unsigned blocks, const Args& args) {
-  Block state(experts::kThreads);
+// Runs a kernel's blocks in order, each with a host thread for each of its threads.
+template <class Run>
+void run(int num_threads, unsigned blocks, Run kernel) {
+  Block state(num_threads);
+  shared_base = experts::shared;
   std::vector<std::jthread> threads;
-  for (unsigned t = 0; t < experts::kThreads; ++t) {
+  for (unsigned t = 0; t < static_cast<unsigned>(num_threads); ++t) {
     threads.emplace_back([&, t] {
       threadIdx = {t};
       gridDim = {blocks};
@@ -26,14 +30,20 @@ void run(void (*kernel)(const Args), unsigned blocks, const Args& args) {
       for (unsigned b = 0; b < blocks; ++b) {
         blockIdx = {b};
         __syncthreads();
-        if (t == 0)
-          std::memset(experts::shared_rows, 0xFF,
-                      experts::kSharedBytes);  // NaN: nothing may be read before it is written
+        if (t == 0) {  // NaN: nothing may be read before it is written
+          std::memset(experts::shared_rows, 0xFF, experts::kSharedBytes);
+          std::memset(experts::shared, 0xFF, experts::kSharedBytes);
+        }
         __syncthreads();
-        kernel(args);
+        kernel();
       }
     });
   }
+}
+
+template <class... Args>
+void run(void (*kernel)(Args...), unsigned blocks, const std::type_identity_t<Args>&... args) {
+  run(experts::kThreads, blocks, [&] { kernel(args...); });
 }
 
 }  // namespace
@@ -44,11 +54,16 @@ extern "C" void arrange(const experts::ArrangeArgs* args) {
   run(experts::place_kernel, chunks, *args);
 }
 extern "C" void gather(unsigned blocks, const experts::GatherRowsArgs* args) {
-  run(experts::gather_rows_kernel, blocks, *args);
+  run(experts::gather_rows_kernel<Bf16Weights>, blocks, *args);
+}
+extern "C" void place_and_gather(int is_fp8, const experts::ArrangeArgs* args, const experts::GatherRowsArgs* rows) {
+  const unsigned blocks = (args->num_tokens * args->num_chosen + experts::kWarps - 1) / experts::kWarps;
+  auto* kernel = is_fp8 ? experts::place_and_gather_kernel<Fp8Weights> : experts::place_and_gather_kernel<Bf16Weights>;
+  run(kernel, blocks, *args, *rows);
 }
 extern "C" void combine(const experts::CombineArgs* args) {
   const unsigned warps = args->num_tokens * (args->columns / 128);
-  run(experts::combine_kernel, (warps + experts::kWarps - 1) / experts::kWarps, *args);
+  run(experts::combine_kernel<Bf16Weights>, (warps + experts::kWarps - 1) / experts::kWarps, *args);
 }
 
 namespace {
@@ -60,5 +75,24 @@ void choose_all(const experts::RouterArgs args) {  // `sums` holds the scores [T
 }  // namespace
 extern "C" void choose(const experts::RouterArgs* args) { run(choose_all, 1, *args); }
 
-extern "C" void gate_up(unsigned blocks, const experts::RowsArgs* args) { run(experts::gate_up_kernel, blocks, *args); }
-extern "C" void down(const experts::RowsArgs* args) { run(experts::down_kernel, args->rows / 16, *args); }
+// Reads a row of activations, stored in the order that 8-bit weights need, in the columns' own order.
+extern "C" void load_plain(const bf16* row, int columns, uint4* plain) {
+  for (int i = 0; i < columns / 8; ++i) plain[i] = experts::load_plain<Fp8Weights>(row, 8 * i);
+}
+
+extern "C" void gate_up(int is_fp8, unsigned blocks, const experts::RowsArgs* args) {
+  run(is_fp8 ? experts::gate_up_kernel<Fp8Weights> : experts::gate_up_kernel<Bf16Weights>, blocks, *args);
+}
+extern "C" void down(int is_fp8, const experts::RowsArgs* args) {
+  run(is_fp8 ? experts::down_kernel<Fp8Weights> : experts::down_kernel<Bf16Weights>, args->rows / 16, *args);
+}
+extern "C" void tiles(int is_down, unsigned blocks, const CUtensorMap* weights, const CUtensorMap* input,
+                      const experts::TilesArgs* args) {
+  auto* kernel = is_down ? experts::tiles_kernel<true> : experts::tiles_kernel<false>;
+  run(experts::kTileThreads, blocks, [&] { kernel(*input, *weights, *args); });
+}
+extern "C" void fp8_tiles(int is_down, unsigned blocks, const CUtensorMap* weights, const CUtensorMap* input,
+                          const experts::Fp8TilesArgs* args) {
+  auto* kernel = is_down ? experts::fp8_tiles_kernel<true, 16> : experts::fp8_tiles_kernel<false, 16>;
+  run(experts::kFp8Threads, blocks, [&] { kernel(*weights, *input, *args); });
+}

@@ -12,6 +12,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <numeric>
 
 #define __device__
@@ -49,6 +52,9 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 struct bf16 {
   uint16_t bits;
 };
+struct __half {
+  _Float16 value;
+};
 
 // State shared by the threads of a block.
 struct Block {
@@ -59,10 +65,9 @@ struct Block {
     float values[32] = {};
     uint32_t words[32] = {};
     uint32_t fragments[32][6] = {};
-  } warps[8];
-  struct {
-    std::barrier<> meet{128};
-  } warpgroups[5];  // by the number of their barrier
+  } warps[12];
+  std::mutex lock;
+  std::map<int, std::unique_ptr<std::barrier<>>> barriers;  // by number
 };
 
 struct Index {
@@ -72,7 +77,17 @@ inline thread_local Index threadIdx, blockIdx, gridDim;
 inline thread_local Block* block;
 
 inline void __syncthreads() { block->all.arrive_and_wait(); }
-inline void sync_threads(int number, int) { block->warpgroups[number].meet.arrive_and_wait(); }
+inline void sync_threads(int number, int threads) {
+  std::barrier<>* meet;
+  {
+    const std::lock_guard guard(block->lock);
+    auto& found = block->barriers[number];
+    if (found == nullptr) found = std::make_unique<std::barrier<>>(threads);
+    meet = found.get();
+  }
+  meet->arrive_and_wait();
+}
+inline void __syncwarp() { block->warps[threadIdx.x / 32].meet.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void __threadfence_system() { __threadfence(); }
 inline void __trap() {
@@ -141,6 +156,22 @@ inline uint32_t __ballot_sync(uint32_t, bool is_set) {
 inline int __shfl_sync(uint32_t, int value, int lane) {
   return read_lanes(value, [=](const uint32_t* words) { return static_cast<int>(words[lane]); });
 }
+inline int __shfl_sync(uint32_t all, unsigned value, int lane) {
+  return __shfl_sync(all, static_cast<int>(value), lane);
+}
+inline float __shfl_sync(uint32_t, float value, int lane) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return read_lanes(bits, [=](const uint32_t* words) {
+    float result;
+    std::memcpy(&result, words + lane, 4);
+    return result;
+  });
+}
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int lanes) {
+  const unsigned from = threadIdx.x % 32 ^ lanes;
+  return read_lanes(value, [=](const uint32_t* words) { return words[from]; });
+}
 inline int __shfl_up_sync(uint32_t, int value, int distance) {
   const int from = static_cast<int>(threadIdx.x % 32) - distance;
   return read_lanes(value, [=](const uint32_t* words) { return from < 0 ? value : static_cast<int>(words[from]); });
@@ -178,6 +209,19 @@ inline float4 unpack_bf16(uint2 v) {
 }
 inline float __bfloat162float(bf16 value) { return from_bf16(value.bits); }
 inline bf16 __float2bfloat16(float value) { return {static_cast<uint16_t>(round_to_bf16(value))}; }
+inline float __half2float(__half value) { return static_cast<float>(value.value); }
+inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16(from_bf16(a & 0xFFFF) * from_bf16(b & 0xFFFF), from_bf16(a >> 16) * from_bf16(b >> 16));
+}
+inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  return pack_bf16(from_bf16(a & 0xFFFF) - from_bf16(b & 0xFFFF), from_bf16(a >> 16) - from_bf16(b >> 16));
+}
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xFF) << 8 * i;
+  return result;
+}
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 
@@ -203,8 +247,84 @@ inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
   warp.meet.arrive_and_wait();
 }
 
+// ---- the copy engine: a copy is finished when it is issued -------------------------------------------------------
+inline uint8_t* shared_base = nullptr;  // the shared memory of a kernel that takes addresses
+inline uint32_t shared_address(const void* pointer) {
+  return shared_base == nullptr ? 0 : static_cast<const uint8_t*>(pointer) - shared_base;
+}
+inline uint32_t load_shared_word(uint32_t address) {
+  uint32_t word;
+  std::memcpy(&word, shared_base + address, 4);
+  return word;
+}
+inline void store_shared_word(uint32_t address, uint32_t word) { std::memcpy(shared_base + address, &word, 4); }
+
+struct Arrivals {
+  int all = 0, missing = 0, num_phases = 0;
+  long bytes = 0;
+};
+inline std::mutex arrivals_lock;
+inline std::map<uint32_t, Arrivals> arrivals;
+inline void change(uint32_t barrier, int arrived, long bytes) {
+  const std::lock_guard guard(arrivals_lock);
+  Arrivals& state = arrivals[barrier];
+  state.missing -= arrived;
+  state.bytes += bytes;
+  if (state.missing == 0 && state.bytes == 0) state.missing = state.all, ++state.num_phases;
+}
+inline void barrier_init(uint32_t barrier, uint32_t count) {
+  const std::lock_guard guard(arrivals_lock);
+  arrivals[barrier] = {static_cast<int>(count), static_cast<int>(count), 0, 0};
+}
+inline void barrier_init_fence() {}
+inline void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) { change(barrier, 1, bytes); }
+inline void barrier_arrive(uint32_t barrier) { change(barrier, 1, 0); }
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  for (;; sched_yield()) {
+    const std::lock_guard guard(arrivals_lock);
+    if (arrivals[barrier].num_phases % 2 != static_cast<int>(parity)) return;
+  }
+}
+
+struct CUtensorMap {  // of three dimensions, with the 128-byte swizzle
+  const uint8_t* data;
+  int sizes[3], box[3], element_bytes;  // sizes in elements
+};
+inline void prefetch_map(const CUtensorMap*) {}
+inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, int matrix, uint32_t barrier) {
+  const size_t row_bytes = static_cast<size_t>(map->sizes[0]) * map->element_bytes;
+  const int bytes = map->box[0] * map->element_bytes;
+  if (bytes != 128 || to % 1024 != 0) __trap();
+  for (int r = 0; r < map->box[1]; ++r) {
+    const size_t from_row = static_cast<size_t>(matrix) * map->sizes[1] + row + r;
+    for (int i = 0; i < bytes; ++i) {  // zero beyond the matrix
+      const bool is_inside = row + r < map->sizes[1] && column + i / map->element_bytes < map->sizes[0];
+      const uint8_t* from = map->data + from_row * row_bytes + column * map->element_bytes + i;
+      shared_base[to + 128 * r + (i ^ r % 8 * 16)] = is_inside ? *from : 0;
+    }
+  }
+  change(barrier, 0, -128L * map->box[1]);
+}
+inline void copy_bytes(uint32_t to, const CUtensorMap* map, int row, int first, uint32_t barrier, uint64_t) {
+  copy_box(to, map, first, row, 0, barrier);
+}
+template <int kRegisters>
+void give_up_registers() {}
+template <int kRegisters>
+void take_registers() {}
+
+// ldmatrix: lane i gives the address of row i % 8 of matrix i / 8, and gets 4 bytes of row i / 4 of each matrix.
+inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  uint32_t found[4];
+  read_lanes(address, [&](const uint32_t* words) {
+    const int lane = threadIdx.x % 32;
+    for (int m = 0; m < 4; ++m) found[m] = load_shared_word(words[8 * m + lane / 4] + lane % 4 * 4);
+    return 0;
+  });
+  std::copy(found, found + 4, r);
+}
+
 // Clusters are not emulated: a kernel of a cluster compiles but cannot run.
-inline uint32_t shared_address(const void*) { return 0; }
 inline uint32_t address_in_cluster(uint32_t, uint32_t) { return 0; }
 inline void store_cluster(uint32_t, float) { __trap(); }
 inline void cluster_arrive() { __trap(); }
