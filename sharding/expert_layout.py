@@ -42,6 +42,7 @@ class ExpertLayout:
     num_experts: int  # of the model
     mlp_dim: int  # intermediate size of an expert of the model
     is_by_expert: bool
+    mlp_unit: int = 1  # rows that are never split, such as those that share a scale
 
     @property
     def block_experts(self) -> int:
@@ -51,7 +52,9 @@ class ExpertLayout:
     @property
     def block_mlp_dim(self) -> int:
         """Intermediate size of a block."""
-        return self.mlp_dim if self.is_by_expert else -(-self.mlp_dim // self.num_shards)
+        if self.is_by_expert:
+            return self.mlp_dim
+        return min(self.mlp_dim, -(-self.mlp_dim // (self.num_shards * self.mlp_unit)) * self.mlp_unit)
 
     @property
     def num_rows(self) -> int:

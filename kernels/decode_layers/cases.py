@@ -115,6 +115,14 @@ EXPERT_CASES = (
         name="qwen3-30b-a3b-layer", lengths=(1024, 5, 300), embed=2048, kv_heads=4, group=8, mlp=768, page_size=64,
         num_experts=32, num_chosen=8,
     ),
+    Case(name="experts-batch-100", lengths=tuple(range(30, 130)), num_experts=16, num_chosen=4, mlp=64),
+    *(
+        Case(
+            name=f"experts-fp8-{batch}", lengths=tuple(range(40, 40 + batch)), embed=512, num_experts=16, num_chosen=4,
+            mlp=256, weights="fp8-block",
+        )
+        for batch in (1, 6, 20, 90)
+    ),
 )  # fmt: skip
 
 

@@ -68,10 +68,10 @@ def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
     for name, array in (*weights._asdict().items(), ("cache", cache)):
         if array is not None and array.dtype != jnp.bfloat16 and name not in matrices:
             return f"{name} is {array.dtype}; bfloat16 is needed"
+    if matrices and (reason := _unsupported_quantisation(matrices)):
+        return reason
     if weights.router is None:
-        return _unsupported_quantisation(matrices) if matrices else None
-    if matrices:
-        return "layers with experts are fused with bfloat16 weights only"
+        return None
     if weights.router.shape[1] > _MAX_ROUTED_EXPERTS:
         return f"there are {weights.router.shape[1]} experts; the router of fused layers has {_MAX_ROUTED_EXPERTS}"
     if weights.down.shape[1] != weights.router.shape[1]:
@@ -186,17 +186,21 @@ def _expert_layers(
     """Runs layers with experts; see `DecodeKernels.decode_layers`."""
     batch_size, embed = x.shape
     stacks = ExpertWeights(weights.gate_up, weights.down)
+    parts = _parts(*weights[: -len(stacks) - 1])
+    name = "meshserve_decode_expert_layers" + ("_fp8" if stacks.are_quantised else "")
+    expert_parts = experts_gpu.operands(stacks)
+    num_before_cache = 1 + len(parts) + 1 + len(expert_parts)
     results = (
         _like(x),
         _like(cache),
         _scratch(batch_size, embed=embed, heads=_heads(weights, cache)),
         experts_gpu.scratch(batch_size, settings.num_chosen, stacks),
     )
-    x, cache, _, _ = jax.ffi.ffi_call("meshserve_decode_expert_layers", results, input_output_aliases={10: 1})(
+    x, cache, _, _ = jax.ffi.ffi_call(name, results, input_output_aliases={num_before_cache: 1})(
         x,
-        *weights[: -len(stacks) - 1],
+        *parts,
         weights.router,
-        *stacks,
+        *expert_parts,
         cache,
         batch.page_table,
         operands.beside_tokens(batch.positions),

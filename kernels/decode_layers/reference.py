@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from meshserve.kernels.experts import ExpertWeights, Routing
 from meshserve.kernels.experts import reference as expert_reference
-from meshserve.kernels.linear import Matrix, QuantisedMatrix, dequantised
+from meshserve.kernels.linear import layer_of
 from meshserve.kernels.p2p import reference as p2p_reference
 
 if TYPE_CHECKING:
@@ -19,14 +19,6 @@ def rms_norm(x: jax.Array, gain: jax.Array, epsilon: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (wide * scale * gain.astype(jnp.float32)).astype(x.dtype)
-
-
-def matrix_of(matrices: Matrix, layer: int) -> jax.Array:
-    """Returns a layer's matrix of a stack, in float32 if it is quantised."""
-    if not isinstance(matrices, QuantisedMatrix):
-        return matrices[layer]
-    zero = None if matrices.zero is None else matrices.zero[layer]
-    return dequantised(QuantisedMatrix(matrices.data[layer], matrices.scale[layer], zero))
 
 
 def project(x: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -57,7 +49,7 @@ def qkv(
     """See `DecodeKernels`."""
     _, num_pages, kv_heads, _, page_size, head_dim = cache.shape
     normed = rms_norm(x, weights.input_norm[layer], settings.epsilon)
-    matrix = matrix_of(weights.qkv, layer).reshape(-1, x.shape[1])
+    matrix = layer_of(weights.qkv, layer).reshape(-1, x.shape[1])
     heads = project(normed, matrix).reshape(x.shape[0], kv_heads, -1, head_dim)
     q = rms_norm(heads[:, :, :-2], weights.q_norm[layer], settings.epsilon)
     k = rms_norm(heads[:, :, -2], weights.k_norm[layer], settings.epsilon)
@@ -89,20 +81,20 @@ def attention(
 
 def output(attended: jax.Array, weights: "LayerWeights", residual: jax.Array | None, *, layer: int) -> jax.Array:
     """See `DecodeKernels`."""
-    product = project(attended, matrix_of(weights.o, layer))
+    product = project(attended, layer_of(weights.o, layer))
     return product if residual is None else residual + product
 
 
 def gate_up(x: jax.Array, weights: "LayerWeights", *, settings: "LayerSettings", layer: int) -> jax.Array:
     """See `DecodeKernels`."""
     normed = rms_norm(x, weights.post_norm[layer], settings.epsilon)
-    gate, up = (project(normed, matrix).astype(jnp.float32) for matrix in matrix_of(weights.gate_up, layer))
+    gate, up = (project(normed, matrix).astype(jnp.float32) for matrix in layer_of(weights.gate_up, layer))
     return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
 def down(activated: jax.Array, weights: "LayerWeights", residual: jax.Array | None, *, layer: int) -> jax.Array:
     """See `DecodeKernels`."""
-    product = project(activated, matrix_of(weights.down, layer))
+    product = project(activated, layer_of(weights.down, layer))
     return product if residual is None else residual + product
 
 

@@ -16,14 +16,20 @@ from typing import NamedTuple, Protocol
 
 import jax
 
+from meshserve.kernels.linear import Matrix, QuantisedMatrix
+
 from . import gpu, reference, tiles, tpu, xla
 
 
 class ExpertWeights(NamedTuple):
-    """The weights stacked over layers, row-major [out, in] as Hugging Face stores them."""
+    """The weights stacked over layers, row-major [out, in] as Hugging Face stores them. Both may be quantised."""
 
-    gate_up: jax.Array  # [L, E, 2, F, D]: gate, then up
-    down: jax.Array  # [L, E, D, F]
+    gate_up: Matrix  # [L, E, 2, F, D]: gate, then up
+    down: Matrix  # [L, E, D, F]
+
+    @property
+    def are_quantised(self) -> bool:
+        return isinstance(self.down, QuantisedMatrix)
 
 
 class Routing(NamedTuple):

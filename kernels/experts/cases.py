@@ -5,7 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from meshserve.kernels.linear import Matrix, QuantisedMatrix, to_fp8
+
 from . import ExpertWeights, Routing
+
+_FP8_BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,7 @@ class Case:
     skew: float = 0.0
     num_layers: int = 2
     dtype: str = "float32"
+    is_fp8: bool = False  # the weights are 8-bit floats with a scale for each block of 128 x 128
 
     @property
     def num_local(self) -> int:
@@ -47,6 +52,7 @@ CASES = (
     Case(name="several-blocks", num_tokens=40, embed=256, mlp=384),
     Case(name="128-experts", num_tokens=64, num_experts=128, num_chosen=8, mlp=32),
     Case(name="bfloat16", num_tokens=48, dtype="bfloat16"),
+    Case(name="fp8", num_tokens=21, mlp=256, padding=4, is_fp8=True),
 )
 
 
@@ -72,8 +78,14 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     shape = (case.num_layers, case.num_local)
 
-    def matrix(*sizes: int) -> jnp.ndarray:
-        return jnp.asarray(rng.standard_normal(sizes, np.float32) * sizes[-1] ** -0.5, case.dtype)
+    def matrix(*sizes: int) -> Matrix:
+        values = rng.standard_normal(sizes, np.float32) * sizes[-1] ** -0.5
+        if not case.is_fp8:
+            return jnp.asarray(values, case.dtype)
+        grid = (*sizes[:-2], sizes[-2] // _FP8_BLOCK, sizes[-1] // _FP8_BLOCK)
+        scale = 2.0 ** rng.uniform(-1, 1, grid).astype(np.float32) / 100
+        of_each = np.repeat(np.repeat(scale, _FP8_BLOCK, axis=-2), _FP8_BLOCK, axis=-1)
+        return QuantisedMatrix(to_fp8(jnp.asarray(values / of_each)), jnp.asarray(scale))
 
     x = rng.standard_normal((case.num_tokens, case.embed), np.float32)
     experts = choices(case, rng) - case.first_expert

@@ -1,9 +1,13 @@
-"""Experts on an NVIDIA Hopper GPU, in bfloat16: see ../cuda/experts_launch.cuh.
+"""Experts on an NVIDIA Hopper GPU, with activations in bfloat16: see ../cuda/experts_launch.cuh.
 
 Two sets of kernels, both of which read the experts that were chosen and no other. For at most 8 tokens, warps load the
 weights to registers and add up a token's experts in a single pass. For more, the tokens are copied in order of their
-experts, multiplied in tiles of at most 128 tokens of one expert, and added up. Which tokens chose which expert is found
-on the device, and launches depend on shapes alone, so that a step can be captured in a command buffer.
+experts, multiplied in tiles of one expert's tokens, and added up. Which tokens chose which expert is found on the
+device, and launches depend on shapes alone, so that a step can be captured in a command buffer.
+
+Weights may be 8-bit floats with a scale for each block of 128 x 128. In steps of up to `FP8_TOKENS` tokens they stay in
+8 bits until they are in registers. In larger steps, which multiply each weight by many tokens, XLA dequantises the
+layer's experts first.
 """
 
 from functools import partial
@@ -14,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels.cuda import build
+from meshserve.kernels.linear import FP8, QuantisedMatrix, layer_of
 
 if TYPE_CHECKING:
     from . import ExpertWeights, Routing
@@ -21,7 +26,10 @@ if TYPE_CHECKING:
 unavailable_reason = build.unavailable_reason
 
 FEW_TOKENS = 8  # of a step on the kernels for few tokens, at most; above, the others are faster (docs/log/experts.md)
+FP8_TOKENS = 256  # of a step on the kernels for 8-bit weights, at most
 _MAX_EXPERTS = 256  # of a block
+_FP8_BLOCK = 128  # rows and columns that share a scale
+_MAX_FP8_COLUMNS = 4096  # a warp holds the scales of a row, a lane that of 128 columns
 
 
 def experts(
@@ -46,14 +54,22 @@ def experts(
     reason = unsupported_reason(weights) or (f"x is {x.dtype}; bfloat16 is needed" if x.dtype != jnp.bfloat16 else None)
     if reason is not None:
         raise ValueError(f"moe_backend 'cuda': {reason}. Use 'xla'.")
+    if weights.are_quantised and x.shape[0] > FP8_TOKENS:
+        plain = (layer_of(stack, slice(layer, layer + 1)).astype(x.dtype) for stack in weights)
+        weights, layer = weights._make(plain), 0
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), scratch(x.shape[0], routing.experts.shape[1], weights))
-    out, _ = jax.ffi.ffi_call("meshserve_experts", results)(
-        x, *weights, *routing, layer=np.int32(layer), most_few_tokens=np.int32(most_few_tokens)
-    )
+    call = jax.ffi.ffi_call("meshserve_experts_fp8" if weights.are_quantised else "meshserve_experts", results)
+    out, _ = call(x, *operands(weights), *routing, layer=np.int32(layer), most_few_tokens=np.int32(most_few_tokens))
     return out
 
 
 in_tiles = partial(experts, most_few_tokens=0)  # also steps of few tokens, for tests and benchmarks
+
+
+def operands(weights: "ExpertWeights") -> tuple[jax.Array, ...]:
+    """Returns the weights as operands of a call: quantised ones are three each, the scales in place of zero points."""
+    parts = ((stack.data, stack.scale, stack.scale) if weights.are_quantised else (stack,) for stack in weights)
+    return tuple(array for arrays in parts for array in arrays)
 
 
 def scratch(num_tokens: int, num_chosen: int, weights: "ExpertWeights") -> jax.ShapeDtypeStruct:
@@ -71,8 +87,21 @@ def unsupported_reason(weights: "ExpertWeights") -> str | None:
         (embed % 128 == 0, f"the embedding size is {embed}; a multiple of 128 is needed"),
         (mlp % 32 == 0, f"the intermediate size per device is {mlp}; a multiple of 32 is needed"),
         (
-            weights.gate_up.dtype == weights.down.dtype == jnp.bfloat16,
-            f"the experts are {weights.down.dtype}; bfloat16 is needed",
+            weights.are_quantised or weights.gate_up.dtype == weights.down.dtype == jnp.bfloat16,
+            f"the experts are {weights.down.dtype}; bfloat16 or float8_e4m3fn is needed",
         ),
     )
-    return next((reason for holds, reason in checks if not holds), None)
+    reason = next((reason for holds, reason in checks if not holds), None)
+    return _unsupported_fp8(weights) if reason is None and weights.are_quantised else reason
+
+
+def _unsupported_fp8(weights: "ExpertWeights") -> str | None:
+    """Returns why the kernels do not support quantised weights, or None if they do."""
+    for name, matrix in weights._asdict().items():
+        if not isinstance(matrix, QuantisedMatrix) or matrix.dtype != FP8:
+            return f"{name} is {matrix.dtype}; all experts' matrices must be float8_e4m3fn, or none"
+        if matrix.block != (_FP8_BLOCK, _FP8_BLOCK):
+            return f"a scale of {name} covers {matrix.block}; blocks of {_FP8_BLOCK} x {_FP8_BLOCK} are needed"
+        if matrix.shape[-1] > _MAX_FP8_COLUMNS:
+            return f"{name} has {matrix.shape[-1]} columns; at most {_MAX_FP8_COLUMNS} are supported in 8 bits"
+    return None

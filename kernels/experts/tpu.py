@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from . import xla
 from .tiles import add_up, arrange, tile_rows
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def experts(
     num_experts: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `Experts`. `interpret` is passed to `pallas_call`."""
+    """See `Experts`. Quantised weights are left to XLA. `interpret` is passed to `pallas_call`."""
+    if weights.are_quantised:
+        return xla.experts(x, weights, routing, layer=layer, num_experts=num_experts)
     num_local = weights.down.shape[1]
     num_rows = tile_rows(routing.experts.size, num_experts, 32 // x.dtype.itemsize)
     tiles = arrange(routing.experts, num_local=num_local, num_rows=num_rows)

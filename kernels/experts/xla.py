@@ -1,13 +1,16 @@
 """Experts with XLA's own products, for backends without a kernel: a loop over tiles, each with one expert.
 
 The loop ends with the last tile that has tokens, so experts that no token chose are not read. XLA's `ragged_dot` is no
-alternative there: on CPUs and GPUs it multiplies every token by every expert.
+alternative there: on CPUs and GPUs it multiplies every token by every expert. Quantised experts are dequantised tile by
+tile.
 """
 
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+
+from meshserve.kernels.linear import layer_of
 
 from .tiles import add_up, arrange, tile_rows
 
@@ -29,8 +32,9 @@ def experts(
     def of_tile(index: jax.Array, outputs: jax.Array) -> jax.Array:
         expert, start = tiles.expert[index], index * num_rows
         tile = jax.lax.dynamic_slice_in_dim(rows, start, num_rows)
-        gate, up = jnp.split(_product(tile, weights.gate_up[layer, expert].reshape(2 * mlp_dim, embed_dim)), 2, axis=1)
-        output = _product(jax.nn.silu(gate) * up, weights.down[layer, expert])
+        gate_up, down = (layer_of(stack, (layer, expert)).astype(x.dtype) for stack in weights)
+        gate, up = jnp.split(_product(tile, gate_up.reshape(2 * mlp_dim, embed_dim)), 2, axis=1)
+        output = _product(jax.nn.silu(gate) * up, down)
         return jax.lax.dynamic_update_slice_in_dim(outputs, output, start, 0)
 
     outputs = jax.lax.fori_loop(0, tiles.num_tiles, of_tile, jnp.zeros_like(rows))

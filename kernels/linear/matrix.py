@@ -1,6 +1,6 @@
 """Matrices quantised to 8 or 4 bits, and what their numbers mean. See the package for the dimensions."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,14 @@ def dequantised(matrix: QuantisedMatrix) -> jax.Array:
         return (blocks(matrix.data) * of_blocks(matrix.scale)).reshape(matrix.shape)
     zero = jnp.float32(SYMMETRIC_ZERO) if matrix.zero is None else of_blocks(matrix.zero)
     return ((blocks(unpacked(matrix.data)) - zero) * of_blocks(matrix.scale)).reshape(matrix.shape)
+
+
+def layer_of(stack: Matrix, index: Any) -> jax.Array:
+    """Returns the matrices at an index of a stack's leading dimensions, in float32 if they are quantised."""
+    if not isinstance(stack, QuantisedMatrix):
+        return stack[index]
+    zero = None if stack.zero is None else stack.zero[index]
+    return dequantised(QuantisedMatrix(stack.data[index], stack.scale[index], zero))
 
 
 def to_fp8(x: jax.Array) -> jax.Array:

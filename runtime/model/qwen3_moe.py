@@ -24,7 +24,7 @@ from ..api.model_config import ExpertsConfig, ModelConfig
 from ..quantisation.declaration import Declare
 from .qwen3 import DecoderLayer, MLPContext, Qwen3, slice_stack
 
-_STACKED_MATRICES = ("gate_up", "down")
+_MATRICES = frozenset({"gate_up", "down"})  # of the experts, read where they lie in the stack
 
 
 def route(x: jax.Array, router: jax.Array, config: ExpertsConfig) -> Routing:
@@ -48,8 +48,8 @@ class Experts(nnx.Module):
         self.config, self.layout = config.experts, layout.experts
         rows, mlp_dim, embed_dim = self.layout.num_rows, self.layout.block_mlp_dim, config.embed_dim
         self.router = declare((self.config.num_experts, embed_dim), (None, None))
-        self.gate_up = declare((rows, 2, mlp_dim, embed_dim), ("experts", None, None, None))
-        self.down = declare((rows, embed_dim, mlp_dim), ("experts", None, None))
+        self.gate_up = declare.matrix("experts.gate_up", (rows, 2, mlp_dim, embed_dim), ("experts", None, None, None))
+        self.down = declare.matrix("experts.down", (rows, embed_dim, mlp_dim), ("experts", None, None))
 
     def __call__(self, x: jax.Array, index: int | jax.Array, context: MLPContext) -> jax.Array:
         """Applies the experts of the stack's layer `index` to x [T, D]; returns the all-reduced output [T, D]."""
@@ -87,6 +87,6 @@ class Qwen3Moe(Qwen3):
             stack = next(name for name, layers in self.config.stacks.items() if index in layers)
             index = self.config.stacks[stack].index(index)
         structure, matrices, stacked = nnx.split(
-            getattr(self, stack), lambda path, _: "experts" in path and path[-1] in _STACKED_MATRICES, ...
+            getattr(self, stack), lambda path, _: "experts" in path and not _MATRICES.isdisjoint(path), ...
         )
         return nnx.merge(structure, matrices, jax.tree.map(partial(slice_stack, index=index), stacked))

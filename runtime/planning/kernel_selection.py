@@ -37,6 +37,7 @@ _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
 # Decode steps of up to so many tokens run on the fused layers. Larger ones take cuBLAS less time, unless a layer's
 # weights stay in the L2 cache of the GPU between the groups of 64 tokens of the fused layers (docs/log/decode.md).
 _MAX_FUSED_TOKENS, _MAX_CACHED_FUSED_TOKENS = 64, 256
+_MAX_FUSED_EXPERT_TOKENS = 128  # of layers with experts, which are most of the time: XLA's router takes many kernels
 _CACHED_LAYER_BYTES = 32 << 20
 _MAX_CHOSEN = 32  # experts of a token in the fused layers' router
 
@@ -113,8 +114,9 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
     model, num_devices = shapes.model, shapes.layout.num_shards
     heads = (2 * model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
     layer_bytes = (heads + 3 * model.mlp_dim) * model.embed_dim * _weight_bytes(shapes)
-    # Not measured on several devices. The weights of experts do not fit the cache.
-    is_cached = num_devices == 1 and model.experts is None and layer_bytes <= _CACHED_LAYER_BYTES
+    if model.experts is not None:
+        return _MAX_FUSED_EXPERT_TOKENS
+    is_cached = num_devices == 1 and layer_bytes <= _CACHED_LAYER_BYTES  # not measured on several devices
     return _MAX_CACHED_FUSED_TOKENS if is_cached else _MAX_FUSED_TOKENS
 
 
@@ -335,8 +337,13 @@ def shape_refusals(shapes: KernelShapes) -> CudaRefusals:
 
 
 def product_refusals(shapes: KernelShapes) -> dict[str, str | None]:
-    """Returns why our FP8 products do not support a device's shard of each quantised projection; None if they do."""
+    """Returns why our FP8 products do not support a device's shard of each quantised projection; None if they do.
+
+    Experts have kernels of their own.
+    """
     weights = _layer_shapes(shapes)
+    if weights.router is not None:
+        weights = weights._replace(gate_up=None, down=None)
     matrices = {name: value for name, value in weights._asdict().items() if isinstance(value, linear.QuantisedMatrix)}
     return {name: linear.gpu.unsupported_reason(matrix, shapes.dtype) for name, matrix in matrices.items()}
 

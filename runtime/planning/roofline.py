@@ -11,6 +11,7 @@ those chosen. If they are split by expert, the devices differ, and the busiest o
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -86,8 +87,16 @@ class Roofline:
         """The bytes of one expert of a device's block, in all layers that have experts."""
         if self.layout.experts is None:
             return 0
-        matrices = 3 * self.layout.experts.block_mlp_dim * self.model.embed_dim * self.dtype.itemsize
-        return len(self.model.stacks["layers"]) * matrices
+        num_weights = 3 * self.layout.experts.block_mlp_dim * self.model.embed_dim
+        return int(len(self.model.stacks["layers"]) * num_weights * self._expert_weight_bytes)
+
+    @property
+    def _expert_weight_bytes(self) -> float:
+        """The bytes of a weight of the experts, with its share of a scale."""
+        quantisation = self.model.quantisation
+        if quantisation is None or not quantisation.parameters:
+            return self.dtype.itemsize
+        return 1 + jnp.dtype(quantisation.scale_dtype).itemsize / math.prod(quantisation.block)
 
     @property
     def _shared_layer_bytes(self) -> int:
@@ -105,7 +114,7 @@ class Roofline:
         """Returns the operations of the layers' projections in a step, on the device with the most."""
         _, num_choices = self._expert_load(num_tokens)
         held = self.layout.experts.block_experts if self.layout.experts is not None else 0
-        num_expert_weights = self._expert_bytes / self.dtype.itemsize
+        num_expert_weights = self._expert_bytes / self._expert_weight_bytes
         num_shared = num_layer_weights(self.model, self.layout) - held * num_expert_weights
         return 2 * (num_tokens * num_shared + num_choices * num_expert_weights)
 
@@ -152,7 +161,8 @@ class Roofline:
     def _last_mlp_flops(self, num_tokens: int) -> float:
         if self.model.experts is not None and self.model.experts.has_experts(self.model.num_layers - 1):
             _, num_choices = self._expert_load(num_tokens)
-            return 2 * num_choices * self._expert_bytes / len(self.model.stacks["layers"]) / self.dtype.itemsize
+            num_weights = self._expert_bytes / self._expert_weight_bytes / len(self.model.stacks["layers"])
+            return 2 * num_choices * num_weights
         return 2 * num_tokens * (3 * self.model.embed_dim * self.layout.mlp_dim // self.layout.num_shards)
 
     @property

@@ -39,11 +39,13 @@ def quantised_matrices(config: ModelConfig) -> dict[str, StoredMatrix]:
     quantisation, weight_map = config.quantisation, architecture_of(config).weight_map
     if quantisation is None or is_made(quantisation):
         return {}
+    num_experts = config.experts.num_experts if config.experts is not None else 1
     names = {
-        weight_map.layer_prefix.format(layer) + name
+        weight_map.layer_prefix.format(layer) + name.format(expert)  # of a name without {}, the name
         for key in weight_map.projections
         for name in weight_map.layers[key].all_names
         for layer in range(config.num_layers)
+        for expert in range(num_experts if "{}" in name else 1)
     } | set(weight_map.tables["head"].all_names)
     found = {}
     for name, shape in checkpoint_tensors(config).items():

@@ -92,6 +92,7 @@ def model_layout(config: ModelConfig, num_shards: int, *, expert_parallel: bool 
             num_experts=config.experts.num_experts,
             mlp_dim=config.experts.mlp_dim,
             is_by_expert=expert_parallel,
+            mlp_unit=1 if config.quantisation is None else config.quantisation.block[0],
         )
     elif expert_parallel:
         raise ValueError(f"expert_parallel is set, but a {config.model_type} model has no experts. Leave it out.")

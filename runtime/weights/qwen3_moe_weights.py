@@ -17,4 +17,5 @@ WEIGHT_MAP = dataclasses.replace(
         ),
         "experts.down": PerExpert({None: "mlp.experts.{}.down_proj.weight"}, mlp_axis=1),
     },
+    projections=DENSE.projections | {"experts.gate_up", "experts.down"},
 )

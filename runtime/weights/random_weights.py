@@ -65,6 +65,8 @@ def _normal(key: jax.Array, *, deviation: float, shape: tuple[int, ...], dtype: 
 
 def _numbers(key: jax.Array, *, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     """Returns numbers of deviation 1 in an 8-bit float, or uniform bits."""
+    if math.prod(shape) > _MOST_ELEMENTS:
+        return jax.lax.map(partial(_numbers, shape=shape[1:], dtype=dtype), jax.random.split(key, shape[0]))
     if dtype == jnp.uint8:
         return jax.random.bits(key, shape, dtype)
     return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)

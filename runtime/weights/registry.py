@@ -68,11 +68,6 @@ class Architecture:
         config = _resolved(self.config).from_dict({**raw, "model_type": kind, "quantization_config": None})
         if fp8_head:
             config = with_fp8_head(config)
-        if config.experts is not None and (quantisation is not None or quantize != NOT_QUANTIZED):
-            raise UnsupportedModelError(
-                f"quantised weights of {self.name} are not implemented. Use an unquantised model without --quantize; "
-                "--kv-dtype fp8 and --fp8-head work."
-            )
         if quantisation is not None:
             if quantize != NOT_QUANTIZED:
                 raise ConfigError(
@@ -98,8 +93,27 @@ class Architecture:
             ]
             return not any(is_skipped(name, quantisation.skipped) for name in names)
 
+        if config.experts is not None:
+            _check_experts(config, quantisation)
         parameters = frozenset(f"layers.{key}" for key in weight_map.projections if is_quantised(key))
         return dataclasses.replace(config, quantisation=dataclasses.replace(quantisation, parameters=parameters))
+
+
+def _check_experts(config: ModelConfig, quantisation: Quantisation) -> None:
+    """Raises UnsupportedModelError if a model with experts has quantised weights that are not implemented for it."""
+    assert config.experts is not None
+    rows, columns = quantisation.block
+    sizes = config.embed_dim, config.experts.mlp_dim
+    if quantisation.is_int4 or rows == 1:
+        raise UnsupportedModelError(
+            f"the weights are {quantisation.name}; a model with experts may have fp8-block-128x128 weights, or none "
+            "that are quantised."
+        )
+    if any(size > rows and size % rows for size in sizes) or rows != columns:
+        raise UnsupportedModelError(
+            f"hidden_size and moe_intermediate_size are {sizes[0]} and {sizes[1]}; with {quantisation.name} weights, "
+            f"multiples of {rows} are needed."
+        )
 
 
 def _size(layers: int, embed: int, mlp: int, query_heads: int, is_tied: bool, **others: Any) -> dict[str, Any]:

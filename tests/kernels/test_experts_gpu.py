@@ -9,12 +9,20 @@ import pytest
 
 from meshserve.kernels.cuda import build
 from meshserve.kernels.experts import ExpertWeights, Routing, cases, gpu
+from meshserve.kernels.linear import layer_of
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 BOUND = 8e-3  # limit of ||out - expected|| / ||expected||; rounding to bfloat16 alone: 2e-3 to 4e-3
 CASES = (
     *(cases.Case(**{**vars(case), "dtype": "bfloat16"}) for case in cases.CASES),
+    *(
+        cases.Case(name=f"fp8-{num_tokens}", num_tokens=num_tokens, num_experts=24, embed=256, mlp=256, padding=7,
+                   skew=0.5, dtype="bfloat16", is_fp8=True)
+        for num_tokens in (1, 3, 8, 9, 40, 130, 256, 300)
+    ),
+    cases.Case(name="30b-a3b-fp8-2", num_tokens=2, num_chosen=8, embed=2048, mlp=768, dtype="bfloat16", is_fp8=True),
+    cases.Case(name="30b-a3b-fp8-32", num_tokens=32, num_chosen=8, embed=2048, mlp=768, dtype="bfloat16", is_fp8=True),
     cases.Case(name="eight", num_tokens=8, num_experts=32, dtype="bfloat16"),
     cases.Case(name="few-and-skewed", num_tokens=7, padding=3, skew=1.5, mlp=96, embed=512, dtype="bfloat16"),
     cases.Case(name="nine", num_tokens=9, num_experts=32, dtype="bfloat16"),
@@ -47,7 +55,7 @@ def expected(inputs: cases.Inputs, layer: int) -> np.ndarray:
     for expert in range(inputs.weights.down.shape[1]):
         tokens, slots = np.nonzero(chosen == expert)
         if len(tokens):
-            gate_up, down = (np.asarray(stack[layer, expert], np.float64) for stack in inputs.weights)
+            gate_up, down = (np.asarray(layer_of(stack, (layer, expert)), np.float64) for stack in inputs.weights)
             gate, up = (x[tokens] @ matrix.T for matrix in gate_up)
             outputs[tokens] += shares[tokens, slots, None] * (gate / (1 + np.exp(-gate)) * up @ down.T)
     return outputs
