@@ -3,6 +3,7 @@
     meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 128 --context 1024
     meshserve bench decode --model qwen3-8b --random-weights --quantize fp8-block --batch 1 32
     meshserve bench decode --model qwen3-30b-a3b --random-weights --tp 2 --set expert_parallel=true
+    meshserve bench decode --model qwen3-30b-a3b --random-weights --batch 1 32 --balance --skew 0.2
 
 For each batch size and context length, requests of random tokens are prefilled and then decode together. A run is a
 sequence of steps. After as many warm-up runs as measured runs, the table gives the median, P10 and P90 of the step time
@@ -12,6 +13,9 @@ the device can read what a step must read: every weight once (of the embedding, 
 and values.
 
 The line ends with the GPU's clock and power during the measurement, if NVIDIA's library is available.
+
+With `--balance`, a line for each batch size tells how evenly its tokens choose the experts of a model that has some.
+Random weights choose about uniformly; `--skew` makes some experts busier.
 
 A step is *starved* if the device had already finished the previous step when this one was dispatched, which means that
 the host was too slow. The dispatch time is the host's time in the call that launches a step.
@@ -30,7 +34,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
+from meshserve.benchmarks.lib.expert_balance import balance_text, expert_tokens, with_skewed_router
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.offline_engine import parse_settings
@@ -138,10 +144,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quantize=options.quantize,
         fp8_head=options.fp8_head,
     )
+    if (options.skew or options.balance) and model.experts is None:
+        raise SystemExit(f"{options.model} has no experts; --skew and --balance are for mixtures of experts.")
     num_steps = 2 * options.runs * options.steps  # warm-up and measurement
     config = _serve_config(options, num_steps)
     timeline = Timeline()
-    engine, server = build_engine(config, model, make_params, None, timeline.deliver)
+    made: list[tuple[nnx.GraphDef, nnx.State]] = []
+
+    def make(*target: Any) -> tuple[nnx.GraphDef, nnx.State]:
+        structure, params = make_params(*target)
+        made.append((structure, with_skewed_router(params, options.skew) if options.skew else params))
+        return made[0]
+
+    engine, server = build_engine(config, model, make, None, timeline.deliver)
     engine.runner = watched = WatchedRunner(engine.runner)
     engine.start()
     results = []
@@ -150,6 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for batch in options.batch:
                 results.append(_measure(options, server, engine, timeline, watched, power, batch, context))
                 print(_row(results[-1]), flush=True)
+    if options.balance:
+        assert server.layout.experts is not None
+        num_devices = options.tp if server.layout.experts.is_by_expert else 1
+        for batch in options.batch:
+            print(f"batch {batch:4d} {balance_text(expert_tokens(server, *made[0], batch), num_devices)}")
     if options.profile:
         print(_profile(options, model, engine, timeline))
     engine.stop()
@@ -170,6 +190,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--fp8-head", action="store_true", help="quantise the output head to FP8")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--balance", action="store_true", help="print how evenly tokens choose the model's experts")
+    parser.add_argument(
+        "--skew",
+        type=float,
+        default=0.0,
+        help="multiply the router's row of expert e by (e + 1) ** -SKEW; the first experts are then chosen more often",
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument(

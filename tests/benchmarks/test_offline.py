@@ -1,21 +1,28 @@
 """Tests the offline benchmarks with tiny shapes: reproducible workloads, token times, and the baselines' table."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshserve.benchmarks.baselines import compare
 from meshserve.benchmarks.engine import decode, speculation, throughput
+from meshserve.benchmarks.lib.expert_balance import balance_text, expert_tokens, imbalance, with_skewed_router
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.oracle import chance_of
 from meshserve.benchmarks.lib.token_times import TokenClock, percentile
 from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.drafting.payoff import Payoff
+from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.planning.resolved_server import resolve_here
+from meshserve.runtime.weights.random_weights import random_model
 from meshserve.runtime.weights.registry import model_config, named_model, published_config
+from meshserve.sharding.mesh import make_mesh
 from tests.checkpoints import TINY
 
 RAW = {
@@ -103,6 +110,28 @@ def test_a_long_request_decodes_among_short_ones(tiny: Path, capsys: pytest.Capt
     assert (row["batch"], row["context"], row["first_context"], row["power"]) == (3, 10, 30, None)
     assert row["tokens_per_second"] == pytest.approx(3 / row["step_ms"] * 1000)
     assert "batch    3 context     10 (one 30):" in capsys.readouterr().out
+
+
+def test_the_balance_of_experts_and_a_skewed_router():
+    """Split by expert over 4 devices, with a router that prefers the first of 16 experts."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    model, config = model_config({**RAW, **experts, **names}), ServeConfig(model="", tp=4, expert_parallel=True)
+    server = resolve_here(dataclasses.replace(config, page_size=16, dtype="float32"), model, make_mesh(4))
+    structure, params = random_model(model, server.layout, server.mesh, server.dtype)
+    found = [
+        expert_tokens(server, structure, with_skewed_router(params, skew), num_requests=16) for skew in (0.0, 0.0, 2.0)
+    ]
+    assert [counts.shape for counts in found] == [(model.num_layers, 16)] * 3
+    assert all((counts.sum(axis=1) == 16 * 2).all() for counts in found)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert imbalance(found[2]) > imbalance(found[0]) and found[2][:, :4].sum() > found[0][:, :4].sum()
+    assert balance_text(np.array([[3, 1, 0, 0], [1, 1, 1, 1]]), 2) == (
+        "balance: a layer reads 3.0 of 4 experts on average, the busiest has 2.00 times the mean; tokens of each "
+        "device: 3, 1, the busiest 1.50 times the mean"
+    )
+    with pytest.raises(SystemExit, match="has no experts"):
+        decode.main(["--model=qwen3-8b", "--random-weights", "--skew=1"])
 
 
 def test_baselines_make_one_table(tiny: Path, capsys: pytest.CaptureFixture):
