@@ -104,6 +104,7 @@ __device__ __forceinline__ int mark_chunk(Choices& choices, const ArrangeArgs& a
   return num_tokens;
 }
 
+template <class W>  // as the kernels around it, so that each format's file has its own
 __global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__ ArrangeArgs args) {
   extern __shared__ __align__(16) uint8_t shared_rows[];
   auto& choices = *reinterpret_cast<Choices*>(shared_rows);
@@ -113,6 +114,7 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const __grid_constant__
   args.counts[blockIdx.x * kMaxExperts + threadIdx.x] = count_tokens(choices, threadIdx.x);
 }
 
+template <class W>
 __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__ ArrangeArgs args) {
   extern __shared__ __align__(16) uint8_t shared_rows[];
   auto& choices = *reinterpret_cast<Choices*>(shared_rows);

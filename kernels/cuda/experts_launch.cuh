@@ -187,8 +187,8 @@ class Launcher {
                    gather);
       return;
     }
-    step_.launch("expert count", count_kernel, chunks, kThreads, sizeof(Choices), 1, arrange);
-    step_.launch("expert place", place_kernel, chunks, kThreads, sizeof(Choices), 1, arrange);
+    step_.launch("expert count", count_kernel<W>, chunks, kThreads, sizeof(Choices), 1, arrange);
+    step_.launch("expert place", place_kernel<W>, chunks, kThreads, sizeof(Choices), 1, arrange);
     step_.launch("expert gather", gather_rows_kernel<W>, dim3(std::min(blocks, 8 * kMultiprocessors)), kThreads, 0, 1,
                  gather);
   }
@@ -339,9 +339,9 @@ std::vector<const void*> kernels_of() {
   } else {
     add(tiles_kernel<false>);
     add(tiles_kernel<true>);
-    add(count_kernel);
-    add(place_kernel);
   }
+  add(count_kernel<W>);
+  add(place_kernel<W>);
   add(gather_rows_kernel<W>);
   add(place_and_gather_kernel<W>);
   add(combine_kernel<W>);

@@ -50,8 +50,8 @@ void run(void (*kernel)(Args...), unsigned blocks, const std::type_identity_t<Ar
 
 extern "C" void arrange(const experts::ArrangeArgs* args) {
   const unsigned chunks = (args->num_tokens + experts::kMaxTokens - 1) / experts::kMaxTokens;
-  run(experts::count_kernel, chunks, *args);
-  run(experts::place_kernel, chunks, *args);
+  run(experts::count_kernel<Bf16Weights>, chunks, *args);
+  run(experts::place_kernel<Bf16Weights>, chunks, *args);
 }
 extern "C" void gather(unsigned blocks, const experts::GatherRowsArgs* args) {
   run(experts::gather_rows_kernel<Bf16Weights>, blocks, *args);
