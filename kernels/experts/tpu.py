@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from . import xla
 from .tiles import add_up, arrange, tile_rows
 
 if TYPE_CHECKING:
@@ -37,9 +36,13 @@ def experts(
     num_experts: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `Experts`. Quantised weights are left to XLA. `interpret` is passed to `pallas_call`."""
+    """See `Experts`. `interpret` is passed to `pallas_call`.
+
+    Raises:
+      ValueError: the weights are quantised.
+    """
     if weights.are_quantised:
-        return xla.experts(x, weights, routing, layer=layer, num_experts=num_experts)
+        raise ValueError("moe_backend 'tpu' has no kernel for quantised experts. Use 'xla'.")
     num_local = weights.down.shape[1]
     num_rows = tile_rows(routing.experts.size, num_experts, 32 // x.dtype.itemsize)
     tiles = arrange(routing.experts, num_local=num_local, num_rows=num_rows)
