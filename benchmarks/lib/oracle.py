@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from meshserve.runtime.api.request import Request
+from meshserve.runtime.drafting.draft_counts import Acceptance
 
 from .workloads import Work
 
@@ -53,6 +54,7 @@ class OracleDrafter:
     waits_for_tokens = True
 
     def __init__(self, output: Sequence[int], chance: float, draw: random.Random):
+        self.acceptance = Acceptance()
         self._output = output
         self._chance = chance
         self._draw = draw

@@ -9,6 +9,8 @@ many come at once.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
+from .draft_counts import Acceptance
+
 if TYPE_CHECKING:
     from ..api.request import Request
 
@@ -17,6 +19,7 @@ class Drafter(Protocol):
     """Proposes draft tokens for one request."""
 
     waits_for_tokens: bool  # whether it proposes nothing while tokens of the request are in flight
+    acceptance: Acceptance  # of its draft tokens; `speculation` keeps it up to date
 
     def fork(self) -> Self:
         """Returns an independent copy for the same text."""

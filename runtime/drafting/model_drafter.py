@@ -1,7 +1,8 @@
 """Stands for a draft model, whose draft tokens the device computes after the step is planned. Serves step 4 of 10."""
 
 from collections.abc import Sequence
-from typing import Self
+
+from .draft_counts import Acceptance
 
 UNKNOWN_DRAFT = -1  # in a plan, in place of a draft token that the draft model is about to propose
 
@@ -14,8 +15,11 @@ class ModelDrafter:
 
     waits_for_tokens = True
 
-    def fork(self) -> Self:
-        return self
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+
+    def fork(self) -> "ModelDrafter":
+        return ModelDrafter()
 
     def push(self, token_id: int) -> None:
         """Does nothing: the draft model has the request's tokens in a KV cache of its own."""
@@ -25,7 +29,7 @@ class ModelDrafter:
         return [] if num_pending else [UNKNOWN_DRAFT] * num_tokens
 
     def judge(self, num_drafts: int, num_accepted: int) -> None:
-        """Does nothing; `payoff` decides whether the draft model pays."""
+        """Does nothing: the draft model proposes the same tokens again."""
 
 
 def fill_unknown(drafts: Sequence[list[int]], proposed: Sequence[Sequence[int]]) -> None:

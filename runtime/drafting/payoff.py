@@ -60,8 +60,8 @@ class Payoffs:
 
     def measure(
         self, num_decodes: int, num_tokens: int | None, *, is_drafted: bool, started: float, now: float
-    ) -> None:
-        """Records the end of a step.
+    ) -> float:
+        """Records the end of a step, and returns the seconds that it took.
 
         Args:
           num_decodes: As for `of`.
@@ -69,8 +69,10 @@ class Payoffs:
           is_drafted: Whether it had drafts, or a request sat it out.
           started: When it was planned, which counts if it followed idle time.
         """
+        seconds = now - (started if self._last is None else self._last)
         if num_tokens is not None:
             payoff = self.of(num_decodes)
             rate = payoff.drafted if is_drafted or self._was_drafted else payoff.plain
-            rate.add(num_tokens, now - (started if self._last is None else self._last))
+            rate.add(num_tokens, seconds)
         self._last, self._was_drafted = now, is_drafted
+        return seconds

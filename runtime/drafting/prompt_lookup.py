@@ -4,6 +4,8 @@ import copy
 from collections.abc import Sequence
 from typing import Self
 
+from .draft_counts import Acceptance
+
 _LONGEST_MATCH = 64  # tokens; the upper bound of the required match length after rejected drafts
 
 
@@ -20,6 +22,7 @@ class PromptLookup:
     waits_for_tokens = False
 
     def __init__(self, token_ids: Sequence[int], min_match: int):
+        self.acceptance = Acceptance()
         self._tokens = list(token_ids)
         self._min_match = self._needed = min_match
         # Maps each n-gram of min_match tokens to the position after its last occurrence, excluding the end of the text.
@@ -34,6 +37,7 @@ class PromptLookup:
         """Returns an independent copy for the same text."""
         other = copy.copy(self)
         other._tokens, other._behind = list(self._tokens), dict(self._behind)
+        other.acceptance = Acceptance()
         return other
 
     def push(self, token_id: int) -> None:

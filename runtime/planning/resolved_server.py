@@ -283,6 +283,7 @@ def _limits(config: ServeConfig, chosen: StepLimits, max_context: int, buckets: 
         has_draft_model=bool(config.draft_model),
         draft_min_match=config.draft_min_match,
         step_sizes=tuple(size for size in sizes if size >= _FREE_TOKENS),
+        draft_sizes=tuple(sizes),
     )
 
 

@@ -25,6 +25,7 @@ class SchedulerLimits:
     # Bucket sizes in tokens, ascending, for which padding costs time. Padding up to the first of them is free. Empty:
     # prefill chunks are never cut to avoid padding.
     step_sizes: tuple[int, ...] = ()
+    draft_sizes: tuple[int, ...] = ()  # bucket sizes in tokens of steps with drafts, ascending
     draft_min_match: int = 3  # tokens that must recur in a text before draft tokens are proposed
 
     def __post_init__(self) -> None:

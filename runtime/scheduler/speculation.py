@@ -6,7 +6,8 @@ the first sampled token that differs is the last one that counts. A sample depen
 position, so the output is the same as without draft tokens, for greedy and for random sampling.
 
 The host learns the number of accepted tokens one step later, so the request sits out the step in between. Draft tokens
-must therefore gain more than they cost; `payoff` switches drafting by measured throughput.
+must therefore gain more than they cost: `payoff` switches drafting by measured throughput, and `draft_counts` decides
+how many there are.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ..api.request import Request
+from ..drafting.draft_counts import StepCosts, draft_counts
 from ..drafting.drafter import Drafter, MakeDrafter, count_accepted
 from ..drafting.model_drafter import ModelDrafter
 from ..drafting.payoff import Payoffs
@@ -36,7 +38,7 @@ class Speculation:
         self._limits = limits
         self._pages = pages
         self._running = running
-        self._payoffs = Payoffs()
+        self._payoffs, self._costs = Payoffs(), StepCosts(limits.draft_sizes)
 
     def drafter(self, request: Request) -> Drafter | None:
         """Returns a drafter for a new request; None if drafting is off."""
@@ -76,18 +78,25 @@ class Speculation:
         _, num_places = self._limits.sizes_around(draft.num_tokens)
         num_requests = len(draft.decodes) + len(draft.single_prefills) + len(draft.long_prefills)
         room = min(draft.num_tokens_left, num_places - draft.num_tokens, self._limits.max_running - num_requests)
-        drafts = []
-        for request, start in zip(draft.decodes, draft.starts, strict=True):
-            drafts.append(self._guess(request, start, room) if room > 0 else [])
-            room -= len(drafts[-1])
+        if room <= 0:
+            return []
+        guesses = [self._guess(*decode) for decode in zip(draft.decodes, draft.starts, strict=True)]
+        shares = [request.drafter.acceptance.share if request.drafter else 0.0 for request in draft.decodes]
+        lengths = [len(guess) for guess in guesses]
+        counts = draft_counts(shares, lengths, self._costs, num_tokens=draft.num_tokens, room=room)
+        decodes = zip(draft.decodes, draft.starts, guesses, counts, strict=True)
+        drafts = [self._book(request, start, guess[:count]) for request, start, guess, count in decodes]
         return drafts if any(drafts) else []
 
-    def _guess(self, request: Request, start: int, room: int) -> list[int]:
-        """Returns draft tokens to follow the token at position `start`, and assigns the page that they may need."""
+    def _guess(self, request: Request, start: int) -> list[int]:
+        """Returns draft tokens to follow the token at position `start`."""
         if request.drafter is None:
             return []
-        num_tokens = min(self._limits.draft_tokens, room, request.max_total_tokens - 2 - start)
-        drafts = request.drafter.guess(start + 1 - request.num_known_tokens, num_tokens)
+        num_tokens = min(self._limits.draft_tokens, request.max_total_tokens - 2 - start)
+        return request.drafter.guess(start + 1 - request.num_known_tokens, num_tokens)
+
+    def _book(self, request: Request, start: int, drafts: list[int]) -> list[int]:
+        """Books draft tokens, and assigns the page that they may need. Returns those for which there is room."""
         num_lacking = start + 1 + len(drafts) - request.num_page_positions
         if num_lacking > 0:
             if self._pages.num_free_pages > len(self._running):  # reserves one page per running request
@@ -123,13 +132,15 @@ class Speculation:
         if not plan.prefills:
             tokens = itertools.chain(*rounds)
             num_tokens = sum(plan.decode_lengths if plan.num_steps > 1 else (token is not None for token in tokens))
-        self._payoffs.measure(
+        seconds = self._payoffs.measure(
             len(plan.decodes) + plan.num_sitting_out,
             num_tokens,
             is_drafted=bool(plan.drafts or plan.num_sitting_out),
             started=plan.planned_seconds,
             now=now,
         )
+        if plan.drafts and not plan.prefills:
+            self._costs.add(plan.num_batch_tokens, seconds)
         return rounds
 
     def _accept(self, plan: StepPlan, sampled: Sequence[int], num_valid: Mapping[int, int]) -> list[list[int | None]]:
@@ -147,6 +158,7 @@ class Speculation:
                 self._settle(request, len(drafts) - count)
                 self._count(len(drafts), count)
                 if num_samples > 1 and request.drafter is not None:
+                    request.drafter.acceptance.add(num_samples - 1, count)
                     request.drafter.judge(num_samples - 1, count)
         return rounds
 
