@@ -185,6 +185,7 @@ class Scheduler:
         If a request lacks a page and nothing may be preempted for it, it keeps its pages and sits out this step.
         """
         decodes, starts, about_to_leave = draft.decodes, draft.starts, self._about_to_leave
+        has_drafts = self.limits.draft_tokens > 0
         prefilling = []
         for request in self._running:
             if request.slot is None:
@@ -193,7 +194,7 @@ class Scheduler:
             if start < request.num_prefill_tokens and not request.is_blocked:
                 prefilling.append(request)
                 continue
-            if request.num_drafts or request.is_blocked or self.speculation.awaits(request):
+            if request.num_drafts or request.is_blocked or (has_drafts and self.speculation.awaits(request)):
                 draft.num_sitting_out += 1
                 continue
             if start == request.num_page_positions and not self._grow(request, draft):
