@@ -1,5 +1,6 @@
 """FP8 checkpoints of a mixture of experts, in blocks of 128 x 128: Hugging Face's tokens with the weights they mean."""
 
+import itertools
 from pathlib import Path
 
 import jax
@@ -9,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshserve.runtime.api.errors import UnsupportedModelError
+from meshserve.runtime.startup.live_reshard import move_params
 from meshserve.runtime.weights.convert import convert
+from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.random_weights import random_model
 from meshserve.runtime.weights.registry import model_config, named_model, published_config, read_model
@@ -71,6 +74,18 @@ def test_an_orbax_checkpoint_restores_on_any_mesh(models, tmp_path) -> None:
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_moved_experts_are_those_that_loading_gives(models) -> None:
+    """By a change of TP size and split, bit for bit."""
+    config, dtype = read_model(models[0] / "config.json"), np.dtype("float32")
+    splits = ((1, False), (2, False), (8, False), (4, True), (1, False))
+    layouts = [model_layout(config, tp, expert_parallel=is_by_expert) for tp, is_by_expert in splits]
+    for old, new in itertools.pairwise(layouts):
+        mesh = make_mesh(new.num_shards)
+        params = load_model(models[0], config, old, make_mesh(old.num_shards), dtype)[1]
+        expected = load_model(models[0], config, new, mesh, dtype)[1]
+        jax.tree.map(np.testing.assert_array_equal, move_params(config, params, old, new, mesh), expected)
+
+
 def test_random_fp8_experts_have_the_usual_deviation(models) -> None:
     config = read_model(models[0] / "config.json")
     _, params = random_model(config, model_layout(config, 2), make_mesh(2), np.dtype("float32"))
@@ -80,8 +95,9 @@ def test_random_fp8_experts_have_the_usual_deviation(models) -> None:
 
 
 def test_what_has_no_whole_blocks_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="the weights are fp8-channel; a model with experts may have"):
-        named_model("qwen3-30b-a3b", "fp8-channel")
+    for scheme, name in (("fp8-channel", "fp8-channel"), ("int4", "int4-group-128")):
+        with pytest.raises(UnsupportedModelError, match=f"the weights are {name}; a model with experts may have"):
+            named_model("qwen3-30b-a3b", scheme)
     raw = {**published_config("qwen3-30b-a3b"), "moe_intermediate_size": 200}
     with pytest.raises(UnsupportedModelError, match="moe_intermediate_size are 2048 and 200; .* multiples of 128"):
         model_config(raw, "fp8-block")

@@ -15,7 +15,7 @@ from meshserve.runtime.api.errors import UnsupportedModelError
 from meshserve.runtime.quantisation.declaration import matrix_of
 from meshserve.runtime.weights.load import load_model, open_weights
 from meshserve.runtime.weights.orbax_layout import model_layout
-from meshserve.runtime.weights.registry import model_config, published_config, read_model
+from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.checkpoints.parameters import CheckpointError
 from meshserve.sharding.mesh import make_mesh
 from tests.runtime.quantisation import formats
@@ -245,10 +245,3 @@ def test_quantised_parameters_keep_their_dtypes(checkpoints: dict[str, formats.C
     assert dtypes["layers.mlp.down.data"] == dtypes["layers.mlp.down.zero"] == "uint8"
     assert dtypes["layers.mlp.down.scale"] == "float16"
     assert dtypes["embedding"] == dtypes["layers.attention.q_norm"] == "bfloat16"
-
-
-@pytest.mark.parametrize("options", [{"quantize": "int4"}, {"quantization_config": formats.FP8_BLOCK_CONFIG}], ids=str)
-def test_quantised_experts_are_refused(options: dict) -> None:
-    quantize = options.pop("quantize", "none")
-    with pytest.raises(UnsupportedModelError, match="quantised weights of Qwen3MoeForCausalLM are not implemented"):
-        model_config({**published_config("qwen3-30b-a3b"), **options}, quantize)
