@@ -104,8 +104,6 @@ def scratch_bytes(
     return 2 * tiles.most_tiles(num_choices, num_local, num_rows) * num_rows * embed_dim * itemsize
 
 
-def default_name(platform: str, *, are_quantised: bool = False) -> str:
+def default_name(platform: str) -> str:
     """Returns the name of the implementation for a platform of jax, provided that it supports device and shapes."""
-    if platform == "tpu" and are_quantised:
-        return "xla"
     return {"tpu": "tpu", "gpu": "cuda"}.get(platform, "xla")

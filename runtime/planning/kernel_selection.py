@@ -155,9 +155,7 @@ def name_kernels(
     has_p2p = platform == "gpu" and layers == "cuda" and p2p_max_bytes(num_devices) > 0 and not config.coordinator
     has_fp8_products = platform == "gpu" and has_quantised_weights and cuda_refusals.linear is None
     backend = "library" if _LIBRARY_READS_IN_PLACE else "tuned"
-    moe_backend = "xla"
-    if cuda_refusals.moe_backend is None:
-        moe_backend = experts.default_name(platform, are_quantised=has_quantised_weights)
+    moe_backend = experts.default_name(platform) if cuda_refusals.moe_backend is None else "xla"
     return KernelNames(
         attention=ours if config.attention == "auto" else config.attention,
         decode_layers=layers,

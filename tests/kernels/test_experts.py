@@ -35,8 +35,6 @@ def compiled(name: str, num_experts: int):
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_every_case_is_the_float64_computation(case, name):
     """The layer is traced, as in a loop."""
-    if case.is_fp8 and name == "tpu_interpreted":
-        pytest.skip("the TPU kernel takes no quantised experts")
     inputs = cases.make_inputs(case, seed=1)
     found = compiled(name, case.num_experts)(inputs.x, inputs.weights, inputs.routing, layer=jnp.int32(1))
     expected = naive(inputs, 1)
