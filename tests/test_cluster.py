@@ -99,6 +99,21 @@ def scraped(cluster: LocalCluster, index: int) -> str:
     return answers[-1]
 
 
+def test_a_draft_model_over_two_processes_changes_no_token(cache, tmp_path, every_case):
+    if not every_case:
+        pytest.skip("starts two more clusters")
+    tokens, drafted = [], []
+    for num_processes, flags in ((1, ()), (2, ("--draft-model=demo", "--draft-tokens=3"))):
+        folder = tmp_path / str(num_processes)
+        folder.mkdir()
+        flags = ("--max-running=4", "--max-step-tokens=4", "--fail-seconds=600", "--http-port=0", *flags)
+        with ready(num_processes, cache, folder, *flags) as cluster:
+            tokens.append(mixed_load(cluster.target))
+            found = re.search(r"^meshserve_accepted_draft_tokens_total (\S+)", scraped(cluster, 0), re.MULTILINE)
+            drafted.append(found is not None and float(found[1]) > 0)
+    assert tokens[0] == tokens[1] and drafted == [False, True]
+
+
 def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, every_case):
     tokens = {}
     for num_processes in (1, 2, 4) if every_case else (1, 2):

@@ -29,11 +29,11 @@ from .stream_client import Follower
 from .watchdog import FAILED, Watch
 
 if TYPE_CHECKING:
-    from ..program.step_runner import StepRunner
+    from ..engine.engine import Runner
     from .preflight import Cluster
 
 # Loads and compiles the follower's runner, reporting progress.
-LaunchFollower = Callable[[ServeConfig, "Cluster", Callable[[str], None]], "StepRunner"]
+LaunchFollower = Callable[[ServeConfig, "Cluster", Callable[[str], None]], "Runner"]
 
 _POLL_SECONDS = 0.05
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Protocol
 from etils import epath
 
 from ..options.serve_config import ServeConfig, options
-from ..weights.locate import ModelFiles
+from ..weights.locate import ModelFiles, find_model
 from .membership import Membership, start_devices
 
 _PACKAGES = ("meshserve", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -57,9 +57,17 @@ def common_facts(config: ServeConfig, membership: Membership, files: ModelFiles)
     facts = {name: str(getattr(config, name)) for name, each in options().items() if not each.may_differ}
     facts["num_processes"] = str(membership.num_processes)
     facts |= {f"version of {name}": version for name in _PACKAGES if (version := _version(name))}
-    facts["config.json"] = _digest((files.small / "config.json").read_text(encoding="utf-8"))
-    facts["weights"] = _weights_digest(files.weights) if files.weights is not None else "random"
+    facts |= _model_facts(files, "")
+    if config.draft_model:
+        facts |= _model_facts(find_model(config.draft_model, random_weights=config.random_weights), "draft model's ")
     return facts
+
+
+def _model_facts(files: ModelFiles, whose: str) -> dict[str, str]:
+    return {
+        f"{whose}config.json": _digest((files.small / "config.json").read_text(encoding="utf-8")),
+        f"{whose}weights": _weights_digest(files.weights) if files.weights is not None else "random",
+    }
 
 
 def _digest(text: str) -> str:

@@ -47,6 +47,9 @@ class LeadingRunner:
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         return self._lead("run", bucket, packed)
 
+    def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
+        return self._lead("propose", bucket, packed)
+
     def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
         self._lead("set_slot_adjustments", slot, history, bias)
 

@@ -57,8 +57,6 @@ def _check_draft_model(config: "ServeConfig") -> None:
             f"draft_model is set and max_decode_steps is {config.max_decode_steps}; allowed is 1: drafts are verified "
             "in steps of their own. Omit one of them."
         )
-    if config.coordinator:
-        raise ConfigError("draft_model is set and coordinator, too: several processes serve no draft model. Omit one.")
 
 
 def _check_cluster(config: "ServeConfig") -> None:

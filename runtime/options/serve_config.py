@@ -215,6 +215,7 @@ class ServeConfig:
         _SCHEDULING,
         "a smaller model with the same tokenizer, given like --model, which proposes draft tokens; it needs "
         "--draft-tokens, and memory beside the served model",
+        may_differ=True,
     )
     max_waiting: int = option(
         1024,

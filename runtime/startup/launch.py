@@ -29,7 +29,7 @@ from ..api.quantisation import NOT_QUANTIZED
 from ..api.sampling_params import SamplingParams, Stage, params_at
 from ..cluster.preflight import Cluster
 from ..draft_model.drafting_runner import DraftingRunner
-from ..engine.engine import Engine
+from ..engine.engine import Engine, Runner
 from ..engine.step_record import Record
 from ..kv_events.feed import KvEventFeed
 from ..kv_events.page_changes import PageChanges
@@ -128,7 +128,7 @@ def launch(
     return Launched(engine, tokenizer, info, Resharder(engine, server), server.limits, grammars, feed)
 
 
-def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> StepRunner:
+def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> Runner:
     """Prepares a follower process, like `launch`, and returns its started runner.
 
     Raises:
@@ -139,7 +139,6 @@ def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[s
     progress("waiting for the other processes")
     cluster.begin(config, files)
     runner, *_ = build_runner(config, model, _loading(files, progress), cluster)
-    assert isinstance(runner, StepRunner), "several processes serve no draft model"
     return runner
 
 

@@ -35,7 +35,7 @@ from .reload import reload_on_hangup
 
 if TYPE_CHECKING:
     from ..cluster.preflight import Cluster
-    from ..program.step_runner import StepRunner
+    from ..engine.engine import Runner
     from .launch import Launched
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _launch_follower(config: ServeConfig, cluster: "Cluster", progress: Callable[[str], None]) -> "StepRunner":
+def _launch_follower(config: ServeConfig, cluster: "Cluster", progress: Callable[[str], None]) -> "Runner":
     from .launch import launch_follower  # not at module level: importing jax takes seconds
 
     return launch_follower(config, cluster, progress)

@@ -1,6 +1,8 @@
 """Samples after draft tokens are those of one step after another, over vocabulary shards."""
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -14,6 +16,8 @@ from meshserve.runtime.program import logits_processors
 from meshserve.runtime.program.processor_batch import ADJUSTS, SAMPLES, ProcessorShape
 from meshserve.runtime.program.sampling import sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
+from tests.runtime.program.test_logits_processors import CASES, STATE_ROWS, Case, check_frequencies, new_case, only
+from tests.runtime.program.test_logits_processors import program as processor_program
 
 NUM_REQUESTS, NUM_DRAFTS, VOCAB_SIZE = 24, 3, 21
 NUM_ROWS = NUM_REQUESTS * (1 + NUM_DRAFTS)
@@ -48,12 +52,13 @@ class World:
         history = np.where(rng.random((NUM_SLOTS, self.width)) < 0.3, rng.integers(1, 4, (NUM_SLOTS, self.width)), 0)
         self.state = ProcessorState(history.astype(np.int32), np.zeros(history.shape, np.float32))
 
-    def run(self, shape: ProcessorShape, state: ProcessorState, rows: list[tuple[int, int]], drafts=None):
-        """Samples the given (request, place) rows. Returns the state and their tokens."""
+    def run(self, state: ProcessorState, rows: list[tuple[int, int]], drafts: Sequence[Sequence[int]] = ()):
+        """Samples the given (request, place) rows, those of drafts last. Returns the state and their tokens."""
+        shape = ProcessorShape(NUM_ROWS, NUM_DRAFTS)
         packed = np.zeros(shape.size, np.int32)
         fields = {name: packed[place] for name, place in shape.fields.items()}
         request, place = np.array(rows).T
-        count, is_first = len(rows), place == 0 if drafts is not None else np.ones(len(rows), bool)
+        count, is_first = len(rows), np.arange(len(rows)) < len(rows) - sum(map(len, drafts))
         fields["slots"][:] = NUM_SLOTS
         fields["slots"][:count] = np.where(is_first, self.slots[request], NUM_SLOTS)
         fields["flags"][:count] = SAMPLES | ADJUSTS
@@ -64,8 +69,7 @@ class World:
             fields[name][:count] = np.float32(value).view(np.int32)
         fields["top_k"][:count] = 15
         fields["mode"][0] = SamplingMode.FILTERED if self.temperature else SamplingMode.GREEDY
-        if drafts is not None:
-            fill_draft_rows(fields, self.slots[request], drafts)
+        fill_draft_rows(fields, self.slots[request], drafts)
         logits = np.zeros((shape.num_requests, self.width), np.float32)
         masks = np.ones((shape.num_requests, 1), np.uint32)
         logits[:count], masks[:count] = self.logits[place, request], self.masks[place, request]
@@ -82,7 +86,7 @@ def test_samples_after_drafts_are_those_of_one_step_after_another(tp: int, tempe
     tokens: list[list[int]] = [[] for _ in alive]
     drafts: list[list[int]] = [[] for _ in alive]
     for place in range(1 + NUM_DRAFTS):  # one step after another, while drafts hold
-        state, sampled = world.run(ProcessorShape(NUM_ROWS), state, [(request, place) for request in alive])
+        state, sampled = world.run(state, [(request, place) for request in alive])
         for request, token_id in zip(list(alive), sampled.tolist(), strict=True):
             tokens[request].append(token_id)
             kind = rng.choice(["right", "wrong", "none"], p=[0.7, 0.15, 0.15]) if place < NUM_DRAFTS else "none"
@@ -95,7 +99,7 @@ def test_samples_after_drafts_are_those_of_one_step_after_another(tp: int, tempe
                 drafts[request] += [(token_id + 1) % VOCAB_SIZE, *rest.tolist()]
     rows = [(request, 0) for request in range(NUM_REQUESTS)]
     rows += [(request, 1 + index) for request, its in enumerate(drafts) for index in range(len(its))]
-    together, sampled = world.run(ProcessorShape(NUM_ROWS, NUM_DRAFTS), world.state, rows, drafts)
+    together, sampled = world.run(world.state, rows, drafts)
     found = {row: token_id for row, token_id in zip(rows, sampled.tolist(), strict=True)}
     for request, its_tokens in enumerate(tokens):
         assert [found[request, place] for place in range(len(its_tokens))] == its_tokens
@@ -103,3 +107,39 @@ def test_samples_after_drafts_are_those_of_one_step_after_another(tp: int, tempe
     lengths = {len(its_tokens) for its_tokens in tokens}
     assert lengths == {1, 2, 3, 4}  # drafts that hold, and some that do not
     assert (np.asarray(state.history) & COUNT).sum() > (world.state.history & COUNT).sum()
+
+
+@pytest.mark.parametrize("tp", [1, 4, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_after_a_draft_that_holds_come_with_their_exact_probability(tp: int, name: str, num_draws: int):
+    """So do those before it. Each filter and processor, and all of them together."""
+    if num_draws < 50_000 and (tp != 4 or name not in ("all", "mask")):
+        pytest.skip("two cases are enough in `make test`; `make sample` runs all")
+    case = new_case(**CASES[name])
+    draft = int(np.argmax(case.probabilities()))
+    after = dataclasses.replace(case, counts=case.counts + only(draft))
+    first_counts, counts = np.zeros(len(case.logits)), np.zeros(len(case.logits))
+    num_requests = 2048 if num_draws < 50_000 else 16_384
+    for call in range(-(-num_draws // num_requests)):
+        first, second = drawn_with_draft(case, tp, draft, np.arange(num_requests) + num_requests * call)
+        first_counts += np.bincount(first, minlength=len(counts))
+        counts += np.bincount(second[first == draft], minlength=len(counts))
+    for observed, expected in ((first_counts, case.probabilities()), (counts, after.probabilities())):
+        assert observed[expected == 0].sum() == 0, "a dropped token was drawn"
+        check_frequencies(observed, expected)
+
+
+def drawn_with_draft(case: Case, tp: int, draft: int, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what requests with these seeds sample, and what they sample after the draft token."""
+    num_requests, num_rows = len(seeds), 2 * len(seeds)
+    shape = ProcessorShape(num_rows, 1)
+    positions = np.repeat([7, 8], num_requests)
+    packed = case.packed(shape, np.tile(seeds, 2), positions, np.ones(num_rows, np.int32))
+    fields = {field: packed[place] for field, place in shape.fields.items()}
+    fields["slots"][num_requests:] = STATE_ROWS  # nobody's last token
+    fill_draft_rows(fields, np.ones(num_rows, np.int32), [[draft]] * num_requests)
+    state, logits, masks = case.operands(tp, num_rows)
+    run = processor_program(tp, shape=shape)
+    _, _, sampled = run(state, np.zeros(STATE_ROWS, np.int32), logits, packed, masks)
+    first, second = np.split(np.asarray(sampled.tokens), 2)
+    return first, second

@@ -20,7 +20,7 @@ from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 TP_SIZES = (1, 4, 8)
 NUM_ROWS, VOCAB_SIZE = 4096, 61  # divides by no degree: there is padding at TP 4 and 8
-STATE_ROWS = 3
+STATE_ROWS, STATE_ROW = 3, 1  # the row that cases use
 SHAPE = ProcessorShape(NUM_ROWS)
 NO_ROW = STATE_ROWS
 CHEATING_LOGIT = 1e9  # of the padding
@@ -111,25 +111,30 @@ class Case:
 
     def run(self, tp: int, seeds, positions, num_rows: int = NUM_ROWS) -> tuple[ProcessorState, np.ndarray, object]:
         """Draws for requests that all have this case's row of the state."""
-        state_row, shape = 1, ProcessorShape(num_rows)
+        shape = ProcessorShape(num_rows)
+        state, logits, masks = self.operands(tp, num_rows)
+        seeds, positions = (np.broadcast_to(array, (num_rows,)) for array in (seeds, positions))
+        packed = self.packed(shape, seeds, positions, np.full(num_rows, STATE_ROW))
+        state, last_tokens, sampled = program(tp, shape=shape)(
+            state, np.zeros(STATE_ROWS, np.int32), logits, packed, masks
+        )
+        return state, np.asarray(last_tokens), sampled
+
+    def operands(self, tp: int, num_rows: int) -> tuple[ProcessorState, np.ndarray, np.ndarray]:
+        """Returns the state, the logits and the masks of rows that all have this case's."""
         num_local = -(-VOCAB_SIZE // tp)
         padding = num_local * tp - VOCAB_SIZE
         history, bias = np.zeros((STATE_ROWS, VOCAB_SIZE), np.int32), np.zeros((STATE_ROWS, VOCAB_SIZE), np.float32)
-        history[state_row] = self.counts + IN_PROMPT * self.prompt
-        history[state_row, list(self.ends)] += ENDS
-        bias[state_row] = 0 if self.bias is None else self.bias
+        history[STATE_ROW] = self.counts + IN_PROMPT * self.prompt
+        history[STATE_ROW, list(self.ends)] += ENDS
+        bias[STATE_ROW] = 0 if self.bias is None else self.bias
         state = ProcessorState(*(np.pad(array, ((0, 0), (0, padding))) for array in (history, bias)))
         logits = np.pad(self.logits, (0, padding), constant_values=CHEATING_LOGIT).astype(np.float32)
         logits = np.broadcast_to(logits, (num_rows, len(logits)))
         masks = np.full((num_rows, -(-VOCAB_SIZE // 32)), 2**32 - 1, np.uint32)
         if self.mask is not None:
             masks[:] = words(self.mask)
-        seeds, positions = (np.broadcast_to(array, (num_rows,)) for array in (seeds, positions))
-        packed = self.packed(shape, seeds, positions, np.full(num_rows, state_row))
-        state, last_tokens, sampled = program(tp, shape=shape)(
-            state, np.zeros(STATE_ROWS, np.int32), logits, packed, masks
-        )
-        return state, np.asarray(last_tokens), sampled
+        return state, logits, masks
 
 
 def words(mask: np.ndarray) -> np.ndarray:
