@@ -137,7 +137,7 @@ def _served_lines(served: Served, case: Case, name: str, found: Mapping[str, Any
     return lines
 
 
-def read_steps(name: str, served: Served, case: Case, results: Results) -> list[Line]:
+def read_steps(name: str, served: Served, case: Case, all_reduce: str, results: Results) -> list[Line]:
     return [
         Line(
             row=name,
@@ -146,7 +146,7 @@ def read_steps(name: str, served: Served, case: Case, results: Results) -> list[
             value=row["step_ms"],
             ideal=case.step_ms(row["batch"], row["context"]),
             all_reduces=case.all_reduces(row["batch"]),
-            note=f"dispatch {row['dispatch_ms']:.2f} ms, compiled in {row['compile_seconds']:.0f} s",
+            note=f"all-reduce {all_reduce}, host {row['dispatch_ms']:.2f} ms, compiling {row['compile_seconds']:.0f} s",
         )
         for row in _loaded(results)
     ]

@@ -80,7 +80,9 @@ class Plan:
                 continue
             rows.append(self._served_row(each, model))
             if each.tp == self.tp and not each.quantize:
-                rows.append(self._steps_row(each, model))
+                rows.append(self._steps_row(each, model, "auto"))
+            if each.name == "30b-a3b":  # to decide whether `auto` should be P2P without fused layers
+                rows.append(self._steps_row(each, model, "p2p"))
             if each.name == "30b-a3b-ep":  # before the models that take longest
                 rows += self._live_tp()
         return [*rows, *([self._gpu_tests()] if has_tests else ())], left_out
@@ -213,20 +215,21 @@ class Plan:
             tp=served.tp,
         )
 
-    def _steps_row(self, served: Served, model: ModelConfig) -> Row:
+    def _steps_row(self, served: Served, model: ModelConfig, all_reduce: str) -> Row:
         """Steps alone, without scheduler and gRPC: what the host adds is the difference. Compiles two programs only."""
         arguments = (
             "--model", served.model, "--tp", str(served.tp), "--batch", "1", "32", f"--context={_STEP_CONTEXT}",
+            f"--all-reduce={all_reduce}",
             *(("--expert-parallel",) if served.expert_parallel and not self.machine.is_virtual else ()),
-            *self._dry(*_TINY, "--batch", "1", "2", "--context=32", "--rounds=1", "--steps=2"),
+            *self._dry(*_TINY, "--batch", "1", "2", "--context=32", "--rounds=1", "--steps=2", "--all-reduce=auto"),
         )  # fmt: skip
         case = Case(machine=self.machine, model=model, tp=served.tp, expert_parallel=served.expert_parallel)
-        name = f"{served.name}-steps"
+        name = f"{served.name}-steps" if all_reduce == "auto" else f"{served.name}-{all_reduce}-steps"
         return Row(
             name=name,
             tasks=(Task(module=f"{_BENCHMARKS}.engine.scaling", arguments=arguments),),
             limit_seconds=180.0,
-            read=partial(readers.read_steps, name, served, case),
+            read=partial(readers.read_steps, name, served, case, all_reduce),
             tp=served.tp,
         )
 
