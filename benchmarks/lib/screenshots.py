@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.style import Style
 from rich.text import Text
 
-from meshserve.benchmarks.lib.terminal import COLUMNS, Terminal, terminal
+from meshserve.benchmarks.lib.terminal import COLUMNS, terminal
 from meshserve.benchmarks.load import report, serve
 from meshserve.runtime.client.client import Client
 from meshserve.runtime.dashboard.screen import SCREEN_LINES, screen
@@ -80,24 +80,35 @@ def _photograph(page: Path, picture: Path) -> None:
 def _talked(target: str, home: Path) -> str:
     """Holds a conversation in a terminal, and returns a picture of it."""
     command = [sys.executable, "-m", "meshserve", "chat", f"--target={target}", "--max-tokens=60", "--temperature=0.6"]
-    with terminal(command, environment={**os.environ, "HOME": str(home)}, lines=_CHAT_LINES) as shown:
+    environment = {**os.environ, "HOME": str(home)}
+    with terminal(command, environment=environment, lines=_CHAT_LINES, locate=_cursor) as shown:
         shown.wait_for(r">\s", _WAIT_SECONDS)
         for line in ("Who art thou?", "/info", "What news of the battle?", "/help"):
             shown.type(f"{line}\r")
             shown.wait_for(re.escape(line), _WAIT_SECONDS)
             shown.wait_for(r"\n>\s", _WAIT_SECONDS)
-        picture = _screen_of(shown)
+        picture = _picture(_screen(shown.shown))
         return _svg(picture, "meshserve chat", picture.plain.count("\n") + 1)
 
 
-def _screen_of(shown: Terminal) -> Text:
-    """Returns what a terminal shows, with its colours, without the empty lines at the end."""
-    screen = pyte.Screen(shown.columns, shown.lines)
-    pyte.ByteStream(screen).feed(shown.shown)
+def _screen(shown: bytes) -> pyte.Screen:
+    """Returns the screen of the chat after some output."""
+    screen = pyte.Screen(COLUMNS, _CHAT_LINES)
+    pyte.ByteStream(screen).feed(shown)
+    return screen
+
+
+def _cursor(shown: bytes) -> tuple[int, int]:
+    cursor = _screen(shown).cursor
+    return cursor.y + 1, cursor.x + 1
+
+
+def _picture(screen: pyte.Screen) -> Text:
+    """Returns what a screen shows, with its colours, without the empty lines at the end."""
     lines = []
-    for row in range(shown.lines):
+    for row in range(screen.lines):
         line = Text()
-        for column in range(shown.columns):
+        for column in range(screen.columns):
             cell = screen.buffer[row][column]
             style = Style(color=_colour(cell.fg), bgcolor=_colour(cell.bg), bold=cell.bold, italic=cell.italics)
             line.append(cell.data, style)

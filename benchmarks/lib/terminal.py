@@ -10,11 +10,12 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 COLUMNS, LINES = 110, 30  # of a terminal, unless said otherwise
-_CURSOR_QUERY, _CURSOR_REPLY = b"\x1b[6n", b"\x1b[1;1R"
+_CURSOR_QUERY = b"\x1b[6n"
+Locate = Callable[[bytes], tuple[int, int]]  # returns the line and the column of the cursor, from 1, after some output
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>()][B0]?|\r")
 
 
@@ -22,15 +23,12 @@ class Terminal:
     """A program, and all that it has shown.
 
     Attributes:
-      columns, lines: Its size.
       shown: The bytes that the program has written, escape sequences included.
     """
 
-    columns = COLUMNS
-
-    def __init__(self, process: subprocess.Popen[bytes], controller: int, lines: int):
-        self.process, self.shown, self.lines = process, b"", lines
-        self._controller, self._num_seen = controller, 0
+    def __init__(self, process: subprocess.Popen[bytes], controller: int, locate: Locate):
+        self.process, self.shown = process, b""
+        self._controller, self._num_seen, self._locate = controller, 0, locate
 
     @property
     def text(self) -> str:
@@ -72,9 +70,10 @@ class Terminal:
             new = os.read(self._controller, 65536)
         except OSError:  # on Linux, the end
             return False
-        if _CURSOR_QUERY in new:
-            os.write(self._controller, _CURSOR_REPLY)
         self.shown += new
+        if _CURSOR_QUERY in new:
+            line, column = self._locate(self.shown)
+            self.type(f"\x1b[{line};{column}R")
         return bool(new)
 
 
@@ -85,8 +84,9 @@ def terminal(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     lines: int = LINES,
+    locate: Locate = lambda shown: (1, 1),
 ) -> Iterator[Terminal]:
-    """Runs a command in a terminal until the block ends."""
+    """Runs a command in a terminal until the block ends. If it asks where the cursor is, `locate` says so."""
     controller, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, COLUMNS, 0, 0))
     variables = {**(os.environ if environment is None else environment), "TERM": "xterm-256color"}
@@ -95,7 +95,7 @@ def terminal(
     )
     os.close(end)
     try:
-        yield Terminal(process, controller, lines)
+        yield Terminal(process, controller, locate)
     finally:
         process.kill()
         process.wait()

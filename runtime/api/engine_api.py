@@ -106,6 +106,12 @@ class ModelInfo:
     draft_tokens: int = 0
     draft_model: str = ""
 
+    @property
+    def size(self) -> str:
+        """The number of parameters as people write it, such as 8.2 B."""
+        millions = self.num_parameters / 1e6
+        return f"{millions / 1e3:.1f} B" if millions >= 1e3 else f"{millions:.1f} M"
+
     def require(self, task: str) -> None:
         """Checks that the served model has a task.
 

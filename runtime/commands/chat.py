@@ -189,7 +189,7 @@ class Conversation:
         except CallError as error:
             return str(error)
         return (
-            f"{info.name} ({info.num_parameters / 1e9:.3g} B parameters, {info.dtype}) on {info.num_devices} x "
+            f"{info.name} ({info.size} parameters, {info.dtype}) on {info.num_devices} x "
             f"{info.device_kind}, tp {info.tp_degree}; context of {info.max_context_tokens:,} tokens\n"
             f"{load.num_running} requests run, {load.num_waiting} wait; {load.num_free_pages} of {load.num_pages} KV "
             f"pages are free\nlast answer: {self.speed}"

@@ -62,7 +62,7 @@ def _header(target: str, info: ModelInfo | None, latest: Reading) -> Panel:
     second = Text(_UNKNOWN)
     if info is not None:
         second = Text(
-            f"{info.name} ({_parameters(info.num_parameters)} parameters, {info.quantization or info.dtype}) on "
+            f"{info.name} ({info.size} parameters, {info.quantization or info.dtype}) on "
             f"{info.num_devices} x {info.device_kind}, TP size {info.tp_degree}, context {info.max_context_tokens:,}"
         )
     return Panel(Group(first, second), title="meshserve top", title_align="left")
@@ -140,10 +140,6 @@ def _sparkline(figures: Sequence[float | None]) -> Text:
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:
     return _UNKNOWN if value is None else form.format(scale * value)
-
-
-def _parameters(number: int) -> str:
-    return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 def _duration(seconds: float) -> str:

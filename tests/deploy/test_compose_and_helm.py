@@ -46,7 +46,7 @@ def test_compose_follows_the_specification(name: str):
     compose_spec = pytest.importorskip("compose_spec", reason="make test-deploy installs it")
     parsed = compose_spec.PyCompose.from_yaml(with_defaults(name))
     parsed.validate()
-    assert set(parsed.service_names) == services(name).keys()
+    assert set(parsed.service_names()) == services(name).keys()
 
 
 def test_the_images_of_compose_name_their_registry():

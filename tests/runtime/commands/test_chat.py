@@ -178,7 +178,7 @@ def test_the_commands_on_a_pipe(server, tmp_path: Path):
     saved = tmp_path / "saved.json"
     lines = f"/help\nhi\n/undo\n/undo\nhi\n/retry\n/set max_tokens 2\nhi\n/set top 1\n/info\n//x\n/save {saved}\n"
     done = piped(server.target, lines, "--max-tokens=1")
-    assert "/set [NAME [VALUE]]" in done.stdout and "toy (8.59 B parameters, bfloat16) on 2 x cpu" in done.stdout
+    assert "/set [NAME [VALUE]]" in done.stdout and "toy (8.6 B parameters, bfloat16) on 2 x cpu" in done.stdout
     assert re.findall(r"^\d[\d ]* $", done.stdout, re.MULTILINE)[:4] == ["11 ", "11 ", "11 ", "11 12 "]
     assert "there is no message to forget" in done.stderr and "'top' is not a parameter" in done.stderr
     contents = [message["content"] for message in json.loads(saved.read_text()) if message["role"] == "user"]
