@@ -152,9 +152,12 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 
 # The CUDA kernels against their reference, on a machine with a Hopper GPU. Runs without tests/conftest.py, which
 # selects the CPU. Some tests need two or four GPUs. Preallocation is off because one test starts a second process.
+# Those over several GPUs run last: a GPU that waits for another in vain cannot be used any more.
+P2P_TESTS := tests/kernels/test_p2p_on_one_gpu.py tests/kernels/test_p2p_gpu.py
 test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE := false
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest --noconftest $(sort $(wildcard tests/kernels/test_*_gpu.py))
+	PYTHONPATH=src $(PYTHON) -m pytest --noconftest $(sort $(filter-out $(P2P_TESTS),$(wildcard tests/kernels/test_*_gpu.py))) \
+	    $(P2P_TESTS)
 
 # The CUDA kernels under compute-sanitizer, on a machine with a Hopper GPU: memcheck, racecheck,
 # synccheck, and the same tests in memory full of NaN.
