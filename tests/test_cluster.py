@@ -25,7 +25,7 @@ from .waiting import WAIT_SECONDS, wait_for
 FAIL_SECONDS = 60.0
 FLAGS = [
     "--model=demo", "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=2", "--max-step-tokens=2",
-    "--num-pages=128", "--no-logits-processors", f"--fail-seconds={FAIL_SECONDS:g}",
+    "--num-pages=128", "--host-cache-gib=0.05", "--no-logits-processors", f"--fail-seconds={FAIL_SECONDS:g}",
     f"--drain-seconds={WAIT_SECONDS:g}",
 ]  # fmt: skip
 NUM_STREAMS = 8
@@ -83,6 +83,13 @@ def mixed_load(target: str) -> list[tuple[int, ...]]:
     return [stream.token_ids[: 5 if stream.is_cancelled else None] for stream in streams]
 
 
+def evict_all_pages(target: str) -> None:
+    """Serves other prompts, which take all 128 pages of 16 tokens, so that earlier prompts are in host memory only."""
+    with Client(target) as client:
+        for index in range(8):
+            list(client.generate([300 + (index + position * position) % 700 for position in range(256)], max_tokens=1))
+
+
 def health(target: str) -> int:
     with grpc.insecure_channel(target) as channel:
         return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS).status
@@ -129,7 +136,11 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
                 assert opened.get(port, "127.0.0.1") == "127.0.0.1", option
                 assert (port in opened) == (num_processes > 1)
             if num_processes == 2:  # on SIGTERM they drain in turn, and the open stream finishes normally
-                assert re.search(r'_followed_calls_total{method="run"} [1-9]', scraped(cluster, 1))
+                evict_all_pages(cluster.target)
+                assert mixed_load(cluster.target) == tokens[2]
+                assert re.search(r"_host_cache_restored_pages_total [1-9]", scraped(cluster, 0))
+                for method in ("run", "copy_pages"):
+                    assert re.search(rf'_followed_calls_total{{method="{method}"}} [1-9]', scraped(cluster, 1))
                 assert "\nmeshserve_ready 1.0\n" in scraped(cluster, 0) and "\nmeshserve_ready" not in scraped(
                     cluster, 1
                 )

@@ -135,6 +135,9 @@ class WatchedRunner:
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
         return self._runner.prompt_logprobs(targets)
 
+    def copy_pages(self, command: np.ndarray) -> None:
+        self._runner.copy_pages(command)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)

@@ -1,8 +1,11 @@
 """Counts the prefill tokens computed for many requests with one long prefix, without and with the prefix cache.
 
     python benchmarks/engine/prefix.py [--requests 64] [--prefix 1000] [--own 15] [--page-size 8]
+    python benchmarks/engine/prefix.py --host-cache-gib 32 --model qwen3-8b --random-weights --prefix 30000
 
-Runs the demo model on one CPU device. The ideal computes the prefix once and, for each request, only its own tokens.
+The second form measures prefixes that have left the devices, on whatever devices the machine has: the time of the first
+token computed, kept and restored from host memory, the rates of copies, and decodes beside copies. The first form
+runs the demo model on one CPU device. The ideal computes the prefix once and, for each request, only its own tokens.
 Each request computes a page that the prefix fills only partly, which explains the difference at page sizes that do not
 divide the prefix.
 """
@@ -11,7 +14,10 @@ import argparse
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from meshserve.benchmarks.lib.offline_engine import parse_settings
+from meshserve.benchmarks.lib.restored_prefix import measure
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.step_record import StepRecord
@@ -28,7 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--own", type=int, default=15, help="further tokens of each request")
     parser.add_argument("--page-size", type=int, default=8)
     parser.add_argument("--only-cached", action="store_true", help="skip the run without the cache")
+    host = parser.add_argument_group("prefixes that have left the devices")
+    host.add_argument("--host-cache-gib", type=float, default=0.0, help="measure them, with so much host memory")
+    host.add_argument("--model", default="demo", help="a model as for `serve`; also a published size such as qwen3-8b")
+    host.add_argument("--random-weights", action="store_true")
+    host.add_argument("--decodes", type=int, default=32, help="requests that decode beside the copies")
+    host.add_argument("--decode-tokens", type=int, default=512, help="tokens of each of them")
+    host.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the server")
     options = parser.parse_args(arguments)
+    if options.host_cache_gib:
+        _measure_host_cache(options)
+        return 0
     ideal = options.prefix + options.requests * options.own
     print(f"ideal: {ideal} prefill tokens")
     for has_cache in (True,) if options.only_cached else (False, True):
@@ -36,6 +52,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"prefix cache {has_cache!s:5}: {num_tokens} prefill tokens, {num_tokens / ideal:.3f} of the ideal; "
               f"{seconds:.1f} s", flush=True)  # fmt: skip
     return 0
+
+
+def _measure_host_cache(options: argparse.Namespace) -> None:
+    """Measures prefixes of which the devices hold two at a time."""
+    longest = options.prefix + options.decode_tokens + 128
+    settings: dict[str, Any] = {"page_size": 32, "max_context": longest} | parse_settings(options.set)
+    num_prefix_pages = -(-options.prefix // settings["page_size"])
+    num_decode_pages = options.decodes * (-(-(options.decode_tokens + 64) // settings["page_size"]) + 1)
+    chosen = {
+        "model": options.model,
+        "random_weights": options.random_weights,
+        "host_cache_gib": options.host_cache_gib,
+        "num_pages": 5 * num_prefix_pages // 2 + num_decode_pages,
+    }
+    measure(ServeConfig(**(chosen | settings)), options.prefix, options.decodes, options.decode_tokens)
 
 
 def _serve(options: argparse.Namespace, has_cache: bool) -> tuple[int, float]:

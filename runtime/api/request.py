@@ -98,6 +98,8 @@ class SchedulingState:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     is_blocked: bool = False  # its next token mask has not been computed, so it is in no plan
+    is_fetching: bool = False  # pages of it are being copied from host memory, so it is in no plan
+    is_admitted: bool = False  # a plan has admitted it to its slot and computes its first tokens there
     drafter: "Drafter | None" = None  # proposes draft tokens
 
 

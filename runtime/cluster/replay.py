@@ -59,6 +59,9 @@ class LeadingRunner:
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
         return self._lead("prompt_logprobs", targets)
 
+    def copy_pages(self, command: np.ndarray) -> None:
+        self._lead("copy_pages", command)
+
     def _lead(self, method: str, *arguments: Any) -> Any:
         sequence = self._leader.call(method, [to_message(argument) for argument in arguments])
         result = getattr(self._runner, method)(*arguments)

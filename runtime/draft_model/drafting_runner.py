@@ -60,6 +60,9 @@ class DraftingRunner:
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[jax.Array]:
         return self.served.prompt_logprobs(targets)
 
+    def copy_pages(self, command: np.ndarray) -> None:
+        raise AssertionError("a server with a draft model has no host cache; see `options.combinations`")
+
     def release(self) -> nnx.State:
         """Frees the device state of both at once and returns the parameters of the served model."""
         self.draft.release()

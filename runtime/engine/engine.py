@@ -27,6 +27,7 @@ from ..api.errors import EngineStoppedError
 from ..api.request import DEFAULT_OPTIONS, FinishReason, Load, Request, RequestOptions
 from ..api.sampling_params import MAX_SEED, SamplingParams
 from ..drafting.model_drafter import fill_unknown
+from ..host_cache.host_cache import HostCache
 from ..pooling.pooled_rows import PooledRows
 from ..program.batch import BatchBuilder, Bucket
 from ..program.processor_batch import Logprobs, ProcessorBatch, Sampled
@@ -61,6 +62,9 @@ class Runner(Protocol):
 
     def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
         """Returns the log-probabilities of `targets`, the tokens that follow those of the last `run`."""
+
+    def copy_pages(self, command: np.ndarray) -> None:
+        """Dispatches a command of the host cache; see `host_cache.commands`."""
 
 
 @runtime_checkable
@@ -127,6 +131,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._scheduler = scheduler
+        self.host_cache = pages.host if isinstance(pages.host, HostCache) else None
         self._pages = pages
         self._batches = batches
         self.runner = runner
@@ -354,6 +359,8 @@ class Engine:
         flight, processors = self._dispatch() or (None, None)
         if self._flight is not None:
             self._collect(self._flight)
+        elif flight is None and self.host_cache is not None:
+            self.host_cache.wait()
         flight = self._renew_masks(flight, processors, is_idle=flight is None and self._flight is None)
         if flight is not None and processors is not None:
             flight = self._control(flight, processors)
@@ -367,16 +374,22 @@ class Engine:
         """
         with self._changed:
             started = self._clock()
+            for arrival in self.host_cache.arrivals(started) if self.host_cache is not None else ():
+                self._scheduler.arrived(*arrival)
             plan = self._scheduler.plan(started)
             for request in self._scheduler.take_expired():
                 self._open.expired(request, "its deadline passed or could no longer be met")
-            if plan is None:
-                return None
-            chain = plan.draft_chain(self._scheduler.limits.draft_tokens)
-            proposing = self._batches.build(chain) if chain is not None else None
-            batch = self._batches.build(plan)
-            dispatched = self._clock()
-            record = self._recorder.planned(plan, batch.bucket, dispatched - started) if self._recorder else None
+            copies = self.host_cache.take_commands(started) if self.host_cache is not None else ()
+            if plan is not None:
+                chain = plan.draft_chain(self._scheduler.limits.draft_tokens)
+                proposing = self._batches.build(chain) if chain is not None else None
+                batch = self._batches.build(plan)
+                dispatched = self._clock()
+                record = self._recorder.planned(plan, batch.bucket, dispatched - started) if self._recorder else None
+        for command in copies:
+            self.runner.copy_pages(command)
+        if plan is None:
+            return None
         for page_row in batch.page_table_rows:
             self.runner.set_page_row(page_row)
         if proposing is not None:
@@ -422,6 +435,8 @@ class Engine:
             for step, booked in enumerate(self._scheduler.speculation.accept(plan, sampled, now, flight.num_valid)):
                 for progress in self._scheduler.account(plan, booked, now, step):
                     self._open.stream(progress, now, flight.logprobs, pooled)
+            if self.host_cache is not None:
+                self.host_cache.collected(plan, flight.dispatched, now)
             if self._recorder is not None and flight.record is not None:
                 self._recorder.collected(flight.record, now - flight.dispatched)
 

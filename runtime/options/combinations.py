@@ -36,6 +36,13 @@ def check_combinations(config: "ServeConfig") -> None:
             "begins at most one page per step. Lower it or raise page_size."
         )
     _check_draft_model(config)
+    if config.host_cache_gib and not config.prefix_cache:
+        raise ConfigError("host_cache_gib keeps pages of the prefix cache, so it requires prefix_cache. Set it to 0.")
+    if config.host_cache_gib and config.draft_model:
+        raise ConfigError(
+            "host_cache_gib keeps the pages of the model, but not those of draft_model, which could draft nothing for "
+            "restored prompts. Set host_cache_gib to 0, or leave draft_model out."
+        )
     _check_cluster(config)
     _check_kv_events(config)
     if config.cpu_devices and config.cpu_devices < config.tp and not config.coordinator:

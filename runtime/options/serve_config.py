@@ -157,6 +157,13 @@ class ServeConfig:
     reserve_mib: int = option(
         512, _MEMORY, "device memory in MiB to leave free beside weights, KV cache and scratch memory", least=0
     )
+    host_cache_gib: float = option(
+        0.0,
+        _MEMORY,
+        "host memory in GiB in which each process keeps cached pages that its devices have no room for; prompts that "
+        "begin with them are restored instead of computed where that is faster; 0 keeps none",
+        least=0,
+    )
     cache_dir: str = option(
         "~/.cache/meshserve",
         _MEMORY,

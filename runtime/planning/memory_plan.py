@@ -62,6 +62,7 @@ class MemoryPlan:
     num_params: int  # of the whole model
     num_active_params: int  # that a token passes through
     split: str  # how experts are split, in words; empty for a model without experts
+    host_pages: int = 0  # that one process keeps in host memory
 
     @property
     def served_tokens(self) -> int:
@@ -135,7 +136,8 @@ class Planner:
                 scratch += num_copies * (server.requested_pages or served // page) * page
         else:
             free = limit - weights - scratch - processors
-            served = int(limit * server.memory_fraction) - (limit - free) - server.reserve_bytes
+            staging = server.host_cache.staging_bytes if server.host_cache is not None else 0
+            served = int(limit * server.memory_fraction) - (limit - free) - server.reserve_bytes - staging
         if served < page:
             raise MemoryError(
                 f"{self.name} needs {weights / GIB:.1f} GiB for weights on each of {server.tp} devices of "
@@ -163,6 +165,7 @@ class Planner:
             num_params=server.model.num_params,
             num_active_params=server.model.num_active_params,
             split=_split(server.layout),
+            host_pages=server.host_cache.num_pages if server.host_cache is not None else 0,
         )
 
     @property

@@ -79,6 +79,7 @@ def plan_table(plan: MemoryPlan) -> str:
         (f"page of {plan.page_size} tokens", f"{plan.page_bytes / MIB:.2f} MiB"),
         ("maximum pages", f"{plan.max_pages}"),
         ("pages served", f"{plan.served_pages} ({plan.served_tokens} tokens)"),
+        *([("host cache", f"{plan.host_pages * plan.page_size} tokens")] if plan.host_pages else []),
         ("step programs", f"{plan.num_programs}"),
     ]
     kinds = [plan.dtype]

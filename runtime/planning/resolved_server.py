@@ -19,7 +19,9 @@ from meshserve.sharding.chips import Chip, chip_of
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.mesh import named_sharding
 
+from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
+from ..host_cache.sizes import HostCacheSize, host_cache_size
 from ..model.qwen3 import Kernels
 from ..options.model_defaults import cache_dtype, context_tokens, serving_dtype
 from ..options.serve_config import ServeConfig
@@ -80,6 +82,28 @@ class ResolvedServer:
         """Bytes of one KV cache page on each device."""
         return cache_page_bytes(self.model, self.layout, self.limits.page_size, self.cache_dtype)
 
+    @property
+    def host_cache(self) -> HostCacheSize | None:
+        """The sizes of the host tier, of which each process has one; None without one.
+
+        Raises:
+          ConfigError: It has no room for anything.
+        """
+        try:
+            return host_cache_size(
+                int(self.requested.host_cache_gib * (1 << 30)),
+                page_bytes=self.page_bytes,
+                num_local_devices=self.num_local_devices,
+                max_request_pages=self.limits.num_pages_for(self.limits.max_context),
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def num_local_devices(self) -> int:
+        """The devices of one process, as far as it is known before the server is placed."""
+        return self.tp
+
     def cache_shape(self, num_pages: int) -> CacheShape:
         limits = self.limits
         return CacheShape(
@@ -94,6 +118,10 @@ class PlacedServer(ResolvedServer):
     mesh: Mesh
     kernels: Kernels
     findings: P2PFindings
+
+    @property
+    def num_local_devices(self) -> int:
+        return len(self.mesh.local_devices)
 
     def abstract_params(self) -> tuple[nnx.GraphDef, nnx.State]:
         """Returns the model's structure and its parameters as shapes with shardings."""
@@ -126,6 +154,7 @@ class PlacedServer(ResolvedServer):
             kernels=self.kernels,
             state=placed_state(state, self.mesh),
             processors=processors if self.has_processors else None,
+            host_cache=self.host_cache,
         )
 
     def on_mesh(self, mesh: Mesh) -> "PlacedServer":

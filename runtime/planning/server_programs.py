@@ -15,6 +15,8 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.mesh import named_sharding
 
+from ..host_cache import page_copies
+from ..host_cache.sizes import HostCacheSize
 from ..model.qwen3 import Kernels
 from ..program.batch import Bucket, ProgramKey
 from ..program.compile_cache import compile_all
@@ -22,6 +24,10 @@ from ..program.output_buffers import OutputBufferKey, output_buffer_shapes
 from ..program.processor_programs import LogitsProcessors, ProcessorPrograms
 from ..program.step import DeviceState, set_page_row, sharded_step, weights_of
 from ..program.step_runner import ALLOCATE, SET_PAGE_ROW, StepRunner
+
+# Keys of the programs that copy pages between the cache and blocks; see `page_copies`.
+SAVE_PAGES: ProgramKey = ("save pages", 0)
+WRITE_PAGES: ProgramKey = ("write pages", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,7 @@ class ServerPrograms:
     kernels: Kernels
     state: DeviceState[jax.ShapeDtypeStruct]  # with shardings
     processors: ProcessorPrograms | None = None
+    host_cache: HostCacheSize | None = None
 
     @cached_property
     def output_buffers(self) -> dict[OutputBufferKey, jax.ShapeDtypeStruct]:
@@ -50,6 +57,10 @@ class ServerPrograms:
         programs: dict[ProgramKey, Callable[[], jax.stages.Lowered]]
         programs = {bucket.key: partial(self.lower_step, bucket) for bucket in self.buckets}
         assert len(programs) == len(self.buckets), "two buckets have the same key"
+        if self.host_cache is not None:
+            cache, block_pages = self.state.cache, self.host_cache.block_pages
+            programs[SAVE_PAGES] = partial(page_copies.lower_save, cache, block_pages)
+            programs[WRITE_PAGES] = partial(page_copies.lower_write, cache, block_pages)
         return programs | {
             ALLOCATE: partial(_lower_allocate, (self.state, self.output_buffers)),
             SET_PAGE_ROW: partial(_lower_set_page_row, self.state.page_table, self.mesh),
@@ -69,13 +80,20 @@ class ServerPrograms:
         """
         to_lower = self.to_lower_for_steps()
         compiled = compile_all((lower() for lower in to_lower.values()), len(to_lower), num_threads)
+        programs = dict(zip(to_lower, compiled, strict=True))
+        copies = None
+        if self.host_cache is not None:
+            shape = page_copies.block_shape(self.state.cache, self.host_cache.block_pages)
+            gather, scatter = programs[SAVE_PAGES], programs[WRITE_PAGES]
+            copies = page_copies.PageCopies(self.host_cache, shape, gather, scatter)
         return StepRunner(
-            dict(zip(to_lower, compiled, strict=True)),
+            programs,
             buckets=self.buckets,
             state_shapes=self.state,
             buffer_shapes=self.output_buffers,
             mesh=self.mesh,
             processors=processors,
+            copies=copies,
         )
 
 

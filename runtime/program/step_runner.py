@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
 
+from ..host_cache.page_copies import PageCopies
 from .batch import Bucket, ProgramKey
 from .device_figures import DeviceFigures
 from .output_buffers import OutputBufferKey, output_buffer_keys
@@ -36,6 +37,7 @@ class StepRunner:
       buffer_shapes: The output buffers, with shardings; empty if steps have none.
       mesh: The devices.
       processors: The compiled logits processors, if the server has any.
+      copies: The blocks of pages in host memory, if the server has a host cache.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class StepRunner:
         buffer_shapes: Mapping[OutputBufferKey, jax.ShapeDtypeStruct],
         mesh: Mesh,
         processors: LogitsProcessors | None = None,
+        copies: PageCopies | None = None,
     ):
+        self.copies = copies
         self._programs = {bucket: programs[bucket.key] for bucket in buckets}
         self._set_page_row, self._allocate = programs[SET_PAGE_ROW], programs[ALLOCATE]
         self._shapes, self._output_buffer_shapes = state_shapes, buffer_shapes
@@ -127,9 +131,16 @@ class StepRunner:
         self._output = None
         if self._processors is not None:
             self._processors.release()
+        if self.copies is not None:
+            self.copies.release()
         params, self._params = self._params, nnx.State({})
         self._weights = ()
         return params
+
+    def copy_pages(self, command: np.ndarray) -> None:
+        """Dispatches a command of the host tier; see `host_cache.commands`."""
+        assert self.copies is not None, "a server without a host cache copies no pages"
+        self._state = self._state._replace(cache=self.copies.run(command, self._state.cache))
 
     def set_page_row(self, page_row: np.ndarray) -> None:
         """Dispatches the replacement of a row of the page table; see `Batch.page_table_rows`."""

@@ -41,7 +41,8 @@ class FairShares:
         self._limits = limits
         self._pages = pages
         self._accounts: dict[str, Account] = {}
-        self._parked: set[Request] = set()  # blocked requests that would wait otherwise
+        self._parked: set[Request] = set()  # requests that would wait, but are blocked or await a page
+        self._awaiting: dict[Request, bytes] = {}  # the key of the page that a request awaits
         self._total_weight = 0.0
         self._virtual_time = 0.0  # the turn of the last prefill
         self._left_turns: dict[str, float] = {}  # next turns of tenants without requests, if later than that
@@ -73,7 +74,7 @@ class FairShares:
                 self._left_turns[request.tenant] = account.next_turn
 
     def queue(self, request: Request) -> None:
-        if request.is_blocked:
+        if request.is_blocked or request.is_fetching:
             self._parked.add(request)
             return
         self.of(request).waiting.push(request.rank, request)
@@ -97,6 +98,24 @@ class FairShares:
         request.is_blocked = is_blocked
         if is_queued:
             self.queue(request)
+
+    def await_page(self, request: Request, key: bytes) -> None:
+        """Parks a waiting request while the page of this key is copied from host memory for another one."""
+        self.unqueue(request)
+        request.is_fetching = True
+        self._awaiting[request] = key
+        self.queue(request)
+
+    def end_awaiting(self) -> None:
+        """Queues the requests again whose page is no longer being copied for another one."""
+        for request, key in tuple(self._awaiting.items()):
+            if request.is_finished:
+                del self._awaiting[request]
+            elif self._pages.host is None or not self._pages.host.is_coming(key):
+                del self._awaiting[request]
+                self.unqueue(request)
+                request.is_fetching = False
+                self.queue(request)
 
     def waiting(self) -> Iterator[Request]:
         """Iterates over the waiting requests in no particular order."""
@@ -191,6 +210,8 @@ class FairShares:
     def audit(self) -> None:
         """Checks the books of every tenant. Raises AssertionError with the violation. O(requests)."""
         assert self.num_waiting == sum(len(each.waiting) for each in self._accounts.values()), "the queue is miscounted"
+        awaiting = {request for request in self._awaiting if not request.is_finished}
+        assert awaiting == {each for each in self.waiting() if each.is_fetching}, "a waiting request awaits no page"
         for tenant, account in self._accounts.items():
             name = f"tenant {tenant!r}"
             assert account.num_requests > 0 < account.weight, f"{name} has {account.num_requests} requests"

@@ -3,18 +3,21 @@
 In: the number of pages that a request needs, and the keys of its full pages (`page_keys.py`). Out: page numbers. Every
 device holds the same pages (each with its own KV heads), so one allocator serves the whole mesh.
 
-A page is in one of three states:
+A page is in one of four states:
 
     unused      contains nothing reusable                                   -> allocated first
     held        by one request, or by several if it has been published
+    saved       as evictable, and a host tier has had a copy made of it     -> allocated next
     evictable   published, held by no request, can be found by `match`      -> allocated last, least recently held first
 
 A page is published when it is full; after that it is never written. Sharing a page copies nothing.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from ..api.host_tier import HostTier
 from ..kv_events.page_changes import PageChanges
 
 
@@ -30,6 +33,7 @@ class PageAllocator:
             raise ValueError(f"num_pages is {num_pages}; a cache needs 1 page or more.")
         self.num_evictions = 0  # evicted pages since the start
         self.changes: PageChanges | None = None  # is told which pages `match` can find; None: nobody asks
+        self.host: HostTier | None = None
         self.reset(num_pages)
 
     def reset(self, num_pages: int) -> None:
@@ -38,6 +42,7 @@ class PageAllocator:
         # A stack with the lowest page on top. Pages freed last are reused first, so a lightly loaded cache uses few.
         self._unused = list(range(num_pages - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self._saved: OrderedDict[int, None] = OrderedDict()  # those with a copy in host memory, in order of saving
         self._num_holders = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -46,12 +51,17 @@ class PageAllocator:
 
     @property
     def num_free_pages(self) -> int:
-        """The number of pages that can be allocated now: unused and evictable ones."""
-        return len(self._unused) + len(self._evictable)
+        """The number of pages that can be allocated now: unused and evictable ones, saved or not."""
+        return len(self._unused) + self.num_evictable_pages
 
     @property
     def num_evictable_pages(self) -> int:
-        return len(self._evictable)
+        return len(self._evictable) + len(self._saved)
+
+    @property
+    def num_clean_pages(self) -> int:
+        """The number of pages that can be allocated now without losing content: unused and saved ones."""
+        return len(self._unused) + len(self._saved)
 
     def allocate(self, num_pages: int) -> list[int]:
         """Allocates `num_pages` pages, which the caller holds until it frees them.
@@ -70,19 +80,35 @@ class PageAllocator:
         return pages
 
     def _evict(self) -> int:
-        page, _ = self._evictable.popitem(last=False)
+        page, _ = (self._saved or self._evictable).popitem(last=False)
         key = self._key_of.pop(page)
         del self._page_of[key]
         if self.changes is not None:
             self.changes.removed(key)
+        if self.host is not None:
+            self.host.evicted(page, key)
         return page
 
     def flush(self) -> int:
-        """Drops all evictable pages from the prefix cache and returns their number. Held pages stay published."""
-        num_pages = len(self._evictable)
+        """Drops all evictable pages from the prefix cache and returns their number. Held pages stay published.
+
+        A host tier drops all its pages.
+        """
+        num_pages = self.num_evictable_pages
         for _ in range(num_pages):
             self._unused.append(self._evict())
+        if self.host is not None:
+            self.host.clear()
         return num_pages
+
+    def unsaved(self, num_pages: int) -> list[tuple[int, bytes]]:
+        """Returns the next pages that would be evicted with content that is not saved, and their keys."""
+        return [(page, self._key_of[page]) for page in itertools.islice(self._evictable, num_pages)]
+
+    def mark_saved(self, page: int) -> None:
+        """Marks one of the pages of `unsaved`, of which a copy is dispatched, so that it is evicted before others."""
+        del self._evictable[page]
+        self._saved[page] = None
 
     def free(self, pages: Sequence[int]) -> None:
         """Releases one hold on each of `pages`. Published pages become evictable once no request holds them.
@@ -133,7 +159,7 @@ class PageAllocator:
         for page in pages:
             assert page in self._key_of, f"page {page} is shared, but not published"
             if not self._num_holders[page]:
-                del self._evictable[page]
+                del (self._saved if page in self._saved else self._evictable)[page]
             self._num_holders[page] += 1
 
     def audit(self, holders: Iterable[Sequence[int]]) -> None:
@@ -155,11 +181,12 @@ class PageAllocator:
             page = next(page for page, number in enumerate(num_holders) if number != self._num_holders[page])
             counted = self._num_holders[page]
             raise AssertionError(f"page {page} is held by {num_holders[page]} requests, but counted {counted} times")
-        free = {*self._unused, *self._evictable}
+        free = {*self._unused, *self._evictable, *self._saved}
         assert len(free) == self.num_free_pages, "a page is on the free lists twice"
         for page, number in enumerate(num_holders):
             assert (page in free) != (number > 0), f"page {page} has {number} holders; it must be either held or free"
             assert number <= 1 or page in self._key_of, f"page {page} has {number} holders, but is not published"
-        assert all(page in self._key_of for page in self._evictable), "an evictable page is not published"
+        evictable = (*self._evictable, *self._saved)
+        assert all(page in self._key_of for page in evictable), "an evictable page is not published"
         assert not any(page in self._key_of for page in self._unused), "an unused page is published"
         assert {page: key for key, page in self._page_of.items()} == self._key_of, "the index is not one to one"

@@ -59,6 +59,12 @@ class Running:
         extend_page_keys(request, self._limits.page_size, num_pages)
         return self._pages.match(request.page_keys[:num_pages])
 
+    def missing_keys(self, request: Request, num_cached_pages: int) -> list[bytes]:
+        """Returns the keys of the pages that the request could start from in addition to those of `cached_pages`."""
+        if not self._limits.has_prefix_cache or request.num_prompt_logprobs_left:
+            return []
+        return request.page_keys[num_cached_pages : (request.num_known_tokens - 1) // self._limits.page_size]
+
     def has_room(self, request: Request, cached: Collection[int]) -> bool:
         """Returns whether a slot and pages for all known tokens of the request are free.
 
@@ -89,6 +95,7 @@ class Running:
         request.num_prefill_tokens = request.num_known_tokens
         request.num_computed_tokens = len(cached) * self._limits.page_size
         request.num_published_pages = len(cached)
+        request.is_admitted = False
         has_cache = self._limits.has_prefix_cache
         if has_cache:
             extend_page_keys(request, self._limits.page_size, request.num_known_tokens // self._limits.page_size)
@@ -117,6 +124,9 @@ class Running:
 
     def release(self, request: Request) -> None:
         """Frees the pages and the slot of a running request. Its full pages stay in the prefix cache until evicted."""
+        if request.is_fetching and self._pages.host is not None:
+            self._pages.host.abort(request)
+            request.is_fetching = False
         self.publish(request)
         for requests in (self._requests, self._shares.of(request).running):
             del requests[bisect_left(requests, request.rank, key=rank_of)]
@@ -126,6 +136,11 @@ class Running:
         assert request.slot is not None, request.request_id
         heapq.heappush(self._free_slots, request.slot)
         request.slot = None
+
+    def arrived(self, request: Request, num_pages: int) -> None:
+        """Books and publishes the next pages of a fetching request, which have been copied from host memory."""
+        request.num_computed_tokens += num_pages * self._limits.page_size
+        self.publish(request)
 
     def withdraw(self, request: Request) -> bool:
         """Undoes the computation of a request's last known token, which is planned with its successor in flight.
@@ -175,6 +190,8 @@ class Running:
             is_safe = request.num_published_pages * self._limits.page_size <= num_safe_tokens
             assert is_safe, f"{name} shares {request.num_published_pages} pages, but has {num_safe_tokens} safe tokens"
         self._pages.audit(request.pages for request in self._requests)
+        if self._pages.host is not None:
+            self._pages.host.audit()
 
     def _num_new_pages(self, request: Request, cached: Collection[int]) -> int:
         return self._limits.num_pages_for(request.num_known_tokens) - len(cached)

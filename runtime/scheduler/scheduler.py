@@ -30,7 +30,7 @@ from .page_keys import extend_page_keys
 from .ranked_queue import RankedQueue
 from .running import NEVER, Running, book_prompt_logprobs
 from .speculation import Speculation
-from .step_plan import Admission, Chunk, Draft, Progress, StepPlan
+from .step_plan import Chunk, Draft, Progress, StepPlan
 
 
 class Scheduler:
@@ -134,6 +134,7 @@ class Scheduler:
         independent of the queue's length. Requests ended because of their deadline are left for `take_expired`.
         """
         self._let_leave()
+        self._shares.end_awaiting()
         while (late := self._deadlines.first) is not None and late.deadline_seconds <= now:
             self._expire(late, now)
         draft = Draft(now=now, num_tokens_left=self.limits.max_step_tokens)
@@ -146,7 +147,7 @@ class Scheduler:
             if request.slot is not None:
                 self._plan_prefill(request, draft)
         self._admit(draft, ahead_of=None)
-        self._fit(draft)
+        draft.fit(self.limits)
         prefills = draft.single_prefills + draft.long_prefills
         if not prefills and not draft.decodes:
             return None
@@ -191,10 +192,11 @@ class Scheduler:
             if request.slot is None:
                 continue  # preempted for another one
             start = request.num_computed_tokens
-            if start < request.num_prefill_tokens and not request.is_blocked:
+            if start < request.num_prefill_tokens and not (request.is_blocked or request.is_fetching):
                 prefilling.append(request)
                 continue
-            if request.num_drafts or request.is_blocked or (has_drafts and self.speculation.awaits(request)):
+            is_parked = request.is_blocked or request.is_fetching
+            if request.num_drafts or is_parked or (has_drafts and self.speculation.awaits(request)):
                 draft.num_sitting_out += 1
                 continue
             if start == request.num_page_positions and not self._grow(request, draft):
@@ -251,9 +253,11 @@ class Scheduler:
 
     def _plan_prefill(self, request: Request, draft: Draft) -> None:
         """Plans as many known tokens of a request as the token budget allows. Its pages were assigned on admission."""
-        if not draft.num_tokens_left:
+        if not draft.num_tokens_left or request.is_fetching:
             return
         start = request.num_computed_tokens
+        if not request.is_admitted:
+            draft.begin(request, self.limits.page_size)
         end = min(request.num_prefill_tokens, start + draft.num_tokens_left)
         is_sampling = end == request.num_prefill_tokens
         request.num_computed_tokens = end
@@ -264,18 +268,6 @@ class Scheduler:
         draft.page_keys.update(request.page_keys[start // page_size : self.limits.num_pages_for(end)])
         if is_sampling and end + 1 == request.max_total_tokens:
             self._about_to_leave.append(request)
-
-    def _fit(self, draft: Draft) -> None:
-        """Cuts the last prefill chunk to the next smaller bucket if that defers fewer tokens than padding would add."""
-        below, above = self.limits.sizes_around(draft.num_tokens)
-        surplus = draft.num_tokens - below
-        if below and surplus < above - draft.num_tokens and draft.long_prefills:
-            request, start, num_tokens, is_sampling = draft.long_prefills[-1]
-            if num_tokens > surplus + 1:
-                draft.long_prefills[-1] = Chunk(request, start, num_tokens - surplus, False)
-                draft.num_tokens_left += surplus
-                request.num_computed_tokens -= surplus
-                request.num_pending_tokens -= is_sampling
 
     def _admit(self, draft: Draft, ahead_of: Request | None) -> None:
         """Admits waiting requests while the token budget lasts and room can be made for them.
@@ -292,22 +284,23 @@ class Scheduler:
                 return  # freed pages must not go back, and tokens in flight are not known yet
             if not self._running.has_free_slot and not self._shares.victims(request):
                 return
-            cached = self._running.cached_pages(request)
-            if self._is_too_late(request, len(cached), draft.now):
+            cached, host = self._running.cached_pages(request), self._pages.host
+            missing = self._running.missing_keys(request, len(cached))
+            num_found = len(cached) + (host.num_found(missing) if host is not None else 0)
+            if self._is_too_late(request, num_found, draft.now):
                 self._expire(request, draft.now)
-                continue
-            if self._is_coming(request, len(cached), draft) or not self._make_room(request, cached, draft):
+            elif host is not None and missing and host.is_coming(missing[0]):
+                self._shares.await_page(request, missing[0])
+            elif draft.page_keys.isdisjoint(missing[:1]) and self._make_room(request, cached, draft):
+                self._place(request, cached, missing)
+                self._plan_prefill(request, draft)
+            else:  # the next page is computed in this step, so that the next can share it, or there is no room
                 return
-            self._place(request, cached, draft)
-            self._plan_prefill(request, draft)
 
-    def _is_coming(self, request: Request, num_cached_pages: int, draft: Draft) -> bool:
-        """Returns whether another request computes this one's next page in this step, so that the next can share it."""
-        if request.num_prompt_logprobs_left:
-            return False
-        num_shareable_pages = (request.num_known_tokens - 1) // self.limits.page_size
-        next_page_keys = request.page_keys[num_cached_pages : min(num_cached_pages + 1, num_shareable_pages)]
-        return not draft.page_keys.isdisjoint(next_page_keys)
+    def arrived(self, request: Request, num_pages: int, is_last: bool) -> None:
+        """Books the next pages that were copied from host memory for a request. After the last it computes the rest."""
+        self._running.arrived(request, num_pages)
+        request.is_fetching = not is_last
 
     def _make_room(self, request: Request, cached: list[int], draft: Draft) -> bool:
         """Makes room for a request, preempting others if needed. False, without preemption, if it cannot fit."""
@@ -322,14 +315,11 @@ class Scheduler:
                 self._preempt_for(victim, draft)
         return True
 
-    def _place(self, request: Request, cached: list[int], draft: Draft) -> None:
+    def _place(self, request: Request, cached: list[int], missing: list[bytes]) -> None:
         self._shares.unqueue(request)
         self._running.place(request, cached)
-        is_first = not request.num_preemptions
-        if is_first:
-            request.num_cached_tokens = request.num_computed_tokens
-        queue_seconds = draft.now - request.arrival_seconds if is_first else None
-        draft.admitted.append(Admission(request, len(cached), queue_seconds))
+        if missing and self._pages.host is not None:
+            request.is_fetching = self._pages.host.begin(request, missing)
 
     def preempt_all(self) -> None:
         """Preempts all running requests. Call it only while no step is in flight."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..api.request import Request
 from ..drafting.model_drafter import UNKNOWN_DRAFT
+from .limits import SchedulerLimits
 
 # The result of a step for one request: the sampled token, or None for an end token, which is not part of the output.
 # The request's `finish_reason` tells whether it is finished.
@@ -24,7 +25,7 @@ class Chunk(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A request that was admitted to a slot. Its first `num_cached_pages` pages come from the prefix cache."""
+    """A request that begins to compute in its slot. Its first `num_cached_pages` pages come from the prefix cache."""
 
     request: Request
     num_cached_pages: int
@@ -132,9 +133,30 @@ class Draft:
     def num_tokens(self) -> int:
         return len(self.decodes) + sum([chunk.num_tokens for chunk in (*self.single_prefills, *self.long_prefills)])
 
+    def begin(self, request: Request, page_size: int) -> None:
+        """Adds the admission of a request whose first tokens in its slot this step computes."""
+        request.is_admitted = True
+        is_first = not request.num_preemptions
+        if is_first:
+            request.num_cached_tokens = request.num_computed_tokens
+        queue_seconds = self.now - request.arrival_seconds if is_first else None
+        self.admitted.append(Admission(request, request.num_computed_tokens // page_size, queue_seconds))
+
     def add_prefill(self, chunk: Chunk) -> None:
         self.num_tokens_left -= chunk.num_tokens
         (self.single_prefills if chunk.num_tokens == 1 else self.long_prefills).append(chunk)
+
+    def fit(self, limits: SchedulerLimits) -> None:
+        """Cuts the last prefill chunk to the next smaller bucket if that defers fewer tokens than padding would add."""
+        below, above = limits.sizes_around(self.num_tokens)
+        surplus = self.num_tokens - below
+        if below and surplus < above - self.num_tokens and self.long_prefills:
+            request, start, num_tokens, is_sampling = self.long_prefills[-1]
+            if num_tokens > surplus + 1:
+                self.long_prefills[-1] = Chunk(request, start, num_tokens - surplus, False)
+                self.num_tokens_left += surplus
+                request.num_computed_tokens -= surplus
+                request.num_pending_tokens -= is_sampling
 
     def prefilled(self) -> set[Request]:
         """Returns the requests that this step admits or prefills."""

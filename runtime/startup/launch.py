@@ -31,6 +31,7 @@ from ..cluster.preflight import Cluster
 from ..draft_model.drafting_runner import DraftingRunner
 from ..engine.engine import Engine, Runner
 from ..engine.step_record import Record
+from ..host_cache.host_cache import HostCache
 from ..kv_events.feed import KvEventFeed
 from ..kv_events.page_changes import PageChanges
 from ..options.serve_config import ServeConfig
@@ -201,6 +202,8 @@ def build_engine(
     runner, server, chain_buckets = build_runner(config, model, make_params, cluster, tokenizer_file)
     limits, pages = server.limits, PageAllocator(runner.num_pages)
     pages.changes = changes
+    if isinstance(runner, StepRunner) and runner.copies is not None:
+        HostCache(pages, limits, runner.copies)
     eos_token_ids = _eos_token_ids(tokenizer, model) if tokenizer is not None else frozenset()
     engine = Engine(
         scheduler=Scheduler(limits, pages, eos_token_ids),

@@ -101,6 +101,8 @@ class Resharder:
             nonlocal seconds
             started = time.monotonic()
             new.start(move_params(server.model, old.release(), self._server.layout, server.layout, server.mesh))
+            if self._engine.host_cache is not None and new.copies is not None:
+                self._engine.host_cache.reset(new.copies)
             seconds = time.monotonic() - started
             return new, new.num_pages
 

@@ -52,6 +52,7 @@ def compile_runner(
     num_pages = server.requested_pages
     if not num_pages:
         used_bytes = _scratch_bytes(one_page, processors) + server.reserve_bytes + reserved_bytes
+        used_bytes += server.host_cache.staging_bytes if server.host_cache is not None else 0
         page_bytes = server.page_bytes
         if draft is not None:
             used_bytes, page_bytes = used_bytes + draft.output_bytes, page_bytes + draft.page_bytes

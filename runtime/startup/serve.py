@@ -157,6 +157,8 @@ class _Serving:
         self.place.attach(launched.engine)
         gc.collect()
         gc.freeze()  # the objects of startup are permanent, and scanning them takes 0.1 s per full collection
+        if (host_cache := launched.engine.host_cache) is not None:
+            metrics.read_host_cache = lambda: host_cache.counts
         if launched.grammars is not None:
             launched.grammars.wait_until_ready()
             metrics.read_constraint_counts = launched.grammars.counts

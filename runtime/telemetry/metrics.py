@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from ..api.engine_api import ModelInfo
 from ..api.request import FinishReason, Load
+from ..host_cache.counts import HostCacheCounts
 from .logs import num_dropped_lines
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Metrics:
         self.read_late_compiles: Callable[[], int] = lambda: 0  # replaced once `compile_cache.CompileWatch` counts
         # Lost workers, and refused constraints by limit; replaced by the server with `grammar.Grammars.counts`.
         self.read_constraint_counts: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})
+        self.read_host_cache: Callable[[], HostCacheCounts | None] = lambda: None  # replaced by a server with a tier
         self.stream = StreamCounts()
         self._add_request_metrics()
         self._add_step_metrics()
@@ -258,6 +260,8 @@ class _StateCollector(Collector):
             value=num_dropped_lines(),
         )
         yield from _constraint_metrics(*self._metrics.read_constraint_counts())
+        if (counts := self._metrics.read_host_cache()) is not None:
+            yield from _host_cache_metrics(counts)
         if (load := state.load) is None:
             return
         for name, text, value in (
@@ -293,6 +297,22 @@ def _constraint_metrics(num_lost_workers: int, num_refused: Mapping[str, int]) -
     for limit, count in num_refused.items():
         refused.add_metric([limit], count)
     yield refused
+
+
+def _host_cache_metrics(counts: HostCacheCounts) -> Iterator[Metric]:
+    yield GaugeMetricFamily("meshserve_host_cache_pages", "KV cache pages in host memory.", value=counts.num_pages)
+    for name, text, value in (
+        ("saved_pages", "Cached KV pages that were copied to host memory.", counts.num_saved),
+        ("restored_pages", "KV pages that were copied from host memory to the devices.", counts.num_restored),
+        ("lost_pages", "Cached KV pages that were evicted without a copy in host memory.", counts.num_lost),
+        (
+            "recomputed_pages",
+            "KV pages in host memory whose tokens were computed instead, because that was faster.",
+            counts.num_recomputed,
+        ),
+        ("failed_copies", "Copies of blocks of KV pages, to or from host memory, that failed.", counts.num_failed),
+    ):
+        yield CounterMetricFamily(f"meshserve_host_cache_{name}_total", text, value=value)
 
 
 def _server_info(info: ModelInfo) -> Metric:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.host_cache.host_cache import HostCache
 from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.program.batch import ON_DEVICE, Batch, BatchBuilder
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
@@ -20,6 +21,7 @@ from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import Progress, StepPlan
+from tests.runtime.fake_copies import FakeCopies
 
 EOS_TOKEN_ID = 0
 VOCAB_SIZE = 40  # one sampled token in 40 ends its request
@@ -194,10 +196,14 @@ class FakeDevice:
 class Simulation:
     """An engine loop with steps in flight; every action ends with `audit()`, and a step takes a second."""
 
-    def __init__(self, limits: SchedulerLimits, num_pages: int, num_steps_ahead: int = 1):
+    def __init__(
+        self, limits: SchedulerLimits, num_pages: int, num_steps_ahead: int = 1, copies: FakeCopies | None = None
+    ):
         self.limits = limits
         self.num_steps_ahead = num_steps_ahead
         self.allocator = PageAllocator(num_pages)
+        self.copies = copies
+        self.host = HostCache(self.allocator, limits, copies) if copies is not None else None
         self.scheduler = Scheduler(limits, self.allocator, frozenset({EOS_TOKEN_ID}))
         self.device = FakeDevice(limits, num_pages)
         self.in_flight: deque[tuple[StepPlan, list[list[int]]]] = deque()
@@ -210,6 +216,7 @@ class Simulation:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_cached_tokens = 0
+        self.num_fetching_steps = 0  # in which somebody computed, while another waited for pages from host memory
         self.queue_seconds: list[float] = []
 
     def add(self, *requests: Request) -> None:
@@ -229,7 +236,13 @@ class Simulation:
         loads = {request.tenant: self._load(request.tenant) for request in running}
         num_pages = {request: len(request.pages) for request in running}
         self.now += 1.0
+        for arrival in self.host.arrivals(self.now) if self.host is not None else ():
+            self.scheduler.arrived(*arrival)
+        self.scheduler.audit()
         plan = self.scheduler.plan(self.now)
+        if self.host is not None and self.copies is not None:
+            for command in self.host.take_commands(self.now):
+                self.copies.run(command, self.device.cache)
         self.scheduler.audit()
         self.ended_outside.update(self.scheduler.take_expired())
         self._check_first(unfinished, plan)
@@ -239,6 +252,7 @@ class Simulation:
         self._check_shares(plan, loads, num_pages)
         self._check_budget(plan)
         self.num_steps += 1
+        self.num_fetching_steps += any(request.is_fetching for request in self.scheduler.requests)
         self.num_prefill_tokens += plan.num_prefill_tokens
         self.num_cached_tokens += sum(admission.num_cached_pages for admission in plan.admitted) * self.limits.page_size
         self.queue_seconds += [seconds for *_, seconds in plan.admitted if seconds is not None]
@@ -260,7 +274,8 @@ class Simulation:
             return
         first = min(alive, key=lambda request: request.rank)
         planned = {chunk.request for chunk in plan.chunks} if plan is not None else set()
-        is_awaited = first.is_blocked or (first.num_pending_tokens and (first.slot is None or first.num_drafts))
+        is_parked = first.is_blocked or first.is_fetching
+        is_awaited = is_parked or (first.num_pending_tokens and (first.slot is None or first.num_drafts))
         assert first in planned or is_awaited, first
 
     def _check_precedence(self, plan: StepPlan, running: list[Request]) -> None:
@@ -272,7 +287,8 @@ class Simulation:
             is_prefilling = request.num_computed_tokens < request.num_prefill_tokens
             is_stalled = request is last and not self.allocator.num_free_pages
             lacks_page = request.num_computed_tokens == request.num_page_positions and self._has_tenants()
-            assert is_prefilling or is_stalled or lacks_page or request.num_drafts or request.is_blocked, request
+            is_parked = request.num_drafts or request.is_blocked or request.is_fetching
+            assert is_prefilling or is_stalled or lacks_page or is_parked, request
         for victim in plan.preempted:
             own = [request for request in planned if request.tenant == victim.tenant]
             assert victim.is_blocked or all(request.rank < victim.rank for request in own)
@@ -345,6 +361,8 @@ class Simulation:
         plan = self.dispatch()
         if self.in_flight and (plan is None or len(self.in_flight) > self.num_steps_ahead):
             self.collect()
+        elif plan is None and self.host is not None and self.host.is_fetching:
+            self.host.wait()
         elif plan is None and not any(request.is_blocked for request in self.scheduler.requests):
             assert not self.scheduler.has_work, "work is left, nothing is in flight, and nothing can be planned"
 

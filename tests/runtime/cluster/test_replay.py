@@ -98,7 +98,7 @@ def test_a_followers_metrics_tell_what_it_replayed_and_how_long_ago():
         return registry.get_sample_value(name, labels)
 
     assert value("meshserve_follower_ready") == 0 and value("meshserve_followed_done_total") == 0
-    assert [value("meshserve_followed_calls_total", method=method) for method in REPLAYED_METHODS] == [0] * 6
+    assert [value("meshserve_followed_calls_total", method=method) for method in REPLAYED_METHODS] == [0] * 7
     assert value("meshserve_leader_silence_seconds") is None, "process 0 was not reached"
     pair = Pair()
     for _ in range(3):

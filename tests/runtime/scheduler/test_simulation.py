@@ -8,6 +8,7 @@ import pytest
 from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
 from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.scheduler.limits import SchedulerLimits
+from tests.runtime.fake_copies import FakeCopies, make_size
 from tests.runtime.simulation import VOCAB_SIZE, Simulation, make_request
 from tests.runtime.trace import Arrival, Traffic, make_trace
 
@@ -64,43 +65,72 @@ def replay(simulation: Simulation, trace: list[Arrival]) -> dict[str, int]:
     return refused
 
 
-@pytest.mark.parametrize("demand", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize(("max_decode_steps", "draft_tokens"), [(1, 0), (4, 0), (1, 7), (4, 3)])
-def test_everything_ends_whatever_the_demand(
-    demand: float, max_decode_steps: int, draft_tokens: int, num_simulated: int
-) -> None:
-    """Demand: the pages that max_running mean requests need together, over those of the cache."""
-    mean_pages = -(-(MEAN_PROMPT_TOKENS + MAX_CONTEXT // 8 + MEAN_OUTPUT_TOKENS) // PAGE_SIZE)
-    num_pages = max(int(MAX_RUNNING * mean_pages / demand), -(-MAX_CONTEXT // PAGE_SIZE))
-    limits = SchedulerLimits(
+def limits_of(**changes: float) -> SchedulerLimits:
+    values = dict(
         page_size=PAGE_SIZE,
         max_running=MAX_RUNNING,
         max_step_tokens=256,
         max_waiting=200,
         max_context=MAX_CONTEXT,
         max_prefill_tokens=192,
-        max_decode_steps=max_decode_steps,
-        draft_tokens=draft_tokens,
         draft_min_match=1,
         step_sizes=(64, 128, 256),
         priority_seconds=100.0,
     )
-    simulation = Simulation(limits, num_pages)
-    traffic = Traffic(
-        num_requests=num_simulated,
+    return SchedulerLimits(**(values | changes))
+
+
+def num_pages_for(demand: float) -> int:
+    mean_pages = -(-(MEAN_PROMPT_TOKENS + MAX_CONTEXT // 8 + MEAN_OUTPUT_TOKENS) // PAGE_SIZE)
+    return max(int(MAX_RUNNING * mean_pages / demand), -(-MAX_CONTEXT // PAGE_SIZE))
+
+
+def traffic_of(demand: float, num_requests: int) -> Traffic:
+    return Traffic(
+        num_requests=num_requests,
         max_context=MAX_CONTEXT,
         mean_prompt_tokens=MEAN_PROMPT_TOKENS,
         mean_output_tokens=MEAN_OUTPUT_TOKENS,
         requests_per_step=0.5 if demand > 1.0 else 0.7 * demand,
         vocab=range(1, VOCAB_SIZE),
     )
-    refused = replay(simulation, make_trace(random.Random(f"{demand} {max_decode_steps} {draft_tokens}"), traffic))
+
+
+@pytest.mark.parametrize("demand", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(("max_decode_steps", "draft_tokens"), [(1, 0), (4, 0), (1, 7), (4, 3)])
+def test_everything_ends_whatever_the_demand(
+    demand: float, max_decode_steps: int, draft_tokens: int, num_simulated: int
+) -> None:
+    """Demand: the pages that max_running mean requests need together, over those of the cache."""
+    limits = limits_of(max_decode_steps=max_decode_steps, draft_tokens=draft_tokens)
+    simulation = Simulation(limits, num_pages_for(demand))
+    draw = random.Random(f"{demand} {max_decode_steps} {draft_tokens}")
+    refused = replay(simulation, make_trace(draw, traffic_of(demand, num_simulated)))
     report(simulation, refused)
     assert sum(refused.values()) + len(simulation.accepted) == num_simulated
     assert simulation.scheduler.num_preemptions > 0 or demand <= 1.0
     speculation = simulation.scheduler.speculation
     assert 0 < speculation.num_accepted < speculation.num_drafts or not draft_tokens
     assert simulation.num_cached_tokens > simulation.num_prefill_tokens / 20
+
+
+@pytest.mark.parametrize("demand", [1.0, 3.0])
+@pytest.mark.parametrize(("draft_tokens", "failing"), [(0, 0.0), (3, 0.05)])
+def test_evicted_pages_come_back_from_host_memory(
+    demand: float, draft_tokens: int, failing: float, num_simulated: int
+) -> None:
+    """Copies take up to eight steps, and some fail; every step audits the pages of the device and of the host."""
+    num_pages = num_pages_for(demand)
+    copies = FakeCopies(make_size(num_blocks=num_pages, block_pages=4), seed=7, max_polls=8, failing=failing)
+    simulation = Simulation(limits_of(draft_tokens=draft_tokens), num_pages, copies=copies)
+    draw = random.Random(f"host {demand} {draft_tokens}")
+    refused = replay(simulation, make_trace(draw, traffic_of(demand, num_simulated)))
+    report(simulation, refused)
+    assert simulation.host is not None
+    counts = simulation.host.counts
+    print(f"{simulation.num_fetching_steps} steps beside requests that were fetching; {counts}")
+    assert counts.num_saved > counts.num_restored > num_simulated / 20
+    assert (counts.num_failed > 0) == (failing > 0.0) and simulation.num_fetching_steps > 0
 
 
 class LateMasks(Simulation):

@@ -1,0 +1,165 @@
+"""Measures a prefix that has left the devices: restored from host memory, beside computed and kept on the devices."""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from meshserve.runtime.api.request import Output
+from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.host_cache import commands
+from meshserve.runtime.host_cache.host_cache import HostCache
+from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.program.step_runner import StepRunner
+from meshserve.runtime.startup.launch import launch
+
+_GB = 1e9
+_NUM_COPIES = 16  # blocks copied at a time when the link is measured
+_REPEATS = 3
+
+
+class _Clock:
+    """The times of all tokens, by request."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+        self._ended: set[str] = set()
+        self._changed = threading.Condition()
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        now = time.perf_counter()
+        with self._changed:
+            for output in outputs:
+                self.times.setdefault(output.request_id, []).extend([now] * len(output.token_ids))
+                if output.finish_reason is not None:
+                    self._ended.add(output.request_id)
+            self._changed.notify_all()
+
+    def wait(self, engine: Engine, names: Sequence[str]) -> None:
+        with self._changed:
+            while not self._ended.issuperset(names):
+                self._changed.wait(timeout=1.0)
+                if engine.failure is not None:
+                    raise SystemExit(f"the engine failed: {engine.failure}")
+
+    def wait_for_tokens(self, names: Sequence[str]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: all(self.times.get(name) for name in names))
+
+
+class _Server:
+    def __init__(self, config: ServeConfig):
+        self.clock = _Clock()
+        self.engine = launch(config, self.clock.deliver).engine
+        assert self.engine.host_cache is not None and isinstance(self.engine.runner, StepRunner)
+        self.host: HostCache = self.engine.host_cache
+        self.runner: StepRunner = self.engine.runner
+        self._names = map(str, itertools.count())
+
+    def submit(self, prompt: Sequence[int], max_tokens: int = 1) -> str:
+        name = next(self._names)
+        self.engine.submit(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+        return name
+
+    def first_token_seconds(self, prompt: Sequence[int]) -> float:
+        """Returns the time from the submission of a request, with nothing else running, to its first token."""
+        started = time.perf_counter()
+        name = self.submit(prompt)
+        self.clock.wait(self.engine, [name])
+        return self.clock.times[name][0] - started
+
+
+def measure(config: ServeConfig, num_tokens: int, num_decodes: int, num_decode_tokens: int) -> None:
+    """Prints the first-token times of a prefix of `num_tokens`, the rates of copies, and decodes beside copies."""
+    server = _Server(config)
+    server.engine.start()
+    # Two prefixes fit on the devices, so each of four in turn has left them.
+    prompts = [_prompt(number, num_tokens) for number in range(4)]
+    computed = [server.first_token_seconds(prompt) for prompt in prompts]
+    kept = [server.first_token_seconds(prompts[-1]) for _ in range(_REPEATS)]
+    before = server.host.counts.num_restored
+    restored = [server.first_token_seconds(prompts[number % 4]) for number in range(4 * _REPEATS)]
+    num_pages = (server.host.counts.num_restored - before) / len(restored)
+    rate = server.host.rates.copy_bytes_per_second
+    print(f"first token of {num_tokens} tokens: computed {_ms(computed)}, kept on the devices {_ms(kept)}, "
+          f"restored {_ms(restored)} ms (minimum, median)")  # fmt: skip
+    print(f"restored {num_pages:.0f} pages a request; copies of each device ran at {rate / _GB:.1f} GB/s meanwhile; "
+          f"{server.host.counts}", flush=True)  # fmt: skip
+    decodes = [_prompt(100 + number, 64) for number in range(num_decodes)]
+    for name, beside in (("kept", prompts[-1:]), ("restored", prompts)):
+        gaps = _gaps_beside(server, decodes, num_decode_tokens, beside)
+        print(f"{num_decodes} decodes beside prefixes that are {name}: a token every "
+              f"{np.percentile(gaps, 50):.2f} ms, P99 {np.percentile(gaps, 99):.2f} ms", flush=True)  # fmt: skip
+    server.engine.stop()
+    for name, seconds, num_bytes in _link_times(server):
+        print(f"{name}: {num_bytes / seconds / _GB:.1f} GB/s on each device, in blocks of "
+              f"{server.host.size.block_bytes / 2**20:.1f} MiB", flush=True)  # fmt: skip
+
+
+def _prompt(number: int, num_tokens: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(number).integers(300, 1800, num_tokens).tolist())
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    return f"{min(seconds) * 1e3:.1f} {np.median(seconds) * 1e3:.1f}"
+
+
+def _gaps_beside(
+    server: _Server, decodes: Sequence[Sequence[int]], num_tokens: int, prompts: Sequence[Sequence[int]]
+) -> np.ndarray:
+    """Returns the milliseconds between tokens of decodes, while requests for `prompts` come one after another."""
+    names = [server.submit(prompt, num_tokens) for prompt in decodes]
+    server.clock.wait_for_tokens(names)
+    with _requesting(server, prompts) as started:
+        server.clock.wait(server.engine, names)
+    times = [np.array(server.clock.times[name]) for name in names]
+    return 1e3 * np.concatenate([np.diff(each[each > started]) for each in times])
+
+
+@contextmanager
+def _requesting(server: _Server, prompts: Sequence[Sequence[int]]) -> Iterator[float]:
+    is_over = threading.Event()
+
+    def run() -> None:
+        for prompt in itertools.cycle(prompts):
+            if is_over.is_set():
+                return
+            server.clock.wait(server.engine, [server.submit(prompt)])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield time.perf_counter()
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _link_times(server: _Server) -> Iterator[tuple[str, float, int]]:
+    """Copies blocks each way with nothing else running. Yields the direction, seconds, and bytes on each device."""
+    copies, size = server.runner.copies, server.host.size
+    assert copies is not None
+    blocks = range(min(_NUM_COPIES, size.num_blocks))
+    num_bytes = len(blocks) * size.block_bytes
+    server.runner.copy_pages(commands.clear())
+    for is_measured in (False, True):  # the first time, jax allocates host memory
+        started = time.perf_counter()
+        for block in blocks:
+            server.runner.copy_pages(commands.save(block, [block], size.block_pages))
+        while copies.num_saving():
+            time.sleep(1e-4)
+        if is_measured:
+            yield "to host memory", time.perf_counter() - started, num_bytes
+        started = time.perf_counter()
+        for block in blocks:
+            server.runner.copy_pages(commands.fetch(block, block))
+        for block in blocks:
+            copies.wait(block)
+        if is_measured:
+            yield "to the devices", time.perf_counter() - started, num_bytes
+        for block in blocks:
+            server.runner.copy_pages(commands.forget(block))

@@ -1,0 +1,335 @@
+"""Decides which pages go to host memory and which come back, and tells `page_copies` what to copy when.
+
+    pages near their eviction  -> SAVE blocks, before a step may overwrite the pages
+    a request finds its prefix -> FETCH blocks to staging memory -> once there: WRITE their pages into the cache
+
+Commands are carried out in order on the engine's thread, between two steps. A page is written only by WRITE, which is
+issued after the copy from host memory has ended and while the request still holds the page. So no step waits for a
+copy, a request can be cancelled or preempted at any time, and a copy that fails costs no page: its request computes the
+tokens again. docs/decisions/053-host-cache.md has the reasons.
+"""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..api.request import Request
+from ..scheduler.limits import SchedulerLimits
+from ..scheduler.page_allocator import PageAllocator
+from ..scheduler.step_plan import StepPlan
+from .block_index import BlockIndex
+from .commands import clear, fetch, forget, save, write
+from .counts import HostCacheCounts
+from .rates import Rates
+from .sizes import HostCacheSize
+
+_MAX_TICKETS = 2**31  # a ticket is sent as an int32
+
+
+class Copier(Protocol):
+    """Carries out the commands. Implemented by `page_copies.PageCopies`; commands reach it through the runner."""
+
+    size: HostCacheSize
+
+    def has_arrived(self, ticket: int) -> bool | None:
+        """Returns whether a fetched block is in staging memory; None while it is on its way, False if it failed."""
+
+    def wait(self, ticket: int) -> None:
+        """Waits until a fetched block has arrived or failed."""
+
+    def num_saving(self) -> int:
+        """Returns how many blocks are being copied to host memory."""
+
+    def take_failed(self) -> list[tuple[int, bool]]:
+        """Returns the blocks that could not be saved since the last call, and whether host memory was exhausted."""
+
+
+class Arrival(NamedTuple):
+    """The next pages of a request, which are in the cache once the commands are carried out."""
+
+    request: Request
+    num_pages: int
+    is_last: bool
+
+
+@dataclass
+class _Part:
+    """The pages that a fetch takes from one block."""
+
+    block: int
+    rows: dict[int, int] = field(default_factory=dict)  # row of the block -> index among the fetched pages
+
+
+@dataclass(eq=False)
+class _Fetch:
+    request: Request
+    first_page: int  # index in the request's pages
+    keys: Sequence[bytes]
+    parts: list[_Part]
+    num_sent: int = 0  # of the parts
+    has_arrived: list[bool] = field(default_factory=list)  # by fetched page
+    num_told: int = 0  # pages that were reported as arrived
+    has_failed: bool = False
+
+    def take_arrived(self) -> int:
+        """Returns the number of pages, in order, that have arrived since the last call."""
+        before = self.num_told
+        while self.num_told < len(self.has_arrived) and self.has_arrived[self.num_told]:
+            self.num_told += 1
+        return self.num_told - before
+
+    @property
+    def is_done(self) -> bool:
+        return self.has_failed or self.num_told == len(self.has_arrived)
+
+
+class HostCache:
+    """The host tier of one engine. All access requires the engine's lock, except for `wait`.
+
+    Args:
+      pages: The page allocator, whose `host` it becomes.
+      limits: The scheduler's limits.
+      copier: Carries out the commands.
+    """
+
+    def __init__(self, pages: PageAllocator, limits: SchedulerLimits, copier: Copier):
+        self.counts = HostCacheCounts()
+        self.rates = Rates()
+        self._pages = pages
+        # Pages that may be evicted in one step without being lost: those of the longest request, and all decodes'.
+        self._num_ahead = limits.num_pages_for(limits.max_context) + limits.max_running
+        self._page_size, self._max_running = limits.page_size, limits.max_running
+        self._tickets = itertools.count()
+        self._last_collected = 0.0
+        pages.host = self
+        self.reset(copier)
+
+    def reset(self, copier: Copier) -> None:
+        """Starts over with an empty host memory and other devices, when no request runs."""
+        self._copier, self._size = copier, copier.size
+        self._index = BlockIndex(copier.size.num_blocks)
+        self._fetches: dict[Request, _Fetch] = {}
+        self._coming: dict[bytes, _Fetch] = {}
+        self._queue: deque[_Fetch] = deque()  # with parts that are not sent
+        self._flying: dict[int, tuple[_Fetch, _Part]] = {}  # by ticket, oldest first
+        self._evicted: list[tuple[int, bytes]] = []
+        self._commands: list[np.ndarray] = []
+        self._flying_since = 0.0
+
+    @property
+    def size(self) -> HostCacheSize:
+        """The sizes of the tier."""
+        return self._size
+
+    @property
+    def num_pages(self) -> int:
+        """The number of pages in host memory."""
+        return self._index.num_pages
+
+    @property
+    def is_fetching(self) -> bool:
+        return bool(self._fetches)
+
+    # What the scheduler calls; see `api.host_tier.HostTier`.
+
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        return self._index.num_found(keys)
+
+    def is_coming(self, key: bytes) -> bool:
+        return key in self._coming
+
+    def begin(self, request: Request, keys: Sequence[bytes]) -> bool:
+        keys = keys[: self._index.num_found(keys)]
+        if not keys:
+            return False
+        first_page = request.num_computed_tokens // self._page_size
+        parts: dict[int, _Part] = {}
+        for index, key in enumerate(keys):
+            place = self._index.place(key)
+            assert place is not None
+            block, row = place
+            parts.setdefault(block, _Part(block)).rows[row] = index
+        num_blocks = len(parts) + sum(len(other.parts) - other.num_sent for other in self._queue) + len(self._flying)
+        start = first_page * self._page_size
+        end = start + len(keys) * self._page_size
+        if not self.rates.is_copy_faster(num_blocks * self._size.block_bytes, start, end):
+            self.counts.num_recomputed += len(keys)
+            return False
+        found = _Fetch(request, first_page, keys, list(parts.values()), has_arrived=[False] * len(keys))
+        for part in found.parts:
+            self._index.pin(part.block)
+        self._fetches[request] = found
+        self._coming.update((key, found) for key in keys)
+        self._queue.append(found)
+        return True
+
+    def abort(self, request: Request) -> None:
+        if request in self._fetches:
+            self._end(self._fetches[request])
+
+    def evicted(self, page: int, key: bytes) -> None:
+        if key in self._index:
+            self._index.touch(key)
+        else:
+            self._evicted.append((page, key))
+
+    def clear(self) -> None:
+        self._index.clear()
+        self._evicted.clear()
+        self._commands.append(clear())
+        for found in self._fetches.values():
+            found.has_failed = True
+            for part in found.parts:
+                self._index.pin(part.block)  # until it ends
+
+    # What the engine calls.
+
+    def arrivals(self, now: float) -> list[Arrival]:
+        """Returns the pages that have arrived. Their WRITE commands are added to those of `take_commands`."""
+        self._evicted.clear()
+        for block, is_out_of_memory in self._copier.take_failed():
+            self._lose(block)
+            if is_out_of_memory:
+                self._index.shrink()
+        num_blocks = 0
+        for ticket, (found, part) in list(self._flying.items()):
+            state = self._copier.has_arrived(ticket)
+            if state is None:
+                break
+            num_blocks += 1
+            del self._flying[ticket]
+            if state and not found.has_failed:
+                self._write(ticket, found, part)
+                continue
+            self._commands.append(forget(ticket))
+            if not found.has_failed:
+                self._lose(part.block)
+        if num_blocks:
+            self.rates.copied(num_blocks * self._size.block_bytes, max(now - self._flying_since, 1e-9))
+            self._flying_since = now
+        arrivals = []
+        for request, found in list(self._fetches.items()):
+            num_pages = found.take_arrived()
+            if num_pages or found.is_done:
+                arrivals.append(Arrival(request, num_pages, found.is_done))
+            if found.is_done:
+                self._end(found)
+        return arrivals
+
+    def take_commands(self, now: float) -> list[np.ndarray]:
+        """Returns the commands to carry out before the step of the plan just made, or now if there is none."""
+        self._save()
+        self._send(now)
+        self.counts.num_pages = self._index.num_pages
+        commands, self._commands = self._commands, []
+        return commands
+
+    def wait(self) -> None:
+        """Waits until the oldest copy to the device has ended. Needs no lock, but the engine's thread."""
+        oldest = next(iter(tuple(self._flying)), None)  # a copy, because another thread may cancel a request meanwhile
+        if oldest is not None:
+            self._copier.wait(oldest)
+
+    def collected(self, plan: StepPlan, dispatched: float, now: float) -> None:
+        """Records the time of a step whose tokens were collected."""
+        seconds = now - max(dispatched, self._last_collected)
+        self._last_collected = now
+        if 2 * plan.num_prefill_tokens > plan.num_batch_tokens and seconds > 0.0:
+            longest = max(plan.prefills, key=lambda chunk: chunk.num_tokens)
+            self.rates.prefilled(longest.start + longest.num_tokens // 2, plan.num_batch_tokens, seconds)
+
+    def _write(self, ticket: int, found: _Fetch, part: _Part) -> None:
+        held = found.request.pages
+        rows = {row: held[found.first_page + index] for row, index in part.rows.items()}
+        self._commands.append(write(ticket, rows, self._size.block_pages, self._pages.num_pages))
+        for index in part.rows.values():
+            found.has_arrived[index] = True
+        self.counts.num_restored += len(part.rows)
+
+    def _lose(self, block: int) -> None:
+        """Forgets a block that could not be copied, and fails the fetches that need it."""
+        self.counts.num_failed += 1
+        self._index.forget(block)
+        for found in self._fetches.values():
+            found.has_failed |= any(part.block == block for part in found.parts)
+
+    def _end(self, found: _Fetch) -> None:
+        """Ends a fetch, complete or not."""
+        del self._fetches[found.request]
+        if found in self._queue:
+            self._queue.remove(found)
+        for ticket, (other, _) in list(self._flying.items()):
+            if other is found:
+                del self._flying[ticket]
+                self._commands.append(forget(ticket))
+        for key in found.keys:
+            del self._coming[key]
+        for part in found.parts:
+            self._index.unpin(part.block)
+            if found.num_told == len(found.keys):
+                self._index.demote(part.block)
+
+    def _send(self, now: float) -> None:
+        """Sends blocks to the device while there is staging memory."""
+        while self._queue and len(self._flying) < self._size.max_fetches:
+            found = self._queue[0]
+            if found.has_failed or found.num_sent == len(found.parts):
+                self._queue.popleft()
+                continue
+            part, ticket = found.parts[found.num_sent], next(self._tickets) % _MAX_TICKETS
+            found.num_sent += 1
+            if not self._flying:
+                self._flying_since = now
+            self._flying[ticket] = found, part
+            self._commands.append(fetch(ticket, part.block))
+
+    def _save(self) -> None:
+        """Saves pages that this plan has evicted, then those that would be evicted next."""
+        num_left, size = self._size.max_saves - self._copier.num_saving(), self._size.block_pages
+        evicted, self._evicted = self._evicted, []
+        while evicted and num_left > 0 and self._save_block(evicted[:size]):
+            del evicted[:size]
+            num_left -= 1
+        self.counts.num_lost += len(evicted)
+        while num_left > 0 and self._pages.num_clean_pages < self._num_ahead:
+            found = self._pages.unsaved(size)
+            known = [(page, key) for page, key in found if key in self._index]
+            if not known:
+                is_soon = self._pages.num_clean_pages < self._max_running + size
+                if not found or (len(found) < size and not is_soon):
+                    return  # wait for more pages, to fill a block
+                if not self._save_block(found):
+                    return
+                num_left -= 1
+            for page, key in known or found:
+                self._index.touch(key)
+                self._pages.mark_saved(page)
+
+    def _save_block(self, pages: Sequence[tuple[int, bytes]]) -> bool:
+        block = self._index.add([key for _, key in pages])
+        if block is None:
+            return False
+        self._commands.append(save(block, [page for page, _ in pages], self._size.block_pages))
+        self.counts.num_saved += len(pages)
+        return True
+
+    def audit(self) -> None:
+        self._index.audit(Counter(part.block for found in self._fetches.values() for part in found.parts))
+        assert len(self._flying) <= self._size.max_fetches, f"{len(self._flying)} blocks are on their way"
+        coming = {key: found for found in self._fetches.values() for key in found.keys}
+        assert coming == self._coming, "the index of pages on their way is not that of the fetches"
+        for request, found in self._fetches.items():
+            name = f"request {request.request_id}"
+            assert request.is_fetching and request.slot is not None, f"{name} has a fetch, but is not fetching"
+            num_pages = request.num_computed_tokens // self._page_size
+            assert num_pages == found.first_page + found.num_told, f"{name} has {num_pages} pages; {found} told others"
+            assert len(request.pages) >= found.first_page + len(found.keys), f"{name} lacks pages for its fetch"
+            for part in found.parts:
+                for row, index in part.rows.items():
+                    is_there = found.has_failed or self._index.place(found.keys[index]) == (part.block, row)
+                    assert is_there, f"{name} fetches a page that is not in its block"
+        assert {found for found, _ in self._flying.values()} <= set(self._fetches.values()), "a copy has no fetch"

@@ -1,0 +1,211 @@
+"""Copies pages between the KV cache on the devices and host memory, on the engine's thread.
+
+In: the commands of `host_cache`. A page's keys and values of all layers lie together in a block, and each device's
+part of a block is one array. Copies run beside the steps: SAVE gathers the pages into a block by a small program in the
+order of the steps, then the block is copied by the devices' copy engines; FETCH copies a block to the devices, and
+WRITE scatters it into the cache by another small program.
+
+Host memory is pinned where the devices have such memory (GPUs, TPUs, and CPU devices of recent jax). jax allocates
+it on first use and keeps it; on GPUs it stops at 64 GiB a process unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says
+otherwise.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec, SingleDeviceSharding
+
+from meshserve.kernels.paged_attention.storage import as_bits, from_bits
+from meshserve.sharding.memory import is_out_of_memory
+from meshserve.sharding.mesh import named_sharding, partition_spec
+
+from .commands import Op
+from .sizes import HostCacheSize
+
+_PINNED = "pinned_host"
+_BLOCK_AXES = (None, None, "kv_heads", None, None, None)  # [pages, L, K, 2, S, H], in the cache's bits
+
+_log = logging.getLogger(__name__)
+
+_Shards = list[jax.Array]  # one on each device of this process
+
+
+def lower_save(cache: jax.ShapeDtypeStruct, block_pages: int) -> jax.stages.Lowered:
+    """Lowers the program (cache, pages [block_pages]) -> block."""
+    mesh = cache.sharding.mesh
+    cache_spec, block_spec = cache.sharding.spec, partition_spec(_BLOCK_AXES)
+    program = jax.shard_map(
+        _gather, mesh=mesh, in_specs=(cache_spec, PartitionSpec()), out_specs=block_spec, check_vma=False
+    )
+    return jax.jit(program).lower(cache, _pages_shape(cache, block_pages))
+
+
+def lower_write(cache: jax.ShapeDtypeStruct, block_pages: int) -> jax.stages.Lowered:
+    """Lowers the program (cache, block, pages [block_pages]) -> cache, which updates the cache in place."""
+    mesh = cache.sharding.mesh
+    cache_spec, block_spec = cache.sharding.spec, partition_spec(_BLOCK_AXES)
+    program = jax.shard_map(
+        _scatter,
+        mesh=mesh,
+        in_specs=(cache_spec, block_spec, PartitionSpec()),
+        out_specs=cache_spec,
+        check_vma=False,
+    )
+    block = block_shape(cache, block_pages)
+    return jax.jit(program, donate_argnums=0).lower(cache, block, _pages_shape(cache, block_pages))
+
+
+def block_shape(cache: jax.ShapeDtypeStruct, block_pages: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a block of a cache [L, P, K, 2, S, H], with its sharding."""
+    num_layers, _, *page = cache.shape
+    dtype = jax.eval_shape(as_bits, jax.ShapeDtypeStruct((), cache.dtype)).dtype
+    sharding = named_sharding(cache.sharding.mesh, _BLOCK_AXES)
+    return jax.ShapeDtypeStruct((block_pages, num_layers, *page), dtype, sharding=sharding)
+
+
+def _pages_shape(cache: jax.ShapeDtypeStruct, block_pages: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((block_pages,), jnp.int32, sharding=named_sharding(cache.sharding.mesh, ()))
+
+
+def _gather(cache: jax.Array, pages: jax.Array) -> jax.Array:
+    return jnp.moveaxis(as_bits(cache).at[:, pages].get(mode="clip"), 1, 0)
+
+
+def _scatter(cache: jax.Array, block: jax.Array, pages: jax.Array) -> jax.Array:
+    """Pages beyond the cache, which differ from each other, are dropped."""
+    written = as_bits(cache).at[:, pages].set(jnp.moveaxis(block, 0, 1), mode="drop", unique_indices=True)
+    return from_bits(written, cache.dtype)
+
+
+def _are_ready(shards: Sequence[Any]) -> bool:
+    return all(shard.is_ready() for shard in shards)
+
+
+class PageCopies:
+    """The blocks of one process, in host memory and on their way to its devices.
+
+    Args:
+      size: The sizes of the tier.
+      shape: The shape of a block, with its sharding; see `block_shape`.
+      gather, scatter: The compiled programs of `lower_save` and `lower_write`.
+    """
+
+    def __init__(
+        self,
+        size: HostCacheSize,
+        shape: jax.ShapeDtypeStruct,
+        gather: jax.stages.Compiled,
+        scatter: jax.stages.Compiled,
+    ):
+        self.size = size
+        self._shape, self._gather, self._scatter = shape, gather, scatter
+        devices = shape.sharding.mesh.local_devices
+        self._on_device = [SingleDeviceSharding(device) for device in devices]
+        is_pinned = all(_PINNED in {memory.kind for memory in device.addressable_memories()} for device in devices)
+        self._on_host = (
+            [SingleDeviceSharding(device, memory_kind=_PINNED) for device in devices] if is_pinned else self._on_device
+        )
+        # One process's failure would leave the others with other contents, so in a cluster it ends the server.
+        self._is_alone = len({device.process_index for device in shape.sharding.mesh.devices.flat}) == 1
+        self._blocks: dict[int, _Shards] = {}
+        self._fetched: dict[int, _Shards | None] = {}  # by ticket; None if the copy failed
+        self._saving: deque[_Shards] = deque()
+        self._failed: list[tuple[int, bool]] = []
+
+    def run(self, command: np.ndarray, cache: jax.Array) -> jax.Array:
+        """Carries out a command of `commands` and returns the cache, which WRITE has donated and updated."""
+        op, *numbers = command.tolist()
+        if op == Op.SAVE:
+            self._try(partial(self._save, cache, numbers[0], command[2:]), numbers[0])
+        elif op == Op.FETCH:
+            ticket, block = numbers
+            self._fetched[ticket] = None
+            self._try(partial(self._fetch, ticket, block))
+        elif op == Op.WRITE:
+            shards = self._fetched.pop(numbers[0])
+            assert shards is not None, "a block that could not be fetched is written"
+            return self._scatter(cache, self._joined(shards), command[2:])
+        elif op == Op.FORGET:
+            del self._fetched[numbers[0]]
+        else:
+            self._blocks.clear()
+        return cache
+
+    def _save(self, cache: jax.Array, block: int, pages: np.ndarray) -> None:
+        self._blocks.pop(block, None)  # first, so that its memory can be used again
+        gathered = self._gather(cache, pages)
+        shards = self.to_host([shard.data for shard in gathered.addressable_shards])
+        self._blocks[block] = shards
+        self._saving.append(shards)
+
+    def _fetch(self, ticket: int, block: int) -> None:
+        self._fetched[ticket] = self.to_device(self._blocks[block])
+
+    def to_host(self, shards: Sequence[jax.Array]) -> _Shards:
+        """Dispatches the copies of a block's shards to host memory."""
+        return jax.device_put(list(shards), self._on_host)
+
+    def to_device(self, shards: Sequence[jax.Array]) -> _Shards:
+        """Dispatches the copies of a block's shards to the devices."""
+        return jax.device_put(list(shards), self._on_device)
+
+    def _try(self, copy: Callable[[], None], saved_block: int | None = None) -> None:
+        """Dispatches a copy. In a single process an error of the devices fails this copy only."""
+        try:
+            copy()
+        except (jax.errors.JaxRuntimeError, KeyError) as error:  # KeyError: the block itself could not be saved
+            if not self._is_alone:
+                raise
+            _log.warning("a copy of KV cache pages to or from host memory failed, and is given up: %s", error)
+            if saved_block is not None:
+                is_full = isinstance(error, jax.errors.JaxRuntimeError) and is_out_of_memory(error)
+                self._failed.append((saved_block, is_full))
+
+    def _joined(self, shards: _Shards) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(self._shape.shape, self._shape.sharding, shards)
+
+    def has_arrived(self, ticket: int) -> bool | None:
+        """Returns whether a fetched block is on the devices; None while it is on its way, False if it failed."""
+        shards = self._fetched[ticket]
+        if shards is None:
+            return False
+        if not _are_ready(shards):
+            return None
+        try:
+            jax.block_until_ready(shards)
+        except jax.errors.JaxRuntimeError as error:
+            if not self._is_alone:
+                raise
+            _log.warning("a copy of KV cache pages from host memory failed: %s", error)
+            return False
+        return True
+
+    def wait(self, ticket: int) -> None:
+        """Waits until a fetched block has arrived or failed."""
+        try:
+            jax.block_until_ready(self._fetched[ticket])
+        except jax.errors.JaxRuntimeError:
+            pass  # `has_arrived` tells
+
+    def num_saving(self) -> int:
+        """Returns how many blocks are being copied to host memory."""
+        while self._saving and _are_ready(self._saving[0]):
+            self._saving.popleft()
+        return len(self._saving)
+
+    def take_failed(self) -> list[tuple[int, bool]]:
+        """Returns the blocks that could not be saved since the last call, and whether host memory was exhausted."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def release(self) -> None:
+        """Frees all blocks."""
+        self._blocks.clear()
+        self._fetched.clear()
+        self._saving.clear()

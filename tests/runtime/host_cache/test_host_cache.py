@@ -1,0 +1,211 @@
+"""Tests the host tier with the simulated device: what is saved, restored, lost and computed again, and when."""
+
+import contextlib
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
+from meshserve.runtime.api.request import Request
+from meshserve.runtime.host_cache.commands import Op
+from meshserve.runtime.host_cache.rates import Rates
+from meshserve.runtime.scheduler.limits import SchedulerLimits
+from tests.runtime.fake_copies import FakeCopies, make_size
+from tests.runtime.simulation import Simulation, make_limits, make_request, tight_limits
+
+PROMPT = tuple(range(1, 26))  # six full pages of 4 tokens, and one more token
+
+
+def make_simulation(num_pages: int = 16, **changes: float) -> Simulation:
+    copies = FakeCopies(make_size(num_blocks=20), max_polls=0)
+    return Simulation(make_limits(**changes), num_pages, copies=copies)
+
+
+def serve(simulation: Simulation, seed: int, prompt: tuple[int, ...] = PROMPT, **fields: object) -> Request:
+    request = make_request(seed, max_tokens=2, ignore_eos=True, prompt=prompt, **fields)
+    simulation.add(request)
+    simulation.drain()
+    return request
+
+
+def fill(simulation: Simulation, first_seed: int, num_requests: int = 4) -> None:
+    """Serves other prompts, which take all pages of the device."""
+    for seed in range(first_seed, first_seed + num_requests):
+        draw = random.Random(seed)
+        serve(simulation, seed, tuple(draw.randint(1, 39) for _ in range(25)))
+
+
+def test_a_prefix_that_left_the_device_comes_back():
+    simulation = make_simulation()
+    serve(simulation, 1)
+    fill(simulation, 10)
+    assert simulation.host is not None and simulation.allocator.num_evictions > 6
+    num_computed = simulation.num_prefill_tokens
+    again = serve(simulation, 2)
+    assert again.num_cached_tokens == 24 and simulation.num_prefill_tokens == num_computed + 1
+    assert simulation.host.counts.num_restored >= 6
+    assert simulation.host.counts.num_lost == simulation.host.counts.num_failed == 0
+
+
+def test_a_salted_prefix_comes_back_only_for_its_salt():
+    simulation = make_simulation()
+    serve(simulation, 1, cache_salt="a")
+    fill(simulation, 10)
+    assert serve(simulation, 2).num_cached_tokens == 0
+    assert serve(simulation, 3, cache_salt="b").num_cached_tokens == 0
+    assert serve(simulation, 4, cache_salt="a").num_cached_tokens == 24
+
+
+def test_others_run_while_pages_are_on_their_way():
+    simulation = make_simulation(num_pages=24)
+    serve(simulation, 1)
+    fill(simulation, 10)
+    copies = simulation.copies
+    assert copies is not None
+    copies.max_polls = 40
+    returning = make_request(2, max_tokens=2, ignore_eos=True, prompt=PROMPT)
+    follower = make_request(3, max_tokens=2, ignore_eos=True, prompt=(*PROMPT[:24], 30))
+    other = make_request(4, max_tokens=2, prompt=(7, 8, 9))
+    simulation.add(returning)
+    simulation.add(follower)
+    simulation.add(other)
+    while not other.is_finished:
+        simulation.step()
+    assert returning.is_fetching and returning.slot is not None
+    assert follower.is_fetching and follower.slot is None  # it awaits the same pages instead of copying them again
+    num_fetches = copies.num_commands[Op.FETCH]
+    simulation.drain()
+    assert returning.num_cached_tokens == follower.num_cached_tokens == 24
+    assert copies.num_commands[Op.FETCH] <= num_fetches + 4
+
+
+@pytest.mark.parametrize("how", ["cancel", "preempt", "flush"])
+def test_what_ends_in_mid_copy_loses_no_page(how: str):
+    simulation = make_simulation(max_running=2, max_context=64, priority_seconds=100.0)
+    serve(simulation, 1)
+    fill(simulation, 10)
+    assert simulation.copies is not None and simulation.host is not None
+    simulation.copies.max_polls = 1000
+    returning = make_request(2, max_tokens=2, ignore_eos=True, prompt=PROMPT)
+    simulation.add(returning)
+    simulation.step()
+    assert returning.is_fetching
+    if how == "cancel":
+        simulation.finish(returning)
+    elif how == "preempt":
+        large = make_request(3, 50, max_tokens=10, ignore_eos=True, priority=1)  # 15 of 16 pages
+        simulation.add(large)
+        simulation.step()
+        assert returning.num_preemptions == 1
+    else:
+        simulation.allocator.flush()
+        assert simulation.host.num_pages == 0
+    assert returning.is_fetching == (how == "flush")
+    simulation.copies.max_polls = 0
+    simulation.drain()
+    simulation.dispatch()  # frees the staging memory, as the engine's next step does
+    assert not simulation.copies.fetched
+
+
+def test_a_failed_copy_is_computed_again():
+    simulation = make_simulation()
+    serve(simulation, 1)
+    fill(simulation, 10)
+    assert simulation.copies is not None and simulation.host is not None
+    simulation.copies.failing = 1.0
+    assert serve(simulation, 2).num_cached_tokens == 0
+    assert simulation.host.counts.num_failed > 0 and simulation.host.counts.num_restored == 0
+
+
+def test_a_host_without_memory_keeps_what_it_has():
+    simulation = make_simulation()
+    serve(simulation, 1)
+    fill(simulation, 10)
+    assert simulation.copies is not None and simulation.host is not None
+    num_pages = simulation.host.num_pages
+    assert 0 < num_pages < 40
+    simulation.copies.max_blocks = len(simulation.copies.blocks)
+    fill(simulation, 20, 6)
+    num_failed = simulation.host.counts.num_failed
+    assert 0 < num_failed < 20
+    fill(simulation, 30, 6)
+    assert simulation.host.counts.num_failed == num_failed and simulation.host.num_pages == num_pages
+
+
+def test_a_preempted_request_gets_its_pages_back():
+    """The newcomer takes all pages in one step; they are saved in the same step before it writes to them."""
+    simulation = make_simulation(num_pages=8, max_running=2, max_step_tokens=32, priority_seconds=100.0)
+    low = make_request(1, max_tokens=6, ignore_eos=True, prompt=PROMPT)
+    simulation.add(low)
+    for _ in range(3):
+        simulation.step()
+    simulation.add(make_request(2, 29, max_tokens=2, ignore_eos=True, priority=1))
+    simulation.drain()
+    assert simulation.host is not None and low.num_preemptions == 1
+    assert simulation.host.counts.num_restored == 6
+    assert simulation.num_prefill_tokens < 25 + 29 + 6
+
+
+def test_computing_again_is_chosen_where_it_is_faster():
+    simulation = make_simulation()
+    serve(simulation, 1)
+    fill(simulation, 10)
+    assert simulation.host is not None
+    simulation.host.rates = Rates()
+    simulation.host.rates.copied(1, 100.0)
+    simulation.host.rates.prefilled(5, 16, 1.0)
+    assert serve(simulation, 2).num_cached_tokens == 0
+    assert simulation.host.counts.num_recomputed == 6
+
+
+def test_rates_depend_on_the_length():
+    rates = Rates()
+    assert rates.is_copy_faster(1000, 0, 1)  # nothing is known
+    rates.copied(1000, 1.0)
+    rates.prefilled(1000, 100, 0.1)
+    rates.prefilled(30_000, 100, 0.4)
+    assert rates.prefill_seconds(0, 1000) == pytest.approx(1.0)
+    assert rates.prefill_seconds(16_384, 17_384) == pytest.approx(4.0)
+    assert not rates.is_copy_faster(2000, 0, 1000) and rates.is_copy_faster(2000, 16_384, 17_384)
+    assert rates.prefill_seconds(10, 10) == 0.0
+    for _ in range(200):  # the copy is tried again after a while
+        rates.is_copy_faster(2000, 0, 1000)
+    assert rates.is_copy_faster(2000, 0, 1000)
+
+
+@settings(max_examples=150)
+@given(st.data(), tight_limits())
+def test_no_order_of_events_loses_a_page_or_changes_a_token(
+    data: st.DataObject, limits_and_pages: tuple[SchedulerLimits, int]
+):
+    limits, num_pages = limits_and_pages
+    size = make_size(data.draw(st.integers(2, 6)), data.draw(st.integers(1, 3)))
+    failing = data.draw(st.sampled_from([0.0, 0.3]))
+    copies = FakeCopies(size, data.draw(st.integers(0, 9)), data.draw(st.integers(0, 5)), failing)
+    simulation = Simulation(limits, num_pages, data.draw(st.integers(0, 2)), copies=copies)
+    seed = 0
+    for _ in range(data.draw(st.integers(1, 40))):
+        event = data.draw(st.sampled_from(["add", "add", "step", "step", "step", "cancel", "flush"]))
+        if event == "add":
+            seed += 1
+            num_tokens = data.draw(st.integers(1, limits.max_context - 1))
+            shared = tuple(1 + index % 5 for index in range(num_tokens))
+            request = make_request(
+                seed,
+                max_tokens=data.draw(st.integers(1, 6)),
+                prompt=shared if data.draw(st.booleans()) else shared[::-1],
+                tenant=data.draw(st.sampled_from("ab")),
+            )
+            with contextlib.suppress(InvalidRequestError, QueueFullError):
+                simulation.add(request)
+        elif event == "cancel" and simulation.accepted:
+            simulation.finish(data.draw(st.sampled_from(simulation.accepted)))
+        elif event == "flush":
+            simulation.allocator.flush()
+        else:
+            simulation.step()
+    simulation.drain()
+    simulation.dispatch()
+    assert not copies.fetched and simulation.host is not None and not simulation.host.is_fetching

@@ -1,0 +1,161 @@
+"""Tests that an engine on virtual devices samples the same tokens whether pages are computed, kept or restored."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshserve.runtime.api.request import FinishReason, Output
+from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.startup.launch import Launched, launch
+from tests import checkpoints
+from tests.waiting import WAIT_SECONDS, wait_for
+
+CONFIG = {
+    "page_size": 4, "max_running": 2, "max_step_tokens": 2, "max_context": 128, "num_pages": 40, "dtype": "float32",
+    "cache_dir": "", "host_cache_gib": 0.002, "logits_processors": False, "strict": True,
+}  # fmt: skip  # few shapes, because compiling them is what takes the time
+PROMPTS = checkpoints.random_prompts((90, 61, 75, 100), vocab_size=320)  # together twice what the devices hold
+SAMPLING = [SamplingParams(max_tokens=6, temperature=0.8 * (index % 2), seed=5, ignore_eos=True) for index in range(4)]
+
+
+class Server:
+    """An engine, whose requests are served one after another or all together."""
+
+    def __init__(self, model: Path, tp: int, **options: object):
+        self.tokens: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self.launched: Launched = launch(ServeConfig(model=str(model), tp=tp, **(CONFIG | options)), self.deliver)
+        assert self.launched.engine.host_cache is not None
+        self.host = self.launched.engine.host_cache
+        self.copies = self.launched.engine.runner.copies
+        self.launched.engine.start()
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.cached[output.request_id] = output.num_cached_tokens
+                    self.reasons[output.request_id] = output.finish_reason
+            self._changed.notify_all()
+
+    def submit(self, index: int) -> str:
+        name = f"{index} {next(self._numbers)}"
+        self.launched.engine.submit(name, tuple(PROMPTS[index]), SAMPLING[index])
+        return name
+
+    def wait(self, *names: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.reasons.keys() >= set(names), WAIT_SECONDS), self.reasons
+        assert self.launched.engine.failure is None
+
+    def serve(self, index: int) -> tuple[list[int], int]:
+        """Returns the tokens of a prompt's request, and how many of its prompt tokens were cached."""
+        name = self.submit(index)
+        self.wait(name)
+        return self.tokens[name], self.cached[name]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.save_checkpoint(
+        tmp_path_factory.mktemp("model"), num_hidden_layers=2, vocab_size=333, intermediate_size=90
+    )
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    server = Server(model, tp=4)
+    yield server
+    server.launched.close()
+    assert server.launched.engine.failure is None
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server) -> list[list[int]]:
+    """The tokens of each prompt, computed before anything can have been restored."""
+    served = [server.serve(index) for index in range(4)]
+    assert [cached for _, cached in served] == [0] * 4
+    return [tokens for tokens, _ in served]
+
+
+def test_restored_pages_give_the_same_tokens(server: Server, expected: list[list[int]]) -> None:
+    before = server.host.counts.num_restored
+    for index in (0, 1, 2, 3, 0, 2):
+        tokens, num_cached = server.serve(index)
+        assert tokens == expected[index]
+        assert num_cached == (len(PROMPTS[index]) - 1) // 4 * 4
+    assert server.host.counts.num_restored > before + 80
+
+
+def test_requests_that_return_together_give_the_same_tokens(server: Server, expected: list[list[int]]) -> None:
+    """They take each other's pages, are preempted and restored."""
+    names = [server.submit(index) for index in (3, 1, 0, 2, 1, 3, 0)]
+    server.wait(*names)
+    for name in names:
+        assert server.tokens[name] == expected[int(name[0])], name
+
+
+def test_cancelled_in_mid_copy(server: Server, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    server_evicts(server, but=2)
+    is_there = threading.Event()
+    has_arrived, wait = server.copies.has_arrived, server.copies.wait
+    monkeypatch.setattr(server.copies, "has_arrived", lambda ticket: has_arrived(ticket) if is_there.is_set() else None)
+    monkeypatch.setattr(server.copies, "wait", lambda ticket: is_there.wait(0.001) and wait(ticket))
+    name = server.submit(2)
+    wait_for(lambda: server.host.is_fetching)
+    server.launched.engine.cancel(name, FinishReason.CANCELLED)
+    server.wait(name)
+    assert server.tokens[name] == [] and not server.host.is_fetching
+    is_there.set()
+    assert server.serve(2)[0] == expected[2]
+
+
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+def test_failures_in_mid_copy(
+    method: str, server: Server, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy: Callable[..., list[jax.Array]] = getattr(server.copies, method)
+    calls = itertools.count()
+
+    def fail_sometimes(shards: Sequence[jax.Array]) -> list[jax.Array]:
+        if next(calls) % 3 == 1:
+            raise jax.errors.JaxRuntimeError("INTERNAL: the link is down")
+        return copy(shards)
+
+    server.launched.engine.flush_prefix_cache()
+    server_evicts(server, but=0)
+    before = server.host.counts.num_failed
+    monkeypatch.setattr(server.copies, method, fail_sometimes)
+    for index in (0, 3, 2, 0, 1, 3):
+        assert server.serve(index)[0] == expected[index]
+    assert server.host.counts.num_failed > before
+
+
+def test_a_flush_empties_host_memory(server: Server, expected: list[list[int]]) -> None:
+    server.launched.engine.flush_prefix_cache()
+    assert server.host.num_pages == 0
+    assert server.serve(1) == (expected[1], 0)
+
+
+def test_the_tier_starts_over_with_another_mesh(server: Server, expected: list[list[int]]) -> None:
+    server.launched.resharder.change_tp(2)
+    assert server.host.num_pages == 0
+    server.copies = server.launched.engine.runner.copies
+    for index in (0, 1, 2, 3, 0, 1):
+        assert server.serve(index)[0] == expected[index]
+    assert server.host.num_pages > 0
+
+
+def server_evicts(server: Server, but: int) -> None:
+    """Makes the pages of a prompt leave the devices, and keeps them in host memory."""
+    for index in {0, 1, 2, 3} - {but}:
+        server.serve(index)
