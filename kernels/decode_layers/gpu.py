@@ -68,8 +68,8 @@ def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
     for name, array in (*weights._asdict().items(), ("cache", cache)):
         if array is not None and array.dtype != jnp.bfloat16 and name not in matrices:
             return f"{name} is {array.dtype}; bfloat16 is needed"
-    if matrices and (reason := _unsupported_quantisation(matrices)):
-        return reason
+    if matrices and (unsupported := _unsupported_quantisation(matrices)):
+        return unsupported
     if weights.router is None:
         return None
     if weights.router.shape[1] > _MAX_ROUTED_EXPERTS:
@@ -186,8 +186,9 @@ def _expert_layers(
     """Runs layers with experts; see `DecodeKernels.decode_layers`."""
     batch_size, embed = x.shape
     stacks = ExpertWeights(weights.gate_up, weights.down)
-    parts = _parts(*weights[: -len(stacks) - 1])
-    name = "meshserve_decode_expert_layers" + ("_fp8" if stacks.are_quantised else "")
+    norms = weights.q_norm, weights.k_norm
+    parts = _parts(weights.input_norm, weights.qkv, *norms, weights.o, weights.post_norm)
+    name = "meshserve_decode_expert_layers" + ("" if stacks.quantised is None else "_fp8")
     expert_parts = experts_gpu.operands(stacks)
     num_before_cache = 1 + len(parts) + 1 + len(expert_parts)
     results = (

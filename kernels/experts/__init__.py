@@ -28,8 +28,11 @@ class ExpertWeights(NamedTuple):
     down: Matrix  # [L, E, D, F]
 
     @property
-    def are_quantised(self) -> bool:
-        return isinstance(self.down, QuantisedMatrix)
+    def quantised(self) -> tuple[QuantisedMatrix, QuantisedMatrix] | None:
+        """`gate_up` and `down` if both are quantised, else None."""
+        if isinstance(self.gate_up, QuantisedMatrix) and isinstance(self.down, QuantisedMatrix):
+            return self.gate_up, self.down
+        return None
 
 
 class Routing(NamedTuple):

@@ -54,11 +54,11 @@ def experts(
     reason = unsupported_reason(weights) or (f"x is {x.dtype}; bfloat16 is needed" if x.dtype != jnp.bfloat16 else None)
     if reason is not None:
         raise ValueError(f"moe_backend 'cuda': {reason}. Use 'xla'.")
-    if weights.are_quantised and x.shape[0] > FP8_TOKENS:
-        plain = (layer_of(stack, slice(layer, layer + 1)).astype(x.dtype) for stack in weights)
-        weights, layer = weights._make(plain), 0
+    if weights.quantised is not None and x.shape[0] > FP8_TOKENS:
+        gate_up, down = (layer_of(stack, slice(layer, layer + 1)).astype(x.dtype) for stack in weights)
+        weights, layer = weights._replace(gate_up=gate_up, down=down), 0
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), scratch(x.shape[0], routing.experts.shape[1], weights))
-    call = jax.ffi.ffi_call("meshserve_experts_fp8" if weights.are_quantised else "meshserve_experts", results)
+    call = jax.ffi.ffi_call("meshserve_experts" if weights.quantised is None else "meshserve_experts_fp8", results)
     out, _ = call(x, *operands(weights), *routing, layer=np.int32(layer), most_few_tokens=np.int32(most_few_tokens))
     return out
 
@@ -68,8 +68,10 @@ in_tiles = partial(experts, most_few_tokens=0)  # also steps of few tokens, for 
 
 def operands(weights: "ExpertWeights") -> tuple[jax.Array, ...]:
     """Returns the weights as operands of a call: quantised ones are three each, the scales in place of zero points."""
-    parts = ((stack.data, stack.scale, stack.scale) if weights.are_quantised else (stack,) for stack in weights)
-    return tuple(array for arrays in parts for array in arrays)
+    parts: list[jax.Array] = []
+    for stack in weights:
+        parts += (stack.data, stack.scale, stack.scale) if isinstance(stack, QuantisedMatrix) else (stack,)
+    return tuple(parts)
 
 
 def scratch(num_tokens: int, num_chosen: int, weights: "ExpertWeights") -> jax.ShapeDtypeStruct:
@@ -87,21 +89,20 @@ def unsupported_reason(weights: "ExpertWeights") -> str | None:
         (embed % 128 == 0, f"the embedding size is {embed}; a multiple of 128 is needed"),
         (mlp % 32 == 0, f"the intermediate size per device is {mlp}; a multiple of 32 is needed"),
         (
-            weights.are_quantised or weights.gate_up.dtype == weights.down.dtype == jnp.bfloat16,
+            weights.quantised is not None or weights.gate_up.dtype == weights.down.dtype == jnp.bfloat16,
             f"the experts are {weights.down.dtype}; bfloat16 or float8_e4m3fn is needed",
         ),
     )
     reason = next((reason for holds, reason in checks if not holds), None)
-    return _unsupported_fp8(weights) if reason is None and weights.are_quantised else reason
+    return reason or next(filter(None, map(_unsupported_fp8, weights.quantised or ())), None)
 
 
-def _unsupported_fp8(weights: "ExpertWeights") -> str | None:
-    """Returns why the kernels do not support quantised weights, or None if they do."""
-    for name, matrix in weights._asdict().items():
-        if not isinstance(matrix, QuantisedMatrix) or matrix.dtype != FP8:
-            return f"{name} is {matrix.dtype}; all experts' matrices must be float8_e4m3fn, or none"
-        if matrix.block != (_FP8_BLOCK, _FP8_BLOCK):
-            return f"a scale of {name} covers {matrix.block}; blocks of {_FP8_BLOCK} x {_FP8_BLOCK} are needed"
-        if matrix.shape[-1] > _MAX_FP8_COLUMNS:
-            return f"{name} has {matrix.shape[-1]} columns; at most {_MAX_FP8_COLUMNS} are supported in 8 bits"
+def _unsupported_fp8(matrix: QuantisedMatrix) -> str | None:
+    """Returns why the kernels do not support a quantised matrix, or None if they do."""
+    if matrix.dtype != FP8:
+        return f"the experts are {matrix.dtype}; bfloat16 or float8_e4m3fn is needed"
+    if matrix.block != (_FP8_BLOCK, _FP8_BLOCK):
+        return f"a scale of the experts covers {matrix.block}; blocks of {_FP8_BLOCK} x {_FP8_BLOCK} are needed"
+    if matrix.shape[-1] > _MAX_FP8_COLUMNS:
+        return f"experts have {matrix.shape[-1]} columns; at most {_MAX_FP8_COLUMNS} are supported in 8 bits"
     return None

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from meshserve.kernels.linear import QuantisedMatrix
+
 from .tiles import add_up, arrange, tile_rows
 
 if TYPE_CHECKING:
@@ -44,9 +46,9 @@ def experts(
     Raises:
       ValueError: the weights are quantised, but not to 8-bit floats in blocks of 128 x 128.
     """
-    for name, matrix in weights._asdict().items() if weights.are_quantised else ():
+    for matrix in weights.quantised or ():
         if matrix.is_int4 or matrix.block != (_LANES, _LANES):
-            raise ValueError(f"{name} is {matrix.dtype} in blocks of {matrix.block}. Use moe_backend 'xla'.")
+            raise ValueError(f"the experts are {matrix.dtype} in blocks of {matrix.block}. Use moe_backend 'xla'.")
     num_local = weights.down.shape[1]
     num_rows = tile_rows(routing.experts.size, num_experts, 32 // x.dtype.itemsize)
     tiles = arrange(routing.experts, num_local=num_local, num_rows=num_rows)
@@ -77,8 +79,9 @@ def _tiles_through_experts(
 ) -> jax.Array:
     """Returns each row after its tile's expert, [N * R, D]. `arguments`: the layer, and the expert of each tile."""
     embed_dim, mlp_dim = weights.down.shape[2:]
-    if weights.are_quantised:
-        return _tiles_through_fp8(rows, weights, arguments, num_tiles, num_rows, interpret)
+    if weights.quantised is not None:
+        return _tiles_through_fp8(rows, weights.quantised, arguments, num_tiles, num_rows, interpret)
+    assert not isinstance(weights.down, QuantisedMatrix)
     columns = block_columns(embed_dim, mlp_dim, rows.dtype.itemsize)
     # A dimension of broken lanes is not the last one on a TPU: XLA keeps such a matrix transposed, without padding.
     is_transposed = mlp_dim % _LANES != 0
@@ -118,19 +121,20 @@ def _tiles_through_experts(
 
 def _tiles_through_fp8(
     rows: jax.Array,
-    weights: "ExpertWeights",
+    weights: tuple[QuantisedMatrix, QuantisedMatrix],
     arguments: tuple[jax.Array, jax.Array],
     num_tiles: jax.Array,
     num_rows: int,
     interpret: Any,
 ) -> jax.Array:
     """As `_tiles_through_experts`, with 8-bit weights."""
-    embed_dim, mlp_dim = weights.down.shape[2:]
+    gate_up, down = weights
+    embed_dim, mlp_dim = down.shape[2:]
     columns = block_columns(embed_dim, mlp_dim, 1)
     # The scales of 128 rows of gate and up, and of 128 columns of down, one for each element of the tokens' dimension.
     layer = arguments[0][0]
-    of_inputs = jnp.repeat(weights.gate_up.scale[layer].astype(jnp.float32), _LANES, axis=-1)  # [E, 2, F / 128, D]
-    of_outputs = jnp.repeat(jnp.swapaxes(weights.down.scale[layer].astype(jnp.float32), -1, -2), _LANES, axis=-1)
+    of_inputs = jnp.repeat(gate_up.scale[layer].astype(jnp.float32), _LANES, axis=-1)  # [E, 2, F / 128, D]
+    of_outputs = jnp.repeat(jnp.swapaxes(down.scale[layer].astype(jnp.float32), -1, -2), _LANES, axis=-1)
 
     def of_projection(projection: int) -> pl.BlockSpec:
         shape = (None, None, None, columns, embed_dim)
@@ -169,8 +173,7 @@ def _tiles_through_fp8(
         interpret=interpret,
         name="experts",
     )
-    gate_up = weights.gate_up.data
-    return call(*arguments, rows, gate_up, gate_up, weights.down.data, of_inputs, of_inputs, of_outputs)
+    return call(*arguments, rows, gate_up.data, gate_up.data, down.data, of_inputs, of_inputs, of_outputs)
 
 
 def _product(left: jax.Array, right: jax.Array, right_axis: int) -> jax.Array:

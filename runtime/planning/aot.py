@@ -21,6 +21,7 @@ from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
 from ..model.qwen3 import Kernels
 from ..program.batch import Bucket, ProgramKey
 from ..program.step import CacheShape
+from ..quantisation.grids import SCALE, ZERO
 from . import hlo
 from .resolved_server import PlacedServer, ResolvedServer, place_on
 from .server_programs import ServerPrograms
@@ -128,8 +129,9 @@ class DryServer:
         return report
 
     def _num_weight_slices(self, text: str) -> int:
-        layers = jax.tree.leaves([self._params[1][stack] for stack in self.server.model.stacks])
-        matrices = {math.prod(stack.sharding.shard_shape(stack.shape)[1:]) for stack in layers if stack.ndim > 2}
+        layers = [part for stack in self.server.model.stacks for part in nnx.to_flat_state(self._params[1][stack])]
+        stacks = [weight.get_value() for path, weight in layers if path[-1] not in (SCALE, ZERO)]  # these are small
+        matrices = {math.prod(stack.sharding.shard_shape(stack.shape)[1:]) for stack in stacks if stack.ndim > 2}
         return hlo.num_slices(text, matrices)
 
     @cached_property

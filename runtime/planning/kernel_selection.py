@@ -331,6 +331,8 @@ def shape_refusals(shapes: KernelShapes) -> CudaRefusals:
     if shapes.model.experts is not None:
         weights = _layer_shapes(shapes)
         moe_backend = experts.gpu.unsupported_reason(experts.ExpertWeights(weights.gate_up, weights.down))
+        if moe_backend is None and shapes.dtype != jnp.bfloat16:
+            moe_backend = f"activations are {shapes.dtype}; bfloat16 is needed"
     products = list(product_refusals(shapes).values())
     no_products = products[0] if products and all(products) else None
     return CudaRefusals(attention, _layers_refusal(shapes, "cuda"), moe_backend, no_products)

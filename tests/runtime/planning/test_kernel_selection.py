@@ -94,6 +94,16 @@ def test_layers_with_experts_are_fused_on_one_device() -> None:
     assert named(refusal="no Hopper GPU").moe_backend == "xla"
 
 
+def test_fp8_experts_are_fused_too() -> None:
+    fp8 = named_model("qwen3-30b-a3b", "fp8-block")
+    assert shape_refusals(shapes(1, model=fp8)) == CudaRefusals()
+    assert shape_refusals(shapes(8, model=fp8)).moe_backend is None  # blocks of 128 rows are not cut
+    wide = named_model("qwen3-coder-480b-a35b", "fp8-block")
+    assert "6144 columns; at most 4096" in (shape_refusals(shapes(8, model=wide)).moe_backend or "")
+    in_float32 = dataclasses.replace(shapes(1, model=fp8), dtype=jnp.dtype("float32"))
+    assert "activations are float32" in (shape_refusals(in_float32).moe_backend or "")
+
+
 @pytest.mark.parametrize(
     ("chip", "options", "expected"),
     [
