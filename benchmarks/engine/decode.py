@@ -173,8 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_devices = options.tp if server.layout.experts.is_by_expert else 1
         for batch in options.batch:
             print(f"batch {batch:4d} {balance_text(expert_tokens(server, *made[0], batch), num_devices)}")
-    if options.profile:
-        print(_profile(options, model, engine, timeline))
+    for context in options.context if options.profile else ():
+        for batch in options.batch:
+            print(f"batch {batch}, context {context}:\n{_profile(options, model, engine, timeline, batch, context)}")
     engine.stop()
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
@@ -219,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu-devices", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
     parser.add_argument(
-        "--profile", type=Path, help="trace more steps of the last case into this folder, and print the kernels"
+        "--profile", type=Path, help="trace more steps of each case into this folder, and print the kernels"
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser
@@ -318,15 +319,17 @@ def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, con
         engine.submit(str(index), prompt, params)
 
 
-def _profile(options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline) -> str:
-    """Returns a table of the kernels of a decode step of the last case, including those of prefill."""
-    contexts = _contexts(options, options.batch[-1], options.context[-1])
+def _profile(
+    options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline, batch: int, context: int
+) -> str:
+    """Returns a table of the kernels of a decode step of a case, including those of prefill."""
+    contexts, folder = _contexts(options, batch, context), options.profile / f"{batch}-{context}"
     timeline.reset()
     # The profiler must start before the steps, because it does not work with command buffers that are in flight.
-    with jax.profiler.trace(str(options.profile), create_perfetto_trace=False):
+    with jax.profiler.trace(str(folder), create_perfetto_trace=False):
         _submit(options, model, engine, contexts)
         timeline.wait(engine, len(contexts))
-    return kernel_table(options.profile, num_steps=timeline.num_full(len(contexts)))
+    return kernel_table(folder, num_steps=timeline.num_full(len(contexts)))
 
 
 def _roofline_ms(server: ResolvedServer, contexts: Sequence[int]) -> float | None:

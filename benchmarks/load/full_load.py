@@ -2,10 +2,12 @@
 
     meshserve bench full_load --models qwen3-0.6b qwen3-8b --python-vllm /opt/vllm/bin/python --markdown table.md
     meshserve bench full_load --models qwen3-8b --workloads 512 --tp 4 --engines ours
+    meshserve bench full_load --models qwen3-8b --quantize fp8-block --python-vllm /opt/vllm/bin/python
 
 Every engine runs with its own defaults; vLLM is only given a context of 4,096 tokens and no prefix cache, which prompts
-that never repeat cannot use. With --set, meshserve also runs with these options. A ratio above 1 means that meshserve
-is faster. All figures of a table come from one run of this command, and its heading says where and when it ran.
+that never repeat cannot use. With --quantize, both quantise the random weights while they load them, vLLM with its
+quantization="fp8". With --set, meshserve also runs with these options. A ratio above 1 means that meshserve is faster.
+All figures of a table come from one run of this command, and its heading says where and when it ran.
 """
 
 import argparse
@@ -26,8 +28,10 @@ from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading
 from meshserve.benchmarks.lib.token_times import RunTimes, percentile
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed, nano_vllm
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 
 _VLLM_SETTINGS = {"max_model_len": 4096}
+_VLLM_QUANTIZATION = {"fp8-block": "fp8", "fp8-channel": "fp8"}  # by what meshserve calls it
 _WARM_UP_SEED = 1_000_000  # seeds from here on are never timed
 _PREFILL_SEED = 2_000_000
 _DEMO_TOKEN_ID = 99  # within the vocabulary of the demo model
@@ -171,6 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--python-vllm", default=sys.executable, help="interpreter for vLLM (default: the current one)")
     parser.add_argument("--python-ours", default=sys.executable, help="interpreter for meshserve (likewise)")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--quantize",
+        choices=(NOT_QUANTIZED, *SCHEMES),
+        default=NOT_QUANTIZED,
+        help="quantise the weights of every engine; vLLM can do so with FP8 only",
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="time limit per model and engine, in seconds")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
@@ -188,6 +198,15 @@ def _engines(options: argparse.Namespace) -> dict[str, Engine]:
         options.engines = ["vllm", "ours", *(["tuned"] if options.set else [])]
     if "tuned" in options.engines and not options.set:
         raise ConfigError("--engines tuned needs --set: without it, it would equal `ours`.")
+    if options.quantize != NOT_QUANTIZED:
+        shared["quantize"] = options.quantize
+        if options.quantize in _VLLM_QUANTIZATION:
+            vllm["quantization"] = _VLLM_QUANTIZATION[options.quantize]
+        elif "vllm" in options.engines:
+            raise ConfigError(
+                f"--quantize {options.quantize}: vLLM does not quantise to it while it loads a model. Omit vllm from "
+                "--engines."
+            )
     return {
         "vllm": Engine("vLLM", "vllm_engine", vllm),
         "ours": Engine("meshserve, defaults", "ours_served", shared),

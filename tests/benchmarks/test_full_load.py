@@ -79,3 +79,15 @@ def test_a_server_and_a_missing_engine(tmp_path: Path, monkeypatch: pytest.Monke
 def test_tuned_needs_options():
     with pytest.raises(ConfigError, match="needs --set"):
         full_load.main(["--models", "qwen3-0.6b", "--engines", "tuned"])
+
+
+def test_every_engine_is_told_to_quantise():
+    options = full_load._parser().parse_args(["--quantize", "fp8-block", "--set", "fp8_head=true"])
+    engines = full_load._engines(options)
+    assert engines["vllm"].settings == {"max_model_len": 4096, "quantization": "fp8"}
+    assert engines["ours"].settings == {"quantize": "fp8-block"}
+    assert engines["tuned"].settings == {"quantize": "fp8-block", "fp8_head": True}
+    with pytest.raises(ConfigError, match="--quantize int4: vLLM does not quantise"):
+        full_load._engines(full_load._parser().parse_args(["--quantize", "int4"]))
+    only_ours = full_load._parser().parse_args(["--quantize", "int4", "--engines", "ours"])
+    assert full_load._engines(only_ours)["ours"].settings == {"quantize": "int4"}
