@@ -327,6 +327,11 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     __syncthreads();
   }
   bf16* out = args.out + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
+  uint8_t* exponents = nullptr;
+  if constexpr (W::kIsSplit) {
+    const int first_chunk = (request * args.kv_heads + kv_head) * args.group * (H / kExponentColumns);
+    exponents = exponents_of(args.out, args.cuts.batch, args.kv_heads * args.group * H) + first_chunk;
+  }
   auto merged_of = [&](int query, int element) {
     return merge_blocks(received, query, element, args.group, args.log2_splits);
   };
@@ -339,10 +344,12 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     auto arrive = [&] {
       return atomicAdd(args.unmerged.num_arrived + (request * args.kv_heads + kv_head) * gridDim.x + blockIdx.x, 1);
     };
-    return merge_parts<H, W>(part, arrive, &received->is_last, out, for_mine, merged_of, row_of);
+    return merge_parts<H, W>(part, arrive, &received->is_last, out, for_mine, merged_of, row_of, exponents);
   }
-  for_mine(
-      [&](int query, int element) { store_divided<W>(out + query * H + element, element, merged_of(query, element)); });
+  for_mine([&](int query, int element) {
+    store_divided<W>(out + query * H + element, exponents + query * (H / kExponentColumns), element,
+                     merged_of(query, element));
+  });
 }
 
 }  // namespace meshserve

@@ -113,14 +113,15 @@ struct Merged {
   }
 };
 
-// Divides the result by its sum and stores it, ordered for a product with weights of the format. `to` is the address of
-// this element of a query if there were no order. A request without tokens gets zeros.
+// Divides the result by its sum and stores it in the form for a product with weights of the format. `to` is the address
+// of this element of a query if it were plain bf16, and `exponents` are the query's, with split activations. A request
+// without tokens gets zeros.
 template <class W>
-__device__ __forceinline__ void store_divided(bf16* to, int element, const Merged& merged) {
+__device__ __forceinline__ void store_divided(bf16* to, uint8_t* exponents, int element, const Merged& merged) {
   const float divisor = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;
   const float4& out = merged.out;
   if constexpr (W::kIsQuantised) {
-    store_activations<W>(to - element, element,
+    store_activations<W>(to - element, exponents, element,
                          make_float4(out.x * divisor, out.y * divisor, out.z * divisor, out.w * divisor));
   } else {
     *reinterpret_cast<uint2*>(to) =
@@ -160,10 +161,11 @@ __device__ __forceinline__ Merged merge_rows(int num_parts, int element, RowOf r
 
 // Stores a part's results for the queries of this block. `for_mine` calls a function for every 4 elements of these
 // queries, `merged_of` returns their values, and `row_of` the address to store them at. The block that is the last of
-// the parts to do so merges all parts into `out` [G, H].
+// the parts to do so merges all parts into `out` [G, H]; `exponents` as in store_divided, of the first query.
 template <int H, class W = Bf16Weights, class Arrive, class ForMine, class MergedOf, class RowOf>
 __device__ __forceinline__ void merge_parts(const ContextPart& part, Arrive arrive, bool* is_last, bf16* out,
-                                            ForMine for_mine, MergedOf merged_of, RowOf row_of) {
+                                            ForMine for_mine, MergedOf merged_of, RowOf row_of,
+                                            uint8_t* exponents = nullptr) {
   for_mine([&](int query, int element) {
     const Merged merged = merged_of(query, element);
     float* row = row_of(part.index, query);
@@ -180,7 +182,8 @@ __device__ __forceinline__ void merge_parts(const ContextPart& part, Arrive arri
   if (!*is_last) return;
   for_mine([&](int query, int element) {
     const auto row_of_part = [&](int index) { return row_of(index, query); };
-    store_divided<W>(out + query * H + element, element, merge_rows<H>(part.num_parts, element, row_of_part));
+    store_divided<W>(out + query * H + element, exponents + query * (H / kExponentColumns), element,
+                     merge_rows<H>(part.num_parts, element, row_of_part));
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "attention.cuh"
@@ -63,12 +64,12 @@ struct Scratch {
       return at;
     };
     size_t b = s.batch;
-    scaled = reinterpret_cast<bf16*>(take(b * s.embed * 2));
+    scaled = reinterpret_cast<bf16*>(take(activation_bytes(b, s.embed)));
     sums = reinterpret_cast<float*>(take(b * (s.embed / kTileRows) * 4));
     cos_sin = reinterpret_cast<float*>(take(b * s.head_dim * 4));
     q = reinterpret_cast<bf16*>(take(b * s.q_columns() * 2));
-    attended = reinterpret_cast<bf16*>(take(b * s.q_columns() * 2));
-    activated = reinterpret_cast<bf16*>(take(b * s.mlp * 2));
+    attended = reinterpret_cast<bf16*>(take(activation_bytes(b, s.q_columns())));
+    activated = reinterpret_cast<bf16*>(take(activation_bytes(b, s.mlp)));
     const size_t clusters = most_clusters(s.batch, fewest_shares(s.kv_heads, 1)), heads = s.kv_heads;
     unmerged.rows = reinterpret_cast<float*>(take(clusters * heads * s.group * (s.head_dim + 4) * 4));
     unmerged.num_arrived = reinterpret_cast<int*>(take(b * s.arrivals() * 4));
@@ -81,6 +82,10 @@ struct Tuning {
   int qkv_splits = 0, o_splits = 0, gate_up_splits = 0, down_splits = 0, attention_splits = 0;
   int blocks_per_stage = 0, ring_kilobytes = 0;
 };
+
+// The widest product of a format. An output head is read once by all tokens of a step, whatever their number.
+template <Epilogue E, class W>
+constexpr int most_width = E == Epilogue::kLogits ? 64 : W::kMost;
 
 // W: the format of the weights.
 template <class W>
@@ -95,7 +100,7 @@ class StepOf {
   Cache cache = {};
   Scratch scratch = {};
   float epsilon = 0.0f, scale = 0.0f, rotary_scale = 1.0f;
-  bool has_plain_order = false;  // whether the result of `gate_up` is in order even if weights are quantised
+  bool has_plain_output = false;  // whether the result of `gate_up` is bf16 even if weights are quantised
   const float* inverse_frequencies = nullptr;
   int norm_tiles = 0;  // sums of squares per token that the next norm adds up; 0: one for each 128 columns
 
@@ -149,9 +154,9 @@ class StepOf {
     launch("prepare", prepare_kernel<W>, dim3(shapes_.batch), kPrepareThreads, 0, 1, args);
   }
 
-  // Copies activations [batch, columns] in the order that a product with quantised weights needs.
-  void reorder(const bf16* from, bf16* to, int columns) {
-    launch("reorder", reorder_kernel<W>, dim3(shapes_.batch), kPrepareThreads, 0, 1, from, to, columns);
+  // Converts activations [batch, columns] to the form that a product with quantised weights needs.
+  void convert(const bf16* from, bf16* to, int columns) {
+    launch("convert", convert_kernel<W>, dim3(shapes_.batch), kPrepareThreads, 0, 1, from, to, columns);
   }
 
   void qkv(int layer, bf16* q) {
@@ -218,7 +223,7 @@ class StepOf {
 
   void gate_up(int layer, bf16* activated) {
     auto args = normed();
-    if constexpr (W::kIsQuantised) args.has_plain_order = has_plain_order;
+    if constexpr (W::kIsQuantised) args.has_plain_output = has_plain_output;
     args.row_base = layer * 2 * shapes_.mlp;
     args.tile_step = kTileRows / 2;
     args.second_half = shapes_.mlp;
@@ -232,6 +237,14 @@ class StepOf {
     auto args = residual_args(layer, residual, out, next_gain);
     project<Epilogue::kResidual>("down", args, weights.down, shapes_.embed, shapes_.mlp, activated,
                                  shapes_.embed / kTileRows, tuning_.down_splits);
+  }
+
+  // logits [batch, rows] = input head^T, with a head [rows, columns].
+  void logits(const Matrix& head, int rows, int columns, const bf16* input, float* out) {
+    Args args = base();
+    args.out = reinterpret_cast<bf16*>(out);
+    args.out_columns = rows;
+    project<Epilogue::kLogits>("head", args, head, rows, columns, input, (rows + kTileRows - 1) / kTileRows, 0);
   }
 
   // On a mesh: sends this GPU's summand of attended o^T or activated down^T to every GPU; `gather` adds them.
@@ -333,11 +346,19 @@ class StepOf {
   template <Epilogue E>
   void project(const char* name, ArgsOf<E, W> args, const Matrix& matrix, int rows, int columns, const bf16* input,
                int tiles, int splits) {
-    switch (args.batch <= 8 ? 8 : args.batch <= 16 ? 16 : args.batch <= 32 ? 32 : 64) {
-      case 8: return project_tiled<8, E>(name, args, matrix, rows, columns, input, tiles, splits);
-      case 16: return project_tiled<16, E>(name, args, matrix, rows, columns, input, tiles, splits);
-      case 32: return project_tiled<32, E>(name, args, matrix, rows, columns, input, tiles, splits);
-      default: return project_tiled<64, E>(name, args, matrix, rows, columns, input, tiles, splits);
+    const auto run = [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      if constexpr (W::kFewest <= N && N <= most_width<E, W>) {
+        project_tiled<N, E>(name, args, matrix, rows, columns, input, tiles, splits);
+      } else if (error_.empty()) {
+        error_ = std::string(name) + ": these weights are not multiplied with " + std::to_string(N) + " tokens";
+      }
+    };
+    switch (width_of(args.batch)) {
+      case 8: return run(std::integral_constant<int, 8>());
+      case 16: return run(std::integral_constant<int, 16>());
+      case 32: return run(std::integral_constant<int, 32>());
+      default: return run(std::integral_constant<int, 64>());
     }
   }
 
@@ -406,14 +427,15 @@ class StepOf {
     const int block_bytes = 2 * kHalfTileBytes + (is_resident ? 0 : kInputTiles * N * kBlockK * 2);
     const int kilobytes = tuning_.ring_kilobytes ? tuning_.ring_kilobytes : 112;
     const int sum_bytes = kIsNarrow<N> ? splits * split_tokens(N, splits) * kSumStride * 4 : 0;
-    int table_bytes = 0;
+    int table_bytes = 0, exponent_bytes = 0;
     if constexpr (W::kIsQuantised) {
       const Scales& s = matrix.scales;
       const int num_groups = scale_groups(split_blocks, W::kBlockColumns, s.columns_log2);
       table_bytes = num_groups * scale_entries(s.rows_each) * 4;
+      if (W::kIsSplit) exponent_bytes = (split_blocks * kInputTiles * N + 15) / 16 * 16;
     }
-    const int ring_bytes =
-        1024 * kilobytes - kOtherBytes<N> - sum_bytes - (is_resident ? resident_bytes : 0) - table_bytes;
+    const int ring_bytes = 1024 * kilobytes - kOtherBytes<N> - sum_bytes - (is_resident ? resident_bytes : 0) -
+                           table_bytes - exponent_bytes;
     args.resident_input = is_resident ? input : nullptr;
     args.blocks_per_stage = 1;
     if (kIsNarrow<N> && !W::kIsQuantised && args.k_blocks % splits == 0) {
@@ -436,7 +458,11 @@ class StepOf {
       args.table_offset = loaded_bytes;
       args.input_tiles = columns / kBlockK;
     }
-    args.ring_bytes = std::max(loaded_bytes + table_bytes, kIsNarrow<N> ? 0 : N * kSumStride * 4);
+    if constexpr (W::kIsSplit) {
+      args.exponents = exponents_of(input, shapes_.batch, columns);
+      args.exponent_offset = loaded_bytes + table_bytes;
+    }
+    args.ring_bytes = std::max(loaded_bytes + table_bytes + exponent_bytes, kIsNarrow<N> ? 0 : N * kSumStride * 4);
     CUtensorMap weights_map, input_map;
     size_t all_rows = static_cast<size_t>(shapes_.layers) * rows;
     if (!map_weights(&weights_map, matrix, all_rows, columns, args.blocks_per_stage) ||
@@ -540,13 +566,18 @@ class StepOf {
 
 using Step = StepOf<Bf16Weights>;
 
-template <class W, int N = 8>
+template <Epilogue E, class W, int N = W::kFewest>
+void add_projections_of(std::vector<const void*>& kernels) {
+  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, E, W>));
+  if constexpr (N < most_width<E, W>) add_projections_of<E, W, 2 * N>(kernels);
+}
+
+template <class W>
 void add_projections(std::vector<const void*>& kernels) {
-  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kQkv, W>));
-  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kResidual, W>));
-  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kGateUp, W>));
-  kernels.push_back(reinterpret_cast<const void*>(projection_kernel<N, Epilogue::kShare, W>));
-  if constexpr (N < 64) add_projections<W, 2 * N>(kernels);
+  add_projections_of<Epilogue::kQkv, W>(kernels);
+  add_projections_of<Epilogue::kResidual, W>(kernels);
+  add_projections_of<Epilogue::kGateUp, W>(kernels);
+  add_projections_of<Epilogue::kShare, W>(kernels);
 }
 
 }  // namespace meshserve

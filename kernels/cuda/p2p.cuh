@@ -210,7 +210,8 @@ static __global__ void __launch_bounds__(kP2PThreads) gather_kernel(const __grid
     if (args.next_gain == nullptr) continue;
     x = unpack_bf16(rounded);
     const float4 g = unpack_bf16(gain);
-    store_activations<W>(args.scaled_out + static_cast<size_t>(i) * 128, 4 * lane,
+    uint8_t* exponents = exponents_of(args.scaled_out, args.batch, args.columns) + i * (128 / kExponentColumns);
+    store_activations<W>(args.scaled_out + static_cast<size_t>(i) * 128, exponents, 4 * lane,
                          make_float4(x.x * g.x, x.y * g.y, x.z * g.z, x.w * g.w));
     const float squares = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
     if (lane == 0) args.sums_out[i] = squares;

@@ -10,7 +10,7 @@ constexpr int kPrepareThreads = 256;
 struct PrepareArgs {
   const bf16* x;     // [B, columns]
   const bf16* gain;  // [columns]
-  bf16* scaled;      // [B, columns]
+  bf16* scaled;      // [B, columns], for quantised weights in the form of weight_formats.cuh
   float* sums;       // [B, columns / 128]
   int columns;
   const int* positions;  // null: skip the rotary angles
@@ -29,11 +29,12 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   if (threadIdx.x == 0) let_next_kernel_start();
   wait_for_previous_kernel();
   const size_t row = static_cast<size_t>(token) * args.columns;
+  uint8_t* exponents = exponents_of(args.scaled, gridDim.x, args.columns) + row / kExponentColumns;
   for (int tile = warp; tile < args.columns / 128; tile += kPrepareThreads / 32) {
     int column = tile * 128 + 4 * lane;
     float4 x = unpack_bf16(*reinterpret_cast<const uint2*>(args.x + row + column));
     float4 gain = unpack_bf16(*reinterpret_cast<const uint2*>(args.gain + column));
-    store_activations<W>(args.scaled + row, column,
+    store_activations<W>(args.scaled + row, exponents, column,
                          make_float4(x.x * gain.x, x.y * gain.y, x.z * gain.z, x.w * gain.w));
     float sum = sum_over_lanes(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w, 32);
     if (lane == 0) args.sums[token * (args.columns / 128) + tile] = sum;
@@ -48,14 +49,16 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const __grid_c
   }
 }
 
-// Copies activations [B, columns] in the order for a product with weights of the format. One block per token.
+// Converts activations [B, columns] for a product with weights of the format. One block per token.
 template <class W>
-__global__ void __launch_bounds__(kPrepareThreads) reorder_kernel(const bf16* from, bf16* to, int columns) {
+__global__ void __launch_bounds__(kPrepareThreads) convert_kernel(const bf16* from, bf16* to, int columns) {
   if (threadIdx.x == 0) let_next_kernel_start();
   wait_for_previous_kernel();
   const size_t row = static_cast<size_t>(blockIdx.x) * columns;
+  uint8_t* exponents = exponents_of(to, gridDim.x, columns) + row / kExponentColumns;
   for (int column = 4 * threadIdx.x; column < columns; column += 4 * kPrepareThreads) {
-    store_activations<W>(to + row, column, unpack_bf16(*reinterpret_cast<const uint2*>(from + row + column)));
+    store_activations<W>(to + row, exponents, column,
+                         unpack_bf16(*reinterpret_cast<const uint2*>(from + row + column)));
   }
 }
 

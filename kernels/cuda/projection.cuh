@@ -14,13 +14,13 @@
 // For few tokens, the compute warps read the activations themselves, all at once: the copy engine would deliver them
 // late, behind the copies of weights that the next kernels have already queued.
 //
-// Quantised weights differ in the product (quantised.cuh) and in the order of activations (weight_formats.cuh). Their
+// Quantised weights differ in the product (quantised.cuh) and in the form of activations (weight_formats.cuh). Their
 // blocks have 128 bytes of each row, too, which are more columns, and a stage has one block.
 #pragma once
 #include <type_traits>
 
 #include "p2p.cuh"
-#include "quantised.cuh"
+#include "split_product.cuh"
 #include "wgmma.cuh"
 
 namespace meshserve {
@@ -48,7 +48,7 @@ constexpr int kOtherBytes = 16 * kMaxStages + 16 + N * 16;
 // Returns the maximum number of tokens that each split of a tile finishes; tokens are assigned round-robin.
 __host__ __device__ constexpr int split_tokens(int tokens, int splits) { return (tokens + splits - 1) / splits; }
 
-enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare };
+enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare, kLogits };
 
 struct ProjectionArgs {
   int batch;
@@ -66,7 +66,7 @@ struct ProjectionArgs {
   float inverse_dim, epsilon;
   // kResidual: out = residual + result; scaled_out = out * next_gain. kGateUp: out = silu(gate) * up.
   const bf16* residual;  // may be null, may be `out`
-  bf16* out;
+  bf16* out;             // kLogits: float32 [batch, out_columns], which may be less than the tiles have
   int out_columns;
   const bf16* next_gain;  // null: scaled_out and sums_out are not written
   bf16* scaled_out;
@@ -95,13 +95,20 @@ using PlainArgsOf = std::conditional_t<E == Epilogue::kShare, ShareArgs, Project
 template <class Base>
 struct QuantisedArgs : Base {
   Scales scales;
-  int table_offset;      // bytes from the ring to the table of scales
-  int input_tiles;       // columns of the input / 64
-  bool has_plain_order;  // kGateUp: whether `out` keeps the order of its columns
+  int table_offset;       // bytes from the ring to the table of scales
+  int input_tiles;        // columns of the input / 64
+  bool has_plain_output;  // kGateUp: whether `out` is bf16 in order, and not for a product with quantised weights
+};
+
+template <class Base>
+struct SplitArgs : QuantisedArgs<Base> {
+  const uint8_t* exponents;  // of the input
+  int exponent_offset;       // bytes from the ring to the table of exponents
 };
 
 template <Epilogue E, class W = Bf16Weights>
-using ArgsOf = std::conditional_t<W::kIsQuantised, QuantisedArgs<PlainArgsOf<E>>, PlainArgsOf<E>>;
+using ArgsOf = std::conditional_t<W::kIsSplit, SplitArgs<PlainArgsOf<E>>,
+                                  std::conditional_t<W::kIsQuantised, QuantisedArgs<PlainArgsOf<E>>, PlainArgsOf<E>>>;
 
 // The 4 rows of the tile that a lane holds for each token. For kQkv, also the head and elements of these rows.
 struct LaneRows {
@@ -234,8 +241,9 @@ __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int 
   float4 gain = unpack_bf16(rows.gain);
   float4 scaled = make_float4(x.x * gain.x, x.y * gain.y, x.z * gain.z, x.w * gain.w);
   if constexpr (W::kIsQuantised) {
-    store_activations<W>(args.scaled_out + static_cast<size_t>(token) * args.out_columns, tile * kTileRows + 4 * lane,
-                         scaled);
+    const size_t row = static_cast<size_t>(token) * args.out_columns;
+    uint8_t* exponents = exponents_of(args.scaled_out, args.batch, args.out_columns) + row / kExponentColumns;
+    store_activations<W>(args.scaled_out + row, exponents, tile * kTileRows + 4 * lane, scaled);
   } else {
     store_bf16x4(args.scaled_out + at, scaled);
   }
@@ -256,9 +264,10 @@ __device__ __forceinline__ void finish_gate_up(const Args& args, int tile, int t
   auto silu = [](float v) { return __fdividef(v, 1.0f + __expf(-v)); };
   const float4 activated = make_float4(silu(sum.x) * up.x, silu(sum.y) * up.y, silu(sum.z) * up.z, silu(sum.w) * up.w);
   if constexpr (W::kIsQuantised) {
-    if (!args.has_plain_order) {
-      return store_activations<W>(args.out + static_cast<size_t>(token) * args.out_columns,
-                                  tile * (kTileRows / 2) + 4 * lane, activated);
+    if (!args.has_plain_output) {
+      const size_t row = static_cast<size_t>(token) * args.out_columns;
+      uint8_t* exponents = exponents_of(args.out, args.batch, args.out_columns) + row / kExponentColumns;
+      return store_activations<W>(args.out + row, exponents, tile * (kTileRows / 2) + 4 * lane, activated);
     }
   }
   bf16* to = args.out + static_cast<size_t>(token) * args.out_columns + tile * (kTileRows / 2) + 4 * lane;
@@ -429,7 +438,12 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     table.second = entries == 8 ? 0 : 4 * 8;
     load_scales<W>(scales, args.row_base + tile * args.tile_step, args.second_half, table.first_group,
                    table.last_group - table.first_group + 1, kConsumers, first_entry);
-    sync_threads(1, kConsumers);
+    if constexpr (W::kIsSplit) {
+      table.exponents = ring_address + args.exponent_offset + 2 * (lane % 4);
+      table.first_column = k_begin * W::kBlockColumns;
+    } else {
+      sync_threads(1, kConsumers);
+    }
   }
   wait_for_previous_kernel();
   EpilogueOperands operands[kTogether] = {};
@@ -441,6 +455,14 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   };
   fetch_operands(first_n);
 
+  if constexpr (W::kIsSplit) {
+    const int first_tile = k_begin * kInputTiles, num_tiles = (k_end - k_begin) * kInputTiles;
+    const uint8_t* exponents = args.exponents + static_cast<size_t>(first_token) * args.input_tiles + first_tile;
+    load_exponents<N>(exponents, args.input_tiles, args.batch - first_token,
+                      min(num_tiles, args.input_tiles - first_tile), num_tiles, kConsumers,
+                      ring_address + args.exponent_offset);
+    if (!is_resident) sync_threads(1, kConsumers);
+  }
   if (is_resident) {
     if constexpr (W::kIsQuantised) {
       const int first_tile = k_begin * kInputTiles, num_tiles = (k_end - k_begin) * kInputTiles;
@@ -467,10 +489,10 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   if constexpr (W::kIsQuantised) {
 #pragma unroll
     for (int j = 0; j < N / 2; ++j) sums[0][j] = 0.0f;
-    // Of the 16 rows of the warp and the first 32 bytes of each, the 16 bytes whose address ldmatrix takes from this
-    // lane.
+    // Unless activations are split: of the 16 rows of the warp and the first 32 bytes of each, the 16 bytes whose
+    // address ldmatrix takes from this lane.
     const int row = warp % 4 * 16 + lane % 16;
-    const uint32_t lane_offset = half_offset + row * 128 + ((lane / 16) ^ (row % 8)) * 16;
+    const uint32_t lane_offset = half_offset + (W::kIsSplit ? 0 : row * 128 + ((lane / 16) ^ (row % 8)) * 16);
 #pragma unroll 1
     for (int i = 0, s = 0, parity = 0; i < iterations; ++i) {
       barrier_wait(full + 8 * s, parity);
@@ -557,6 +579,10 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       finish_gate_up<W>(args, tile, token, lane, sum);
     } else if constexpr (E == Epilogue::kShare) {
       finish_share(args, tile, token, lane, sum);
+    } else if constexpr (E == Epilogue::kLogits) {
+      const int row = tile * kTileRows + 4 * lane;
+      float* to = reinterpret_cast<float*>(args.out) + static_cast<size_t>(token) * args.out_columns + row;
+      if (row < args.out_columns) *reinterpret_cast<float4*>(to) = sum;
     } else {
       finish_qkv(args, token, sum, rows, fetched, cache_offsets[n]);
     }

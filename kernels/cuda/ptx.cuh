@@ -205,6 +205,15 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   return word;
 }
 
+__device__ __forceinline__ void store_shared_byte(uint32_t address, uint8_t byte) {
+  asm volatile("st.shared.b8 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(byte)) : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
+  uint16_t half;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");
+  return half;
+}
+
 // ---- registers ---------------------------------------------------------------------------------------------------
 // Changes how many registers a thread of the warpgroup may use.
 template <int kRegisters>
@@ -307,6 +316,30 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) {
 __device__ __forceinline__ float sum_over_lanes(float value, int lanes) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
   return value;
+}
+
+// Returns the largest value of the 16 neighboring lanes; other lanes need not take part.
+__device__ __forceinline__ float largest_of_16_lanes(float value) {
+  const uint32_t lanes = 0xFFFFu << (threadIdx.x & 16);
+  for (int offset = 8; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(lanes, value, offset));
+  return value;
+}
+
+// Two numbers as the nearest e4m3 (the first in the low byte), and the nearest e4m3 of what is then missing.
+struct E4m3Pair {
+  uint16_t first, second;
+};
+__device__ __forceinline__ uint16_t to_e4m3(float low, float high) {
+  uint16_t out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  return out;
+}
+__device__ __forceinline__ E4m3Pair split_e4m3(float low, float high) {
+  const uint16_t first = to_e4m3(low, high);
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(first));
+  const float2 rounded = __half22float2(*reinterpret_cast<__half2*>(&halves));
+  return {first, to_e4m3(low - rounded.x, high - rounded.y)};
 }
 
 }  // namespace meshserve

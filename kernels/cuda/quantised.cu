@@ -8,8 +8,10 @@ namespace {
 // Calls `run` with a step whose weights have the format of `data`.
 template <class Run>
 ffi::Error with_step(const In& data, const Shapes& shapes, Ints tuning, cudaStream_t stream, Run run) {
-  if (is_int4(data)) return run(StepOf<Int4Weights>(shapes, tuning_of(tuning), stream));
-  return run(StepOf<Fp8Weights>(shapes, tuning_of(tuning), stream));
+  const Tuning tuned = tuning_of(tuning);
+  if (is_int4(data)) return run(StepOf<Int4Weights>(shapes, tuned, stream));
+  if (width_of(shapes.batch) <= SplitFp8Weights::kMost) return run(StepOf<SplitFp8Weights>(shapes, tuned, stream));
+  return run(StepOf<Fp8Weights>(shapes, tuned, stream));
 }
 
 ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In qkv_scale, In qkv_zero, In q_norm,
@@ -75,9 +77,9 @@ ffi::Error decode_qkv(cudaStream_t stream, In x, In norm, In qkv, In qkv_scale, 
   });
 }
 
-// out = [residual +] input weights^T. `ordered` is scratch memory for the input.
+// out = [residual +] input weights^T. `converted` is scratch memory for the input.
 ffi::Error project_residual(cudaStream_t stream, In input, In weights, In scales, In zero, In residual, Out out,
-                            Out ordered, int32_t layer, int32_t has_residual, int32_t is_down, Ints tuning) {
+                            Out converted, int32_t layer, int32_t has_residual, int32_t is_down, Ints tuning) {
   Shapes shapes;
   shapes.layers = size(weights, 0);
   shapes.embed = size(weights, 1);
@@ -91,14 +93,17 @@ ffi::Error project_residual(cudaStream_t stream, In input, In weights, In scales
     shapes.head_dim = columns;
   }
   return with_step(weights, shapes, tuning, stream, [&](auto step) {
-    step.reorder(data<bf16>(input), data<bf16>(ordered), columns);
+    if (converted->element_count() < activation_bytes(shapes.batch, columns)) {
+      return too_small(activation_bytes(shapes.batch, columns));
+    }
+    step.convert(data<bf16>(input), data<bf16>(converted), columns);
     const ScaledMatrix matrix = matrix_of(weights, scales, zero);
     if (is_down) {
       step.weights.down = matrix;
-      step.down(layer, data<bf16>(ordered), added, data<bf16>(out), nullptr);
+      step.down(layer, data<bf16>(converted), added, data<bf16>(out), nullptr);
     } else {
       step.weights.o = matrix;
-      step.output(layer, data<bf16>(ordered), added, data<bf16>(out), nullptr);
+      step.output(layer, data<bf16>(converted), added, data<bf16>(out), nullptr);
     }
     return result(step);
   });
@@ -114,13 +119,28 @@ ffi::Error decode_gate_up(cudaStream_t stream, In x, In norm, In gate_up, In sca
   return with_step(gate_up, shapes, tuning, stream, [&](auto step) {
     step.weights.gate_up = matrix_of(gate_up, scales, zero);
     step.epsilon = epsilon;
-    step.has_plain_order = true;
+    step.has_plain_output = true;
     size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
     if (needed > scratch->element_count()) return too_small(needed);
     step.prepare(data<bf16>(x), data<bf16>(norm) + static_cast<size_t>(layer) * shapes.embed, false);
     step.gate_up(layer, data<bf16>(out));
     return result(step);
   });
+}
+
+// logits = input weights^T, in float32. `converted` is scratch memory for the input.
+ffi::Error output_head(cudaStream_t stream, In input, In weights, In scales, Out logits, Out converted) {
+  Shapes shapes;
+  shapes.layers = 1;
+  shapes.batch = size(input, 0);
+  const int columns = size(input, 1);
+  const size_t needed = activation_bytes(shapes.batch, columns);
+  if (converted->element_count() < needed) return too_small(needed);
+  StepOf<SplitFp8Weights> step(shapes, {}, stream);
+  step.convert(data<bf16>(input), data<bf16>(converted), columns);
+  step.logits(matrix_of(weights, scales, scales), size(weights, 0), columns, data<bf16>(converted),
+              data<float>(logits));
+  return result(step);
 }
 
 template <class W>
@@ -130,7 +150,7 @@ void add_kernels(std::vector<const void*>& kernels) {
   add(attention_kernel<64, W>);
   add(attention_kernel<128, W>);
   add(prepare_kernel<W>);
-  add(reorder_kernel<W>);
+  add(convert_kernel<W>);
   add(gather_kernel<W>);
 }
 
@@ -139,6 +159,8 @@ void add_kernels(std::vector<const void*>& kernels) {
 std::vector<const void*> quantised_kernels() {
   std::vector<const void*> kernels;
   add_kernels<Fp8Weights>(kernels);
+  add_kernels<SplitFp8Weights>(kernels);
+  add_projections_of<Epilogue::kLogits, SplitFp8Weights>(kernels);
   add_kernels<Int4Weights>(kernels);
   return kernels;
 }
@@ -231,6 +253,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_gate_up_quantised, decode_gate_up
                                   .Attr<int32_t>("layer")
                                   .Attr<float>("epsilon")
                                   .Attr<Ints>("tuning"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_output_head, output_head,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<In>()   // input
+                                  .Arg<In>()   // weights
+                                  .Arg<In>()   // scales
+                                  .Ret<In>()   // logits
+                                  .Ret<In>(),  // scratch
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace meshserve

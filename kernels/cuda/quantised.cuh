@@ -1,6 +1,6 @@
-// Products with quantised weights. Weights stay in 8 or 4 bits in shared memory; each warp reads its 16 rows with
-// ldmatrix, converts them to bf16 without rounding, and multiplies them with wgmma from registers. The scales are
-// applied to the float32 sums over the columns that share one.
+// Products of quantised weights with ordered activations (weight_formats.cuh). Weights stay in 8 or 4 bits in shared
+// memory; each warp reads its 16 rows with ldmatrix, converts them to bf16 without rounding, and multiplies them with
+// wgmma from registers. The scales are applied to the float32 sums over the columns that share one.
 //
 // e4m3 to bf16: sign, exponent and mantissa are moved to their places, which gives 2^-120 of the number (a bf16
 // subnormal if the e4m3 is one), and multiplied by 2^120. 4-bit integers to bf16: as the low bits of the mantissa of
@@ -28,6 +28,9 @@ struct ScaleTable {
   uint32_t address;  // of this lane's first row
   int second;        // bytes from there to its second row's entry
   int group_bytes, columns_log2, first_group, last_group;
+  // With split activations, the table of their exponents follows, [range of columns / 64, N]:
+  uint32_t exponents;  // address of this lane's first token
+  int first_column;    // of the exponents
 };
 
 struct RowScales {  // of a lane's two rows

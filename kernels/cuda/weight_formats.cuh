@@ -1,10 +1,16 @@
-// The formats of weights, and the order of the activations that they are multiplied with.
+// The formats of weights, and the forms of the activations that they are multiplied with.
 //
-// Quantised weights are converted in registers, as wgmma's left operand. A lane reads 4 bytes of a row from shared
-// memory at once, so the columns that it holds of each 16 are not those that wgmma expects. The sum over columns does
-// not depend on their order if the activations have the same one, so the kernels that write activations for a product
-// with quantised weights store them in that order; the weights stay as they are in the checkpoint.
+// Split activations are for products on the FP8 tensor cores: two e4m3 numbers for each activation, the nearest one and
+// the nearest of what it leaves over, which together have as many bits as bf16. A power of two for each 64 columns of a
+// token keeps them within e4m3's range. A row takes as many bytes as in bf16: for each 64 columns, 64 first numbers and
+// 64 second ones. Behind the rows follow the exponents of the powers, a byte for each 64 columns of a token.
+//
+// Ordered activations are bf16, for weights that are converted to bf16 in registers. A lane reads 4 bytes of a row from
+// shared memory at once, so the columns that it holds of each 16 are not those that wgmma expects. The sum over columns
+// does not depend on their order if the activations have the same one.
 #pragma once
+#include <type_traits>
+
 #include "ptx.cuh"
 
 namespace meshserve {
@@ -23,36 +29,81 @@ struct ScaledMatrix {
   Scales scales;
 };
 
+// kFewest and kMost are the widths of products, in tokens, that a format has kernels for.
 struct Bf16Weights {
   using Matrix = const bf16*;
-  static constexpr bool kIsQuantised = false;
+  static constexpr bool kIsQuantised = false, kIsInt4 = false, kIsSplit = false;
   static constexpr int kBlockColumns = 64;  // 128 bytes, the swizzle's width
+  static constexpr int kFewest = 8, kMost = 64;
 };
-struct Fp8Weights {  // e4m3
+struct Fp8Weights {  // e4m3, multiplied with ordered activations
   using Matrix = ScaledMatrix;
-  static constexpr bool kIsQuantised = true;
+  static constexpr bool kIsQuantised = true, kIsInt4 = false, kIsSplit = false;
   static constexpr int kBlockColumns = 128;
+  static constexpr int kFewest = 8, kMost = 64;
 };
-struct Int4Weights {  // unsigned, two in a byte; column 2j is the low half of byte j
+struct SplitFp8Weights {  // e4m3, multiplied with split activations
   using Matrix = ScaledMatrix;
-  static constexpr bool kIsQuantised = true;
+  static constexpr bool kIsQuantised = true, kIsInt4 = false, kIsSplit = true;
+  static constexpr int kBlockColumns = 128;
+  static constexpr int kFewest = 8, kMost = 32;
+};
+struct Int4Weights {  // unsigned, two in a byte: column 2j is the low half of byte j; ordered activations
+  using Matrix = ScaledMatrix;
+  static constexpr bool kIsQuantised = true, kIsInt4 = true, kIsSplit = false;
   static constexpr int kBlockColumns = 256;
+  static constexpr int kFewest = 8, kMost = 64;
 };
 
-// Returns where the first two of columns `column` to `column` + 3 (a multiple of 4) are stored, in pairs of elements;
-// the other two are 4 pairs further. 8-bit weights reorder each 16 columns, 4-bit weights each 32.
+// Returns the width of the products of a step, in tokens: the N of their wgmma instructions.
+constexpr int width_of(int tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }
+
+constexpr int kExponentColumns = 64;  // that share an exponent
+
+// Returns the exponents behind activations [tokens, columns].
+template <class Activations>
+__host__ __device__ __forceinline__ auto exponents_of(Activations* activations, size_t tokens, size_t columns) {
+  using Byte = std::conditional_t<std::is_const_v<Activations>, const uint8_t, uint8_t>;
+  return reinterpret_cast<Byte*>(activations + tokens * columns);
+}
+
+// Returns the bytes of activations in any form.
+inline size_t activation_bytes(size_t tokens, size_t columns) {
+  return tokens * (columns * 2 + columns / kExponentColumns);
+}
+
+// Returns what an exponent stands for: 2^(exponent - 127), 0 for 0, infinity for 255.
+__device__ __forceinline__ float power_of(uint32_t exponent) { return __uint_as_float(exponent << 23); }
+
+// Returns where the first two of columns `column` to `column` + 3 (a multiple of 4) are stored in ordered activations,
+// in pairs of elements; the other two are 4 pairs further. 8-bit weights reorder each 16 columns, 4-bit weights
+// each 32.
 template <class W>
 __device__ __forceinline__ int ordered_pair(int column) {
-  static_assert(W::kIsQuantised);
   const int chunk = column / 4;
-  if (W::kBlockColumns == Fp8Weights::kBlockColumns) return chunk / 4 * 8 + chunk % 4;
+  if (!W::kIsInt4) return chunk / 4 * 8 + chunk % 4;
   return chunk / 8 * 16 + chunk % 2 * 8 + chunk / 2 % 4;
 }
 
-// Stores columns `column` to `column` + 3 of a row of activations for a product with weights of the format.
+// Stores columns `column` to `column` + 3 (a multiple of 4) of a row of activations for a product with weights of the
+// format. `row` and `exponents`, which split activations have, may begin at any multiple of 64 columns. The 16
+// neighboring lanes with the same 64 columns must call it together.
 template <class W>
-__device__ __forceinline__ void store_activations(bf16* row, int column, float4 v) {
-  if constexpr (W::kIsQuantised) {
+__device__ __forceinline__ void store_activations(bf16* row, uint8_t* exponents, int column, float4 v) {
+  if constexpr (W::kIsSplit) {
+    // The largest number is scaled to 128 and more, below 256. e4m3 reaches 448.
+    constexpr uint32_t kLargest = 7;
+    const float largest = largest_of_16_lanes(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    const uint32_t exponent = max(__float_as_uint(largest) >> 23, kLargest);
+    const float factor = power_of(254 + kLargest - exponent);
+    const E4m3Pair low = split_e4m3(v.x * factor, v.y * factor), high = split_e4m3(v.z * factor, v.w * factor);
+    const int chunk = column / kExponentColumns, at = column % kExponentColumns;
+    uint32_t* to = reinterpret_cast<uint32_t*>(row + chunk * kExponentColumns) + at / 4;
+    to[0] = __byte_perm(low.first, high.first, 0x5410);
+    to[kExponentColumns / 4] = __byte_perm(low.second, high.second, 0x5410);
+    // Infinity stays infinite, and NaN is a number of e4m3.
+    if (at == 0) exponents[chunk] = static_cast<uint8_t>(exponent == 255 ? 255 : exponent - kLargest);
+  } else if constexpr (W::kIsQuantised) {
     uint32_t* to = reinterpret_cast<uint32_t*>(row) + ordered_pair<W>(column);
     to[0] = pack_bf16(v.x, v.z);
     to[4] = pack_bf16(v.y, v.w);

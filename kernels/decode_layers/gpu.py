@@ -281,8 +281,9 @@ def _project_residual(
 ) -> jax.Array:
     build.load()
     result = _like(x, x.shape[0], matrix.shape[1])
-    ordered = (_like(x),) if isinstance(matrix, QuantisedMatrix) else ()  # scratch: x in the order of the columns
-    out, *_ = _call("project_residual", matrix, (result, *ordered))(
+    converted = jax.ShapeDtypeStruct((operands.activation_bytes(*x.shape),), jnp.uint8)  # scratch
+    scratch = (converted,) if isinstance(matrix, QuantisedMatrix) else ()
+    out, *_ = _call("project_residual", matrix, (result, *scratch))(
         x,
         *_parts(matrix),
         x if residual is None else residual,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshserve.kernels.cuda import build, cublas_lt
+from meshserve.kernels.cuda import build, cublas_lt, operands
 
 from . import xla
 from .before import Before, RMSNorm, silu_product
@@ -18,6 +18,7 @@ from .matrix import FP8, Matrix, QuantisedMatrix
 
 BLOCK_COLUMNS = 128  # that share a scale of the activations, unless the weights have one scale for each row
 _ROW_MULTIPLE, _COLUMN_MULTIPLE, _TOKEN_MULTIPLE = 16, 16, 16  # for the alignment of cuBLASLt's operands
+_HEAD_COLUMN_MULTIPLE = 64  # columns that share an exponent, see ../cuda/weight_formats.cuh
 _MAX_COLUMNS = 32_768  # limited by the registers of the kernel that rounds activations
 # Up to so many tokens and rows, cuBLASLt is faster if it is given a scale for each row and 128 columns: it then takes
 # smaller tiles (docs/log/prefill.md).
@@ -134,3 +135,40 @@ def _num_arranged(weight: QuantisedMatrix, *, is_spread: bool) -> int:
         return int(np.prod(weight.shape[:-1])) * (weight.shape[-1] // BLOCK_COLUMNS)
     *row_blocks, column_blocks = weight.scale.shape
     return int(np.prod(row_blocks)) * (-(-column_blocks // 4) * 4)
+
+
+def output_head(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """See `Linear`. Multiplies with an FP8 matrix without rounding activations, as the fused decode layers do.
+
+    The time is that of reading the matrix for up to 64 tokens. A matrix that is not supported is left to XLA.
+    """
+    is_taken = out_dtype == jnp.float32 and unsupported_head_reason(weight, x.dtype) is None
+    if not isinstance(weight, QuantisedMatrix) or not is_taken:
+        return xla.linear(x, weight, out_dtype=out_dtype)
+    build.load()
+    (num_tokens, columns), num_rows = x.shape, weight.shape[0]
+    results = (
+        jax.ShapeDtypeStruct((num_tokens, num_rows), jnp.float32),
+        jax.ShapeDtypeStruct((operands.activation_bytes(num_tokens, columns),), jnp.uint8),
+    )
+    logits, _ = jax.ffi.ffi_call("meshserve_output_head", results)(x, weight.data, weight.scale)
+    return logits
+
+
+def unsupported_head_reason(weight: Matrix, dtype: jnp.dtype) -> str | None:
+    """Returns why an output head (or its shapes) is left to XLA for activations of a dtype, or None if it is not."""
+    if not isinstance(weight, QuantisedMatrix) or weight.data.dtype != FP8 or weight.data.ndim != 2:
+        return "the output head is not FP8"
+    (num_rows, columns), group = weight.shape, weight.block[1]
+    if dtype != jnp.bfloat16:
+        return f"activations are {dtype}; bfloat16 is needed"
+    if num_rows % _ROW_MULTIPLE or columns % _HEAD_COLUMN_MULTIPLE:
+        return (
+            f"{num_rows} rows and {columns} columns on a device; multiples of {_ROW_MULTIPLE} and "
+            f"{_HEAD_COLUMN_MULTIPLE} are needed"
+        )
+    if group != columns and (group < _HEAD_COLUMN_MULTIPLE or group & (group - 1)):
+        return (
+            f"a scale covers {group} columns; whole rows or a power of two from {_HEAD_COLUMN_MULTIPLE} on are needed"
+        )
+    return None

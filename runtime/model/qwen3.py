@@ -48,6 +48,7 @@ class Kernels:
 
     attend: PagedAttention
     linear: Linear = xla.linear
+    head: Callable[..., jax.Array] = xla.linear  # `linear` of the output head, without `before` and `residual`
     write: WriteKV = write_kv
     prepare: QKNormRope | None = None  # replaces `write` and the norms and rotation before it
     decode: DecodeKernels | None = None  # fused layers for small decode steps
@@ -320,11 +321,11 @@ class Qwen3(nnx.Module):
         last = self.config.num_layers - 1
         return self.layer(last).after_mlp(hidden, last, context)
 
-    def logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, linear: Callable[..., jax.Array] = xla.linear) -> jax.Array:
         """Computes float32 logits [B, V / shards] of this shard's vocabulary from hidden states [B, D]."""
         x = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
         table = self.embedding[...] if self.config.is_tied else self.head[...]
-        return xla.linear(x, table, out_dtype=jnp.dtype("float32"))
+        return linear(x, table, out_dtype=jnp.dtype("float32"))
 
 
 def slice_stack(stack: jax.Array, index: int | jax.Array) -> jax.Array:

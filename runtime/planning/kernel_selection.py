@@ -237,6 +237,8 @@ def _kernels(
     return Kernels(
         attend=paged_attention.implementation(attention, device),
         linear=linear.implementation(names.linear),
+        # It leaves heads that it does not support to XLA.
+        head=linear.gpu.output_head if is_gpu and decode == "cuda" else linear.xla.linear,
         write=paged_attention.WRITERS.get(attention, paged_attention.write_kv),
         # It finds the norms of a layer in one stack, by the model's layer.
         prepare=paged_attention.QK_NORM_ROPE.get(attention) if len(shapes.model.stacks) == 1 else None,

@@ -122,7 +122,7 @@ def step(
         output = StepOutput(pooled(model, last[: bucket.num_requests]))
         return DeviceState(cache, state.last_tokens, page_table), output
     sampling = SamplingBatch.unpacked(fields)
-    logits = model.logits(last)[: bucket.num_requests]
+    logits = model.logits(last, kernels.head)[: bucket.num_requests]
     sampled = sample(
         logits,
         sampling,

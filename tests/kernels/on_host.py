@@ -36,6 +36,7 @@ def compiled(
             text = text.replace(old, new)
         (folder / kernel).write_text(text)
     library = folder / "program.so"
-    options = ["-std=c++20", "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *flags]
+    numbers = str(Path(__file__).parent / "emulated_numbers")
+    options = ["-std=c++20", "-I", numbers, "-O2", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *flags]
     subprocess.run([COMPILER, *options, folder / program, "-o", library], check=True)
     return ctypes.CDLL(str(library))

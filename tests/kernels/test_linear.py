@@ -17,6 +17,7 @@ from meshserve.kernels.linear import (
     implementation,
     silu_product,
     to_fp8,
+    xla,
 )
 
 NAMES = ("reference", "xla", "xla_fp8")  # that run on any backend
@@ -115,4 +116,31 @@ def test_what_the_fp8_tensor_cores_do_not_take_is_dequantised() -> None:
     inputs = cases.make_inputs(next(case for case in cases.CASES if case.name == "fp8-block-of-rows"), seed=8)
     np.testing.assert_array_equal(
         implementation("cuda_fp8")(inputs.x, inputs.weight), implementation("xla")(inputs.x, inputs.weight)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("plain", "the output head is not FP8"),
+        ("int4-32", "the output head is not FP8"),
+        ("fp8-channel", "activations are float32; bfloat16 is needed"),
+    ],
+)
+def test_an_output_head_that_the_kernel_does_not_take_is_left_to_xla(name: str, reason: str) -> None:
+    inputs = cases.make_inputs(next(case for case in cases.CASES if case.name == name), seed=1)
+    assert gpu.unsupported_head_reason(inputs.weight, inputs.x.dtype) == reason
+    float32 = jnp.dtype("float32")
+    logits = gpu.output_head(inputs.x, inputs.weight, out_dtype=float32)
+    np.testing.assert_array_equal(logits, xla.linear(inputs.x, inputs.weight, out_dtype=float32))
+
+
+def test_output_heads_of_every_shard_are_taken() -> None:
+    for tp in (1, 2, 4, 8):
+        rows = 151_936 // tp
+        head = QuantisedMatrix(jax.ShapeDtypeStruct((rows, 4096), FP8), jax.ShapeDtypeStruct((rows, 1), jnp.float32))
+        assert gpu.unsupported_head_reason(head, jnp.dtype("bfloat16")) is None
+    odd = QuantisedMatrix(jax.ShapeDtypeStruct((1000, 4096), FP8), jax.ShapeDtypeStruct((1000, 1), jnp.float32))
+    assert gpu.unsupported_head_reason(odd, jnp.dtype("bfloat16")) == (
+        "1000 rows and 4096 columns on a device; multiples of 16 and 64 are needed"
     )

@@ -112,3 +112,16 @@ def test_a_token_that_is_not_finite_does_not_reach_the_others(value: float) -> N
 def test_tokens_of_zeros_give_zeros() -> None:
     inputs = cases.make_inputs(STACKED, seed=8)
     np.testing.assert_array_equal(np.asarray(gpu.linear(jnp.zeros_like(inputs.x), inputs.weight), np.float32), 0.0)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 32, 50, 130])
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-block"])
+def test_an_output_head_keeps_the_precision_of_activations(kind: str, tokens: int) -> None:
+    block = (1, 1088) if kind == "fp8-channel" else (64, 64)
+    case = cases.Case(name="", kind="fp8", block=block, rows=2240, columns=1088, tokens=tokens, dtype="bfloat16")
+    inputs = cases.make_inputs(case, seed=11)
+    x = inputs.x.at[0, 7].set(300.0)
+    assert gpu.unsupported_head_reason(inputs.weight, x.dtype) is None
+    logits = jax.jit(partial(gpu.output_head, out_dtype=jnp.dtype("float32")))(x, inputs.weight)
+    assert logits.dtype == jnp.float32
+    assert relative_error(logits, cases.expected(cases.Inputs(x, inputs.weight))) < 1e-3

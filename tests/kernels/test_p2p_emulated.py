@@ -70,25 +70,41 @@ def test_words_that_look_like_an_empty_slot_arrive(library: ctypes.CDLL) -> None
         np.testing.assert_array_equal(row, expected)
 
 
+def split(rows: np.ndarray, batch: int, columns: int) -> np.ndarray:
+    """Returns what split activations (weight_formats.cuh) stand for."""
+    numbers, exponents = rows[: batch * columns * 2].view(ml_dtypes.float8_e4m3fn), rows[batch * columns * 2 :]
+    pairs = numbers.reshape(batch, columns // 64, 2, 64).astype(np.float32).sum(axis=2)
+    powers = 2.0 ** (exponents.reshape(batch, columns // 64, 1).astype(np.float32) - 127)
+    return (pairs * powers).reshape(batch, columns)
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["bfloat16", "split"])
 @pytest.mark.parametrize(("num", "batch", "columns", "blocks"), [(2, 1, 256, 1), (4, 3, 128, 1), (2, 5, 384, 2)])
 def test_gather_writes_the_inputs_of_the_next_projection(
-    library: ctypes.CDLL, num: int, batch: int, columns: int, blocks: int
+    library: ctypes.CDLL, num: int, batch: int, columns: int, blocks: int, is_split: bool
 ) -> None:
     rounds, draw = 5, np.random.default_rng(batch)
     shares = draw.standard_normal((num, rounds, batch, columns)).astype(BFLOAT16)
     start = draw.standard_normal((batch, columns)).astype(BFLOAT16)
     gain = draw.standard_normal(columns).astype(BFLOAT16)
-    x, scaled = np.stack([start] * num), np.full((num, batch, columns), np.nan, BFLOAT16)
+    x, scaled = np.stack([start] * num), np.full((num, batch * (columns * 2 + columns // 64)), 0xFF, np.uint8)
     sums = np.full((num, batch, columns // 128), np.nan, np.float32)
-    arrays = [pointer(array) for array in (shares, x, gain, scaled, sums)]
-    assert library.run_gathers(num, rounds, batch, columns, blocks, *arrays) == 1
+    arrays = [pointer(array) for array in (shares, x, gain, scaled)]
+    arguments = (*arrays, scaled.shape[1], pointer(sums), int(is_split))
+    assert library.run_gathers(num, rounds, batch, columns, blocks, *arguments) == 1
     expected = start
     for round_shares in shares.swapaxes(0, 1):
         expected = (expected.astype(np.float32) + added(round_shares)).astype(BFLOAT16)
     wide = expected.astype(np.float32)
     for rank in range(num):
         np.testing.assert_array_equal(x[rank].view(np.uint16), expected.view(np.uint16))
-        scaled_up = (wide * gain.astype(np.float32)).astype(BFLOAT16)
-        np.testing.assert_array_equal(scaled[rank].view(np.uint16), scaled_up.view(np.uint16))
+        scaled_up = wide * gain.astype(np.float32)
+        if is_split:
+            most = np.abs(scaled_up).reshape(batch, -1, 64).max(axis=2).repeat(64, axis=1)
+            error = np.abs(split(scaled[rank], batch, columns) - scaled_up)
+            assert (error <= 2.0**-8 * np.abs(scaled_up) + 2.0**-17 * most).all()
+        else:
+            found = scaled[rank][: batch * columns * 2].view(np.uint16).reshape(batch, columns)
+            np.testing.assert_array_equal(found, scaled_up.astype(BFLOAT16).view(np.uint16))
         squares = (wide.reshape(batch, -1, 128) ** 2).sum(axis=2)
         np.testing.assert_allclose(sums[rank], squares, rtol=1e-5)

@@ -1,5 +1,6 @@
-"""Tests kernels/cuda/quantised.cuh compiled for the host: products with quantised weights as the kernels compute them,
-without the asynchrony of the tensor cores."""
+"""Tests kernels/cuda/quantised.cuh and split_product.cuh compiled for the host: products with quantised weights as the
+kernels compute them, without the asynchrony of the tensor cores.
+"""
 
 import ctypes
 
@@ -12,6 +13,7 @@ from meshserve.kernels.linear import FP8, QuantisedMatrix, cases
 from . import on_host
 
 pytestmark = on_host.needs_compiler
+FORMS = ("split", "converted", "int4")  # of the product
 SCALE_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -37,7 +39,9 @@ class Problem(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
-    return on_host.compiled(folder, "emulated_product", "product.cpp", "weight_formats.cuh", "quantised.cuh")
+    return on_host.compiled(
+        folder, "emulated_product", "product.cpp", "weight_formats.cuh", "quantised.cuh", "split_product.cuh"
+    )
 
 
 def test_e4m3_is_converted_exactly(library):
@@ -49,7 +53,17 @@ def test_e4m3_is_converted_exactly(library):
     np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
 
 
-def product(library, n: int, matrix: QuantisedMatrix, x: np.ndarray, *, row: int, blocks: range) -> np.ndarray:
+def test_two_e4m3_numbers_are_a_bfloat16():
+    """What activations become, in ml_dtypes' arithmetic: exact from a 1,024th of the largest of 64 columns on."""
+    values = np.arange(0x3E80, 0x4380, dtype=np.uint16).view(jnp.bfloat16).astype(np.float32)  # 0.25 to 256
+    first = values.astype(FP8).astype(np.float32)
+    second = (values - first).astype(FP8).astype(np.float32)
+    np.testing.assert_array_equal(first + second, values)
+
+
+def product(
+    library, form: str, n: int, matrix: QuantisedMatrix, x: np.ndarray, *, row: int, blocks: range
+) -> np.ndarray:
     """Returns rows `row` to `row` + 63 of the product with x [T, K], summed over some blocks of columns."""
     rows, columns = matrix.shape
     data, scale = np.ascontiguousarray(matrix.data), np.ascontiguousarray(matrix.scale)
@@ -66,25 +80,28 @@ def product(library, n: int, matrix: QuantisedMatrix, x: np.ndarray, *, row: int
     )
     x, out = np.ascontiguousarray(x, np.float32), np.full((64, n), np.nan, np.float32)
     problem = Problem(len(x), columns, row, blocks.start, len(blocks), data.ctypes.data, x.ctypes.data, scales)
-    library.multiply(int(matrix.is_int4), n, ctypes.byref(problem), out.ctypes.data_as(ctypes.c_void_p))
+    library.multiply(FORMS.index(form), n, ctypes.byref(problem), out.ctypes.data_as(ctypes.c_void_p))
     return out[:, : len(x)].T
 
 
 @pytest.mark.parametrize("n", [8, 16, 32, 64])
 @pytest.mark.parametrize(
-    ("kind", "block", "columns", "scale_dtype"),
+    ("form", "kind", "block", "columns", "scale_dtype"),
     [
-        ("fp8", (128, 128), 384, "float32"),
-        ("fp8", (64, 64), 320, "bfloat16"),  # as a shard has it; the last block exceeds the columns
-        ("fp8", (1, 256), 256, "float32"),
-        ("fp8", (1, 128), 256, "float16"),
-        ("int4", (1, 32), 512, "bfloat16"),
-        ("int4-zero", (1, 64), 320, "float16"),
-        ("int4-zero", (1, 128), 1024, "bfloat16"),
+        ("split", "fp8", (128, 128), 384, "float32"),
+        ("split", "fp8", (64, 64), 320, "bfloat16"),  # as a shard has it; the last block exceeds the columns
+        ("split", "fp8", (1, 256), 256, "float32"),
+        ("split", "fp8", (1, 128), 256, "float16"),
+        ("converted", "fp8", (128, 128), 384, "float32"),
+        ("converted", "fp8", (64, 64), 320, "bfloat16"),
+        ("converted", "fp8", (1, 256), 256, "float32"),
+        ("int4", "int4", (1, 32), 512, "bfloat16"),
+        ("int4", "int4-zero", (1, 64), 320, "float16"),
+        ("int4", "int4-zero", (1, 128), 1024, "bfloat16"),
     ],
     ids=str,
 )
-def test_product_is_that_of_exactly_dequantised_weights(library, n, kind, block, columns, scale_dtype):
+def test_product_is_that_of_exactly_dequantised_weights(library, n, form, kind, block, columns, scale_dtype):
     case = cases.Case(name="", kind=kind, block=block, rows=256, columns=columns, tokens=n - 3, dtype="bfloat16")
     inputs = cases.make_inputs(case, seed=1)
     matrix = inputs.weight._replace(scale=inputs.weight.scale.astype(jnp.dtype(scale_dtype)))
@@ -95,6 +112,6 @@ def test_product_is_that_of_exactly_dequantised_weights(library, n, kind, block,
         begin, end = blocks.start * step, blocks.stop * step
         exact = cases.exact_matrix(matrix)[row : row + 64, begin:end]
         expected = x[:, begin:end] @ exact.T
-        found = product(library, n, matrix, x, row=row, blocks=blocks)
+        found = product(library, form, n, matrix, x, row=row, blocks=blocks)
         bound = 1e-5 * (np.abs(x[:, begin:end]) @ np.abs(exact).T)
         assert (np.abs(found - expected) <= bound).all()

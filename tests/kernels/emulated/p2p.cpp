@@ -96,9 +96,10 @@ extern "C" int run_two_shots(int num, int chunk, int repeats, int blocks, const 
 }
 
 // Adds shares [num, rounds, batch, columns] to x [num, batch, columns], one round after another. A thread sends them,
-// as the projection would, while the gather kernel runs. `scaled` and `sums` are those of the last round.
+// as the projection would, while the gather kernel runs. `scaled`, of `scaled_bytes` each, and `sums` are those of the
+// last round. `is_split`: the next projection has FP8 weights.
 extern "C" int run_gathers(int num, int rounds, int batch, int columns, int blocks, const uint2* shares, bf16* x,
-                           const bf16* gain, bf16* scaled, float* sums) {
+                           const bf16* gain, uint8_t* scaled, int scaled_bytes, float* sums, int is_split) {
   Mesh mesh(num, 2 * num * kSlotBytes);
   const size_t elements = static_cast<size_t>(batch) * columns;
   mesh.run([&](int rank, const P2PGroup& p2p) {
@@ -112,11 +113,11 @@ extern "C" int run_gathers(int num, int rounds, int batch, int columns, int bloc
       args.round = round % 2;
       args.residual = args.out = x + rank * elements;
       args.next_gain = gain;
-      args.scaled_out = scaled + rank * elements;
+      args.scaled_out = reinterpret_cast<bf16*>(scaled + static_cast<size_t>(rank) * scaled_bytes);
       args.sums_out = sums + rank * (elements / 128);
       args.batch = batch;
       args.columns = columns;
-      launch(gather_kernel<>, blocks, args);
+      launch(is_split ? gather_kernel<SplitFp8Weights> : gather_kernel<>, blocks, args);
     }
   });
   return mesh.is_empty();

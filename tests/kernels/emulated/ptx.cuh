@@ -17,6 +17,8 @@
 #include <mutex>
 #include <numeric>
 
+#include "e4m3.h"
+
 #define __device__
 #define __host__
 #define __global__
@@ -363,6 +365,19 @@ inline uint4 load_p2p(const void* from) {
   return {load_word(from, 0), load_word(from, 1), load_word(from, 2), load_word(from, 3)};
 }
 inline uint2 load_past_l1(const bf16* from) { return *reinterpret_cast<const uint2*>(from); }
+
+// All 32 lanes of a warp take part.
+inline float largest_of_16_lanes(float value) {
+  const int lane = threadIdx.x % 32;
+  Block::Warp& warp = block->warps[threadIdx.x / 32];
+  for (int offset = 8; offset > 0; offset /= 2) {
+    warp.values[lane] = value;
+    warp.meet.arrive_and_wait();
+    value = std::fmax(value, warp.values[lane ^ offset]);
+    warp.meet.arrive_and_wait();
+  }
+  return value;
+}
 inline unsigned long long nanoseconds() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }

@@ -1,5 +1,5 @@
 // Runs quantised.cuh on the host: the product of 64 rows of a tile with N tokens, one range of blocks.
-#include "quantised.cuh"
+#include "split_product.cuh"
 
 #include <memory>
 #include <thread>
@@ -9,7 +9,7 @@ using namespace meshserve;
 
 namespace {
 
-constexpr int kThreads = 128, kTileBytes = 64 * 128, kTable = 1 << 16;
+constexpr int kThreads = 128, kTileBytes = 64 * 128, kTable = 1 << 16, kExponents = kTable + (1 << 15);
 
 struct Problem {
   int tokens, columns, row, first_block, num_blocks;  // `row`: the first of the tile in the matrix
@@ -22,25 +22,6 @@ template <int N, class W>
 void run(const Problem& problem, float* out) {  // out [64, N]
   constexpr int kInputTiles = W::kBlockColumns / 64, kInputBytes = N * 128;
   const int row_bytes = problem.columns * 128 / W::kBlockColumns;
-  // The activations of all tokens, in order for the product; a block may exceed the columns.
-  const int padded = (problem.columns + W::kBlockColumns - 1) / W::kBlockColumns * W::kBlockColumns;
-  std::vector<bf16> ordered(static_cast<size_t>(N) * padded);
-  for (int token = 0; token < problem.tokens; ++token) {
-    for (int column = 0; column < problem.columns; column += 4) {
-      const float* v = problem.input + static_cast<size_t>(token) * problem.columns + column;
-      store_activations<W>(ordered.data() + static_cast<size_t>(token) * padded, column, {v[0], v[1], v[2], v[3]});
-    }
-  }
-  std::vector<float> sums(kThreads * (N / 2), 0.0f);
-  const int last_block = problem.first_block + problem.num_blocks, entries = scale_entries(problem.scales.rows_each);
-  ScaleTable table = {};
-  table.columns_log2 = problem.scales.columns_log2;
-  table.first_group = problem.first_block * W::kBlockColumns >> table.columns_log2;
-  table.last_group = (last_block * W::kBlockColumns - 1) >> table.columns_log2;
-  table.group_bytes = 4 * entries;
-  table.second = entries == 8 ? 0 : 4 * 8;
-  const int num_groups = table.last_group - table.first_group + 1;
-  if (num_groups > scale_groups(problem.num_blocks, W::kBlockColumns, table.columns_log2)) std::abort();
   auto on_all_threads = [](auto body) {
     std::vector<std::unique_ptr<Warp>> warps;
     for (int w = 0; w < kThreads / 32; ++w) warps.push_back(std::make_unique<Warp>());
@@ -53,8 +34,37 @@ void run(const Problem& problem, float* out) {  // out [64, N]
       });
     }
   };
-  on_all_threads(
-      [&](int) { load_scales<W>(problem.scales, problem.row, 64, table.first_group, num_groups, kThreads, kTable); });
+  // The activations of all tokens in the form for the product; what is not written must not matter.
+  const int columns = problem.columns, row_exponents = columns / kExponentColumns;
+  std::vector<uint8_t> input(activation_bytes(problem.tokens, columns), 0xFF);
+  bf16* activations = reinterpret_cast<bf16*>(input.data());
+  uint8_t* exponents = exponents_of(activations, problem.tokens, columns);
+  on_all_threads([&](int thread) {
+    for (int token = 0; token < problem.tokens; ++token) {
+      for (int column = 4 * thread; column < columns; column += 4 * kThreads) {
+        const size_t row = static_cast<size_t>(token) * columns;
+        const float* v = problem.input + row + column;
+        store_activations<W>(activations + row, exponents + row / kExponentColumns, column, {v[0], v[1], v[2], v[3]});
+      }
+    }
+  });
+  std::vector<float> sums(kThreads * (N / 2), 0.0f);
+  const int last_block = problem.first_block + problem.num_blocks, entries = scale_entries(problem.scales.rows_each);
+  ScaleTable table = {};
+  table.columns_log2 = problem.scales.columns_log2;
+  table.first_group = problem.first_block * W::kBlockColumns >> table.columns_log2;
+  table.last_group = (last_block * W::kBlockColumns - 1) >> table.columns_log2;
+  table.group_bytes = 4 * entries;
+  table.second = entries == 8 ? 0 : 4 * 8;
+  const int num_groups = table.last_group - table.first_group + 1;
+  if (num_groups > scale_groups(problem.num_blocks, W::kBlockColumns, table.columns_log2)) std::abort();
+  table.first_column = problem.first_block * W::kBlockColumns;
+  on_all_threads([&](int) {
+    load_scales<W>(problem.scales, problem.row, 64, table.first_group, num_groups, kThreads, kTable);
+    const int first = table.first_column / kExponentColumns, num = problem.num_blocks * kInputTiles;
+    load_exponents<N>(exponents + first, row_exponents, problem.tokens, min(num, row_exponents - first), num, kThreads,
+                      kExponents);
+  });
   for (int block = problem.first_block; block < last_block; ++block) {
     std::memset(shared_memory, 0, kTileBytes + kInputTiles * kInputBytes);
     for (int row = 0; row < 64; ++row) {  // as the copy engine does, zero beyond the columns
@@ -63,20 +73,21 @@ void run(const Problem& problem, float* out) {  // out [64, N]
             problem.data[static_cast<size_t>(problem.row + row) * row_bytes + 128 * block + byte];
       }
     }
-    for (int token = 0; token < N; ++token) {
-      for (int k = 0; k < W::kBlockColumns; ++k) {
-        const int at = k / 64 * kInputBytes + token * 128 + (k % 64 * 2 ^ token % 8 * 16);
-        const bf16 value = ordered[static_cast<size_t>(token) * padded + block * W::kBlockColumns + k];
-        std::memcpy(shared_memory + kTileBytes + at, &value, 2);
+    for (int token = 0; token < problem.tokens; ++token) {
+      const int first = block * W::kBlockColumns * 2;
+      for (int byte = 0; byte < min(W::kBlockColumns * 2, columns * 2 - first); ++byte) {
+        const int at = byte / 128 * kInputBytes + token * 128 + (byte % 128 ^ token % 8 * 16);
+        shared_memory[kTileBytes + at] = input[static_cast<size_t>(token) * columns * 2 + first + byte];
       }
     }
     on_all_threads([&](int thread) {
       const int warp = thread / 32, lane = thread % 32, row = warp * 16 + lane % 16;
       ScaleTable mine = table;
       mine.address = kTable + 4 * (entries == 8 ? warp : 16 * warp + lane / 4);
-      const uint32_t lane_address = row * 128 + ((lane / 16) ^ (row % 8)) * 16;
+      mine.exponents = kExponents + 2 * (lane % 4);
+      const uint32_t address = W::kIsSplit ? 0 : row * 128 + ((lane / 16) ^ (row % 8)) * 16;
       auto& lane_sums = *reinterpret_cast<float (*)[N / 2]>(sums.data() + thread * (N / 2));
-      BlockProduct<N, W>(lane_sums, lane_address, kTileBytes, mine, block * W::kBlockColumns).run();
+      BlockProduct<N, W>(lane_sums, address, kTileBytes, mine, block * W::kBlockColumns).run();
     });
   }
   for (int thread = 0; thread < kThreads; ++thread) {
@@ -97,8 +108,11 @@ void run(int n, const Problem& problem, float* out) {
 
 }  // namespace
 
-extern "C" void multiply(int is_int4, int n, const Problem* problem, float* out) {
-  is_int4 ? run<Int4Weights>(n, *problem, out) : run<Fp8Weights>(n, *problem, out);
+// `form` of the product: split, converted, or 4-bit.
+extern "C" void multiply(int form, int n, const Problem* problem, float* out) {
+  if (form == 0) run<SplitFp8Weights>(n, *problem, out);
+  if (form == 1) run<Fp8Weights>(n, *problem, out);
+  if (form == 2) run<Int4Weights>(n, *problem, out);
 }
 
 // Converts all 256 e4m3 numbers to float32.

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "e4m3.h"
+
 #define __device__
 #define __host__
 #define __forceinline__ inline
@@ -33,6 +35,8 @@ struct __half {
 struct Warp {
   std::barrier<> meet{32};
   uint32_t words[32][4];
+  std::barrier<> meet_half[2]{std::barrier<>{16}, std::barrier<>{16}};
+  float values[32];
 };
 inline thread_local struct {
   unsigned x;
@@ -49,6 +53,21 @@ void read_lanes(const uint32_t* mine, Read read) {
   warp_state->meet.arrive_and_wait();
 }
 
+inline float largest_of_16_lanes(float value) {
+  const int lane = threadIdx.x % 32, first = lane & 16;
+  warp_state->values[lane] = value;
+  warp_state->meet_half[lane / 16].arrive_and_wait();
+  for (int i = 0; i < 16; ++i) value = std::fmax(value, warp_state->values[first + i]);
+  warp_state->meet_half[lane / 16].arrive_and_wait();
+  return value;
+}
+
+inline uint32_t load_shared_half(uint32_t address) {
+  uint16_t half;
+  std::memcpy(&half, shared_memory + address, 2);
+  return half;
+}
+inline void store_shared_byte(uint32_t address, uint8_t byte) { shared_memory[address] = byte; }
 inline uint32_t load_shared_word(uint32_t address) {
   uint32_t word;
   std::memcpy(&word, shared_memory + address, 4);
@@ -81,6 +100,7 @@ inline float __bfloat162float(bf16 value) { return from_bf16(value.bits); }
 inline float __half2float(__half value) { return static_cast<float>(value.value); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t result = 0;

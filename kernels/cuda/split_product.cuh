@@ -1,0 +1,93 @@
+// Products of FP8 weights with split activations (weight_formats.cuh): the FP8 tensor cores multiply the weights as
+// they lie in shared memory. They cut off what is far smaller than a sum, so the sums of 64 columns are added up in
+// float32.
+//
+// With 64 tokens, two products for each weight and as many more additions take longer than the conversion to bf16 in
+// registers (quantised.cuh).
+#pragma once
+#include "quantised.cuh"
+#include "wgmma_e4m3.cuh"
+
+namespace meshserve {
+
+// Fills the table of exponents [groups, N] with `num_threads` threads. Columns and tokens that do not exist get 0.
+// `exponents` is that of the first token and the first column; `num_real` of the groups exist.
+template <int N>
+__device__ __forceinline__ void load_exponents(const uint8_t* exponents, int row_groups, int num_tokens, int num_real,
+                                               int num_groups, int num_threads, uint32_t to) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < num_groups * N; i += num_threads) {
+    const int token = i % N, group = i / N;
+    const bool is_real = token < num_tokens && group < num_real;
+    store_shared_byte(to + i, is_real ? exponents[static_cast<size_t>(token) * row_groups + group] : 0);
+  }
+}
+
+// Multiplies one block of columns: sums += scale * 2^exponent * (weights input), in units of 64 columns.
+template <int N>
+struct BlockProduct<N, SplitFp8Weights> {
+  static constexpr int kBuffers = N <= 32 ? 2 : 1;  // units in flight, as registers allow
+  static constexpr int kInputBytes = N * 128;       // of a tile [N, 64]
+
+  float (&sums)[N / 2];
+  uint32_t weights, input;  // the tile, and tiles [N, 64]
+  const ScaleTable& table;
+  int column;  // the block's first column
+
+  float partial[kBuffers][N / 2];
+
+  __device__ __forceinline__ BlockProduct(float (&sums)[N / 2], uint32_t weights, uint32_t input,
+                                          const ScaleTable& table, int column)
+      : sums(sums), weights(weights), input(input), table(table), column(column) {}
+
+  __device__ __forceinline__ void run() {
+    if constexpr (kBuffers == 2) {
+      multiply<0>();
+      multiply<1>();
+      wgmma_wait<1>();
+      add<0>();
+      wgmma_wait<0>();
+      add<1>();
+    } else {
+      multiply<0>();
+      wgmma_wait<0>();
+      add<0>();
+      multiply<1>();
+      wgmma_wait<0>();
+      add<1>();
+    }
+  }
+
+ private:
+  template <int kUnit>
+  __device__ __forceinline__ void multiply() {
+    wgmma_begin();
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int step = 2 * kUnit + j;  // of 32 columns
+      const uint64_t a = moved_on(tile_descriptor(weights), 32 * step);
+      const uint64_t b = moved_on(tile_descriptor(input), kUnit * kInputBytes + 32 * j);
+      multiply_e4m3<N>(partial[kUnit % kBuffers], a, b, j);
+      multiply_e4m3<N>(partial[kUnit % kBuffers], a, moved_on(b, 64), 1);  // the second numbers
+    }
+    wgmma_commit();
+  }
+
+  template <int kUnit>
+  __device__ __forceinline__ void add() {
+    float (&of)[N / 2] = partial[kUnit % kBuffers];
+    keep_in_place(of);
+    const RowScales found = scales_at(table, column + 64 * kUnit);
+    const float scale[2] = {__uint_as_float(found.words[0]), __uint_as_float(found.words[1])};
+    const uint32_t at = table.exponents + ((column - table.first_column) / kExponentColumns + kUnit) * N;
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j) {
+      const uint32_t two = load_shared_half(at + 8 * j);  // of the lane's two tokens
+      const float power[2] = {power_of(two & 255), power_of(two >> 8)};
+#pragma unroll
+      for (int i = 4 * j; i < 4 * j + 4; ++i) sums[i] = fmaf(power[i % 2], scale[i / 2 % 2] * of[i], sums[i]);
+    }
+  }
+};
+
+}  // namespace meshserve
