@@ -1,4 +1,4 @@
-"""What `meshserve serve` checks before it opens a port: that it is free, the model's config.json, and the TP size."""
+"""What `meshserve serve` checks before it opens a port: the port, host memory, the model's config.json, TP size."""
 
 from pathlib import Path
 
@@ -24,6 +24,7 @@ def check_before_listening(config: ServeConfig) -> None:
       MeshserveError: The port is in use, or the model or the devices do not allow the options.
     """
     check_free(config.host, config.port)
+    _check_host_memory(config)
     model = _model(config)
     if model is None:
         return
@@ -35,6 +36,23 @@ def check_before_listening(config: ServeConfig) -> None:
     from .devices import start_devices  # not at module level: importing jax takes seconds
 
     start_devices(config, model)
+
+
+def _check_host_memory(config: ServeConfig) -> None:
+    """
+    Raises:
+      ConfigError: The machine does not have the memory that the host cache may take.
+    """
+    if not config.host_cache_gib:
+        return
+    from meshserve.sharding.memory import host_free_bytes  # not at module level: importing jax takes seconds
+
+    free_gib = host_free_bytes() / (1 << 30)
+    if config.host_cache_gib > free_gib:
+        raise ConfigError(
+            f"host_cache_gib is {config.host_cache_gib:g}, but this process can still allocate {free_gib:.1f} GiB of "
+            "host memory. Lower it, or give the machine or container more."
+        )
 
 
 def _model(config: ServeConfig) -> ModelConfig | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshserve.runtime.api.request import FinishReason, Output
+from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import Launched, launch
@@ -30,6 +30,8 @@ class Server:
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
         self.reasons: dict[str, FinishReason] = {}
+        self.may_go_on = threading.Event()  # while it is clear, the engine stands still after a step with outputs
+        self.may_go_on.set()
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self.launched: Launched = launch(ServeConfig(model=str(model), tp=tp, **(CONFIG | options)), self.deliver)
@@ -46,10 +48,12 @@ class Server:
                     self.cached[output.request_id] = output.num_cached_tokens
                     self.reasons[output.request_id] = output.finish_reason
             self._changed.notify_all()
+        self.may_go_on.wait(WAIT_SECONDS)
 
-    def submit(self, index: int) -> str:
+    def submit(self, index: int, priority: int = 0) -> str:
         name = f"{index} {next(self._numbers)}"
-        self.launched.engine.submit(name, tuple(PROMPTS[index]), SAMPLING[index])
+        options = RequestOptions(priority=priority)
+        self.launched.engine.submit(name, tuple(PROMPTS[index]), SAMPLING[index], options)
         return name
 
     def wait(self, *names: str) -> None:
@@ -138,6 +142,19 @@ def test_failures_in_mid_copy(
     for index in (0, 3, 2, 0, 1, 3):
         assert server.serve(index)[0] == expected[index]
     assert server.host.counts.num_failed > before
+
+
+def test_a_preempted_request_continues_with_restored_pages(server: Server, expected: list[list[int]]) -> None:
+    server.launched.engine.flush_prefix_cache()
+    server.may_go_on.clear()
+    preempted = server.submit(3)
+    wait_for(lambda: preempted in server.tokens)
+    before = server.host.counts.num_restored
+    first = server.submit(1, priority=1)  # both need 44 of 40 pages
+    server.may_go_on.set()
+    server.wait(preempted, first)
+    assert server.tokens[preempted] == expected[3] and server.tokens[first] == expected[1]
+    assert server.host.counts.num_restored > before
 
 
 def test_a_flush_empties_host_memory(server: Server, expected: list[list[int]]) -> None:

@@ -34,6 +34,7 @@ from tests.waiting import WAIT_SECONDS
         ({"model": "demo", "tp": 16}, r"tp is 16, but there are 8 cpu device\(s\). Possible: 1, 2, 4, 8. To try it"),
         ({"model": "demo", "tp": 3, "coordinator": "h:1"}, "tp is 3, but the model's 8 query heads .* Possible: 1, 2"),
         ({"model": "demo", "max_context": 99_999}, "max_context is 99999; the model supports 1024"),
+        ({"model": "demo", "host_cache_gib": 1e6}, "host_cache_gib is 1e\\+06, but this process can still allocate"),
         ({"model": "qwen3-9b", "random_weights": True}, "qwen3-9b: no such directory"),
     ],
 )
