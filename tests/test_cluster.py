@@ -161,10 +161,8 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
 
 
 @pytest.mark.parametrize("split", ["--expert-parallel", "--no-expert-parallel"])
-def test_experts_over_two_processes_are_hugging_faces(split, cache, tmp_path, every_case):
-    """By expert, each process holds experts that the other lacks."""
-    if split == "--no-expert-parallel" and not every_case:
-        pytest.skip("--every-case runs both splits")
+def test_experts_over_two_processes_are_hugging_faces(split, cache, tmp_path):
+    """By expert, each process holds experts that the other lacks; by tensor, slices of every one."""
     model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=2, **checkpoints.TINY_EXPERTS)
     prompt = checkpoints.random_prompts((9,), vocab_size=320)[0]
     [expected] = checkpoints.greedy(model, [prompt], 16)
