@@ -22,9 +22,12 @@ from meshserve.runtime.program.step import CacheShape
 
 from . import check_programs
 
-MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b")
+MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b")
 TARGETS = ("v5e:2x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x2", "tpu7x:2x2x1")
-_TARGETS_OF = {"qwen3-30b-a3b": ("v6e:2x4",)}  # if no others are named, to save time
+# If no others are named, to save time.
+_TARGETS_OF = {"qwen3-30b-a3b": ("v6e:2x4",), "qwen3-235b-a22b": ("v6e:4x4",)}
+# Models that are planned as their FP8 checkpoints, whose blocks of rows are not cut: split by expert only.
+_FP8_MODELS = frozenset({"qwen3-235b-a22b"})
 PAGE_SIZE = 128  # tokens; on TPU, a copy of 64 KiB or more costs less than its scalar instructions
 
 
@@ -34,9 +37,12 @@ def planner(model: str, slice_name: str, **options: Any) -> Planner:
 
 
 def planned(models: Sequence[str], slice_name: str, *, is_default: bool) -> Iterator[Planner]:
-    """Plans the models on a slice, those with experts in both splits."""
+    """Plans the models on a slice, those with experts in both splits, unless they are quantised."""
     for model in models:
         if is_default and slice_name not in _TARGETS_OF.get(model, (slice_name,)):
+            continue
+        if model in _FP8_MODELS:
+            yield planner(model, slice_name, quantize="fp8-block", expert_parallel=True)
             continue
         plan = planner(model, slice_name)
         yield plan
