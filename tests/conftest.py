@@ -38,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draws", type=int, default=8192, help="draws per case of sampling (make sample: 100,000)")
     parser.addoption("--tutorial", action="store_true", help="run the commands of the tutorial (make docs)")
     parser.addoption("--packages", action="store_true", help="build and install the packages (make test-package)")
+    parser.addoption("--fleet", action="store_true", help="run fleets of real replicas (make test-fleet)")
+    parser.addoption("--routers", default="", help="Python of an environment with other routers (make test-fleet)")
     parser.addoption("--every-case", action="store_true", help="run every case of the TPU kernels and of clusters")
 
 

@@ -24,7 +24,7 @@ from ..server.grpc_status import abort
 from ..server.inference_service import Asked, Backend, Edge, checked_request_id, on_behalf_of
 
 SERVICES = ("vllm.Inference", "vllm.Control")  # whose health is that of the server
-_API_VERSION = "1"
+_API_VERSION = "vllm"  # by which Dynamo recognises the API
 _EVENTS_ENCODING, _EVENTS_SCHEMA = "msgpack", 1
 _STREAM, _WHOLE = "vllm.GenerateStream", "vllm.Generate"  # in logs and metrics
 _FINISH = {
@@ -57,7 +57,12 @@ _SAMPLING = {
         "ignore_eos": "ignore_eos",
     },
 }
-_CONSTRAINTS = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "json_object": "json_object"}
+_CONSTRAINTS: dict[str, Any] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
 
 
 def add_native(edge: Edge, server: grpc.aio.Server) -> None:
@@ -223,7 +228,7 @@ class _Control(pb_grpc.ControlServicer):
     async def _backend(self, context: Any) -> Backend:
         if self._edge.backend is None:
             await abort(context, EngineStoppedError(f"the server is starting ({self._edge.progress})"))
-        return self._edge.backend  # type: ignore[return-value]  # `abort` raises
+        return self._edge.backend
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
         backend = await self._backend(context)

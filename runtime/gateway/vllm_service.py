@@ -229,9 +229,10 @@ class _Generation:
 
     async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
         feed = (await self.backend(context)).kv_events
-        if feed is None:
+        if feed is not None:
+            await stream_events(feed, request.start_sequence_number, self.common, context)
+        else:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server was started without --kv-events")
-        await stream_events(feed, request.start_sequence_number, self.common, context)
 
     async def StartProfile(self, request: Any, context: Any) -> None:
         """Not supported, like the next one; gateways work without them."""

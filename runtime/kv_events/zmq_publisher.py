@@ -36,7 +36,7 @@ def payload(batch: EventBatch, page_size: int) -> bytes:
     if batch.removed:
         events.append(["BlockRemoved", batch.removed, _MEDIUM])
     for run in batch.stored:
-        event = ["BlockStored", run.hashes, run.parent, run.token_ids, page_size, None, _MEDIUM]
+        event: list[Any] = ["BlockStored", run.hashes, run.parent, run.token_ids, page_size, None, _MEDIUM]
         if run.cache_salt and run.parent is None:
             event += [None, [[run.cache_salt], *[None] * (len(run.hashes) - 1)]]
         events.append(event)
@@ -100,7 +100,7 @@ class ZmqPublisher:
 
     def serve(self, seconds: float, replay: Callable[[int], Replay]) -> None:
         """Implements `feed.Publisher.serve`."""
-        self._poller.poll(seconds * 1000)
+        self._poller.poll(int(seconds * 1000))
         for _ in range(_MAX_REPLAYS):
             if self._router is None or not self._router.poll(0):
                 return

@@ -1,0 +1,1 @@
+"""A Ray Serve application of meshserve replicas."""
