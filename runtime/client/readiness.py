@@ -167,12 +167,15 @@ class Readiness:
 
     def run(self, steps: Steps) -> None:
         """Carries out steps by blocking calls."""
-        answer = None
+        answer: Any = None
         with contextlib.suppress(StopIteration):
             while True:
                 step = steps.send(answer)
                 if isinstance(step, str):
-                    answer = handshake.speaks_tls(self._target) if step == _PROBE_TLS else time.sleep(_POLL_SECONDS)
+                    if step == _PROBE_TLS:
+                        answer = handshake.speaks_tls(self._target)
+                    else:
+                        time.sleep(_POLL_SECONDS)
                     continue
                 try:
                     answer = step()
@@ -181,13 +184,15 @@ class Readiness:
 
     async def run_async(self, steps: Steps) -> None:
         """Carries out steps by awaited calls."""
-        answer = None
+        answer: Any = None
         with contextlib.suppress(StopIteration):
             while True:
                 step = steps.send(answer)
                 if isinstance(step, str):
-                    probe, pause = partial(asyncio.to_thread, handshake.speaks_tls, self._target), asyncio.sleep
-                    answer = await (probe() if step == _PROBE_TLS else pause(_POLL_SECONDS))
+                    if step == _PROBE_TLS:
+                        answer = await asyncio.to_thread(handshake.speaks_tls, self._target)
+                    else:
+                        await asyncio.sleep(_POLL_SECONDS)
                     continue
                 try:
                     answer = await step()
