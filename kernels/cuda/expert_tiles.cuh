@@ -169,6 +169,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 #pragma unroll 1
       for (int k = 0; k < blocks; ++k) {
         barrier_wait(full + 8 * stage, parity);
+        __syncwarp();  // no lane may miss this phase
         if (lane == 0) barrier_arrive(empty + 8 * stage);
         if (++stage == kTileStages) stage = 0, parity ^= 1;
       }
