@@ -198,7 +198,7 @@ def build_engine(
     Raises:
       As `launch`.
     """
-    tokenizer_file = tokenizer.directory / "tokenizer.json" if tokenizer is not None else None
+    tokenizer_file = tokenizer.directory / "tokenizer.json" if tokenizer is not None and tokenizer.has_text else None
     runner, server, chain_buckets = build_runner(config, model, make_params, cluster, tokenizer_file)
     limits, pages = server.limits, PageAllocator(runner.num_pages)
     pages.changes = changes

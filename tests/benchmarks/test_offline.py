@@ -17,6 +17,7 @@ from meshserve.benchmarks.lib.oracle import chance_of
 from meshserve.benchmarks.lib.token_times import TokenClock, percentile
 from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.drafting.draft_counts import StepCosts
 from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import resolve_here
@@ -249,6 +250,7 @@ def test_the_light_modules_need_nothing_but_python():
 
 def test_an_oracle_reaches_the_acceptance_that_is_asked_for(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Payoff, "wants_drafts", True)
+    monkeypatch.setattr(StepCosts, "seconds", lambda self, size: 1.0)  # each request gets all draft tokens
     arguments = [
         f"--model={tiny}", "--random-weights", "--requests", "2", "--temperature", "1", "--runs=1", "--acceptance",
         "1.5", "2.5", "--cpu-devices=8", "--input-tokens=9", "--output-tokens=150", "--draft-tokens=3",

@@ -8,7 +8,9 @@ inline uint64_t tile_descriptor(uint32_t address) { return address / 16; }
 inline void wgmma_begin() {}
 inline void wgmma_commit() {}
 template <int kLeft>
-void wgmma_wait() {}
+void wgmma_wait() {  // the lanes of a warp stay together, as on a GPU: none may miss the phase of a barrier
+  __syncwarp();
+}
 
 // Returns element k of a row of a tile [rows, 64] with 128-byte swizzle.
 inline float tile_element(uint64_t descriptor, int row, int k) {
