@@ -37,6 +37,7 @@ _LEFT_OUT = {
 }
 _FENCED = re.compile(r'^```(?P<language>\w*)(?: title="[^"]*")?\n(?P<code>.*?)^```$', re.M | re.S)
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?:    .*\n|\n(?=    ))+")
+_COMMENT = re.compile(r"(?<=\S) +# .*")
 _OPENAI = re.compile(r"/v1/(chat/)?completions")
 
 
@@ -115,7 +116,7 @@ class Visitor:
 
     def _why_left_out(self, block: Block, command: str) -> str | None:
         for pattern, reason in _LEFT_OUT.items():
-            if re.search(pattern, command if pattern.startswith("make") else block.code, re.M):
+            if re.search(pattern, command if pattern.startswith("make") else _COMMENT.sub("", block.code), re.M):
                 return reason
         if command.startswith("buf ") and shutil.which("buf", path=self.environment["PATH"]) is None:
             return "buf is not installed"
@@ -281,6 +282,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("pages", nargs="*", default=PAGES, help="pages to paste (%(default)s)")
     root = Path(__file__).resolve().parents[2]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would Ctrl-C
     return 0 if all([visit(root, page) for page in parser.parse_args().pages]) else 1
 
 

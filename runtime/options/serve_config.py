@@ -262,7 +262,7 @@ class ServeConfig:
     all_reduce: str = option(
         "auto",
         _KERNELS,
-        "all-reduce of a GPU mesh; p2p writes to the other GPUs' memory from within the fused layers; auto is p2p for "
+        "all-reduce of a GPU mesh; p2p writes to the other GPUs' memory, within the fused layers too; auto is p2p for "
         "two or four GPUs of one process that can access each other's memory, xla elsewhere",
         choices=("auto", "xla", "p2p"),
     )

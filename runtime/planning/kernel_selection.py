@@ -152,7 +152,8 @@ def name_kernels(
         ours = ours if cuda_refusals.attention is None else "reference"
         layers = layers if cuda_refusals.decode_layers is None else "off"
     layers = layers if config.decode_layers == "auto" else config.decode_layers
-    has_p2p = platform == "gpu" and layers == "cuda" and p2p_max_bytes(num_devices) > 0 and not config.coordinator
+    is_hopper = platform == "gpu" and "cuda" in (ours, layers)
+    has_p2p = is_hopper and p2p_max_bytes(num_devices) > 0 and not config.coordinator
     has_fp8_products = platform == "gpu" and has_quantised_weights and cuda_refusals.linear is None
     backend = "library" if _LIBRARY_READS_IN_PLACE else "tuned"
     moe_backend = experts.default_name(platform) if cuda_refusals.moe_backend is None else "xla"

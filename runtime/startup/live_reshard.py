@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -100,7 +101,12 @@ class Resharder:
         def start_runner() -> tuple[StepRunner, int]:
             nonlocal seconds
             started = time.monotonic()
-            new.start(move_params(server.model, old.release(), self._server.layout, server.layout, server.mesh))
+            params = move_params(server.model, old.release(), self._server.layout, server.layout, server.mesh)
+            try:
+                new.start(params)
+            except MemoryError:
+                _log.info("the weights lie scattered over the devices' memory; moving them together by way of the host")
+                new.start(moved_together(params))
             if self._engine.host_cache is not None and new.copies is not None:
                 self._engine.host_cache.reset(new.copies)
             seconds = time.monotonic() - started
@@ -150,6 +156,26 @@ def move_params(
         array.delete()
         old[path][...].delete()
     return nnx.from_flat_state(flat)
+
+
+def moved_together(params: nnx.State) -> nnx.State:
+    """Moves parameters to host memory and back, so that they lie side by side on each device.
+
+    Moved one after another, while others are freed, they can lie so that no free block is as large as the cache. Takes
+    as much host memory as the shards of this process, and consumes `params`.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    shapes = [(leaf.shape, leaf.sharding) for leaf in leaves]
+    shards = [[(np.asarray(shard.data), shard.device) for shard in leaf.addressable_shards] for leaf in leaves]
+    for leaf in leaves:
+        leaf.delete()
+    return jax.tree.unflatten(
+        structure,
+        [
+            jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(*shard) for shard in found])
+            for (shape, sharding), found in zip(shapes, shards, strict=True)
+        ],
+    )
 
 
 def _in_granule(grid: jax.Array, old: Granule | None, new: Granule | None) -> jax.Array:

@@ -64,14 +64,14 @@ def named(*, platform: str = "gpu", num_devices: int = 4, refusal: str | None = 
         ({"platform": "tpu"}, "xla"),
         ({"platform": "cpu"}, "xla"),
         ({"refusal": "no Hopper GPU"}, "xla"),
-        ({"decode_layers": "off"}, "xla"),
+        ({"decode_layers": "off"}, "p2p"),
         ({"coordinator": "host:1"}, "xla"),
         ({"all_reduce": "xla"}, "xla"),
         ({"num_devices": 8, "all_reduce": "p2p"}, "p2p"),
     ],
     ids=str,
 )
-def test_gpus_of_one_process_with_fused_layers_use_p2p(case: dict[str, object], all_reduce: str) -> None:
+def test_gpus_of_one_process_with_our_kernels_use_p2p(case: dict[str, object], all_reduce: str) -> None:
     assert named(**case).all_reduce == all_reduce
 
 
@@ -107,8 +107,8 @@ def test_fp8_experts_are_fused_too() -> None:
 @pytest.mark.parametrize(
     ("chip", "options", "expected"),
     [
-        ("h200", {}, ("cuda", "off", "xla", "cuda")),
-        ("h200", {"moe_backend": "xla"}, ("cuda", "off", "xla", "xla")),
+        ("h200", {}, ("cuda", "off", "p2p", "cuda")),
+        ("h200", {"moe_backend": "xla"}, ("cuda", "off", "p2p", "xla")),
         ("v6e", {"page_size": 128}, ("tpu", "off", "xla", "tpu")),
         ("cpu", {}, ("reference", "off", "xla", "xla")),
         ("cpu", {"moe_backend": "tpu_interpreted"}, ("reference", "off", "xla", "tpu_interpreted")),

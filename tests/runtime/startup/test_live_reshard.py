@@ -18,6 +18,7 @@ from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import Launched, launch
 from meshserve.runtime.startup.live_reshard import move_params
 from meshserve.runtime.weights.load import load_model
@@ -110,7 +111,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_streams_go_on_with_the_same_tokens(
     has_experts: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 -> 4 -> 1 while three requests run, against an engine that stays at 2."""
+    """2 -> 4 -> 1 while three requests run, against an engine that stays at 2; at 4, weights first lie scattered."""
     streams = Streams()
     config = ServeConfig(model=str(model), tp=2, **CONFIG)
     if has_experts:
@@ -127,7 +128,15 @@ def test_streams_go_on_with_the_same_tokens(
     def going_on(make_runner: MakeRunner) -> None:
         rebuild_meanwhile(streams, launched.engine, rebuild, make_runner, next(stops))
 
+    start, scattered = StepRunner.start, [MemoryError("no block is large enough")]
+
+    def start_together(runner: StepRunner, params: nnx.State) -> None:
+        if scattered:
+            raise scattered.pop()
+        start(runner, params)
+
     monkeypatch.setattr(launched.engine, "rebuild", going_on)
+    monkeypatch.setattr(StepRunner, "start", start_together)
 
     streams.stop_at = next(stops)
     streams.run(launched)
@@ -142,6 +151,7 @@ def test_streams_go_on_with_the_same_tokens(
     streams.wait(num_finished=len(PROMPTS))
     assert streams.token_ids == expected
     assert set(streams.reasons.values()) == {FinishReason.LENGTH}
+    assert not scattered
     load = launched.engine.load()
     assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
 
