@@ -2,9 +2,11 @@
 
     python benchmarks/engine/prefix.py [--requests 64] [--prefix 1000] [--own 15] [--page-size 8]
     python benchmarks/engine/prefix.py --host-cache-gib 32 --model qwen3-8b --random-weights --prefix 30000
+    python benchmarks/engine/prefix.py --host-cache-gib 48 --model qwen3-8b --random-weights --users 24
 
 The second form measures prefixes that have left the devices, on whatever devices the machine has: the time of the first
-token computed, kept and restored from host memory, the rates of copies, and decodes beside copies. The first form
+token computed, kept and restored from host memory, the rates of copies, and decodes beside copies. The third serves
+conversations that grow turn by turn to twice what the devices hold, with and without host memory. The first form
 runs the demo model on one CPU device. The ideal computes the prefix once and, for each request, only its own tokens.
 Each request computes a page that the prefix fills only partly, which explains the difference at page sizes that do not
 divide the prefix.
@@ -16,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from meshserve.benchmarks.lib.conversations import measure_conversations
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.restored_prefix import measure
 from meshserve.runtime.api.request import Output
@@ -40,10 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host.add_argument("--random-weights", action="store_true")
     host.add_argument("--decodes", type=int, default=32, help="requests that decode beside the copies")
     host.add_argument("--decode-tokens", type=int, default=512, help="tokens of each of them")
+    host.add_argument("--users", type=int, default=0, help="measure conversations instead, of so many users")
+    host.add_argument("--turns", type=int, default=8, help="turns of each conversation")
+    host.add_argument("--turn-tokens", type=int, default=2000, help="tokens by which a turn is longer than the last")
     host.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the server")
     options = parser.parse_args(arguments)
     if options.host_cache_gib:
-        _measure_host_cache(options)
+        (_measure_conversations if options.users else _measure_host_cache)(options)
         return 0
     ideal = options.prefix + options.requests * options.own
     print(f"ideal: {ideal} prefill tokens")
@@ -67,6 +73,19 @@ def _measure_host_cache(options: argparse.Namespace) -> None:
         "num_pages": 5 * num_prefix_pages // 2 + num_decode_pages,
     }
     measure(ServeConfig(**(chosen | settings)), options.prefix, options.decodes, options.decode_tokens)
+
+
+def _measure_conversations(options: argparse.Namespace) -> None:
+    """Measures conversations of which the devices hold half."""
+    longest = options.turns * options.turn_tokens
+    settings: dict[str, Any] = {"page_size": 32, "max_context": longest + 128} | parse_settings(options.set)
+    chosen = {
+        "model": options.model,
+        "random_weights": options.random_weights,
+        "host_cache_gib": options.host_cache_gib,
+        "num_pages": options.users * longest // settings["page_size"] // 2,
+    }
+    measure_conversations(ServeConfig(**(chosen | settings)), options.users, options.turns, options.turn_tokens)
 
 
 def _serve(options: argparse.Namespace, has_cache: bool) -> tuple[int, float]:

@@ -18,7 +18,7 @@ from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import launch
 
 _GB = 1e9
-_NUM_COPIES = 16  # blocks copied at a time when the link is measured
+_LINK_BYTES = 4 << 30  # copied each way when the link is measured
 _REPEATS = 3
 
 
@@ -51,7 +51,9 @@ class _Clock:
             self._changed.wait_for(lambda: all(self.times.get(name) for name in names))
 
 
-class _Server:
+class EngineClock:
+    """An engine with a host tier, and the times of its tokens."""
+
     def __init__(self, config: ServeConfig):
         self.clock = _Clock()
         self.engine = launch(config, self.clock.deliver).engine
@@ -65,6 +67,12 @@ class _Server:
         self.engine.submit(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
         return name
 
+    def stop_keeping(self) -> None:
+        """Makes the engine, which is idle, go on as one without host memory."""
+        self.engine.flush_prefix_cache()
+        self.host.detach()
+        self.engine.host_cache = None
+
     def first_token_seconds(self, prompt: Sequence[int]) -> float:
         """Returns the time from the submission of a request, with nothing else running, to its first token."""
         started = time.perf_counter()
@@ -75,10 +83,10 @@ class _Server:
 
 def measure(config: ServeConfig, num_tokens: int, num_decodes: int, num_decode_tokens: int) -> None:
     """Prints the first-token times of a prefix of `num_tokens`, the rates of copies, and decodes beside copies."""
-    server = _Server(config)
+    server = EngineClock(config)
     server.engine.start()
     # Two prefixes fit on the devices, so each of four in turn has left them.
-    prompts = [_prompt(number, num_tokens) for number in range(4)]
+    prompts = [random_prompt(number, num_tokens) for number in range(4)]
     computed = [server.first_token_seconds(prompt) for prompt in prompts]
     kept = [server.first_token_seconds(prompts[-1]) for _ in range(_REPEATS)]
     before = server.host.counts.num_restored
@@ -89,18 +97,26 @@ def measure(config: ServeConfig, num_tokens: int, num_decodes: int, num_decode_t
           f"restored {_ms(restored)} ms (minimum, median)")  # fmt: skip
     print(f"restored {num_pages:.0f} pages a request; copies of each device ran at {rate / _GB:.1f} GB/s meanwhile; "
           f"{server.host.counts}", flush=True)  # fmt: skip
-    decodes = [_prompt(100 + number, 64) for number in range(num_decodes)]
+    decodes = [random_prompt(100 + number, 64) for number in range(num_decodes)]
     for name, beside in (("kept", prompts[-1:]), ("restored", prompts)):
-        gaps = _gaps_beside(server, decodes, num_decode_tokens, beside)
-        print(f"{num_decodes} decodes beside prefixes that are {name}: a token every "
-              f"{np.percentile(gaps, 50):.2f} ms, P99 {np.percentile(gaps, 99):.2f} ms", flush=True)  # fmt: skip
+        before = server.host.counts.num_restored
+        gaps, seconds = _gaps_beside(server, decodes, num_decode_tokens, beside)
+        rate = (server.host.counts.num_restored - before) * server.host.size.page_bytes / seconds / _GB
+        typical, slow, slowest = np.percentile(gaps, (50, 90, 99))
+        print(f"{num_decodes} decodes beside prefixes that are {name}: a token every {typical:.2f} ms, "
+              f"P90 {slow:.2f}, P99 {slowest:.2f} ms; restored {rate:.1f} GB/s", flush=True)  # fmt: skip
     server.engine.stop()
+    copy_seconds = 0.0
     for name, seconds, num_bytes in _link_times(server):
         print(f"{name}: {num_bytes / seconds / _GB:.1f} GB/s on each device, in blocks of "
               f"{server.host.size.block_bytes / 2**20:.1f} MiB", flush=True)  # fmt: skip
+        copy_seconds = num_pages * server.host.size.page_bytes * seconds / num_bytes
+    middle = float(np.median(restored))
+    print(f"restored {np.median(computed) / middle:.1f} times sooner than computed, in {middle / copy_seconds:.2f} "
+          f"times the {1e3 * copy_seconds:.1f} ms of the copies alone", flush=True)  # fmt: skip
 
 
-def _prompt(number: int, num_tokens: int) -> tuple[int, ...]:
+def random_prompt(number: int, num_tokens: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(number).integers(300, 1800, num_tokens).tolist())
 
 
@@ -109,19 +125,23 @@ def _ms(seconds: Sequence[float]) -> str:
 
 
 def _gaps_beside(
-    server: _Server, decodes: Sequence[Sequence[int]], num_tokens: int, prompts: Sequence[Sequence[int]]
-) -> np.ndarray:
-    """Returns the milliseconds between tokens of decodes, while requests for `prompts` come one after another."""
+    server: EngineClock, decodes: Sequence[Sequence[int]], num_tokens: int, prompts: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, float]:
+    """Returns the milliseconds between tokens of decodes, while requests for `prompts` come one after another.
+
+    Also returns how many seconds that took.
+    """
     names = [server.submit(prompt, num_tokens) for prompt in decodes]
     server.clock.wait_for_tokens(names)
     with _requesting(server, prompts) as started:
         server.clock.wait(server.engine, names)
+        seconds = time.perf_counter() - started
     times = [np.array(server.clock.times[name]) for name in names]
-    return 1e3 * np.concatenate([np.diff(each[each > started]) for each in times])
+    return 1e3 * np.concatenate([np.diff(each[each > started]) for each in times]), seconds
 
 
 @contextmanager
-def _requesting(server: _Server, prompts: Sequence[Sequence[int]]) -> Iterator[float]:
+def _requesting(server: EngineClock, prompts: Sequence[Sequence[int]]) -> Iterator[float]:
     is_over = threading.Event()
 
     def run() -> None:
@@ -139,27 +159,38 @@ def _requesting(server: _Server, prompts: Sequence[Sequence[int]]) -> Iterator[f
         thread.join()
 
 
-def _link_times(server: _Server) -> Iterator[tuple[str, float, int]]:
-    """Copies blocks each way with nothing else running. Yields the direction, seconds, and bytes on each device."""
+def _link_times(server: EngineClock) -> Iterator[tuple[str, float, int]]:
+    """Copies blocks each way with nothing else running, as many at a time as the tier does.
+
+    Yields the direction, seconds, and bytes on each device.
+    """
     copies, size = server.runner.copies, server.host.size
     assert copies is not None
-    blocks = range(min(_NUM_COPIES, size.num_blocks))
+    blocks = range(min(-(-_LINK_BYTES // size.block_bytes), size.num_blocks))
     num_bytes = len(blocks) * size.block_bytes
     server.runner.copy_pages(commands.clear())
     for is_measured in (False, True):  # the first time, jax allocates host memory
         started = time.perf_counter()
         for block in blocks:
+            while copies.num_saving() >= size.max_saves:
+                copies.wait_saved()
             server.runner.copy_pages(commands.save(block, [block], size.block_pages))
         while copies.num_saving():
-            time.sleep(1e-4)
+            copies.wait_saved()
         if is_measured:
             yield "to host memory", time.perf_counter() - started, num_bytes
         started = time.perf_counter()
         for block in blocks:
+            if block >= size.max_fetches:
+                _await(server.runner, block - size.max_fetches)
             server.runner.copy_pages(commands.fetch(block, block))
-        for block in blocks:
-            copies.wait(block)
+        for block in blocks[-size.max_fetches :]:
+            _await(server.runner, block)
         if is_measured:
             yield "to the devices", time.perf_counter() - started, num_bytes
-        for block in blocks:
-            server.runner.copy_pages(commands.forget(block))
+
+
+def _await(runner: StepRunner, block: int) -> None:
+    assert runner.copies is not None
+    runner.copies.wait(block)
+    runner.copy_pages(commands.forget(block))

@@ -342,6 +342,7 @@ class Engine:
                     self._is_stopping
                     or self._change
                     or self._scheduler.has_work
+                    or (self.host_cache is not None and self.host_cache.is_behind)
                     or self._flight
                     or self._open.has_outputs
                     or self._open.constrained.has_work
@@ -379,7 +380,7 @@ class Engine:
             plan = self._scheduler.plan(started)
             for request in self._scheduler.take_expired():
                 self._open.expired(request, "its deadline passed or could no longer be met")
-            copies = self.host_cache.take_commands(started) if self.host_cache is not None else ()
+            copies = self.host_cache.take_commands(started, plan) if self.host_cache is not None else ()
             if plan is not None:
                 chain = plan.draft_chain(self._scheduler.limits.draft_tokens)
                 proposing = self._batches.build(chain) if chain is not None else None

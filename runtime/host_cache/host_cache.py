@@ -41,6 +41,9 @@ class Copier(Protocol):
     def wait(self, ticket: int) -> None:
         """Waits until a fetched block has arrived or failed."""
 
+    def wait_saved(self) -> None:
+        """Waits until the oldest block that is being copied to host memory is there, if there is one."""
+
     def num_saving(self) -> int:
         """Returns how many blocks are being copied to host memory."""
 
@@ -119,6 +122,8 @@ class HostCache:
         self._evicted: list[tuple[int, bytes]] = []
         self._commands: list[np.ndarray] = []
         self._flying_since = 0.0
+        self._is_decoding = False
+        self.is_behind = False  # whether pages are to be saved for which `take_commands` had no room
 
     @property
     def size(self) -> HostCacheSize:
@@ -196,7 +201,8 @@ class HostCache:
             if is_out_of_memory:
                 self._index.shrink()
         num_blocks = 0
-        for ticket, (found, part) in list(self._flying.items()):
+        most = self._size.blocks_beside_decodes if self._is_decoding else len(self._flying)
+        for ticket, (found, part) in itertools.islice(list(self._flying.items()), most):
             state = self._copier.has_arrived(ticket)
             if state is None:
                 break
@@ -220,19 +226,25 @@ class HostCache:
                 self._end(found)
         return arrivals
 
-    def take_commands(self, now: float) -> list[np.ndarray]:
+    def take_commands(self, now: float, plan: StepPlan | None) -> list[np.ndarray]:
         """Returns the commands to carry out before the step of the plan just made, or now if there is none."""
-        self._save()
+        num_prefill_tokens = plan.num_prefill_tokens if plan is not None else 0
+        self._is_decoding = plan is not None and bool(plan.decodes) and num_prefill_tokens < self._page_size
+        self._save(-(-num_prefill_tokens // self._page_size))
         self._send(now)
         self.counts.num_pages = self._index.num_pages
         commands, self._commands = self._commands, []
         return commands
 
     def wait(self) -> None:
-        """Waits until the oldest copy to the device has ended. Needs no lock, but the engine's thread."""
+        """Waits until the oldest copy to the device has ended, or, if there is none and pages are to be saved, one to
+        host memory. Needs no lock, but the engine's thread.
+        """
         oldest = next(iter(tuple(self._flying)), None)  # a copy, because another thread may cancel a request meanwhile
         if oldest is not None:
             self._copier.wait(oldest)
+        elif self.is_behind:
+            self._copier.wait_saved()
 
     def collected(self, plan: StepPlan, dispatched: float, now: float) -> None:
         """Records the time of a step whose tokens were collected."""
@@ -287,21 +299,31 @@ class HostCache:
             self._flying[ticket] = found, part
             self._commands.append(fetch(ticket, part.block))
 
-    def _save(self) -> None:
-        """Saves pages that this plan has evicted, then those that would be evicted next."""
+    def _save(self, num_prompt_pages: int) -> None:
+        """Saves pages that this plan has evicted, then those that would be evicted next.
+
+        Beside decodes, as many of the latter are saved as prompts fill in the step, and a few.
+        """
         num_left, size = self._size.max_saves - self._copier.num_saving(), self._size.block_pages
         evicted, self._evicted = self._evicted, []
-        while evicted and num_left > 0 and self._save_block(evicted[:size]):
-            del evicted[:size]
+        # The first pages of a prefix are evicted last, and without them the others are of no use.
+        while evicted and num_left > 0 and self._save_block(evicted[-size:]):
+            del evicted[-size:]
             num_left -= 1
         self.counts.num_lost += len(evicted)
-        while num_left > 0 and self._pages.num_clean_pages < self._num_ahead:
+        if self._is_decoding or num_prompt_pages:
+            num_left = min(num_left, self._size.blocks_beside_decodes + 2 * num_prompt_pages // size)
+        self.is_behind = False
+        while self._pages.num_clean_pages < self._num_ahead:
             found = self._pages.unsaved(size)
             known = [(page, key) for page, key in found if key in self._index]
             if not known:
                 is_soon = self._pages.num_clean_pages < self._max_running + size
                 if not found or (len(found) < size and not is_soon):
                     return  # wait for more pages, to fill a block
+                if num_left <= 0:
+                    self.is_behind = True
+                    return
                 if not self._save_block(found):
                     return
                 num_left -= 1
@@ -316,6 +338,10 @@ class HostCache:
         self._commands.append(save(block, [page for page, _ in pages], self._size.block_pages))
         self.counts.num_saved += len(pages)
         return True
+
+    def detach(self) -> None:
+        """Takes the tier away from an engine in which no request runs, and which is to go on without it."""
+        self._pages.host = None
 
     def audit(self) -> None:
         self._index.audit(Counter(part.block for found in self._fetches.values() for part in found.parts))

@@ -10,6 +10,7 @@ it on first use and keeps it; on GPUs it stops at 64 GiB a process unless XLA_PJ
 otherwise.
 """
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -85,6 +86,12 @@ def _scatter(cache: jax.Array, block: jax.Array, pages: jax.Array) -> jax.Array:
 
 def _are_ready(shards: Sequence[Any]) -> bool:
     return all(shard.is_ready() for shard in shards)
+
+
+def _wait(shards: _Shards | None) -> None:
+    """Waits until copies have ended. Whether they failed is seen later, by what needs their results."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(shards)
 
 
 class PageCopies:
@@ -188,10 +195,11 @@ class PageCopies:
 
     def wait(self, ticket: int) -> None:
         """Waits until a fetched block has arrived or failed."""
-        try:
-            jax.block_until_ready(self._fetched[ticket])
-        except jax.errors.JaxRuntimeError:
-            pass  # `has_arrived` tells
+        _wait(self._fetched[ticket])
+
+    def wait_saved(self) -> None:
+        """Waits until the oldest block that is being copied to host memory is there, if there is one."""
+        _wait(self._saving[0] if self._saving else None)
 
     def num_saving(self) -> int:
         """Returns how many blocks are being copied to host memory."""

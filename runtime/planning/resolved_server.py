@@ -95,6 +95,7 @@ class ResolvedServer:
                 page_bytes=self.page_bytes,
                 num_local_devices=self.num_local_devices,
                 max_request_pages=self.limits.num_pages_for(self.limits.max_context),
+                max_step_pages=self.limits.num_pages_for(self.limits.max_step_tokens),
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None

@@ -73,8 +73,11 @@ class FakeCopies:
     def wait(self, ticket: int) -> None:
         self.fetched[ticket] = self.fetched[ticket][0], 0
 
+    def wait_saved(self) -> None:
+        pass
+
     def num_saving(self) -> int:
-        return self._draw.randint(0, 2)
+        return self._draw.randint(0, min(2, self.size.max_saves - 1))
 
     def take_failed(self) -> list[tuple[int, bool]]:
         failed, self._failed = self._failed, []

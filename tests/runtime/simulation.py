@@ -241,7 +241,7 @@ class Simulation:
         self.scheduler.audit()
         plan = self.scheduler.plan(self.now)
         if self.host is not None and self.copies is not None:
-            for command in self.host.take_commands(self.now):
+            for command in self.host.take_commands(self.now, plan):
                 self.copies.run(command, self.device.cache)
         self.scheduler.audit()
         self.ended_outside.update(self.scheduler.take_expired())

@@ -119,6 +119,42 @@ def test_a_failed_copy_is_computed_again():
     assert simulation.host.counts.num_failed > 0 and simulation.host.counts.num_restored == 0
 
 
+def test_long_prompts_in_turn_lose_no_page():
+    """The devices hold three of four prompts, each of which fills as many pages in a step as can be saved in one."""
+    copies = FakeCopies(make_size(num_blocks=60, block_pages=1, max_saves=5), max_polls=1)
+    simulation = Simulation(make_limits(max_running=2, max_context=64), 40, copies=copies)
+    copies.num_saving = lambda: 0
+    prompts = [tuple(1 + (7 * seed + index * index) % 39 for index in range(49)) for seed in range(4)]
+    for seed in range(4):
+        serve(simulation, seed, prompts[seed])
+    assert simulation.host is not None
+    for seed in range(4, 16):
+        assert serve(simulation, seed, prompts[seed % 4]).num_cached_tokens == 48
+    assert simulation.host.counts.num_restored > 80 and simulation.host.counts.num_lost == 0
+
+
+def test_pages_that_cannot_all_be_saved_are_the_last_of_a_prefix():
+    copies = FakeCopies(make_size(num_blocks=20, block_pages=1, max_saves=1), max_polls=0)
+    copies.num_saving = lambda: 0
+    simulation = Simulation(make_limits(max_step_tokens=64, max_running=1, max_context=33), 8, copies=copies)
+    serve(simulation, 1)
+    serve(simulation, 2, tuple(range(30, 0, -1)))  # takes all pages in one step
+    assert simulation.host is not None and simulation.host.counts.num_lost > 0
+    assert serve(simulation, 3).num_cached_tokens > 0
+
+
+def test_an_idle_engine_is_told_to_go_on_saving():
+    copies = FakeCopies(make_size(num_blocks=20, block_pages=1, max_saves=2), max_polls=0)
+    copies.num_saving = lambda: 0
+    simulation = Simulation(make_limits(max_step_tokens=64, max_running=1), 9, copies=copies)
+    serve(simulation, 1)
+    host = simulation.host
+    assert host is not None and host.is_behind
+    while host.is_behind:
+        assert simulation.dispatch() is None
+    assert host.num_pages >= 6
+
+
 def test_a_host_without_memory_keeps_what_it_has():
     simulation = make_simulation()
     serve(simulation, 1)

@@ -86,11 +86,14 @@ def test_the_cache_is_written_in_place() -> None:
 
 def test_blocks_are_large_and_fit_into_host_memory() -> None:
     page_bytes = 36 * 8 * 2 * 32 * 128 * 2  # Qwen3-8B at TP 1
-    size = host_cache_size(64 << 30, page_bytes=page_bytes, num_local_devices=1, max_request_pages=1024)
-    assert size is not None and size.block_pages == 4 and 16 << 20 <= size.block_bytes < 20 << 20
-    assert size.num_pages * page_bytes <= 64 << 30 and size.staging_bytes < 1 << 30
-    split = host_cache_size(64 << 30, page_bytes=page_bytes // 8, num_local_devices=8, max_request_pages=1024)
-    assert split is not None and split.block_pages == 29 and abs(split.num_pages / size.num_pages - 1) < 0.01
-    assert host_cache_size(0, page_bytes=page_bytes, num_local_devices=1, max_request_pages=1) is None
-    with pytest.raises(ValueError, match=r"host_cache_gib is 0.010; two blocks of 4 pages take 0.035 GiB"):
-        host_cache_size(10 << 20, page_bytes=page_bytes, num_local_devices=1, max_request_pages=1024)
+    shape = {"max_request_pages": 1024, "max_step_pages": 256}
+    size = host_cache_size(64 << 30, page_bytes=page_bytes, num_local_devices=1, **shape)
+    assert size is not None and size.block_pages == 8 and 32 << 20 <= size.block_bytes < 40 << 20
+    assert size.num_pages * page_bytes <= 64 << 30 and size.staging_bytes < 3 << 29
+    assert size.max_saves * size.block_pages > 200, "of 256 pages that prompts fill in a step, most can be saved"
+    split = host_cache_size(64 << 30, page_bytes=page_bytes // 8, num_local_devices=8, **shape)
+    assert split is not None and split.block_pages == 57 and abs(split.num_pages / size.num_pages - 1) < 0.01
+    assert split.max_saves == 6
+    assert host_cache_size(0, page_bytes=page_bytes, num_local_devices=1, **shape) is None
+    with pytest.raises(ValueError, match=r"host_cache_gib is 0.010; two blocks of 8 pages take 0.070 GiB"):
+        host_cache_size(10 << 20, page_bytes=page_bytes, num_local_devices=1, **shape)

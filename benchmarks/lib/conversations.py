@@ -1,0 +1,58 @@
+"""Measures conversations that return, turn after turn, with more context than the devices hold."""
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshserve.runtime.options.serve_config import ServeConfig
+
+from .restored_prefix import EngineClock, random_prompt
+
+_OUTPUT_TOKENS = 64
+_AT_A_TIME = 8  # turns that run at the same time
+_WARM = 1000  # number of the first prompt that only warms up
+
+
+def measure_conversations(config: ServeConfig, num_users: int, num_turns: int, turn_tokens: int) -> None:
+    """Prints the tokens a second of all turns, without and with host memory, and the first-token times of each turn."""
+    server = EngineClock(config)
+    server.engine.start()
+    for number in range(2):
+        server.first_token_seconds(random_prompt(_WARM + number, num_turns * turn_tokens))
+    results = {}
+    for name in ("with", "without"):
+        server.engine.flush_prefix_cache()
+        before = server.host.counts.num_restored
+        results[name], by_turn = _serve(server, num_users, num_turns, turn_tokens)
+        num_bytes = (server.host.counts.num_restored - before) * server.host.size.page_bytes
+        turns = " ".join(f"{1e3 * np.median(seconds):.0f}" for seconds in by_turn)
+        print(f"{name} host memory: {num_users} users, {num_turns} turns of {turn_tokens} tokens: "
+              f"{results[name]:.1f} s; first token of each turn {turns} ms; "
+              f"restored {num_bytes / 1e9:.1f} GB", flush=True)  # fmt: skip
+        if name == "with":
+            print(server.host.counts, flush=True)
+            server.stop_keeping()
+    server.engine.stop()
+    print(f"throughput with host memory: {results['without'] / results['with']:.2f} times that without", flush=True)
+
+
+def _serve(
+    server: EngineClock, num_users: int, num_turns: int, turn_tokens: int
+) -> tuple[float, Sequence[Sequence[float]]]:
+    """Serves every user's first turn, then every second turn, and so on. Returns the seconds, and to first tokens."""
+    texts = [random_prompt(user, num_turns * turn_tokens) for user in range(num_users)]
+    submitted: list[tuple[int, str, float]] = []
+    started = time.perf_counter()
+    for turn, user in itertools.product(range(num_turns), range(num_users)):
+        if len(submitted) >= _AT_A_TIME:
+            server.clock.wait(server.engine, [submitted[-_AT_A_TIME][1]])
+        name = server.submit(texts[user][: (turn + 1) * turn_tokens], _OUTPUT_TOKENS)
+        submitted.append((turn, name, time.perf_counter()))
+    server.clock.wait(server.engine, [name for _, name, _ in submitted])
+    seconds = time.perf_counter() - started
+    by_turn: list[list[float]] = [[] for _ in range(num_turns)]
+    for turn, name, sent in submitted:
+        by_turn[turn].append(server.clock.times[name][0] - sent)
+    return seconds, by_turn
