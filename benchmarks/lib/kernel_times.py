@@ -6,15 +6,17 @@ from pathlib import Path
 
 import jax
 
-_GAP_NS = 50_000  # shorter ones are counted as the launch of the next kernel
+_GAP_NS = 50_000
 
 
-def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30) -> str:
+def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30, gap_ns: int = _GAP_NS) -> str:
     """Formats the kernels of a profile by their time: milliseconds, calls, name. Overlapping kernels count in full.
 
     Args:
       folder: The folder that `jax.profiler.trace` wrote to.
       num_steps: Number of steps in the profile; times and calls are given per step.
+      num_rows: Number of kernels to list.
+      gap_ns: Gaps of this length and more are counted.
     """
     total: collections.Counter[str] = collections.Counter()
     calls: collections.Counter[str] = collections.Counter()
@@ -32,7 +34,7 @@ def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30) -> str
                 calls[event.name] += 1
                 spans.append((event.start_ns, event.start_ns + event.duration_ns))
         if spans:
-            idle.append(f"{plane.name}: {idle_text(spans)}")
+            idle.append(f"{plane.name}: {idle_text(spans, gap_ns)}")
     rows = [
         f"{ns / 1e6 / num_steps:9.3f} ms {calls[name] / num_steps:7.1f}  {name[:100]}"
         for name, ns in total.most_common(num_rows)
@@ -40,11 +42,12 @@ def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30) -> str
     return "\n".join([*idle, f"{sum(total.values()) / 1e6 / num_steps:9.3f} ms in kernels", *rows])
 
 
-def idle_text(spans: Iterable[tuple[float, float]]) -> str:
+def idle_text(spans: Iterable[tuple[float, float]], gap_ns: int = _GAP_NS) -> str:
     """Says how much of a device's time no kernel was running.
 
     Args:
       spans: Beginning and end of each kernel, in nanoseconds.
+      gap_ns: Gaps of this length and more are counted; shorter ones are the launch of the next kernel.
     """
     ordered = sorted(spans)
     begin, end = ordered[0]
@@ -53,8 +56,8 @@ def idle_text(spans: Iterable[tuple[float, float]]) -> str:
         if start > end:
             gaps.append(start - end)
         end = max(end, stop)
-    long = [gap for gap in gaps if gap > _GAP_NS]
+    long = [gap for gap in gaps if gap > gap_ns]
     return (
         f"of {(end - begin) / 1e6:.1f} ms, {sum(gaps) / 1e6:.1f} ms without a kernel; "
-        f"{len(long)} gaps over {_GAP_NS / 1e3:.0f} us, {sum(long) / 1e6:.1f} ms together"
+        f"{len(long)} gaps over {gap_ns / 1e3:.0f} us, {sum(long) / 1e6:.1f} ms together"
     )

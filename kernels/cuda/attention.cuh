@@ -1,6 +1,7 @@
-// Paged decode attention: one new token per request attends to the request's pages.
+// Paged decode attention: each new token attends to its request's pages. A request has one, or several in a row (drafts).
 //
-// A cluster of blocks processes one (request, kv head), or a part of a long context (see context_parts.cuh). The G
+// A token is called a request here: a request with several new tokens has as many rows of equal pages. A cluster of
+// blocks processes one (request, kv head), or a part of a long context (see context_parts.cuh). The G
 // query heads of the kv head are processed together, so that each page is read once. The context is split into tiles
 // of 16 tokens, assigned round-robin to the warps of all clusters of the request. Each warp streams its tiles through
 // its own ring of stages with the bulk tensor copy engine and keeps its own online softmax, without block-wide barriers
@@ -12,7 +13,8 @@
 // A lane therefore holds the same two queries in both, and one transposition of the 16 x 8 scores connects them.
 //
 // Pages of earlier tokens were written by earlier steps, so they are fetched before the wait for the previous kernel.
-// Only the current token's row comes from that kernel: it is read after the wait and replaces the fetched row.
+// Only the current token's row comes from that kernel: it is read after the wait and replaces the fetched row. Where
+// several new tokens belong to one request, the tiles with those before the current one are fetched after the wait.
 // Page contents beyond the request's length are masked (keys) or overwritten with zeros (values), so NaN is harmless.
 #pragma once
 #include "context_parts.cuh"
@@ -60,6 +62,16 @@ struct Received {
 // Address of the 16-byte chunk of a token's row in a tile [H / 64 halves, 16 tokens, 128 bytes], swizzled.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int token, int chunk) {
   return tile + (chunk / 8) * (kTileTokens * 128) + token * 128 + (((chunk % 8) ^ (token % 8)) * 16);
+}
+
+// Returns how many of the request's first tiles may be fetched before the previous kernel ends. Rows of consecutive
+// positions may be new tokens of one request; if they are not, some tiles are only fetched later than possible.
+__device__ __forceinline__ int count_early_tiles(const int* positions, int request, int num_tiles) {
+  const int position = positions[request];
+  int num_new = 1;
+#pragma unroll 1
+  while (num_new <= request && positions[request - num_new] == position - num_new) ++num_new;
+  return num_new > 1 ? (position + 1 - num_new) / kTileTokens : num_tiles;
 }
 
 template <int H>
@@ -260,8 +272,12 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
       copy_tile(to + kTileBytes, &pages, row + args.page_size, 0, full + 8 * s, policy);
     }
   };
+  const int num_early = count_early_tiles(args.cuts.positions, request, num_tiles);
+  int num_fetched = 0;
 #pragma unroll 1
-  for (int i = 0; i < min(args.stages, my_tiles); ++i) fetch(i, i);
+  for (; num_fetched < min(args.stages, my_tiles) && worker + num_fetched * num_workers < num_early; ++num_fetched) {
+    fetch(num_fetched, num_fetched);
+  }
   // Address of the current token's key and value: 16 bytes per lane of the warp that has the last tile.
   const uint4* current_row = nullptr;
   if (my_tiles > 0 && worker + (my_tiles - 1) * num_workers == num_tiles - 1 && lane % 16 < H / 8) {
@@ -271,6 +287,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   }
 
   wait_for_previous_kernel();
+#pragma unroll 1
+  for (; num_fetched < min(args.stages, my_tiles); ++num_fetched) fetch(num_fetched, num_fetched);
   WarpState<H> state;
   const bf16* q = args.q + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
 #pragma unroll

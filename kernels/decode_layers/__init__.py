@@ -1,4 +1,4 @@
-"""Runs the layers of a decode step on one device's block: one new token per request, a range of layers in one call.
+"""Runs the layers of a decode step on one device's block: a few new tokens, a range of layers in one call.
 
 A Qwen3 layer is: RMSNorm, projection to query, key and value, RMSNorm of every query and key head, rotary position
 embedding (half split), writing key and value to the token's page, attention over the request's positions so far, output
@@ -48,6 +48,9 @@ class LayerWeights(NamedTuple):
 class DecodeBatch(NamedTuple):
     """Positions and pages of the requests. A padding request has position -1: it writes nothing, and its result is
     unspecified.
+
+    A request may have several new tokens, of consecutive positions: they are consecutive rows with the same pages, and
+    each attends to those before it. In this package, each such row is called a request.
     """
 
     positions: jax.Array  # [B] int32: position of the current token, from 0

@@ -14,7 +14,10 @@ from . import DecodeBatch, LayerSettings, LayerWeights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One test case. `lengths` are the requests' token counts including the current token; 0 is a padding request."""
+    """One test case. `lengths` are the requests' token counts including the current token; 0 is a padding request.
+
+    With `has_drafts`, rows whose lengths are consecutive are tokens of one request.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -27,6 +30,7 @@ class Case:
     page_size: int = 32
     num_experts: int = 0  # in place of the MLP; `mlp` is the size of one
     num_chosen: int = 2
+    has_drafts: bool = False
     weights: str = ""  # how the matrices are quantised, one of FORMATS; empty: they are not
 
     @property
@@ -54,6 +58,16 @@ CASES = (
     Case(name="batch-200", lengths=tuple(range(200)), embed=512, mlp=512),
     Case(name="uneven-lengths", lengths=(17_000, 3, 257, 4_097, 0, 9_000), group=4),
     Case(name="batch-40-uneven", lengths=(*range(100, 119), 9_000, *range(119, 139)), group=4),
+    Case(name="drafts", lengths=(30, 31, 32, 33, 34, 0, 2, 17, 18, 100), has_drafts=True),
+    Case(
+        name="drafts-of-one-request",
+        lengths=tuple(range(1020, 1028)),
+        group=4,
+        kv_heads=8,
+        page_size=64,
+        has_drafts=True,
+    ),
+    Case(name="drafts-of-long-requests", lengths=(*range(9_000, 9_008), *range(1, 9), 300), group=4, has_drafts=True),
     Case(name="qwen3-8b-layer", lengths=(1024,) * 3 + (77,), embed=4096, kv_heads=8, group=4, mlp=12288, page_size=64),
 )
 
@@ -145,7 +159,11 @@ class Inputs:
 def page_table(case: Case, rng: np.random.Generator, num_pages: int) -> np.ndarray:
     """Returns each request's pages in random order. Unneeded entries hold valid page numbers as well."""
     shuffled = rng.permutation(num_pages)[: len(case.lengths) * case.pages_per_request]
-    return shuffled.reshape(len(case.lengths), case.pages_per_request).astype(np.int32)
+    table = shuffled.reshape(len(case.lengths), case.pages_per_request).astype(np.int32)
+    for row in range(1, len(table)):
+        if case.has_drafts and case.lengths[row] == case.lengths[row - 1] + 1 > 1:
+            table[row] = table[row - 1]
+    return table
 
 
 def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
@@ -189,6 +207,8 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
             cache[:, page, :, :, position % case.page_size] = rng.standard_normal(
                 (num_layers, case.kv_heads, 2, case.head_dim), np.float32
             )
+    for row, length in enumerate(case.lengths):  # and so is that of an earlier row of the same request
+        cache[:, table[row, (length - 1) // case.page_size], :, :, (length - 1) % case.page_size] = np.nan
     return Inputs(
         x=jnp.asarray(3 * rng.standard_normal((len(case.lengths), embed), np.float32), dtype),
         weights=weights,

@@ -26,7 +26,7 @@ def run_layers(
     kernels: DecodeKernels,
     p2p: P2PGroup | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs all layers of a step that contains only decodes, at most one token per request.
+    """Runs all layers of a step that contains only decodes and their draft tokens.
 
     Args:
       config: The model.

@@ -265,9 +265,9 @@ class Qwen3(nnx.Module):
           kernels: Kernels of this backend. GPUs need unrolled layers, because XLA does not capture loops in command
             buffers; a loop compiles several times faster.
           wanted: Indices [B] of the tokens whose logits are wanted. The others skip the last layer's MLP, because no
-            token attends to its output. None means that all tokens are wanted and no two belong to one request. Only
-            then can the fused layers be used: their attention fetches pages before the step's own keys and values are
-            written.
+            token attends to its output. None means that all tokens are wanted and that those of one request, which
+            are few, are consecutive. Only then can the fused layers be used: their attention reads a request's pages
+            anew for each token.
         """
         x = self.embed(token_ids, kernels.p2p_all_reduce)
         fused = kernels.fused(x.shape[0], is_decode=wanted is None)

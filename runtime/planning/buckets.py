@@ -13,6 +13,7 @@ def declare_buckets(
     page_size: int,
     max_decode_steps: int = 1,
     max_fused_tokens: int = 0,
+    has_drafts: bool = False,
     is_pooling: bool = False,
 ) -> tuple[Bucket, ...]:
     """Returns the buckets of a server, smallest first.
@@ -27,6 +28,8 @@ def declare_buckets(
     With decode kernels, shapes for decodes only have one program per sampling mode, because selecting the mode on the
     device would cost as much time as a layer. Steps with prefill then have no shapes below 64 tokens, because a step of
     64 tokens takes as long as one of 8, and each shape has to be compiled.
+
+    With `has_drafts`, the shapes for decodes also take draft tokens.
 
     A model with `is_pooling` only computes prompts, in the shapes for prefill from 64 tokens on.
     """
@@ -47,7 +50,7 @@ def declare_buckets(
             continue
         is_fused = has_decode_kernels and num_tokens <= min(max_running, max_fused_tokens)
         if is_fused:  # before the general bucket, so that `BatchBuilder.bucket` finds it first
-            buckets += [Bucket(*shape, is_decode=True, mode=mode) for mode in SamplingMode]
+            buckets += [Bucket(*shape, is_decode=True, mode=mode, has_drafts=has_drafts) for mode in SamplingMode]
         if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):
             buckets.append(Bucket(*shape))
         if max_decode_steps > 1 and num_tokens <= max_running:

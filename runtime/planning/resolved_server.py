@@ -275,6 +275,7 @@ def _resolved(
         page_size=config.page_size,
         max_decode_steps=chosen.max_decode_steps,
         max_fused_tokens=num_fused_tokens,
+        has_drafts=config.draft_tokens > 0,
         is_pooling=is_pooling,
     )
     return ResolvedServer(
@@ -299,6 +300,7 @@ def _resolved(
 
 def _limits(config: ServeConfig, chosen: StepLimits, max_context: int, buckets: tuple[Bucket, ...]) -> SchedulerLimits:
     sizes = sorted({bucket.num_tokens for bucket in buckets if not bucket.is_decode})
+    fused_sizes = {bucket.num_tokens for bucket in buckets if bucket.has_drafts}
     return SchedulerLimits(
         page_size=config.page_size,
         max_running=chosen.max_running,
@@ -313,7 +315,7 @@ def _limits(config: ServeConfig, chosen: StepLimits, max_context: int, buckets: 
         has_draft_model=bool(config.draft_model),
         draft_min_match=config.draft_min_match,
         step_sizes=tuple(size for size in sizes if size >= _FREE_TOKENS),
-        draft_sizes=tuple(sizes),
+        draft_sizes=tuple(sorted({*sizes, *fused_sizes})),
     )
 
 

@@ -48,8 +48,9 @@ class Bucket:
     num_requests: int
     num_new_pages: int
     num_steps: int = 1  # decode steps in one dispatch
-    is_decode: bool = False  # for decodes only: every token belongs to a different request
+    is_decode: bool = False  # for decodes only: every token is sampled after, and belongs to a request of its own
     mode: int = ANY_MODE  # the SamplingMode for which it is compiled
+    has_drafts: bool = False  # of decodes only, which may have draft tokens behind them
     is_pooling: bool = False  # computes `ModelConfig.pooling` and samples nothing
 
     @property
@@ -168,7 +169,7 @@ class BatchBuilder:
         for bucket in self._buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_requests >= num_samples
             fits = fits and bucket.num_steps == plan.num_steps and bucket.mode in (ANY_MODE, mode)
-            if fits and not (bucket.is_decode and (plan.prefills or plan.drafts)):
+            if fits and not (bucket.is_decode and (plan.prefills or (plan.drafts and not bucket.has_drafts))):
                 return bucket
         raise AssertionError(f"no bucket holds {num_tokens} tokens and {num_samples} samples: {self._buckets}")
 

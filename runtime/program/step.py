@@ -118,6 +118,8 @@ def step(
     num_rows = LIBRARY_ROWS if _has_library_gemms(kernels, bucket) else 0
     wanted = None if bucket.is_decode else _padded(fields["last_index"], num_rows)
     last, hidden, cache = model(token_ids, state.cache, batch, kernels, wanted)
+    if bucket.has_drafts:
+        last = last[fields["last_index"]]  # the tokens of a request are consecutive, its samples are not
     if bucket.is_pooling:
         output = StepOutput(pooled(model, last[: bucket.num_requests]))
         return DeviceState(cache, state.last_tokens, page_table), output

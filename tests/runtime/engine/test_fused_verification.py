@@ -1,0 +1,82 @@
+"""Tests that draft tokens are verified in the shapes for decodes, where these exist, and that no token changes."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from meshserve.benchmarks.lib.oracle import OracleDrafter
+from meshserve.runtime.api.request import Output, Request
+from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.drafting.payoff import Payoff
+from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.startup.launch import Launched, launch
+from tests.waiting import WAIT_SECONDS
+
+PARAMS = [SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, seed=seed) for seed in range(3)]
+
+
+class Chance:
+    """Stands for a source of random numbers: every fourth draft token is wrong."""
+
+    def __init__(self) -> None:
+        self._num_drawn = 0
+
+    def random(self) -> float:
+        self._num_drawn += 1
+        return float(self._num_drawn % 4 == 0)
+
+
+class Outputs:
+    """Collects the tokens of each request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self._changed, self._num_ended = threading.Condition(), 0
+
+    def deliver(self, outputs: Sequence[Output]) -> None:
+        with self._changed:
+            for output in outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                self._num_ended += output.finish_reason is not None
+            self._changed.notify()
+
+    def of_run(self, launched: Launched, name: str) -> list[list[int]]:
+        """Runs all requests together."""
+        expected = self._num_ended + len(PARAMS)
+        for index, params in enumerate(PARAMS):
+            launched.engine.submit(f"{name}-{index}", launched.tokenizer.encode("To be, or not"), params)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._num_ended == expected, WAIT_SECONDS), launched.engine.failure
+        return [self.tokens[f"{name}-{index}"] for index in range(len(PARAMS))]
+
+
+def test_drafts_are_verified_in_the_shapes_for_decodes(monkeypatch: pytest.MonkeyPatch):
+    config = ServeConfig(
+        model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,
+        num_pages=64, max_running=8, max_step_tokens=16, max_context=160, logits_processors=False, cache_dir="",
+    )  # fmt: skip
+    outputs = Outputs()
+    launched = launch(config, outputs.deliver)
+    engine = launched.engine
+    speculation, run, buckets = engine._scheduler.speculation, engine.runner.run, []
+    monkeypatch.setattr(engine.runner, "run", lambda bucket, packed: buckets.append(bucket) or run(bucket, packed))
+    engine.start()
+
+    monkeypatch.setattr(Payoff, "wants_drafts", False)
+    plain = outputs.of_run(launched, "plain")
+    assert not speculation.num_drafts
+    num_plain = len(buckets)
+    buckets.clear()
+
+    def drafter(request: Request) -> OracleDrafter:
+        return OracleDrafter(plain[request.seed], 0.5, Chance())  # type: ignore[arg-type]
+
+    speculation.make_drafter = drafter
+    monkeypatch.setattr(Payoff, "wants_drafts", True)
+    assert outputs.of_run(launched, "drafted") == plain
+    launched.close()
+    assert 10 < speculation.num_accepted < speculation.num_drafts
+    assert len(buckets) < num_plain
+    verifying = [bucket for bucket in buckets if bucket.num_tokens > len(PARAMS) and bucket.is_decode]
+    assert len(verifying) > 5 and all(bucket.has_drafts for bucket in verifying)
