@@ -226,7 +226,7 @@ class Bench:
 
         @functools.partial(jax.jit, donate_argnums=1)
         def run(weights: LayerWeights, cache: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return gpu.decode_layers(x, weights, cache, where, self.frequencies, settings=SETTINGS, launch=launch)
+            return gpu.decode_layers(x, weights, cache, where, self.frequencies, settings=SETTINGS, launch=launch)[:2]
 
         figures = self.time(lambda state: run(self.weights, state[1], x), (x, cache))
         self.record("stack", batch, context, self.layer_bytes(batch, context), figures, **more)
@@ -244,7 +244,7 @@ class Bench:
         def run(
             weights: LayerWeights, embedding: jax.Array, tokens: jax.Array, cache: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            x, cache = implementation.decode_layers(
+            x, cache, _ = implementation.decode_layers(
                 embedding[tokens], weights, cache, where, self.frequencies, settings=SETTINGS
             )
             x = reference.rms_norm(x, jnp.ones(self.model.embed, jnp.bfloat16), SETTINGS.epsilon)

@@ -1,7 +1,7 @@
 """Tells how evenly the tokens of a decode step fall on the experts of a model, and on devices that hold whole experts.
 
 A program of its own runs the model once and counts, in every layer with experts, what the last token of each of some
-random requests chose. Steps of a server count nothing.
+random requests chose. A server counts in its steps instead, for its metrics (`runtime.expert_counts`).
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from meshserve.kernels.experts import ExpertWeights, Routing
 from meshserve.kernels.paged_attention import PagedBatch
+from meshserve.runtime.expert_counts.balance import imbalance
 from meshserve.runtime.model.qwen3 import specs_of
 from meshserve.runtime.planning.resolved_server import PlacedServer
 from meshserve.runtime.program.step import CACHE_AXES, CacheShape, state_shapes
@@ -75,11 +76,6 @@ def expert_tokens(
     )
     counts = jax.jit(program)(params, jnp.zeros(cache.shape, cache.dtype))
     return np.asarray(counts)[:, : experts.num_experts]
-
-
-def imbalance(counts: np.ndarray) -> float:
-    """Returns the highest count over the mean, [layers, experts or devices], averaged over layers."""
-    return float((counts.max(axis=1) / counts.mean(axis=1)).mean())
 
 
 def balance_text(counts: np.ndarray, num_devices: int) -> str:

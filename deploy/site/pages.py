@@ -153,8 +153,11 @@ def metrics_page() -> str:
 
 def _families() -> Iterator[Any]:
     """Yields the families of a server with an engine, by name."""
+    import numpy as np
+
     from meshserve.runtime.api.engine_api import ModelInfo
     from meshserve.runtime.api.request import Load
+    from meshserve.runtime.expert_counts.balance import ExpertBalance
     from meshserve.runtime.telemetry.metrics import ServerState
 
     info = ModelInfo(
@@ -164,6 +167,9 @@ def _families() -> Iterator[Any]:
     metrics = Metrics()
     load = Load(num_running=0, num_waiting=0, num_pages=1, num_free_pages=1)
     metrics.read_state = lambda: ServerState(info=info, load=load)
+    none = np.zeros(0, np.int64)
+    balance = ExpertBalance(expert_tokens=none, device_tokens=none, expert_imbalance=0.0, device_imbalance=0.0)
+    metrics.read_expert_balance = lambda: balance
     yield from sorted(metrics.registry.collect(), key=lambda family: family.name)
 
 

@@ -40,7 +40,7 @@ ffi::Error run_experts(cudaStream_t stream, const In& x, experts::ExpertCall<W> 
 // Runs layers of a step whose weights, epsilon and scales are set.
 template <class W>
 ffi::Error run_expert_layers(StepOf<W>& step, Shapes shapes, const ExpertLayers<W>& run, const In& x,
-                             const In& positions, Out& x_out, Out& scratch, Out& expert_scratch) {
+                             const In& positions, Out& x_out, Out& scratch, Out& expert_scratch, Out& chosen) {
   experts::ExpertShapes expert_shapes;
   expert_shapes.tokens = shapes.batch;
   expert_shapes.embed = shapes.embed;
@@ -52,6 +52,7 @@ ffi::Error run_expert_layers(StepOf<W>& step, Shapes shapes, const ExpertLayers<
   experts::ExpertScratch parts;
   needed = parts.carve(expert_shapes, data<uint8_t>(expert_scratch));
   if (needed > expert_scratch->element_count()) return too_small(needed);
+  parts.experts = data<int>(chosen);
   experts::run_layers<W>(step, expert_shapes, parts, run.stacks, data<int>(positions), run.is_normalized, run.layers,
                          data<bf16>(x), data<bf16>(x_out), run.first_layer, run.num_layers);
   return result(step);

@@ -17,8 +17,8 @@ ffi::Error experts_of_layer(cudaStream_t stream, In x, In gate_up, In down, In c
 ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_norm, In k_norm, In o,
                                 In post_norm, In router, In gate_up, In down, In cache, In page_table, In positions,
                                 In inverse_frequencies, Out x_out, Out cache_out, Out scratch, Out expert_scratch,
-                                int32_t first_layer, int32_t num_layers, int32_t num_chosen, int32_t is_normalized,
-                                float epsilon, float scale, float rotary_scale, Ints tuning) {
+                                Out chosen, int32_t first_layer, int32_t num_layers, int32_t num_chosen,
+                                int32_t is_normalized, float epsilon, float scale, float rotary_scale, Ints tuning) {
   Shapes shapes;
   add_cache(shapes, cache, page_table);
   shapes.batch = size(x, 0);
@@ -46,7 +46,7 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
                                          num_layers,
                                          num_chosen,
                                          is_normalized != 0};
-  return run_expert_layers(step, shapes, run, x, positions, x_out, scratch, expert_scratch);
+  return run_expert_layers(step, shapes, run, x, positions, x_out, scratch, expert_scratch, chosen);
 }
 
 }  // namespace
@@ -86,6 +86,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_expert_layers, decode_expert_laye
                                   .Ret<In>()  // cache
                                   .Ret<In>()  // scratch
                                   .Ret<In>()  // expert_scratch
+                                  .Ret<In>()  // chosen experts
                                   .Attr<int32_t>("first_layer")
                                   .Attr<int32_t>("num_layers")
                                   .Attr<int32_t>("num_chosen")

@@ -18,7 +18,7 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
                                 In k_norm, In o, In o_scale, In o_zero, In post_norm, In router, In gate_up,
                                 In gate_up_scale, In gate_up_zero, In down, In down_scale, In down_zero, In cache,
                                 In page_table, In positions, In inverse_frequencies, Out x_out, Out cache_out,
-                                Out scratch, Out expert_scratch, int32_t first_layer, int32_t num_layers,
+                                Out scratch, Out expert_scratch, Out chosen, int32_t first_layer, int32_t num_layers,
                                 int32_t num_chosen, int32_t is_normalized, float epsilon, float scale,
                                 float rotary_scale, Ints tuning) {
   Shapes shapes;
@@ -49,7 +49,7 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
       num_layers,
       num_chosen,
       is_normalized != 0};
-  return run_expert_layers(step, shapes, run, x, positions, x_out, scratch, expert_scratch);
+  return run_expert_layers(step, shapes, run, x, positions, x_out, scratch, expert_scratch, chosen);
 }
 
 }  // namespace
@@ -103,6 +103,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_expert_layers_fp8, decode_expert_
                                   .Ret<In>()  // cache
                                   .Ret<In>()  // scratch
                                   .Ret<In>()  // expert_scratch
+                                  .Ret<In>()  // chosen experts
                                   .Attr<int32_t>("first_layer")
                                   .Attr<int32_t>("num_layers")
                                   .Attr<int32_t>("num_chosen")

@@ -274,6 +274,7 @@ struct ExpertStacks {
 };
 
 // Runs some of `layers` layers with experts, on one GPU: those of Step, with a router and experts in place of the MLP.
+// Each layer's choices are left in `scratch.experts`, [num_layers, T, k].
 template <class W>
 void run_layers(StepOf<W>& step, const ExpertShapes& shapes, ExpertScratch scratch, const ExpertStacks<W>& stacks,
                 const int* positions, bool is_normalized, int layers, const bf16* x, bf16* out, int first,
@@ -320,6 +321,7 @@ void run_layers(StepOf<W>& step, const ExpertShapes& shapes, ExpertScratch scrat
     call.scaled_out = s.scaled;
     call.sums_out = scratch.sums;
     launcher.experts(layer, layers, call);
+    scratch.experts += shapes.choices();
     step.norm_tiles = shapes.has_few_tokens() ? shapes.embed / 16 : 0;
   }
 }

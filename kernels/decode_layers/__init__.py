@@ -86,7 +86,7 @@ class DecodeKernels(Protocol):
         *,
         settings: LayerSettings,
         layers: range | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Runs consecutive layers.
 
         Args:
@@ -99,7 +99,8 @@ class DecodeKernels(Protocol):
           layers: consecutive layer indices; None means all.
 
         Returns:
-          The residual stream after the last of `layers`, before the final norm, and the cache.
+          The residual stream after the last of `layers`, before the final norm; the cache; and the experts that each
+          request chose, [layers that ran, B, k] int32, -1 for padding requests (None without a router).
         """
         ...
 

@@ -139,7 +139,7 @@ def decode_layers(
     settings: "LayerSettings",
     layers: range | None = None,
     launch: LaunchShape = CHOSEN,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """See `DecodeKernels`."""
     layers = range(weights.qkv.shape[0]) if layers is None else layers
     if layers.step != 1 or len(layers) == 0:
@@ -169,7 +169,7 @@ def decode_layers(
         ordinals=p2p_gpu.attribute(settings.p2p),
         tuning=launch.attribute(),
     )
-    return x, cache
+    return x, cache, None
 
 
 def _expert_layers(
@@ -182,7 +182,7 @@ def _expert_layers(
     settings: "LayerSettings",
     layers: range,
     launch: LaunchShape,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs layers with experts; see `DecodeKernels.decode_layers`."""
     batch_size, embed = x.shape
     stacks = ExpertWeights(weights.gate_up, weights.down)
@@ -196,8 +196,9 @@ def _expert_layers(
         _like(cache),
         _scratch(batch_size, embed=embed, heads=_heads(weights, cache)),
         experts_gpu.scratch(batch_size, settings.num_chosen, stacks),
+        jax.ShapeDtypeStruct((len(layers), batch_size, settings.num_chosen), jnp.int32),
     )
-    x, cache, _, _ = jax.ffi.ffi_call(name, results, input_output_aliases={num_before_cache: 1})(
+    x, cache, _, _, chosen = jax.ffi.ffi_call(name, results, input_output_aliases={num_before_cache: 1})(
         x,
         *parts,
         weights.router,
@@ -215,7 +216,7 @@ def _expert_layers(
         rotary_scale=np.float32(settings.rotary_scale),
         tuning=launch.attribute(),
     )
-    return x, cache
+    return x, cache, chosen
 
 
 def qkv(

@@ -100,8 +100,12 @@ def down(activated: jax.Array, weights: "LayerWeights", residual: jax.Array | No
 
 def routed_experts(
     x: jax.Array, weights: "LayerWeights", batch: "DecodeBatch", *, settings: "LayerSettings", layer: int
-) -> jax.Array:
-    """Normalizes x [B, D] by post_norm, chooses experts by the router, and returns what they add to x."""
+) -> tuple[jax.Array, jax.Array]:
+    """Normalizes x [B, D] by post_norm and chooses experts by the router.
+
+    Returns:
+      What the experts add to x, and the choices [B, k], -1 for padding.
+    """
     assert weights.router is not None
     normed, router = rms_norm(x, weights.post_norm[layer], settings.epsilon), weights.router[layer]
     scores = jnp.einsum("td,ed->te", normed, router, precision="highest", preferred_element_type=jnp.float32)
@@ -110,7 +114,8 @@ def routed_experts(
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
     chosen = jnp.where(batch.positions[:, None] < 0, -1, chosen)
     stacks = ExpertWeights(weights.gate_up, weights.down)
-    return expert_reference.experts(normed, stacks, Routing(chosen, shares), layer=layer, num_experts=router.shape[0])
+    routing = Routing(chosen, shares)
+    return expert_reference.experts(normed, stacks, routing, layer=layer, num_experts=router.shape[0]), chosen
 
 
 def decode_layers(
@@ -122,17 +127,20 @@ def decode_layers(
     *,
     settings: "LayerSettings",
     layers: range | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """See `DecodeKernels`."""
 
     def add(residual: jax.Array, share: jax.Array) -> jax.Array:
         return residual + (share if settings.p2p is None else p2p_reference.p2p_all_reduce(share, settings.p2p))
 
+    all_chosen = []
     for layer in layers if layers is not None else range(weights.qkv.shape[0]):
         q, cache = qkv(x, weights, cache, batch, inverse_frequencies, settings=settings, layer=layer)
         x = add(x, output(attention(q, cache, batch, settings=settings, layer=layer), weights, None, layer=layer))
         if weights.router is not None:
-            x = add(x, routed_experts(x, weights, batch, settings=settings, layer=layer))
+            share, chosen = routed_experts(x, weights, batch, settings=settings, layer=layer)
+            x = add(x, share)
+            all_chosen.append(chosen)
         else:
             x = add(x, down(gate_up(x, weights, settings=settings, layer=layer), weights, None, layer=layer))
-    return x, cache
+    return x, cache, jnp.stack(all_chosen) if all_chosen else None

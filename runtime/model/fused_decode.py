@@ -25,7 +25,7 @@ def run_layers(
     batch: PagedBatch,
     kernels: DecodeKernels,
     p2p: P2PGroup | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Runs all layers of a step that contains only decodes and their draft tokens.
 
     Args:
@@ -38,7 +38,8 @@ def run_layers(
       p2p: P2P access between the devices of the mesh, if available.
 
     Returns:
-      The hidden states before the final norm and the updated cache, in the same shapes.
+      The hidden states before the final norm and the updated cache, in the same shapes; and the experts that tokens
+      chose, [L, T, k], -1 for padding, if the layers have any.
     """
     tokens = DecodeBatch(batch.positions, batch.page_table[batch.token_request])
     settings = LayerSettings(
@@ -58,4 +59,4 @@ def run_layers(
         x = x + jax.lax.psum(kernels.output(attended, weights, None, layer=layer), TENSOR_AXIS)
         activated = kernels.gate_up(x, weights, settings=settings, layer=layer)
         x = x + jax.lax.psum(kernels.down(activated, weights, None, layer=layer), TENSOR_AXIS)
-    return x, cache
+    return x, cache, None

@@ -14,7 +14,7 @@ mlp, V vocab.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,7 @@ class MLPContext(NamedTuple):
     experts: Experts = xla_experts.experts
     positions: jax.Array | None = None  # [T] int32: of each token, -1 for padding; None if no token is padding
     linear: Linear = xla.linear
+    chosen: list[jax.Array] | None = None  # receives what each layer's tokens chose; see `Forward.chosen`
 
 
 class StepContext(NamedTuple):
@@ -103,11 +104,12 @@ class StepContext(NamedTuple):
     p2p_all_reduce: P2PAllReduce | None = None
     has_statistics_apart: bool = False
     experts: Experts = xla_experts.experts
+    chosen: list[jax.Array] | None = None
 
     @property
     def mlp(self) -> MLPContext:
         """The part of it that the MLPs use."""
-        return MLPContext(self.p2p_all_reduce, self.experts, self.batch.positions, self.linear)
+        return MLPContext(self.p2p_all_reduce, self.experts, self.batch.positions, self.linear, self.chosen)
 
 
 def add_product(x: jax.Array, product: Callable[..., jax.Array], p2p_all_reduce: P2PAllReduce | None) -> jax.Array:
@@ -223,6 +225,7 @@ class Forward(NamedTuple):
     wanted: jax.Array  # [B, D], hidden states of the wanted tokens after all layers
     hidden: jax.Array | None  # [T, D], before the MLP of the last layer; None with the fused layers
     cache: jax.Array
+    chosen: list[jax.Array]  # experts that tokens chose, [T, k] of a layer or [layers, T, k], -1 for padding
 
 
 class Qwen3(nnx.Module):
@@ -264,23 +267,24 @@ class Qwen3(nnx.Module):
           batch: Where each token belongs.
           kernels: Kernels of this backend. GPUs need unrolled layers, because XLA does not capture loops in command
             buffers; a loop compiles several times faster.
-          wanted: Indices [B] of the tokens whose logits are wanted. The others skip the last layer's MLP, because no
-            token attends to its output. None means that all tokens are wanted and that those of one request, which
-            are few, are consecutive. Only then can the fused layers be used: their attention reads a request's pages
-            anew for each token.
+          wanted: Indices [B] of the tokens whose logits are wanted, T for padding. The others skip the MLP of the last
+            layer, because no token attends to its output. None means that all tokens are wanted and that those of one
+            request, which are few, are consecutive. Only then can the fused layers be used: their attention reads a
+            request's pages anew for each token.
         """
         x = self.embed(token_ids, kernels.p2p_all_reduce)
         fused = kernels.fused(x.shape[0], is_decode=wanted is None)
         if fused is not None:
             weights = layer_weights(nnx.state(self.layers))
-            x, cache = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.p2p)
-            return Forward(x, None, cache)
+            x, cache, choices = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.p2p)
+            return Forward(x, None, cache, [] if choices is None else [choices])
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         prepare = None
         if kernels.prepare is not None:
             norms = self.layers.attention.q_norm[...], self.layers.attention.k_norm[...]
             settings = RopeSettings(*norms, cos, sin, self.config.rms_norm_eps)
             prepare = partial(kernels.prepare, settings=settings)
+        chosen: list[jax.Array] = []
         is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
         context = StepContext(
             batch,
@@ -293,23 +297,33 @@ class Qwen3(nnx.Module):
             kernels.p2p_all_reduce,
             is_apart,
             kernels.experts,
+            chosen,
         )
 
-        def run_layer(index: int | jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return self.layer(index)(*carry, index, context)
+        def run_layer(index: int | jax.Array, x: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.layer(index)(x, cache, index, context)
 
-        carry, last = (x, cache), self.config.num_layers - 1
+        def loop_layer(index: jax.Array, carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
+            *state, all_chosen = carry
+            state = run_layer(index, *state)
+            return *state, jax.tree.map(lambda stack: stack.at[index].set(chosen.pop()), all_chosen)
+
+        last = self.config.num_layers - 1
         if kernels.is_unrolled or len(self.config.stacks) > 1:
             for index in range(last):
-                carry = run_layer(index, carry)
+                x, cache = run_layer(index, x, cache)
         else:
-            carry = jax.lax.fori_loop(0, last, run_layer, carry)
+            experts = self.config.experts
+            all_chosen = [jnp.zeros((last, x.shape[0], experts.num_chosen), jnp.int32)] if experts else []
+            x, cache, all_chosen = jax.lax.fori_loop(0, last, loop_layer, (x, cache, all_chosen))
+            chosen += all_chosen
             last = jnp.int32(last)  # traced as in the loop; see `slice_stack`
-        hidden, cache = self.layer(last).after_attention(*carry, last, context)
+        hidden, cache = self.layer(last).after_attention(x, cache, last, context)
         if wanted is None:
-            return Forward(self.after_last_mlp(hidden, context.mlp), hidden, cache)
-        mlp = context.mlp._replace(positions=batch.positions[wanted])
-        return Forward(self.after_last_mlp(hidden[wanted], mlp), hidden, cache)
+            return Forward(self.after_last_mlp(hidden, context.mlp), hidden, cache, chosen)
+        positions = batch.positions.at[wanted].get(mode="fill", fill_value=-1)
+        output = self.after_last_mlp(hidden[wanted], context.mlp._replace(positions=positions))
+        return Forward(output, hidden, cache, chosen)
 
     def layer(self, index: int | jax.Array) -> DecoderLayer:
         """Returns one decoder layer."""

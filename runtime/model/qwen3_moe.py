@@ -54,9 +54,11 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array, index: int | jax.Array, context: MLPContext) -> jax.Array:
         """Applies the experts of the stack's layer `index` to x [T, D]; returns the all-reduced output [T, D]."""
         experts, weights = route(x, self.router[...], self.config)
-        experts -= self.layout.first_expert(jax.lax.axis_index(TENSOR_AXIS))
         if context.positions is not None:
             experts = jnp.where(context.positions[:, None] < 0, -1, experts)  # padding reads no expert's weights
+        if context.chosen is not None:
+            context.chosen.append(experts)
+        experts -= self.layout.first_expert(jax.lax.axis_index(TENSOR_AXIS))
         matrices = ExpertWeights(self.gate_up[...], self.down[...])
         routing, num_experts = Routing(experts, weights), self.config.num_experts
         output = context.experts(x, matrices, routing, layer=index, num_experts=num_experts)

@@ -22,6 +22,7 @@ from meshserve.sharding.mesh import named_sharding, partition_spec
 
 from ..api.model_config import ModelConfig
 from ..api.sampling_params import SamplingMode
+from ..expert_counts.choices import add_choices, counts_shape
 from ..model.qwen3 import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
 from ..pooling.last_token import pooled
 from .batch import ANY_MODE, ON_DEVICE, Bucket
@@ -53,6 +54,7 @@ class DeviceState(NamedTuple, Generic[Leaf]):
     cache: Leaf  # [L, P, K, 2, S, H], sharded by KV head
     last_tokens: Leaf  # [max_running] int32
     page_table: Leaf  # [max_running, max_request_pages] int32
+    expert_tokens: Leaf | None = None  # tokens of each expert so far; see `choices.counts_shape`
 
 
 class StepOutput(NamedTuple, Generic[Leaf]):
@@ -93,6 +95,7 @@ def state_shapes(
         jax.ShapeDtypeStruct(cache, dtype),
         jax.ShapeDtypeStruct((shape.max_running,), jnp.int32),
         jax.ShapeDtypeStruct((shape.max_running, shape.max_request_pages), jnp.int32),
+        counts_shape(config),
     )
 
 
@@ -116,13 +119,14 @@ def step(
     token_ids = jnp.where(fields["token_ids"] == ON_DEVICE, from_table, fields["token_ids"])
     batch = PagedBatch(fields["positions"], fields["token_request"], page_table[slots])
     num_rows = LIBRARY_ROWS if _has_library_gemms(kernels, bucket) else 0
-    wanted = None if bucket.is_decode else _padded(fields["last_index"], num_rows)
-    last, hidden, cache = model(token_ids, state.cache, batch, kernels, wanted)
+    wanted = None if bucket.is_decode else _wanted(fields, num_rows)
+    last, hidden, cache, chosen = model(token_ids, state.cache, batch, kernels, wanted)
+    expert_tokens = add_choices(state.expert_tokens, chosen)
     if bucket.has_drafts:
         last = last[fields["last_index"]]  # the tokens of a request are consecutive, its samples are not
     if bucket.is_pooling:
         output = StepOutput(pooled(model, last[: bucket.num_requests]))
-        return DeviceState(cache, state.last_tokens, page_table), output
+        return DeviceState(cache, state.last_tokens, page_table, expert_tokens), output
     sampling = SamplingBatch.unpacked(fields)
     logits = model.logits(last, kernels.head)[: bucket.num_requests]
     sampled = sample(
@@ -136,7 +140,7 @@ def step(
     )
     last_tokens = state.last_tokens.at[slots].set(sampled, mode="drop")
     output = StepOutput(sampled, logits, None if bucket.is_decode else hidden)
-    return DeviceState(cache, last_tokens, page_table), output
+    return DeviceState(cache, last_tokens, page_table, expert_tokens), output
 
 
 def multi_step_decode(
@@ -193,7 +197,7 @@ def sharded_step(
     tree = jax.tree.structure(abstract)
     weight_specs = tuple(jax.tree.leaves(specs_of(abstract)))
     function = step if bucket.num_steps == 1 else multi_step_decode
-    state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec())
+    state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec(), PartitionSpec())
     output_buffer_specs = tuple(
         shape.sharding.spec for shape in output_buffer_shapes(kernels, abstract, [bucket], mesh).values()
     )
@@ -225,9 +229,11 @@ def _has_library_gemms(kernels: Kernels, bucket: Bucket) -> bool:
     return kernels.has_library_gemms and bucket.num_tokens >= LIBRARY_TOKENS + is_fused
 
 
-def _padded(index: jax.Array, num_rows: int) -> jax.Array:
-    """Returns the index [B] padded with zeros to at least `num_rows` entries."""
-    return jnp.pad(index, (0, max(0, num_rows - len(index))))
+def _wanted(fields: dict[str, jax.Array], num_rows: int) -> jax.Array:
+    """Returns the index of each request's last token, at least `num_rows` entries; beyond all tokens for padding."""
+    num_tokens = len(fields["positions"])
+    index = jnp.where(fields["sample_position"] > 0, fields["last_index"], num_tokens)
+    return jnp.pad(index, (0, max(0, num_rows - len(index))), constant_values=num_tokens)
 
 
 def weights_of(params: nnx.State) -> tuple[Leaf, ...]:
@@ -237,8 +243,9 @@ def weights_of(params: nnx.State) -> tuple[Leaf, ...]:
 
 def placed_state(shapes: DeviceState[jax.ShapeDtypeStruct], mesh: Mesh) -> DeviceState[jax.ShapeDtypeStruct]:
     """Returns the shapes of the device state with their shardings."""
-    shardings = DeviceState(named_sharding(mesh, CACHE_AXES), named_sharding(mesh, ()), named_sharding(mesh, ()))
-    return jax.tree.map(_placed, shapes, shardings)
+    cache = _placed(shapes.cache, named_sharding(mesh, CACHE_AXES))
+    placed = jax.tree.map(lambda shape: _placed(shape, named_sharding(mesh, ())), shapes)
+    return placed._replace(cache=cache)
 
 
 def _placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
 
+from ..expert_counts.expert_tokens import ExpertTokens
 from ..host_cache.page_copies import PageCopies
 from .batch import Bucket, ProgramKey
 from .device_figures import DeviceFigures
@@ -52,6 +53,7 @@ class StepRunner:
         copies: PageCopies | None = None,
     ):
         self.copies = copies
+        self.expert_tokens: ExpertTokens | None = None  # set if the model has experts
         self._programs = {bucket: programs[bucket.key] for bucket in buckets}
         self._set_page_row, self._allocate = programs[SET_PAGE_ROW], programs[ALLOCATE]
         self._shapes, self._output_buffer_shapes = state_shapes, buffer_shapes
@@ -126,7 +128,7 @@ class StepRunner:
 
     def release(self) -> nnx.State:
         """Frees the device state at once and returns the parameters. The runner cannot be used afterwards."""
-        for array in (*self._state, *self._output_buffers.values()):
+        for array in jax.tree.leaves((self._state, self._output_buffers)):
             array.delete()
         self._output = None
         if self._processors is not None:
@@ -155,6 +157,8 @@ class StepRunner:
         if keys:
             self._output_buffers.update(zip(keys, self._output.buffers, strict=True))
         self._output.sampled.copy_to_host_async()
+        if self.expert_tokens is not None and self._state.expert_tokens is not None:
+            self.expert_tokens.observe(self._state.expert_tokens)
         return self._output.sampled
 
     def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:

@@ -31,6 +31,7 @@ from ..cluster.preflight import Cluster
 from ..draft_model.drafting_runner import DraftingRunner
 from ..engine.engine import Engine, Runner
 from ..engine.step_record import Record
+from ..expert_counts.balance import ExpertBalance
 from ..host_cache.host_cache import HostCache
 from ..kv_events.feed import KvEventFeed
 from ..kv_events.page_changes import PageChanges
@@ -83,6 +84,13 @@ class Launched:
             self.kv_events.stop()
         if self.grammars is not None:
             self.grammars.close()
+
+    def expert_balance(self) -> ExpertBalance | None:
+        """Returns how the tokens fell on experts and devices; None for a model without experts."""
+        runner = self.engine.runner
+        served = runner.served if isinstance(runner, DraftingRunner) else runner
+        counts = served.expert_tokens if isinstance(served, StepRunner) else None
+        return counts.balance() if counts is not None else None
 
     def info_at(self, tp: int) -> ModelInfo:
         """Returns the model information after a change of the TP size."""

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from meshserve.sharding.memory import added_bytes, num_pages_that_fit, shard_bytes
 
 from ..cluster.preflight import Cluster
+from ..expert_counts.expert_tokens import ExpertTokens
 from ..planning.resolved_server import PlacedServer
 from ..planning.server_programs import ServerPrograms
 from ..program.processor_programs import LogitsProcessors
@@ -68,6 +69,9 @@ def compile_runner(
     shape = server.cache_shape(num_pages)
     started = time.monotonic()
     runner = server.programs(structure, params, shape).compile_runner(processors, server.compile_threads)
+    counts = one_page.state.expert_tokens
+    if counts is not None and server.layout.experts is not None:
+        runner.expert_tokens = ExpertTokens(server.layout.experts, counts, server.mesh.local_devices[0])
     _log.info("%d step programs ready after %.1f s; %s", len(server.buckets), time.monotonic() - started, shape)
     return runner
 

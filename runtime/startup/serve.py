@@ -159,6 +159,7 @@ class _Serving:
         gc.freeze()  # the objects of startup are permanent, and scanning them takes 0.1 s per full collection
         if (host_cache := launched.engine.host_cache) is not None:
             metrics.read_host_cache = lambda: host_cache.counts
+        metrics.read_expert_balance = launched.expert_balance
         if launched.grammars is not None:
             launched.grammars.wait_until_ready()
             metrics.read_constraint_counts = launched.grammars.counts

@@ -23,7 +23,9 @@ from prometheus_client.registry import Collector
 
 from ..api.engine_api import ModelInfo
 from ..api.request import FinishReason, Load
+from ..expert_counts.balance import ExpertBalance
 from ..host_cache.counts import HostCacheCounts
+from .expert_metrics import expert_metrics
 from .logs import num_dropped_lines
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class Metrics:
         # Lost workers, and refused constraints by limit; replaced by the server with `grammar.Grammars.counts`.
         self.read_constraint_counts: Callable[[], tuple[int, Mapping[str, int]]] = lambda: (0, {})
         self.read_host_cache: Callable[[], HostCacheCounts | None] = lambda: None  # replaced by a server with a tier
+        self.read_expert_balance: Callable[[], ExpertBalance | None] = lambda: None  # replaced by the server
         self.stream = StreamCounts()
         self._add_request_metrics()
         self._add_step_metrics()
@@ -262,6 +265,8 @@ class _StateCollector(Collector):
         yield from _constraint_metrics(*self._metrics.read_constraint_counts())
         if (counts := self._metrics.read_host_cache()) is not None:
             yield from _host_cache_metrics(counts)
+        if (balance := self._metrics.read_expert_balance()) is not None:
+            yield from expert_metrics(balance)
         if (load := state.load) is None:
             return
         for name, text, value in (

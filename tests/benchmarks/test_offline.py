@@ -11,7 +11,7 @@ import pytest
 
 from meshserve.benchmarks.baselines import compare
 from meshserve.benchmarks.engine import decode, speculation, throughput
-from meshserve.benchmarks.lib.expert_balance import balance_text, expert_tokens, imbalance, with_skewed_router
+from meshserve.benchmarks.lib.expert_balance import balance_text, expert_tokens, with_skewed_router
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.oracle import chance_of
 from meshserve.benchmarks.lib.token_times import TokenClock, percentile
@@ -19,6 +19,7 @@ from meshserve.benchmarks.lib.workloads import fixed, nano_vllm
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.drafting.draft_counts import StepCosts
 from meshserve.runtime.drafting.payoff import Payoff
+from meshserve.runtime.expert_counts.balance import imbalance
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import resolve_here
 from meshserve.runtime.weights.random_weights import random_model

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -23,6 +24,7 @@ from meshserve.runtime.cluster.follower_metrics import FollowerState, follower_r
 from meshserve.runtime.cluster.membership import Membership
 from meshserve.runtime.cluster.stream_client import FollowingStats
 from meshserve.runtime.commands import cli
+from meshserve.runtime.expert_counts.balance import ExpertBalance
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.options.toml_file import read_toml
 from meshserve.runtime.planning.report import Asked, planner_of
@@ -286,6 +288,9 @@ def metric_names() -> set[str]:
     load = Load(num_running=1, num_waiting=1, num_pages=2, num_free_pages=1)
     metrics = Metrics()
     metrics.read_state = lambda: ServerState(info=info, load=load)
+    one = np.ones(1, np.int64)
+    balance = ExpertBalance(expert_tokens=one, device_tokens=one, expert_imbalance=1.0, device_imbalance=1.0)
+    metrics.read_expert_balance = lambda: balance
     followed = FollowingStats(heard=1.0, num_calls=Counter(run=1), num_acknowledged=1, acknowledged=1.0)
     membership = Membership(coordinator="a:1", num_processes=2, process_id=1)
     state = FollowerState(is_ready=True, num_late_compiles=0, stats=followed)

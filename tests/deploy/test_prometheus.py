@@ -105,7 +105,8 @@ def test_every_panel_has_data_and_every_alert_is_evaluated(tmp_path: Path):
                 return [
                     title
                     for title, found in expressions().items()
-                    if not any(has_number(ask(f"{url}/api/v1/query", query=each)["result"]) for each in found)
+                    if "mixture of experts only" not in title  # the demo's model is dense
+                    and not any(has_number(ask(f"{url}/api/v1/query", query=each)["result"]) for each in found)
                 ]
 
             wait_for(lambda: is_answering(url) and not empty(), empty)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,9 +45,14 @@ def layers_over(
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Returns the program, which computes the stacked x of every device, and the cache."""
     weights = LayerWeights(*(spec(name) for name in LayerWeights._fields))
+
+    def run(*arguments: Any) -> tuple[jax.Array, jax.Array]:
+        x, cache, _ = kernels.decode_layers(*arguments, settings=dataclasses.replace(inputs.settings, p2p=p2p))
+        return x, cache
+
     return jax.jit(
         jax.shard_map(
-            partial(kernels.decode_layers, settings=dataclasses.replace(inputs.settings, p2p=p2p)),
+            run,
             mesh=mesh,
             in_specs=(PartitionSpec(), weights, spec("cache"), PartitionSpec(), PartitionSpec()),
             out_specs=(PartitionSpec(AXIS), spec("cache")),

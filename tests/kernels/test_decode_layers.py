@@ -69,7 +69,7 @@ def test_reference_is_the_float64_computation(case):
     inputs = cases.make_inputs(case, seed=1, dtype=jnp.float32)
     inputs = dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, rotary_scale=1.1))
     expected_x, expected_cache = naive_layers(inputs)
-    x, cache = reference.decode_layers(
+    x, cache, _ = reference.decode_layers(
         inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies, settings=inputs.settings
     )
     real = np.asarray(inputs.batch.positions) >= 0
@@ -84,7 +84,7 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
     whole = reference.decode_layers(inputs.x, inputs.weights, inputs.cache, *fixed, settings=inputs.settings)
     x, cache = inputs.x, inputs.cache
     for layers in (range(0, 1), range(1, 2)):
-        x, cache = reference.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
+        x, cache, _ = reference.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
     np.testing.assert_array_equal(x, whole[0])
     np.testing.assert_array_equal(cache, whole[1])
 
@@ -93,7 +93,7 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
 def test_layers_over_a_p2p_group_are_the_layers_on_one_device(num_devices):
     case = dataclasses.replace(cases.CASES[2], kv_heads=4, mlp=512)
     inputs = cases.make_inputs(case, seed=3, dtype=jnp.float32)
-    whole, whole_cache = reference.decode_layers(
+    whole, whole_cache, _ = reference.decode_layers(
         inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies, settings=inputs.settings
     )
     mesh = mesh_of(jax.devices()[:num_devices])

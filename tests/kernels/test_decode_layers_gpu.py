@@ -63,8 +63,8 @@ def test_whole_stack(case):
     inputs = inputs_of(case)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
     run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
-    x, cache = run(*arguments)
-    expected_x, expected_cache = expect(reference.decode_layers, *arguments, settings=inputs.settings)
+    x, cache, _ = run(*arguments)
+    expected_x, expected_cache, _ = expect(reference.decode_layers, *arguments, settings=inputs.settings)
     real = np.asarray(inputs.batch.positions) >= 0
     before = np.asarray(inputs.x, np.float32)[real]
     out, expected = np.asarray(x, np.float32)[real], np.asarray(expected_x)[real]
@@ -171,10 +171,12 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
     case = dataclasses.replace(cases.CASES[1], num_layers=4)
     inputs = cases.make_inputs(case, seed=4, dtype=jnp.bfloat16)
     fixed = (inputs.batch, inputs.inverse_frequencies)
-    whole_x, whole_cache = gpu.decode_layers(inputs.x, inputs.weights, inputs.cache, *fixed, settings=inputs.settings)
+    whole_x, whole_cache, _ = gpu.decode_layers(
+        inputs.x, inputs.weights, inputs.cache, *fixed, settings=inputs.settings
+    )
     x, cache = inputs.x, inputs.cache
     for layers in (range(0, 1), range(1, 4)):
-        x, cache = gpu.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
+        x, cache, _ = gpu.decode_layers(x, inputs.weights, cache, *fixed, settings=inputs.settings, layers=layers)
     np.testing.assert_array_equal(np.asarray(x), np.asarray(whole_x))
     np.testing.assert_array_equal(np.asarray(cache, np.float32), np.asarray(whole_cache, np.float32))
 
@@ -183,9 +185,9 @@ def test_a_row_does_not_depend_on_the_rest_of_its_batch():
     case = next(case for case in cases.CASES if case.name == "qwen3-0.6b-layer")
     inputs = inputs_of(case)
     run = functools.partial(gpu.decode_layers, settings=inputs.settings)
-    x, _ = run(inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    x, *_ = run(inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
     masked = DecodeBatch(inputs.batch.positions.at[1:].set(-1), inputs.batch.page_table)
-    alone, _ = run(inputs.x, inputs.weights, inputs.cache, masked, inputs.inverse_frequencies)
+    alone, *_ = run(inputs.x, inputs.weights, inputs.cache, masked, inputs.inverse_frequencies)
     np.testing.assert_array_equal(np.asarray(alone)[0], np.asarray(x)[0])
 
 
@@ -197,5 +199,5 @@ def test_a_donated_cache_is_updated_in_place():
     shape = "bf16[" + ",".join(map(str, inputs.cache.shape)) + "]"
     assert not [line for line in text.splitlines() if " copy(" in line and shape in line.split("copy(")[0]]
     before = inputs.cache.unsafe_buffer_pointer()
-    _, cache = run(*arguments)
+    _, cache, _ = run(*arguments)
     assert cache.unsafe_buffer_pointer() == before

@@ -71,10 +71,10 @@ def run(mesh: Mesh, p2p: P2PGroup | None, num_tokens: int = 3) -> tuple[Watched,
         partial(fused_decode.run_layers, config, batch=batch, kernels=watched, p2p=p2p),
         mesh=mesh,
         in_specs=(specs, PartitionSpec(), cache_spec),
-        out_specs=(PartitionSpec(TENSOR_AXIS), cache_spec),
+        out_specs=(PartitionSpec(TENSOR_AXIS), cache_spec, PartitionSpec()),
         check_vma=False,
     )
-    x, _ = jax.jit(program)(weights, weight(num_tokens, embed), cache)
+    x, *_ = jax.jit(program)(weights, weight(num_tokens, embed), cache)
     return watched, np.asarray(x).reshape(mesh.size, num_tokens, embed)
 
 
