@@ -25,6 +25,7 @@ import numpy as np
 from meshserve.benchmarks.lib.timing import random_array, timed_ms
 from meshserve.kernels.experts import IMPLEMENTATIONS, ExpertWeights, Routing, default_name, implementation
 from meshserve.kernels.experts.cases import Case, choices
+from meshserve.kernels.linear import QuantisedMatrix
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import named_model
 
@@ -61,10 +62,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--skew", type=float, default=0.0, help="exponent of the choices' Zipf distribution")
     parser.add_argument("--layers", type=int, default=2, help="layers in the stack (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--fp8", action="store_true", help="weights are 8-bit floats with scales for 128 x 128 of them")
+    parser.add_argument(
+        "--most-fp8-tokens", type=int, help="of cuda: steps of more tokens dequantise the weights of a layer first"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each figure")
     parser.add_argument("--json", type=Path)
     return parser
+
+
+def random_fp8(shape: tuple[int, ...], seed: int) -> QuantisedMatrix:
+    """Returns random 8-bit weights with a scale for each 128 x 128 of them."""
+    rows, columns = (size // 128 for size in shape[-2:])
+    scale = jnp.full((*shape[:-2], rows, columns), 1 / 16, jnp.float32)
+    _, bits = jax.lax.rng_bit_generator(jnp.array([seed, 1, 2, 3], jnp.uint32), shape, jnp.uint8)
+    return QuantisedMatrix(jax.lax.bitcast_convert_type((bits & 0x87) | 0x28, jnp.float8_e4m3fn), scale)
 
 
 def device_tokens(chosen: np.ndarray, num_experts: int, num_devices: int) -> list[int]:
@@ -98,12 +111,13 @@ def measure(options: argparse.Namespace, num_tokens: int, name: str) -> dict[str
     )
     local, mlp_dim, embed_dim = layout.block_experts, layout.block_mlp_dim, model.embed_dim
     chosen = choices(case, np.random.default_rng(0))
-    weights = ExpertWeights(
-        random_array((options.layers, local, 2, mlp_dim, embed_dim), 0, options.dtype),
-        random_array((options.layers, local, embed_dim, mlp_dim), 1, options.dtype),
-    )
+    shapes = ((options.layers, local, 2, mlp_dim, embed_dim), (options.layers, local, embed_dim, mlp_dim))
+    make = random_fp8 if options.fp8 else partial(random_array, dtype=options.dtype)
+    weights = ExpertWeights(*(make(shape, seed) for seed, shape in enumerate(shapes)))
     routing = Routing(jnp.asarray(chosen), jnp.full(chosen.shape, 1 / model.experts.num_chosen, jnp.float32))
-    kernel = implementation(name, jax.devices()[0])
+    kernel: Any = implementation(name, jax.devices()[0])
+    if options.most_fp8_tokens is not None:
+        kernel = partial(kernel, most_fp8_tokens=options.most_fp8_tokens)
 
     def layers(weights: ExpertWeights, routing: Routing, x: jax.Array) -> jax.Array:
         for layer in range(options.layers):
@@ -117,7 +131,7 @@ def measure(options: argparse.Namespace, num_tokens: int, name: str) -> dict[str
     compile_seconds = time.perf_counter() - started
     figures, _ = timed_ms(partial(program, weights, routing), x, options.layers, options.rounds, options.seconds)
     num_read = len({expert for expert in chosen.ravel().tolist() if expert < local})
-    num_bytes = num_read * 3 * mlp_dim * embed_dim * x.dtype.itemsize
+    num_bytes = num_read * 3 * mlp_dim * embed_dim * (1 if options.fp8 else x.dtype.itemsize)
     ms, p10, p90 = (float(np.percentile(figures, rank)) for rank in (50, 10, 90))
     num_choices = np.bincount(chosen.ravel(), minlength=case.num_experts)
     num_devices = options.tp if options.expert_parallel else 1

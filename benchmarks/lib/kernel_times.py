@@ -10,7 +10,10 @@ _GAP_NS = 50_000
 
 
 def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30, gap_ns: int = _GAP_NS) -> str:
-    """Formats the kernels of a profile by their time: milliseconds, calls, name. Overlapping kernels count in full.
+    """Formats the kernels of a profile by their time: milliseconds, calls, name.
+
+    A kernel counts from the end of the one that ended before it, if it began earlier: a kernel that is launched early
+    waits for that one.
 
     Args:
       folder: The folder that `jax.profiler.trace` wrote to.
@@ -30,11 +33,14 @@ def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30, gap_ns
             if not line.name.startswith("Stream"):
                 continue
             for event in line.events:
-                total[event.name] += event.duration_ns
                 calls[event.name] += 1
-                spans.append((event.start_ns, event.start_ns + event.duration_ns))
+                spans.append((event.start_ns + event.duration_ns, event.start_ns, event.name))
+        ended = 0.0
+        for end, start, name in sorted(spans):
+            total[name] += end - max(start, ended)
+            ended = end
         if spans:
-            idle.append(f"{plane.name}: {idle_text(spans, gap_ns)}")
+            idle.append(f"{plane.name}: {idle_text(((start, end) for end, start, _ in spans), gap_ns)}")
     rows = [
         f"{ns / 1e6 / num_steps:9.3f} ms {calls[name] / num_steps:7.1f}  {name[:100]}"
         for name, ns in total.most_common(num_rows)

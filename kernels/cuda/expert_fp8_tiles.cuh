@@ -3,9 +3,9 @@
 // (quantised.cuh); the tokens, in order of their experts and with their columns in the order of weight_formats.cuh, are
 // its right one. A scale covers 128 columns, and 64 rows or a multiple.
 //
-// Two persistent blocks an SM take tiles of equal work in turn. One warp fetches 128 columns of a tile's weights and
-// tokens with the bulk tensor copy engine, and their scales, into a ring of stages; two warpgroups multiply 64 rows
-// each.
+// Persistent blocks, two an SM if tiles have few tokens, take tiles of equal work in turn. One warp fetches 128 columns
+// of a tile's weights and tokens with the bulk tensor copy engine, and their scales, into a ring of stages; two
+// warpgroups multiply 64 rows each.
 //   gate_up: 64 rows of gate, and the same rows of up, whose sums the second warpgroup passes to the first; stores
 //            share * silu(gate) * up, again in the order of weight_formats.cuh
 //   down:    128 rows. It finds its tiles and fetches its first weights while gate_up still runs
@@ -18,7 +18,10 @@ namespace experts {
 
 constexpr int kFp8Threads = 288, kFp8Consumers = 256, kFp8Stages = 5, kFp8Columns = 128;
 constexpr int kFp8HalfBytes = 64 * kFp8Columns, kFp8WeightBytes = 2 * kFp8HalfBytes;
-constexpr int kFp8MostColumns = 32 * kFp8Columns;  // each lane of a warp holds the scales of 128 columns
+constexpr int kFp8LaneScales = 2;  // each lane of a warp holds the scales of so many times 128 columns
+constexpr int kFp8MostColumns = 32 * kFp8LaneScales * kFp8Columns;
+// Blocks of an SM, by the tokens of a tile.
+constexpr int fp8_blocks(int tokens) { return tokens <= 32 ? 2 : 1; }
 
 struct Fp8TilesArgs {
   const int* first;       // [kMaxExperts + 1]: of each expert's tokens
@@ -40,7 +43,7 @@ struct Fp8TilesMemory {
 };
 
 template <bool kIsDown, int N>
-__global__ void __launch_bounds__(kFp8Threads, 2)
+__global__ void __launch_bounds__(kFp8Threads, fp8_blocks(N))
     fp8_tiles_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
                      const __grid_constant__ Fp8TilesArgs args) {
   constexpr int kRows = kIsDown ? 128 : 64;  // of the output, of a tile
@@ -78,15 +81,19 @@ __global__ void __launch_bounds__(kFp8Threads, 2)
       find_tile<N>(memory, tile, kRows, &at);
       const int row = args.first_row + at.expert * args.rows * (kIsDown ? 1 : 2) + at.row;
       const int second_row = row + (kIsDown ? 64 : args.rows);
-      float scale = 0.0f, second_scale = 0.0f;  // of columns 128 * lane
-      if (lane < blocks) {
-        const Scales& s = args.scales;
-        scale = scale_value(s, static_cast<size_t>(row / s.rows_each) * s.grid_columns + lane);
-        const int grid_row = min(second_row / s.rows_each, s.grid_rows - 1);  // the last tile may exceed the matrix
-        second_scale = scale_value(s, static_cast<size_t>(grid_row) * s.grid_columns + lane);
+      float scale[kFp8LaneScales] = {}, second_scale[kFp8LaneScales] = {};  // of columns 128 * (lane + 32 * i)
+      const Scales& s = args.scales;
+      const int grid_row = min(second_row / s.rows_each, s.grid_rows - 1);  // the last tile may exceed the matrix
+#pragma unroll
+      for (int i = 0; i < kFp8LaneScales; ++i) {
+        const int group = lane + 32 * i;
+        if (group >= blocks) continue;
+        scale[i] = scale_value(s, static_cast<size_t>(row / s.rows_each) * s.grid_columns + group);
+        second_scale[i] = scale_value(s, static_cast<size_t>(grid_row) * s.grid_columns + group);
       }
       auto fetch_weights = [&](int k, int to_stage) {
-        const float first = __shfl_sync(0xffffffffu, scale, k), second = __shfl_sync(0xffffffffu, second_scale, k);
+        const float first = __shfl_sync(0xffffffffu, k < 32 ? scale[0] : scale[1], k % 32);
+        const float second = __shfl_sync(0xffffffffu, k < 32 ? second_scale[0] : second_scale[1], k % 32);
         if (lane == 0) {
           const uint32_t to = shared_address(memory.ring[to_stage]), barrier = full + 8 * to_stage;
           memory.scales[to_stage][0] = first;

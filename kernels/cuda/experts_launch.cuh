@@ -133,8 +133,14 @@ class Launcher {
   void many_tokens(int layer, int layers, const ExpertCall<W>& call) {
     put_in_order(call);
     if constexpr (W::kIsQuantised) {
-      constexpr int kFewest = 16, kMost = 32;  // tokens of a tile
-      shapes_.tokens <= 8 * kFewest ? fp8_tiles<kFewest>(layer, layers, call) : fp8_tiles<kMost>(layer, layers, call);
+      // Of a tile: about twice the tokens that an expert has on average, as long as the weights are what takes time.
+      if (shapes_.tokens <= 128) {
+        fp8_tiles<16>(layer, layers, call);
+      } else if (shapes_.tokens <= 256) {
+        fp8_tiles<32>(layer, layers, call);
+      } else {
+        fp8_tiles<64>(layer, layers, call);
+      }
     } else {
       TilesArgs args = {};
       args.first = scratch_.first;
@@ -242,8 +248,8 @@ class Launcher {
         !step_.encode(&weights_map, weights.data, sizes, strides, box, CU_TENSOR_MAP_DATA_TYPE_UINT8)) {
       return;
     }
-    step_.launch(name, fp8_tiles_kernel<kIsDown, N>, dim3(2 * kMultiprocessors), kFp8Threads, sizeof(Fp8TilesMemory<N>),
-                 1, weights_map, input_map, args);
+    step_.launch(name, fp8_tiles_kernel<kIsDown, N>, dim3(fp8_blocks(N) * kMultiprocessors), kFp8Threads,
+                 sizeof(Fp8TilesMemory<N>), 1, weights_map, input_map, args);
   }
 
   void combine(const ExpertCall<W>& call) {
@@ -338,6 +344,8 @@ std::vector<const void*> kernels_of() {
     add(fp8_tiles_kernel<true, 16>);
     add(fp8_tiles_kernel<false, 32>);
     add(fp8_tiles_kernel<true, 32>);
+    add(fp8_tiles_kernel<false, 64>);
+    add(fp8_tiles_kernel<true, 64>);
   } else {
     add(tiles_kernel<false>);
     add(tiles_kernel<true>);

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 unavailable_reason = build.unavailable_reason
 
 FEW_TOKENS = 8  # of a step on the kernels for few tokens, at most; above, the others are faster (docs/log/experts.md)
-FP8_TOKENS = 256  # of a step on the kernels for 8-bit weights, at most
+FP8_TOKENS = 4096  # of a step on the kernels for 8-bit weights, at most
 _MAX_EXPERTS = 256  # of a block
 _FP8_BLOCK = 128  # rows and columns that share a scale
-_MAX_FP8_COLUMNS = 4096  # a warp holds the scales of a row, a lane that of 128 columns
+_MAX_FP8_COLUMNS = 8192  # a warp holds the scales of a row, a lane those of twice 128 columns
 
 
 def experts(
@@ -40,8 +40,9 @@ def experts(
     layer: int | jax.Array,
     num_experts: int,
     most_few_tokens: int = FEW_TOKENS,
+    most_fp8_tokens: int = FP8_TOKENS,
 ) -> jax.Array:
-    """See `Experts`. `most_few_tokens` is for benchmarks and tests.
+    """See `Experts`. `most_few_tokens` and `most_fp8_tokens` are for benchmarks and tests.
 
     Raises:
       TypeError: `layer` is not a Python number; it is a compile-time constant.
@@ -54,7 +55,7 @@ def experts(
     reason = unsupported_reason(weights) or (f"x is {x.dtype}; bfloat16 is needed" if x.dtype != jnp.bfloat16 else None)
     if reason is not None:
         raise ValueError(f"moe_backend 'cuda': {reason}. Use 'xla'.")
-    if weights.quantised is not None and x.shape[0] > FP8_TOKENS:
+    if weights.quantised is not None and x.shape[0] > most_fp8_tokens:
         gate_up, down = (layer_of(stack, slice(layer, layer + 1)).astype(x.dtype) for stack in weights)
         weights, layer = weights._replace(gate_up=gate_up, down=down), 0
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), scratch(x.shape[0], routing.experts.shape[1], weights))

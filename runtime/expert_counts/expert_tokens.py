@@ -8,6 +8,7 @@ the same counts, so one device of this process suffices, also among several proc
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class ExpertTokens:
         # Compiled here, because a server that is ready compiles nothing. The next step consumes the original.
         self._copy = jax.jit(jnp.copy).lower(local).compile()
         self._lock = threading.Lock()
-        self._copied: jax.Array | None = None  # not read yet
+        self._copied: Any = None  # an array that is not read yet
         self._copied_seconds = -np.inf
         self._last = np.zeros(shape.shape, np.uint32)  # as read, which wraps around
         self._total = np.zeros(shape.shape, np.int64)

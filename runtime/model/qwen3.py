@@ -304,9 +304,8 @@ class Qwen3(nnx.Module):
             return self.layer(index)(x, cache, index, context)
 
         def loop_layer(index: jax.Array, carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
-            *state, all_chosen = carry
-            state = run_layer(index, *state)
-            return *state, jax.tree.map(lambda stack: stack.at[index].set(chosen.pop()), all_chosen)
+            x, cache = run_layer(index, *carry[:2])
+            return x, cache, jax.tree.map(lambda stack: stack.at[index].set(chosen.pop()), carry[2])
 
         last = self.config.num_layers - 1
         if kernels.is_unrolled or len(self.config.stacks) > 1:

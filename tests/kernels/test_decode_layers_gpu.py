@@ -35,16 +35,17 @@ def relative_error(out, expected) -> float:
     return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 
-def with_the_same_experts(out, expected) -> np.ndarray:
-    """Returns which tokens are close enough for having gone through the same experts.
+def with_the_same_experts(chosen, expected) -> np.ndarray:
+    """Returns which tokens [B] chose the same experts as expected in every layer, [L, B, k] each, in any order.
 
     Where scores of a router nearly tie, the kernels may choose another expert than the reference in float32. That
-    happens to few tokens.
+    happens to few tokens, and concerns one of a token's experts.
     """
-    error = np.linalg.norm(out - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    is_close = error < 3 * BOUND
-    assert (~is_close).sum() <= len(error) // 8, error
-    return is_close
+    chosen, expected = (np.sort(np.asarray(each), axis=2) for each in (chosen, expected))
+    is_same = (chosen == expected).all(axis=(0, 2))
+    print(f"{(~is_same).sum()} of {len(is_same)} tokens chose other experts")
+    assert (~is_same).sum() <= len(is_same) // 8, (chosen[:, ~is_same], expected[:, ~is_same])
+    return is_same
 
 
 def check_cache(inputs: cases.Inputs, cache, expected, num_layers_written: int, bound: float = BOUND):
@@ -63,15 +64,16 @@ def test_whole_stack(case):
     inputs = inputs_of(case)
     arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
     run = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings))
-    x, cache, _ = run(*arguments)
-    expected_x, expected_cache, _ = expect(reference.decode_layers, *arguments, settings=inputs.settings)
+    x, cache, chosen = run(*arguments)
+    expected_x, expected_cache, expected_chosen = expect(reference.decode_layers, *arguments, settings=inputs.settings)
     real = np.asarray(inputs.batch.positions) >= 0
     before = np.asarray(inputs.x, np.float32)[real]
     out, expected = np.asarray(x, np.float32)[real], np.asarray(expected_x)[real]
     assert np.isfinite(np.asarray(x, np.float32)).all()
     if case.num_experts:
-        is_close = with_the_same_experts(out - before, expected - before)
-        before, out, expected = before[is_close], out[is_close], expected[is_close]
+        np.testing.assert_array_equal(np.asarray(chosen)[:, ~real], -1)
+        is_same = with_the_same_experts(np.asarray(chosen)[:, real], np.asarray(expected_chosen)[:, real])
+        before, out, expected = before[is_same], out[is_same], expected[is_same]
     assert relative_error(out, expected) < BOUND
     assert (
         relative_error(out - before, expected - before) < 2 * BOUND

@@ -193,11 +193,16 @@ class Fp8TilesArgs(ctypes.Structure):
     ]
 
 
-@pytest.mark.parametrize(("is_fp8", "box_tokens", "blocks"), [(False, 16, 2), (False, 128, 3), (True, 16, 4)])
-def test_tiles_are_the_float64_product(library: ctypes.CDLL, is_fp8: bool, box_tokens: int, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("is_fp8", "box_tokens", "blocks", "embed"),
+    [(False, 16, 2, 256), (False, 128, 3, 256), (True, 16, 4, 256), (True, 64, 2, 256), (True, 16, 4, 4352)],
+)
+def test_tiles_are_the_float64_product(
+    library: ctypes.CDLL, is_fp8: bool, box_tokens: int, blocks: int, embed: int
+) -> None:
     """Several tiles of tokens for one expert, none for another, and tiles that exceed the matrices."""
-    bfloat16, num_experts, embed, mlp = ml_dtypes.bfloat16, 4, 256, 128 if is_fp8 else 96
-    counts = np.array([3, 0, 20 if is_fp8 else 150, 17])
+    bfloat16, num_experts, mlp = ml_dtypes.bfloat16, 4, 128 if is_fp8 else 96
+    counts = np.array([3, 0, (20 if embed == 256 else 2) + (box_tokens if is_fp8 else 130), 17])
     first = np.zeros(257, np.int32)
     first[1:] = np.concatenate([np.cumsum(counts), np.full(256 - num_experts, counts.sum())])
     rng = np.random.default_rng(9)
@@ -216,7 +221,7 @@ def test_tiles_are_the_float64_product(library: ctypes.CDLL, is_fp8: bool, box_t
             weights_map = tensor_map(weights.data, (columns, weights.data.size // columns, 1), 64)
             first_row = weights.data.size // columns // 2
             args = Fp8TilesArgs(*common, weights.scales, size, columns, first_row)
-            library.fp8_tiles(is_down, blocks, *map(ctypes.byref, (weights_map, input_map, args)))
+            library.fp8_tiles(box_tokens, is_down, blocks, *map(ctypes.byref, (weights_map, input_map, args)))
         else:
             matrices = weights.data.size // (size * columns)
             weights_map = tensor_map(weights.data, (columns, size, matrices), 128)
@@ -294,7 +299,10 @@ def test_tokens_are_put_in_order_of_their_experts_and_added_up(library: ctypes.C
     norm_sums = np.random.default_rng(6).random((num_tokens, 3), np.float32) + 0.5
     arrays = (x, token_of, first[256:], rows, norm_sums)
     gather = GatherArgs(*(array.ctypes.data for array in arrays), 3, 0.5, 0.25, case.embed)
-    library.gather(5, ctypes.byref(gather))
+    library.gather(True, 5, ctypes.byref(gather))
+    of_fp8 = rows.copy()
+    library.gather(False, 5, ctypes.byref(gather))
+    np.testing.assert_array_equal(of_fp8[:num_places], ordered(rows)[:num_places])
     normed = x.astype(np.float32) / np.sqrt(norm_sums.sum(axis=1, keepdims=True) / 2 + 0.25)
     np.testing.assert_allclose(rows[:num_places].astype(np.float32), normed[token_of[:num_places]], rtol=0.005)
     if num_tokens <= 256:  # one kernel does the same, and orders columns for 8-bit weights

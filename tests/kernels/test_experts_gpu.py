@@ -19,9 +19,14 @@ CASES = (
     *(
         cases.Case(name=f"fp8-{num_tokens}", num_tokens=num_tokens, num_experts=24, embed=256, mlp=256, padding=7,
                    skew=0.5, dtype="bfloat16", is_fp8=True)
-        for num_tokens in (1, 3, 8, 9, 40, 130, 256, 300)
+        for num_tokens in (1, 3, 8, 9, 40, 130, 256, 300, 1000)
     ),
     cases.Case(name="30b-a3b-fp8-2", num_tokens=2, num_chosen=8, embed=2048, mlp=768, dtype="bfloat16", is_fp8=True),
+    *(
+        cases.Case(name=f"480b-a35b-fp8-{num_tokens}", num_tokens=num_tokens, num_experts=8, embed=6144, mlp=256,
+                   dtype="bfloat16", is_fp8=True)
+        for num_tokens in (3, 50)
+    ),
     cases.Case(name="30b-a3b-fp8-32", num_tokens=32, num_chosen=8, embed=2048, mlp=768, dtype="bfloat16", is_fp8=True),
     cases.Case(name="eight", num_tokens=8, num_experts=32, dtype="bfloat16"),
     cases.Case(name="few-and-skewed", num_tokens=7, padding=3, skew=1.5, mlp=96, embed=512, dtype="bfloat16"),

@@ -53,8 +53,8 @@ extern "C" void arrange(const experts::ArrangeArgs* args) {
   run(experts::count_kernel<Bf16Weights>, chunks, *args);
   run(experts::place_kernel<Bf16Weights>, chunks, *args);
 }
-extern "C" void gather(unsigned blocks, const experts::GatherRowsArgs* args) {
-  run(experts::gather_rows_kernel<Bf16Weights>, blocks, *args);
+extern "C" void gather(int is_fp8, unsigned blocks, const experts::GatherRowsArgs* args) {
+  run(is_fp8 ? experts::gather_rows_kernel<Fp8Weights> : experts::gather_rows_kernel<Bf16Weights>, blocks, *args);
 }
 extern "C" void place_and_gather(int is_fp8, const experts::ArrangeArgs* args, const experts::GatherRowsArgs* rows) {
   const unsigned blocks = (args->num_tokens * args->num_chosen + experts::kWarps - 1) / experts::kWarps;
@@ -91,8 +91,15 @@ extern "C" void tiles(int is_down, unsigned blocks, const CUtensorMap* weights, 
   auto* kernel = is_down ? experts::tiles_kernel<true> : experts::tiles_kernel<false>;
   run(experts::kTileThreads, blocks, [&] { kernel(*input, *weights, *args); });
 }
-extern "C" void fp8_tiles(int is_down, unsigned blocks, const CUtensorMap* weights, const CUtensorMap* input,
-                          const experts::Fp8TilesArgs* args) {
-  auto* kernel = is_down ? experts::fp8_tiles_kernel<true, 16> : experts::fp8_tiles_kernel<false, 16>;
+namespace {
+template <int N>
+void run_fp8_tiles(int is_down, unsigned blocks, const CUtensorMap* weights, const CUtensorMap* input,
+                   const experts::Fp8TilesArgs* args) {
+  auto* kernel = is_down ? experts::fp8_tiles_kernel<true, N> : experts::fp8_tiles_kernel<false, N>;
   run(experts::kFp8Threads, blocks, [&] { kernel(*weights, *input, *args); });
+}
+}  // namespace
+extern "C" void fp8_tiles(int tokens, int is_down, unsigned blocks, const CUtensorMap* weights,
+                          const CUtensorMap* input, const experts::Fp8TilesArgs* args) {
+  (tokens == 16 ? run_fp8_tiles<16> : run_fp8_tiles<64>)(is_down, blocks, weights, input, args);
 }

@@ -99,7 +99,10 @@ def test_fp8_experts_are_fused_too() -> None:
     assert shape_refusals(shapes(1, model=fp8)) == CudaRefusals()
     assert shape_refusals(shapes(8, model=fp8)).moe_backend is None  # blocks of 128 rows are not cut
     wide = named_model("qwen3-coder-480b-a35b", "fp8-block")
-    assert "6144 columns; at most 4096" in (shape_refusals(shapes(8, model=wide)).moe_backend or "")
+    assert shape_refusals(shapes(8, model=wide)).moe_backend is None  # 6,144 columns
+    assert wide.experts is not None
+    wide = dataclasses.replace(wide, embed_dim=8320)
+    assert "8320 columns; at most 8192" in (shape_refusals(shapes(8, model=wide)).moe_backend or "")
     in_float32 = dataclasses.replace(shapes(1, model=fp8), dtype=jnp.dtype("float32"))
     assert "activations are float32" in (shape_refusals(in_float32).moe_backend or "")
 
