@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from meshserve.benchmarks.lib.offline_engine import parse_settings
+from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.program.compile_cache import CompileWatch
+from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import build_engine, open_model
 
 _SETTLE_SECONDS = 60.0
@@ -119,7 +121,7 @@ class Crowd:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    model, make_params = open_model(options.model, random_weights=options.random_weights)
+    model, make_params = open_model(options.model, random_weights=options.random_weights, quantize=options.quantize)
     settings: dict[str, Any] = dict(
         tp=options.tp,
         cpu_devices=options.cpu_devices,
@@ -152,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshserve bench soak", description="Soak the engine with mixed load.")
     parser.add_argument("--model", required=True, help="a model directory, or a published size with --random-weights")
     parser.add_argument("--random-weights", action="store_true", help="generate random weights on the device")
+    parser.add_argument("--quantize", choices=(NOT_QUANTIZED, *SCHEMES), default=NOT_QUANTIZED)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cpu-devices", type=int, default=0)
@@ -194,7 +197,9 @@ def _run(engine: Engine, crowd: Crowd, max_running: int, options: argparse.Names
 def _report(
     engine: Engine, crowd: Crowd, watch: CompileWatch, ready_seconds: float, seconds: float
 ) -> dict[str, object]:
-    load, counts = engine.load(), watch.counts
+    load, counts, runner = engine.load(), watch.counts, engine.runner
+    experts = runner.expert_tokens if isinstance(runner, StepRunner) else None
+    balance = experts.balance() if experts is not None else None
     is_clean = (
         engine.failure is None
         and counts.num_late_compiles == 0
@@ -214,6 +219,7 @@ def _report(
         "tokens_per_second": round(crowd.num_tokens / seconds),
         "pages": load.num_pages,
         "pages_free_at_the_end": load.num_free_pages,
+        "expert_imbalance": round(balance.expert_imbalance, 2) if balance is not None else None,
     }
 
 
