@@ -81,19 +81,20 @@ __global__ void __launch_bounds__(kFp8Threads, fp8_blocks(N))
       find_tile<N>(memory, tile, kRows, &at);
       const int row = args.first_row + at.expert * args.rows * (kIsDown ? 1 : 2) + at.row;
       const int second_row = row + (kIsDown ? 64 : args.rows);
-      float scale[kFp8LaneScales] = {}, second_scale[kFp8LaneScales] = {};  // of columns 128 * (lane + 32 * i)
+      ScaleInFlight scale[kFp8LaneScales] = {}, second_scale[kFp8LaneScales] = {};  // of columns 128 * (lane + 32 * i)
       const Scales& s = args.scales;
       const int grid_row = min(second_row / s.rows_each, s.grid_rows - 1);  // the last tile may exceed the matrix
 #pragma unroll
       for (int i = 0; i < kFp8LaneScales; ++i) {
         const int group = lane + 32 * i;
         if (group >= blocks) continue;
-        scale[i] = scale_value(s, static_cast<size_t>(row / s.rows_each) * s.grid_columns + group);
-        second_scale[i] = scale_value(s, static_cast<size_t>(grid_row) * s.grid_columns + group);
+        scale[i].load(s, static_cast<size_t>(row / s.rows_each) * s.grid_columns + group);
+        second_scale[i].load(s, static_cast<size_t>(grid_row) * s.grid_columns + group);
       }
       auto fetch_weights = [&](int k, int to_stage) {
-        const float first = __shfl_sync(0xffffffffu, k < 32 ? scale[0] : scale[1], k % 32);
-        const float second = __shfl_sync(0xffffffffu, k < 32 ? second_scale[0] : second_scale[1], k % 32);
+        const int i = k / 32;
+        const float first = __shfl_sync(0xffffffffu, (i == 0 ? scale[0] : scale[1]).value(s), k % 32);
+        const float second = __shfl_sync(0xffffffffu, (i == 0 ? second_scale[0] : second_scale[1]).value(s), k % 32);
         if (lane == 0) {
           const uint32_t to = shared_address(memory.ring[to_stage]), barrier = full + 8 * to_stage;
           memory.scales[to_stage][0] = first;

@@ -78,11 +78,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], uint4 low, uint4 high, c
 // Multiplies a step; the scales are those of the rows `low` and `high`.
 template <class W>
 __device__ __forceinline__ void multiply_step(float (&c)[4], const uint4 (&a)[2],
-                                              const uint4 (&token)[RowFormat<W>::kTokenLoads],
-                                              const float (&scale)[2]) {
+                                              const uint4 (&token)[RowFormat<W>::kTokenLoads], const Scales& scales,
+                                              const ScaleInFlight& low, const ScaleInFlight& high) {
   if constexpr (W::kIsQuantised) {
     float part[4] = {};
     multiply(part, a[0], a[1], token);
+    const float scale[2] = {low.value(scales), high.value(scales)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) c[i] = fmaf(scale[i / 2], part[i], c[i]);
   } else {
@@ -139,15 +140,16 @@ __device__ __forceinline__ LanePlace lane_place(const RowsArgs& args, int low, i
   return place;
 }
 
-template <class W>
+// Loads a step of both rows, with one scale if they share it.
+template <class W, int kScales>
 __device__ __forceinline__ void load_step(const RowsArgs& args, const LanePlace& place, int step, uint64_t policy,
-                                          uint4 (&a)[2], float (&scale)[2]) {
+                                          uint4 (&a)[2], ScaleInFlight (&scale)[kScales]) {
   a[0] = load_weights(reinterpret_cast<const bf16*>(place.low + step * kStepBytes), policy);
   a[1] = load_weights(reinterpret_cast<const bf16*>(place.high + step * kStepBytes), policy);
   if constexpr (W::kIsQuantised) {
     const int group = step * RowFormat<W>::kStep >> args.scales.columns_log2;
-    scale[0] = scale_value(args.scales, place.low_scale + group);
-    scale[1] = scale_value(args.scales, place.high_scale + group);
+    scale[0].load(args.scales, place.low_scale + group);
+    if (kScales > 1) scale[kScales - 1].load(args.scales, place.high_scale + group);
   }
 }
 
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(const __grid_const
     return lane_place<W>(args, row, row + args.rows);
   };
   uint4 a[U][2];
-  float scale[U][2];
+  ScaleInFlight scale[U][2];
   auto fetch = [&](int u, const LanePlace& from, int step) {
     if (step < end) load_step<W>(args, from, step, policy, a[u], scale[u]);
   };
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(const __grid_const
           uint4 b[Format::kTokenLoads];
 #pragma unroll
           for (int i = 0; i < Format::kTokenLoads; ++i) b[i] = from[i];
-          multiply_step<W>(c[u % 2], a[u], b, scale[u]);
+          multiply_step<W>(c[u % 2], a[u], b, args.scales, scale[u][0], scale[u][1]);
         }
         if (has_next || !is_last) fetch(u, refill, refill_step + u);
       }
@@ -291,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(const __grid_constant
   const int steps = args.columns / Format::kStep, units_each = (steps + U - 1) / U;
   const int num_units = memory.choices.num_active * units_each;
   uint4 a[U][2], b[U][Format::kTokenLoads];
-  float scale[U][2];
+  ScaleInFlight scale[U][1];  // 16 rows from a multiple of 16 on are in one block of 128
   auto fetch_weights = [&](int unit) {
     const int row = memory.choices.active[unit / units_each] * args.rows + blockIdx.x * 16;
     return lane_place<W>(args, row, row + 8);
@@ -335,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(const __grid_constant
     if (has_next) place = fetch_weights(next), row = token_row(next);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      if (step + u < steps) multiply_step<W>(c[u % 2], a[u], b[u], scale[u]);
+      if (step + u < steps) multiply_step<W>(c[u % 2], a[u], b[u], args.scales, scale[u][0], scale[u][0]);
       if (has_next && next_step + u < steps) load_step<W>(args, place, next_step + u, policy, a[u], scale[u]);
       if (has_next) fetch_token(u, row, next_step + u);
     }

@@ -37,11 +37,26 @@ struct RowScales {  // of a lane's two rows
   uint32_t words[2];
 };
 
-__device__ __forceinline__ float scale_value(const Scales& scales, size_t at) {
-  if (scales.type == kBfloat16Scale) return __bfloat162float(static_cast<const bf16*>(scales.values)[at]);
-  if (scales.type == kFloat16Scale) return __half2float(static_cast<const __half*>(scales.values)[at]);
-  return static_cast<const float*>(scales.values)[at];
-}
+// A scale on its way from memory. Nothing computes with it before it is used: a conversion right after the load would
+// wait for it, and so would the loads of the next steps.
+struct ScaleInFlight {
+  uint32_t word, selector;  // the aligned word that holds it, and which of its bytes do
+
+  __device__ __forceinline__ void load(const Scales& scales, size_t at) {
+    const bool is_word = scales.type == kFloat32Scale;
+    const size_t byte = at * (is_word ? 4 : 2);
+    word = __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(scales.values) + (byte & ~size_t{3})));
+    const uint32_t half = scales.type == kBfloat16Scale ? 0x1044u : 0x4410u;  // to the upper or the lower half
+    const uint32_t second = scales.type == kBfloat16Scale ? 0x3244u : 0x4432u;
+    selector = is_word ? 0x3210u : byte % 4 == 0 ? half : second;
+  }
+  __device__ __forceinline__ float value(const Scales& scales) const {
+    const uint32_t bits = __byte_perm(word, 0u, selector);
+    const uint16_t low = static_cast<uint16_t>(bits);
+    const float of_half = __half2float(*reinterpret_cast<const __half*>(&low));
+    return scales.type == kFloat16Scale ? of_half : __uint_as_float(bits);
+  }
+};
 
 // Fills the table with `num_threads` threads. `row` is the first row of the tile in the stacked matrix; its second 64
 // rows begin `second_half` further.
@@ -51,7 +66,7 @@ __device__ __forceinline__ void load_scales(const Scales& scales, int row, int s
   constexpr int kTogether = 8;  // loads in flight at a time
   const int entries = scale_entries(scales.rows_each), rows = 128 / entries, total = entries * num_groups;
   for (int first = threadIdx.x; first < total; first += kTogether * num_threads) {
-    float values[kTogether];
+    ScaleInFlight values[kTogether];
     uint32_t zeros[kTogether];
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
@@ -60,13 +75,13 @@ __device__ __forceinline__ void load_scales(const Scales& scales, int row, int s
       const int grid_row = min(at_row / scales.rows_each, scales.grid_rows - 1);  // a tile may exceed the matrix
       const size_t at =
           static_cast<size_t>(grid_row) * scales.grid_columns + min(first_group + group, scales.grid_columns - 1);
-      values[u] = scale_value(scales, at);
+      values[u].load(scales, at);
       zeros[u] = scales.zero != nullptr ? scales.zero[at] : kSymmetricZero;
     }
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) {
       const int i = first + u * num_threads, entry = i / num_groups, group = i % num_groups;
-      uint32_t word = __float_as_uint(values[u]);
+      uint32_t word = __float_as_uint(values[u].value(scales));
       if (W::kBlockColumns == Int4Weights::kBlockColumns) word |= zeros[u];
       if (i < total) store_shared_word(to + (group * entries + entry) * 4, word);
     }

@@ -69,18 +69,22 @@ class Stack(NamedTuple):
         columns = self.data.shape[-1] // grid_columns
         rows = self.data.shape[-2] // self.scale.shape[-2]
         grid_rows = self.scale.size // grid_columns
-        return Scales(self.scale.ctypes.data, None, 0, rows, int(math.log2(columns)), grid_rows, grid_columns)
+        kind = SCALE_TYPES.index(self.scale.dtype)
+        return Scales(self.scale.ctypes.data, None, kind, rows, int(math.log2(columns)), grid_rows, grid_columns)
 
 
-def stack(values: np.ndarray, is_fp8: bool) -> Stack:
+SCALE_TYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
+
+
+def stack(values: np.ndarray, is_fp8: bool, scale_type: np.dtype = SCALE_TYPES[0]) -> Stack:
     if not is_fp8:
         data = values.astype(ml_dtypes.bfloat16)
         return Stack(data, None, data.astype(np.float32))
     *leading, rows, columns = values.shape
     block = math.gcd(128, rows), math.gcd(128, columns)
     rng = np.random.default_rng(7)
-    scale = np.exp2(rng.uniform(-2, 2, (*leading, rows // block[0], columns // block[1]))).astype(np.float32)
-    of_each = np.repeat(np.repeat(scale, block[0], axis=-2), block[1], axis=-1)
+    scale = np.exp2(rng.uniform(-2, 2, (*leading, rows // block[0], columns // block[1]))).astype(scale_type)
+    of_each = np.repeat(np.repeat(scale.astype(np.float32), block[0], axis=-2), block[1], axis=-1)
     data = (values / of_each).astype(ml_dtypes.float8_e4m3fn)
     return Stack(data, scale, data.astype(np.float32) * of_each)
 
@@ -115,8 +119,8 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize(("is_fp8", "blocks"), [(False, 1), (False, 5), (True, 3)])
-def test_rows_are_the_reference(library: ctypes.CDLL, case: cases.Case, is_fp8: bool, blocks: int) -> None:
+@pytest.mark.parametrize(("is_fp8", "blocks", "kind"), [(False, 1, 0), (False, 5, 0), (True, 3, 0), (True, 3, 1)])
+def test_rows_are_the_reference(library: ctypes.CDLL, case: cases.Case, is_fp8: bool, blocks: int, kind: int) -> None:
     """Computes an RMSNorm's scale, gate and up, down, and the sums over experts; everything unwritten is NaN."""
     bfloat16 = ml_dtypes.bfloat16
     if is_fp8:
@@ -124,7 +128,8 @@ def test_rows_are_the_reference(library: ctypes.CDLL, case: cases.Case, is_fp8: 
     inputs = cases.make_inputs(case, seed=1)
     chosen, shares = (np.asarray(array) for array in inputs.routing)
     x = np.asarray(inputs.x, bfloat16)
-    gate_up, down = (stack(np.asarray(array), is_fp8) for array in inputs.weights)
+    kinds = (SCALE_TYPES[kind], SCALE_TYPES[2 * kind])
+    gate_up, down = (stack(np.asarray(array), is_fp8, kind) for array, kind in zip(inputs.weights, kinds, strict=True))
     num_tokens, embed = case.num_tokens, case.embed
     sums = np.abs(np.random.default_rng(2).standard_normal((num_tokens, 4), np.float32)) + 1
     sizes = {"num_tokens": num_tokens, "num_chosen": case.num_chosen, "num_experts": case.num_local}
