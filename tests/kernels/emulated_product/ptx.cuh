@@ -108,4 +108,9 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return result;
 }
 
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+
 }  // namespace meshserve
