@@ -29,6 +29,27 @@ def all_gather(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, TENSOR_AXIS)
 
 
+def _neighbors(size: int) -> list[list[int]]:
+    """Returns the groups of `size` neighboring shards."""
+    return [list(range(first, first + size)) for first in range(0, jax.lax.axis_size(TENSOR_AXIS), size)]
+
+
+def gather_from_neighbors(x: jax.Array, size: int, *, axis: int) -> jax.Array:
+    """Concatenates along `axis` the arrays of each group of `size` neighboring shards. Call inside `shard_map`."""
+    return jax.lax.all_gather(x, TENSOR_AXIS, axis=axis, tiled=True, axis_index_groups=_neighbors(size))
+
+
+def exchange_with_neighbors(x: jax.Array, size: int, *, axis: int) -> jax.Array:
+    """Sends part i along `axis` to shard i of each group of `size` neighboring shards. Call inside `shard_map`.
+
+    Returns:
+      [size, ...]: this shard's part of each of them.
+    """
+    shape = (*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+    groups = _neighbors(size)
+    return jax.lax.all_to_all(x.reshape(shape), TENSOR_AXIS, axis, 0, axis_index_groups=groups)
+
+
 def all_reduce(x: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
     """Sums x over the shards. Call inside `shard_map`.
 

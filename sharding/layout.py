@@ -3,13 +3,15 @@
 Any tensor-parallel size that divides the number of query heads works. A shard holds whole *groups*: some query heads
 and the one KV head that they read. With at most as many shards as KV heads, a group is one KV head of the model with
 all its query heads. With more shards, each KV head is repeated in neighboring groups (0, 0, 1, 1, never 0, 1, 0, 1),
-each with a part of its query heads, so that every shard still computes on its own block alone.
+each with a part of its query heads, so that every shard still computes on its own block alone. Neighboring shards that
+repeat one KV head may also divide its pages among them (`cp`): each then stores 1 / cp of a page's tokens.
 
 This module alone describes the fused projections: `ShardLayout.qkv_rows` for queries, keys and values, `GATE` and `UP`
 for the MLP. The model declares its arrays in this layout, checkpoints and resharding move rows according to it, and the
 fused decode kernels take blocks in this form (`LayerWeights`).
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +58,26 @@ class ShardLayout:
     vocab_size: int  # padded
     mlp_dim: int  # padded
     experts: ExpertLayout | None = None  # of a mixture-of-experts model
+    cp: int = 1  # neighboring shards that divide the pages of the KV head that they repeat
+
+    @property
+    def max_cp(self) -> int:
+        """The number of shards that repeat a KV head; 1 if a shard holds several heads or groups."""
+        return self.repeats if self.num_groups == self.num_shards else 1
+
+    def with_cp(self, cp: int) -> "ShardLayout":
+        """Returns this layout with each page divided among `cp` shards.
+
+        Raises:
+          ValueError: So many shards do not repeat a KV head.
+        """
+        if self.max_cp % cp:
+            allowed = ", ".join(str(size) for size in range(1, self.max_cp + 1) if self.max_cp % size == 0)
+            raise ValueError(
+                f"cp is {cp}, but at tp {self.num_shards} a KV head of the model is on {self.max_cp} device(s), which "
+                f"can divide its pages among them. Use cp {allowed}, or another tp."
+            )
+        return dataclasses.replace(self, cp=cp)
 
     def kv_head(self, group: int) -> int:
         """Returns the model's KV head that a group reads."""

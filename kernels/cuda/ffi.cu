@@ -130,7 +130,7 @@ ffi::Error decode_gate_up(cudaStream_t stream, In x, In norm, In gate_up, Out ou
 }
 
 ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In parts, In page_table, In positions, Out out,
-                             Out unmerged, Out counters, int32_t layer, float scale) {
+                             Out unmerged, Out counters, Out sums, int32_t layer, float scale) {
   Shapes shapes;
   add_cache(shapes, cache, page_table);
   prefill::Call call = {};
@@ -142,6 +142,7 @@ ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In parts, In p
   call.out = data<bf16>(out);
   call.unmerged = data<float>(unmerged);
   call.counters = data<int>(counters);
+  if (sums->element_count() * shapes.head_dim == q.element_count()) call.sums = data<float>(sums);
   call.num_tokens = size(q, 0);
   call.num_parts = size(parts, 0);
   call.num_slots = static_cast<int>(unmerged->dimensions()[0]);
@@ -318,6 +319,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prefill_attention, prefill_attention,
                                   .Ret<In>()  // attended
                                   .Ret<In>()  // unmerged
                                   .Ret<In>()  // counters
+                                  .Ret<In>()  // sums
                                   .Attr<int32_t>("layer")
                                   .Attr<float>("scale"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -290,6 +290,9 @@ __device__ __forceinline__ void store_rows(Rows<H>& rows, const Item& item, int 
     const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
     const int row = first_row + 8 * r;
     const size_t query = query_of(item, row, args);
+    if (args.sums != nullptr && lane % 4 == 0 && row < item.num_tokens * args.group) {
+      store_sum(query, rows.largest[r], sum, args);
+    }
 #pragma unroll
     for (int c = 0; c < H / 32; ++c) {  // 32 columns: 4 lanes with 2 of each 8, then 4 lanes with 8 each
       uint32_t pairs[4];

@@ -19,6 +19,7 @@ struct Call {
   bf16* out;
   float* unmerged;  // [slots, K, slot_rows, H + 4]
   int* counters;    // [1 + slots * K * 2]
+  float* sums;      // [T, K, G], or null
   int num_tokens, num_parts, num_slots, slot_rows;
   int num_pages, max_pages, kv_heads, group, page_size, head_dim;
   float scale;
@@ -50,6 +51,7 @@ std::string launch_with(const Call& call, cudaStream_t stream) {
   args.positions = call.positions;
   args.out = call.out;
   args.unmerged = call.unmerged;
+  args.sums = call.sums;
   args.next_item = call.counters;
   args.num_arrived = call.counters + 1;
   args.num_tokens = call.num_tokens;

@@ -45,6 +45,7 @@ struct Args {
   const int *page_table, *positions;
   bf16* out;         // [T, K, G, H]
   float* unmerged;   // [slots, K, slot_rows, H + 4]: each row's H elements, then its largest score and sum
+  float* sums;       // [T, K, G]: log of each query's sum of exp(scaled scores); null if it is not wanted
   int* next_item;    // 0 at the start; supplies all items but the first of each thread block
   int* num_arrived;  // [slots, K, 2]: parts that have ended, per 64 rows of a tile; 0 at the start
   int num_tokens, num_parts, max_pages, page_size, kv_heads, group;
@@ -64,6 +65,13 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 __device__ __forceinline__ size_t query_of(const Item& item, int row, const Args& args) {
   const int token = item.first_token + row / args.group;
   return (static_cast<size_t>(token) * args.kv_heads + item.kv_head) * args.group + row % args.group;
+}
+
+// Stores the logarithm of a query's sum of exp(scaled scores), given its largest score, before scaling, and its sum
+// relative to that.
+__device__ __forceinline__ void store_sum(size_t query, float largest, float sum, const Args& args) {
+  constexpr float kLog2 = 0.6931471805599453f;
+  args.sums[query] = kLog2 * (largest * args.scale_log2 + log2f(sum));
 }
 
 template <int H>
@@ -150,7 +158,10 @@ __device__ __forceinline__ void merge_parts(float2* row_scales, const Item& item
   const int first_row = 64 * warpgroup, num_rows = min(64, item.num_tokens * args.group - first_row);
   const size_t stride = static_cast<size_t>(args.kv_heads) * args.slot_rows * (H + 4);  // from one part to the next
   const int my_row = first_row + threadIdx.x % 128;
-  if (my_row < first_row + num_rows) row_scales[my_row] = scales_of<H>(item, my_row, stride, args);
+  if (my_row < first_row + num_rows) {
+    const float2 scales = row_scales[my_row] = scales_of<H>(item, my_row, stride, args);
+    if (args.sums != nullptr) store_sum(query_of(item, my_row, args), scales.x, 1.0f / scales.y, args);
+  }
   sync_threads(kClearBarrier + warpgroup, 128);
   if (num_rows > 16) {
     merge_rows<H, 4, 1>(row_scales, item, first_row, num_rows, stride, args);

@@ -51,6 +51,19 @@ class PagedAttention(Protocol):
         ...
 
 
+class PartialAttention(Protocol):
+    """The interface of an implementation whose results for parts of the keys can be merged: see `context_split`."""
+
+    def __call__(
+        self, q: jax.Array, cache: jax.Array, batch: PagedBatch, *, layer: int | jax.Array, scale: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes `PagedAttention` and, [T, K, G] float32, the logarithm of each query's sum of exp(scores).
+
+        The latter is unspecified for padding tokens.
+        """
+        ...
+
+
 class WriteKV(Protocol):
     """The interface of an operation that writes a step's keys and values to the cache; `write_kv` is the reference."""
 
@@ -106,8 +119,8 @@ class QKNormRope(Protocol):
           layer: index of the layer.
 
         Returns:
-          q [T, K, G, H], normalized and rotated, and the cache with each token's key (normalized and rotated) and
-          value. Padding tokens write nothing, and their q is unspecified.
+          q [T, K, G, H], normalized and rotated, also of padding tokens, and the cache with each token's key
+          (normalized and rotated) and value. Padding tokens write nothing.
         """
         ...
 
@@ -117,6 +130,12 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "cuda": gpu.paged_attention,
     "tpu": tpu.paged_attention,
     "tpu_interpreted": tpu.interpreted,
+}
+PARTIAL: dict[str, PartialAttention] = {
+    "reference": reference.partial_attention,
+    "cuda": gpu.partial_attention,
+    "tpu": tpu.partial_attention,
+    "tpu_interpreted": tpu.partial_interpreted,
 }
 # Implementations that are faster than XLA's own scatter, `write_kv`.
 WRITERS: dict[str, WriteKV] = {"tpu": tpu_write.write_kv, "tpu_interpreted": tpu_write.interpreted}

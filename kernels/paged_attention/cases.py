@@ -192,6 +192,11 @@ def expected_cache(inputs: Inputs) -> np.ndarray:
     return cache
 
 
+def divided(cache: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Returns what each of `num_parts` devices holds of a cache whose pages they divide; see `context_split`."""
+    return [cache[:, :, :, :, part::num_parts] for part in range(num_parts)]
+
+
 def expected_attention(inputs: Inputs) -> np.ndarray:
     """Returns the attention [T, K, G, H], computed token by token in float64; 0 for padding."""
     pages = expected_cache(inputs)[inputs.layer]

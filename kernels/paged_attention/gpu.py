@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from . import PagedBatch, RopeSettings
 
 unavailable_reason = build.unavailable_reason
+_MAX_GROUP = 8  # query heads per kv head in one call
 _TILE_ROWS = 128  # rows of a kernel tile: tokens times query heads per kv head
 
 
@@ -33,6 +34,28 @@ def paged_attention(
       ValueError: a shape or dtype is not supported.
       KernelBuildError: the kernels cannot be compiled or loaded.
     """
+    return _attend(q, cache, batch, layer, scale, has_sums=False)[0]
+
+
+def partial_attention(
+    q: jax.Array, cache: jax.Array, batch: "PagedBatch", *, layer: int | jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `PartialAttention`. Supports the same shapes and raises the same errors as `paged_attention`, but more heads.
+
+    More than 8 query heads per kv head are computed in several calls, each of which reads the keys and values.
+    """
+    num_calls = -(-q.shape[2] // _MAX_GROUP)
+    if q.shape[2] % num_calls:
+        raise ValueError(f"attention 'cuda': {q.shape[2]} query heads per kv head are no equal groups of up to 8.")
+    results = [_attend(part, cache, batch, layer, scale, has_sums=True) for part in jnp.split(q, num_calls, axis=2)]
+    attended, sums = zip(*results, strict=True)
+    return jnp.concatenate(attended, axis=2), jnp.concatenate(sums, axis=2)
+
+
+def _attend(
+    q: jax.Array, cache: jax.Array, batch: "PagedBatch", layer: int | jax.Array, scale: float, *, has_sums: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the result of `PartialAttention`, whose second array is unspecified without `has_sums`."""
     _check(q.shape[2], q.dtype, cache, layer)
     build.load()
     (num_tokens, kv_heads, group, head_dim), page_size = q.shape, cache.shape[4]
@@ -45,8 +68,9 @@ def paged_attention(
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(unmerged, jnp.float32),
         jax.ShapeDtypeStruct((num_counters,), jnp.int32),
+        jax.ShapeDtypeStruct(q.shape[:3] if has_sums else (1,), jnp.float32),
     )
-    attended, _, _ = jax.ffi.ffi_call("meshserve_prefill_attention", results)(
+    attended, _, _, sums = jax.ffi.ffi_call("meshserve_prefill_attention", results)(
         q,
         cache,
         plan_parts(batch, tile_tokens=tile_tokens, num_shares=num_shares),
@@ -55,7 +79,7 @@ def paged_attention(
         layer=np.int32(layer),
         scale=np.float32(scale),
     )
-    return attended
+    return attended, sums
 
 
 def qk_norm_rope(
@@ -100,7 +124,7 @@ def unsupported_reason(group: int, dtype: jnp.dtype, cache: jax.Array) -> str | 
     page_size, head_dim = cache.shape[4:]
     checks = (
         (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are supported"),
-        (1 <= group <= 8, f"there are {group} query heads per kv head; 1 to 8 are supported"),
+        (1 <= group <= _MAX_GROUP, f"there are {group} query heads per kv head; 1 to 8 are supported"),
         (page_size % 16 == 0, f"page_size is {page_size}; a multiple of 16 is needed"),
         (dtype == cache.dtype == jnp.bfloat16, f"heads are {dtype}, the cache {cache.dtype}; bfloat16 is needed"),
     )

@@ -19,6 +19,13 @@ def paged_attention(
     q: jax.Array, cache: jax.Array, batch: "PagedBatch", *, layer: int | jax.Array, scale: float
 ) -> jax.Array:
     """See `PagedAttention`."""
+    return partial_attention(q, cache, batch, layer=layer, scale=scale)[0]
+
+
+def partial_attention(
+    q: jax.Array, cache: jax.Array, batch: "PagedBatch", *, layer: int | jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """See `PartialAttention`."""
     page_size, bits = cache.shape[4], as_bits(cache)
     queries = q.astype(jnp.float32) * scale
     offsets = jnp.arange(page_size)
@@ -41,5 +48,5 @@ def paged_attention(
 
     num_pages = (jnp.max(batch.positions) + page_size) // page_size  # of the longest request
     start = (jnp.full(q.shape[:3], -jnp.inf), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape, jnp.float32))
-    _, total, weighted = jax.lax.fori_loop(0, num_pages, fold_page, start)
-    return (weighted / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
+    highest, total, weighted = jax.lax.fori_loop(0, num_pages, fold_page, start)
+    return (weighted / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype), highest + jnp.log(total)

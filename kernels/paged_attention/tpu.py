@@ -29,6 +29,7 @@ from .tpu_body import Kernel, Ref, Scratch, Tiling
 if TYPE_CHECKING:
     from . import PagedBatch
 
+_LANES = 128  # of the last dimension of an array that copies can address
 _VMEM_BYTES = 48 << 20  # scratch and what the compiler adds; the chip with the least VMEM (TPU7x) has 64 MiB
 
 
@@ -64,6 +65,36 @@ def paged_attention(
     Raises:
       ValueError: the page size or head dim does not fit the chip's tiles.
     """
+    return _attend(q, cache, batch, layer, scale, tiling, interpret, has_sums=False)[0]
+
+
+def partial_attention(
+    q: jax.Array,
+    cache: jax.Array,
+    batch: "PagedBatch",
+    *,
+    layer: int | jax.Array,
+    scale: float,
+    tiling: Tiling | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `PartialAttention`; otherwise as `paged_attention`."""
+    attended, sums = _attend(q, cache, batch, layer, scale, tiling, interpret, has_sums=True)
+    return attended, sums[..., 0]
+
+
+def _attend(  # noqa: PLR0913  what the two above pass on
+    q: jax.Array,
+    cache: jax.Array,
+    batch: "PagedBatch",
+    layer: int | jax.Array,
+    scale: float,
+    tiling: Tiling | None,
+    interpret: Any,
+    *,
+    has_sums: bool,
+) -> tuple[jax.Array, ...]:
+    """Returns the attention and, with `has_sums`, the sums of `PartialAttention`, repeated [T, K, G, _LANES]."""
     num_tokens, kv_heads, group, _ = q.shape
     page_size = cache.shape[4]
     if not interpret:
@@ -75,7 +106,10 @@ def paged_attention(
     positions, token_request = batch.positions.astype(jnp.int32), batch.token_request.astype(jnp.int32)
     indices = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)
     num_calls = -(-num_requests // call_requests)
-    out: jax.Array | None = jnp.zeros_like(q) if num_calls > 1 else None
+    shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if has_sums:
+        shapes.append(jax.ShapeDtypeStruct((*q.shape[:3], _LANES), jnp.float32))
+    out = tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes) if num_calls > 1 else ()
     start_token = jnp.int32(0)
     for first in range(0, num_requests, call_requests):
         rows = batch.page_table[first : first + call_requests]
@@ -83,13 +117,12 @@ def paged_attention(
         stop_token = jnp.max(jnp.where(is_token & (token_request < stop), indices, start_token))
         scalars = jnp.stack([jnp.asarray(layer, jnp.int32), start_token, stop_token])
         out = _call(
-            scalars, positions, token_request - first, rows.reshape(-1).astype(jnp.int32), q, cache, out,
+            scalars, positions, token_request - first, rows.reshape(-1).astype(jnp.int32), q, cache, out, shapes,
             scale=scale, max_pages=max_pages, max_decodes=min(num_tokens, rows.shape[0]), tiling=tiling,
             interpret=interpret,
         )  # fmt: skip
         start_token = stop_token
-    assert out is not None  # the batch has at least one request
-    return jnp.where(is_token[:, None, None, None], out, 0)
+    return (jnp.where(is_token[:, None, None, None], out[0], 0), *out[1:])
 
 
 def check_shapes(*, head_dim: int, page_size: int, dtype: jnp.dtype) -> None:
@@ -107,24 +140,29 @@ def check_shapes(*, head_dim: int, page_size: int, dtype: jnp.dtype) -> None:
         )
 
 
-def _call(
+def _call(  # noqa: PLR0913  operands of the kernel, and the shapes of its results
     scalars: jax.Array,
     positions: jax.Array,
     token_request: jax.Array,
     table: jax.Array,
     q: jax.Array,
     cache: jax.Array,
-    out: jax.Array | None,
+    out: tuple[jax.Array, ...],
+    shapes: list[jax.ShapeDtypeStruct],
     *,
     interpret: Any,
     **static: Any,
-) -> jax.Array:
-    """Calls the kernel for tokens scalars[1] to scalars[2] (exclusive) of q; all other rows of `out` stay unchanged."""
+) -> tuple[jax.Array, ...]:
+    """Calls the kernel for tokens scalars[1] to scalars[2] (exclusive) of q.
+
+    The results have `shapes`. All other rows of `out`, if it is not empty, stay unchanged.
+    """
     _, kv_heads, group, head_dim = q.shape
     page = cache.shape[2:]  # [K, 2, S, H]
     tiling, max_decodes = static["tiling"], static["max_decodes"]
     tile_rows = tiling.tile_tokens * group
     heads = (kv_heads, group, head_dim)
+    has_sums = len(shapes) > 1
     scratch = dict(
         decode_q=pltpu.VMEM((max_decodes, *heads), q.dtype),
         decode_out=pltpu.VMEM((max_decodes + 1, *heads), q.dtype),  # the last row receives the results of unused items
@@ -144,12 +182,19 @@ def _call(
         q_sems=pltpu.SemaphoreType.DMA((2,)),
         out_sem=pltpu.SemaphoreType.DMA(()),
     )
+    if has_sums:
+        scratch["decode_sums"] = pltpu.VMEM((max_decodes + 1, kv_heads, group, _LANES), jnp.float32)
+        scratch["tile_sums"] = pltpu.VMEM((tiling.tile_tokens, kv_heads, group, _LANES), jnp.float32)
     prefetched = (scalars, positions, token_request, table)
-    operands = (q, cache) if out is None else (q, cache, out)
+    operands = (q, cache, *out)
 
     def body(*refs: Ref) -> None:
         num_inputs = len(prefetched) + len(operands)
-        inputs, (out_ref, *rest) = refs[:num_inputs], refs[num_inputs:]
+        inputs, results, rest = (
+            refs[:num_inputs],
+            refs[num_inputs : num_inputs + len(shapes)],
+            refs[num_inputs + len(shapes) :],
+        )
         scalars, positions, token_request, table, q, cache = inputs[:6]
         Kernel(
             scalars=scalars,
@@ -158,7 +203,8 @@ def _call(
             table=table,
             q=q,
             cache=cache,
-            out=out_ref,
+            out=results[0],
+            sums=results[1] if has_sums else None,
             scratch=Scratch(**dict(zip(scratch, rest, strict=True))),
             **static,
         ).run()
@@ -170,11 +216,11 @@ def _call(
             num_scalar_prefetch=len(prefetched),
             grid=(1,),
             in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(operands),
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(shapes),
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        input_output_aliases={} if out is None else {len(prefetched) + 2: 0},
+        out_shape=shapes,
+        input_output_aliases={len(prefetched) + 2 + index: index for index in range(len(out))},
         # Bounds checks would lengthen an iteration of the decode loop from 1626 to 2130 bundles (v6e). The page numbers
         # come from the page allocator, and the tests check them with the interpreter.
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES, disable_bounds_checks=True),
@@ -195,3 +241,4 @@ def _power_below(value: int) -> int:
 
 
 interpreted = partial(paged_attention, interpret=pltpu.InterpretParams())
+partial_interpreted = partial(partial_attention, interpret=pltpu.InterpretParams())

@@ -53,6 +53,8 @@ class Scratch:
     tile_sems: Ref
     q_sems: Ref
     out_sem: Ref
+    decode_sums: Ref = None  # with `Kernel.sums`
+    tile_sums: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Kernel:
     q: Ref  # [T, K, G, H] in HBM, as are the next two
     cache: Ref  # [L, P, K, 2, S, H]
     out: Ref  # [T, K, G, H]
+    sums: Ref  # [T, K, G, lanes] float32: log of each query's sum of exp(scores), in all lanes; or None
     scratch: Scratch
     scale: float
     max_pages: int
@@ -207,8 +210,14 @@ class Kernel:
             self._copy_rows(self.q, first, scratch.decode_q, 0, num_decodes, scratch.q_sems.at[0])
             self._copy_rows(self.q, first, scratch.decode_q, 0, num_decodes, scratch.q_sems.at[0], is_wait=True)
             jax.lax.while_loop(lambda carry: carry[0] < stop, turn, (*place, *ahead, jnp.int32(0)))
-            self._copy_rows(scratch.decode_out, 0, self.out, first, num_decodes, scratch.out_sem)
-            self._copy_rows(scratch.decode_out, 0, self.out, first, num_decodes, scratch.out_sem, is_wait=True)
+            self._copy_decodes(first, num_decodes, is_wait=False)
+            self._copy_decodes(first, num_decodes, is_wait=True)
+
+    def _copy_decodes(self, first: jax.Array, num_decodes: jax.Array, *, is_wait: bool) -> None:
+        """Starts copying the results of the decodes to HBM, or waits for the copies."""
+        scratch = self.scratch
+        for source, target in self._results(scratch.decode_out, scratch.decode_sums):
+            self._copy_rows(source, 0, target, first, num_decodes, scratch.out_sem, is_wait=is_wait)
 
     def _decode_head(
         self, head: int, slot: jax.Array, rows: list[jax.Array], valid: list[jax.Array], is_first: list[jax.Array]
@@ -248,6 +257,8 @@ class Kernel:
             total = jnp.where(is_first[index], 0.0, total * decays[index]) + sums[index]
             acc = jnp.where(is_first[index], 0.0, acc * decays[index]) + seen[index]
             scratch.decode_out[row, head] = (acc / total).astype(scratch.decode_out.dtype)
+            if self.sums is not None:
+                scratch.decode_sums[row, head] = _log_sums(highests[index], total, scratch.decode_sums.shape[-1])
         scratch.decode_max[head], scratch.decode_sum[head], scratch.decode_acc[head] = highest, total, acc
 
     # Part 2: chunks.
@@ -295,9 +306,10 @@ class Kernel:
 
             @pl.when(is_last)
             def _() -> None:
-                self._copy_rows(scratch.tile_out, 0, self.out, 0, num_written, scratch.out_sem, is_wait=True)
+                self._await_tile(num_written)
                 self._end_tile()
-                self._copy_rows(scratch.tile_out, 0, self.out, token, count, scratch.out_sem)
+                for source, target in self._results(scratch.tile_out, scratch.tile_sums):
+                    self._copy_rows(source, 0, target, token, count, scratch.out_sem)
 
             num_written = jnp.where(is_last, count, num_written)
             return next_token, next_count, next_block, 1 - slot, next_q_slot, num_written
@@ -307,7 +319,13 @@ class Kernel:
         count = self._run_tokens(first)
         fetch(first, count, zero, zero, zero)
         *_, num_written = jax.lax.while_loop(lambda carry: carry[1] > 0, item, (first, count, zero, zero, zero, zero))
-        self._copy_rows(scratch.tile_out, 0, self.out, 0, num_written, scratch.out_sem, is_wait=True)
+        self._await_tile(num_written)
+
+    def _await_tile(self, num_written: jax.Array) -> None:
+        """Waits until the results of a tile of `num_written` tokens are in HBM."""
+        scratch = self.scratch
+        for source, target in self._results(scratch.tile_out, scratch.tile_sums):
+            self._copy_rows(source, 0, target, 0, num_written, scratch.out_sem, is_wait=True)
 
     def _begin_tile(self, tile: Ref) -> None:
         """Rearranges the queries [tile_tokens, K, G, H] into rows per head, and resets the accumulators."""
@@ -348,8 +366,16 @@ class Kernel:
         for head in range(self.q.shape[1]):
             rows = (scratch.tile_acc[head] / scratch.tile_sum[head]).reshape(tokens, group, head_dim)
             scratch.tile_out[:, head] = rows.astype(scratch.tile_out.dtype)
+            if self.sums is not None:
+                lanes = scratch.tile_sums.shape[-1]
+                sums = _log_sums(scratch.tile_max[head], scratch.tile_sum[head], lanes)
+                scratch.tile_sums[:, head] = sums.reshape(tokens, group, lanes)
 
     # Helpers.
+
+    def _results(self, out: Ref, sums: Ref) -> list[tuple[Ref, Ref]]:
+        """Returns the references to results in VMEM with those of their place in HBM."""
+        return [(out, self.out)] if self.sums is None else [(out, self.out), (sums, self.sums)]
 
     def _copy_rows(
         self, source: Ref, start: Any, target: Ref, place: Any, count: jax.Array, sem: Ref, *, is_wait: bool = False
@@ -376,6 +402,11 @@ class Kernel:
         contracted = (((1,), (1 if transpose else 0,)), ((), ()))
         precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
         return jax.lax.dot_general(left, right, contracted, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _log_sums(highest: jax.Array, total: jax.Array, lanes: int) -> jax.Array:
+    """Returns the logarithm of 2^highest * total, each [N, 1], in all of `lanes` columns."""
+    return jnp.broadcast_to((highest + jnp.log2(total)) * math.log(2), (highest.shape[0], lanes))
 
 
 def _first_rows(rows: jax.Array, count: jax.Array) -> jax.Array:

@@ -25,7 +25,16 @@ from meshserve.kernels.experts import Experts
 from meshserve.kernels.experts import xla as xla_experts
 from meshserve.kernels.linear import Linear, RMSNorm, inverse_rms, rms_norm, silu_product, xla
 from meshserve.kernels.p2p import P2PGroup, P2POperations
-from meshserve.kernels.paged_attention import PagedAttention, PagedBatch, QKNormRope, RopeSettings, WriteKV, write_kv
+from meshserve.kernels.paged_attention import (
+    PagedAttention,
+    PagedBatch,
+    PartialAttention,
+    QKNormRope,
+    RopeSettings,
+    WriteKV,
+    write_kv,
+)
+from meshserve.kernels.paged_attention.context_split import Reordered, by_remainder
 from meshserve.kernels.paged_attention.storage import scaled_access
 from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, P2PAllReduce, all_gather, all_reduce
@@ -35,6 +44,7 @@ from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 from ..api.model_config import ModelConfig
 from ..quantisation.declaration import Declare, matrix_of
 from . import fused_decode
+from .divided_pages import divide_pages
 from .rope import rotate, rotation
 
 LARGE_STEP_TOKENS = 512  # from this size on, a step is bound by its matmuls instead of kernel launches
@@ -47,6 +57,7 @@ class Kernels:
     """Kernels and options with which a backend computes the layers."""
 
     attend: PagedAttention
+    attend_part: PartialAttention | None = None  # `attend` for devices that divide pages among them
     linear: Linear = xla.linear
     head: Callable[..., jax.Array] = xla.linear  # `linear` of the output head, without `before` and `residual`
     write: WriteKV = write_kv
@@ -243,7 +254,7 @@ class Qwen3(nnx.Module):
         self.norm = declare((config.embed_dim,), (None,))
         if not config.is_tied:
             self.head = replace(declare, quantisation=config.head_quantisation).matrix("head", table, ("vocab", None))
-        self.config = config
+        self.config, self.cp = config, layout.cp
 
     def embed(self, token_ids: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
         """Embeds ids [T] as [T, D].
@@ -272,6 +283,11 @@ class Qwen3(nnx.Module):
             request, which are few, are consecutive. Only then can the fused layers be used: their attention reads a
             request's pages anew for each token.
         """
+        moved: Reordered | None = None
+        if self.cp > 1 and wanted is not None:
+            moved = by_remainder(batch, self.cp)
+            wanted = moved.places.at[wanted].get(mode="fill", fill_value=len(token_ids))
+            token_ids, batch = token_ids[moved.order], moved.batch
         x = self.embed(token_ids, kernels.p2p_all_reduce)
         fused = kernels.fused(x.shape[0], is_decode=wanted is None)
         if fused is not None:
@@ -299,6 +315,9 @@ class Qwen3(nnx.Module):
             kernels.experts,
             chosen,
         )
+        if self.cp > 1:
+            assert kernels.attend_part is not None
+            context = divide_pages(context, self.cp, kernels.attend_part)
 
         def run_layer(index: int | jax.Array, x: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.layer(index)(x, cache, index, context)
@@ -322,7 +341,7 @@ class Qwen3(nnx.Module):
             return Forward(self.after_last_mlp(hidden, context.mlp), hidden, cache, chosen)
         positions = batch.positions.at[wanted].get(mode="fill", fill_value=-1)
         output = self.after_last_mlp(hidden[wanted], context.mlp._replace(positions=positions))
-        return Forward(output, hidden, cache, chosen)
+        return Forward(output, hidden if moved is None else hidden[moved.places], cache, chosen)
 
     def layer(self, index: int | jax.Array) -> DecoderLayer:
         """Returns one decoder layer."""

@@ -35,6 +35,11 @@ def check_combinations(config: "ServeConfig") -> None:
             f"draft_tokens is {config.draft_tokens}; allowed is 0 to page_size - 1 ({config.page_size - 1}): a request "
             "begins at most one page per step. Lower it or raise page_size."
         )
+    if config.cp > 1 and config.page_size % config.cp:
+        raise ConfigError(
+            f"page_size is {config.page_size} and cp {config.cp}: each of cp devices holds the same number of a page's "
+            "tokens. Set page_size to a multiple of cp."
+        )
     _check_draft_model(config)
     if config.host_cache_gib and not config.prefix_cache:
         raise ConfigError("host_cache_gib keeps pages of the prefix cache, so it requires prefix_cache. Set it to 0.")

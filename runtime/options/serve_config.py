@@ -77,6 +77,14 @@ class ServeConfig:
         is_auto=True,
         alias="tensor_parallel_size",
     )
+    cp: int = option(
+        1,
+        _MODEL,
+        "context-parallel size, where tp exceeds the model's KV heads: how many of the devices that would repeat a KV "
+        "head divide its pages among them instead, which holds cp times as many tokens; auto is all of them",
+        least=1,
+        is_auto=True,
+    )
     expert_parallel: bool = option(
         False,
         _MODEL,

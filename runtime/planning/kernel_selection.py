@@ -237,6 +237,7 @@ def _kernels(
         _log.info("experts: %s", names.moe_backend)
     return Kernels(
         attend=paged_attention.implementation(attention, device),
+        attend_part=paged_attention.PARTIAL[attention],
         linear=linear.implementation(names.linear),
         # It leaves heads that it does not support to XLA.
         head=linear.gpu.output_head if is_gpu and decode == "cuda" else linear.xla.linear,
@@ -257,12 +258,12 @@ def _kernels(
 
 
 def _tpu_kernels(names: KernelNames, shapes: KernelShapes, device: jax.Device) -> Kernels:
-    paged_attention.tpu.check_shapes(
-        head_dim=shapes.model.head_dim, page_size=shapes.page_size, dtype=shapes.cache_dtype
-    )
+    page_rows = shapes.page_size // shapes.layout.cp
+    paged_attention.tpu.check_shapes(head_dim=shapes.model.head_dim, page_size=page_rows, dtype=shapes.cache_dtype)
     chip = chip_of(device)
     return Kernels(
         attend=paged_attention.IMPLEMENTATIONS["tpu"],
+        attend_part=paged_attention.PARTIAL["tpu"],
         linear=linear.implementation(names.linear),
         write=paged_attention.WRITERS["tpu"],
         experts=experts.implementation(names.moe_backend, device),
@@ -360,6 +361,8 @@ def has_quantised_weights(model: ModelConfig) -> bool:
 
 def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
     """Returns why fused layers do not support a device's shard of the model, or None if they do."""
+    if shapes.layout.cp > 1:
+        return "pages are divided among devices (cp), which merge their attention in every layer"
     if shapes.model.experts is not None:
         if shapes.layout.num_shards > 1:
             return "layers with experts are fused on one device only"

@@ -49,6 +49,7 @@ from .kernel_selection import (
 from .server_programs import ServerPrograms
 
 _NO_HOPPER = "the CUDA kernels need a Hopper GPU"
+_KERNEL_PAGE_TOKENS = 16  # a multiple of which the attention kernels for GPUs and TPUs need
 _FREE_TOKENS = 256  # up to about this many tokens, a step takes as long as with one: it reads all weights
 
 
@@ -235,13 +236,20 @@ def resolve_here(
 
 
 def _shapes(config: ServeConfig, model: ModelConfig, platform: str, num_devices: int) -> KernelShapes:
+    layout = model_layout(model, num_devices, expert_parallel=config.expert_parallel)
     return KernelShapes(
         model=model,
-        layout=model_layout(model, num_devices, expert_parallel=config.expert_parallel),
+        layout=layout.with_cp(config.cp or _automatic_cp(layout, config.page_size)),
         dtype=jnp.dtype(serving_dtype(config, model, platform)),
         cache_dtype=jnp.dtype(cache_dtype(config, model, platform)),
         page_size=config.page_size,
     )
+
+
+def _automatic_cp(layout: ShardLayout, page_size: int) -> int:
+    """Returns the largest context-parallel size that leaves each device pages that every kernel supports."""
+    sizes = (cp for cp in range(layout.max_cp, 1, -1) if layout.max_cp % cp == 0)
+    return next((cp for cp in sizes if page_size % (_KERNEL_PAGE_TOKENS * cp) == 0), 1)
 
 
 def _kernel_shapes(server: ResolvedServer) -> KernelShapes:

@@ -120,9 +120,10 @@ class Roofline:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of a token's keys and values on each device."""
+        """The bytes of a token's keys and values on each device, on average."""
         groups = self.layout.num_groups // self.layout.num_shards
-        return self.model.num_layers * groups * 2 * self.model.head_dim * self.cache_dtype.itemsize
+        num_bytes = self.model.num_layers * groups * 2 * self.model.head_dim * self.cache_dtype.itemsize
+        return num_bytes // self.layout.cp
 
     def decode(self, batch: int, context: int) -> Roof:
         """Returns the roofline of a decode step of `batch` requests with `context` tokens each."""

@@ -29,7 +29,8 @@ from .batch import ANY_MODE, ON_DEVICE, Bucket
 from .output_buffers import output_buffer_shapes, write_over
 from .sampling import SamplingBatch, sample
 
-# [L, P, K, 2, S, H]: a page holds the keys of each KV head, then its values, so that one copy fetches both.
+# [L, P, K, 2, S, H]: a page holds the keys of each KV head, then its values, so that one copy fetches both. With
+# `ShardLayout.cp`, S is a device's part of the page.
 CACHE_AXES = (None, None, "kv_heads", None, None, None)
 
 
@@ -83,14 +84,15 @@ class StepOutput(NamedTuple, Generic[Leaf]):
 def cache_page_bytes(config: ModelConfig, layout: ShardLayout, page_size: int, dtype: jnp.dtype) -> int:
     """Returns the bytes of one page on one device, for all layers together."""
     groups = layout.num_groups // layout.num_shards
-    return config.num_layers * groups * 2 * page_size * config.head_dim * dtype.itemsize
+    return config.num_layers * groups * 2 * (page_size // layout.cp) * config.head_dim * dtype.itemsize
 
 
 def state_shapes(
     config: ModelConfig, layout: ShardLayout, shape: CacheShape, dtype: jnp.dtype
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Returns the device state as shapes."""
-    cache = (config.num_layers, shape.num_pages, layout.num_groups, 2, shape.page_size, config.head_dim)
+    rows = shape.page_size // layout.cp
+    cache = (config.num_layers, shape.num_pages, layout.num_groups, 2, rows, config.head_dim)
     return DeviceState(
         jax.ShapeDtypeStruct(cache, dtype),
         jax.ShapeDtypeStruct((shape.max_running,), jnp.int32),

@@ -79,6 +79,7 @@ def load_draft_model(config: ServeConfig, served: PlacedServer, tokenizer_file: 
         draft_model="",
         draft_tokens=0,
         tp=served.tp,
+        cp=1,
         max_running=limits.max_running,
         max_step_tokens=limits.max_step_tokens,
         max_decode_steps=limits.draft_tokens,

@@ -10,6 +10,7 @@ import pytest
 
 from meshserve.kernels.cuda import build
 from meshserve.kernels.paged_attention import PagedBatch, cases, gpu, write_kv
+from meshserve.kernels.paged_attention.context_split import by_remainder, held_by, merged, packed, seen_by
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -46,6 +47,42 @@ def test_attention_is_the_float64_computation(case):
     size = np.linalg.norm(expected[~is_padding], axis=-1)
     assert (error <= 4 * BOUND * size).all()
     assert np.linalg.norm(error) <= BOUND * np.linalg.norm(size)
+
+
+@partial(jax.jit, static_argnames=("num_parts", "layer", "scale"))
+def write_and_attend_in_parts(q, k, v, caches, batch, *, num_parts, layer, scale):
+    moved = by_remainder(batch, num_parts)
+    q, k, v, results = q[moved.order], k[moved.order], v[moved.order], []
+    for part in range(num_parts):
+        cache = write_kv(caches[part], k, v, held_by(moved.batch, part, num_parts), layer=layer)
+        seen = seen_by(moved.batch, part, num_parts)
+        results.append(packed(*gpu.partial_attention(q, cache, seen, layer=layer, scale=scale), seen))
+    return merged(jnp.stack(results), q.shape[-1], q.dtype)[moved.places]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_merged_parts_of_the_keys_are_attention_to_all_keys(case):
+    num_parts = 2
+    if case.page_size % (16 * num_parts):
+        pytest.skip("the kernel needs pages of a multiple of 16 tokens")
+    inputs = cases.make_inputs(case, seed=1)
+    arrays = (inputs.q, inputs.k, inputs.v, cases.divided(inputs.cache, num_parts), inputs.batch)
+    attended = write_and_attend_in_parts(*arrays, num_parts=num_parts, layer=inputs.layer, scale=inputs.scale)
+    expected, attended = cases.expected_attention(inputs), np.asarray(attended).astype(np.float64)
+    assert np.isfinite(attended).all()
+    assert np.linalg.norm(attended - expected) <= 1.5 * BOUND * np.linalg.norm(expected)
+
+
+def test_more_query_heads_than_a_call_can_have():
+    case = cases.Case(name="", requests=((1, 70), (40, 90)), group=16, head_dim=128, page_size=32, dtype="bfloat16")
+    inputs = cases.make_inputs(case, seed=1)
+    arrays = (jnp.asarray(array) for array in (inputs.cache, inputs.k, inputs.v))
+    cache = write_kv(*arrays, inputs.batch, layer=inputs.layer)
+    q = jnp.asarray(inputs.q)
+    attended, sums = gpu.partial_attention(q, cache, inputs.batch, layer=inputs.layer, scale=inputs.scale)
+    expected = cases.expected_attention(inputs)
+    assert sums.shape == q.shape[:3]
+    assert np.linalg.norm(np.asarray(attended).astype(np.float64) - expected) <= BOUND * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,10 @@ class Args(ctypes.Structure):
     """Mirrors the struct in prefill_parts.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "parts page_table positions out unmerged next_item num_arrived".split()),
+        *(
+            (name, ctypes.c_void_p)
+            for name in "parts page_table positions out unmerged sums next_item num_arrived".split()
+        ),
         *((name, ctypes.c_int) for name in "num_tokens num_parts max_pages page_size kv_heads group".split()),
         *((name, ctypes.c_int) for name in "tile_tokens slot_rows box_tokens".split()),
         ("scale_log2", ctypes.c_float),
@@ -74,10 +77,11 @@ def test_what_parts_leave_behind_is_the_attention_over_all_keys(library, request
     slots, slot_rows = most_slots(NUM_SHARES), min(num_tokens, tile_tokens) * group
     out = np.full(q.shape, np.nan, ml_dtypes.bfloat16)
     unmerged = np.full((slots, 2, slot_rows, head_dim + 4), np.nan, np.float32)
+    sums = np.full(q.shape[:3], np.nan, np.float32)
     num_arrived = np.zeros((slots, 2, 2), np.int32)
     scale = head_dim**-0.5
     arguments = Args(
-        parts=parts.ctypes.data, out=out.ctypes.data, unmerged=unmerged.ctypes.data,
+        parts=parts.ctypes.data, out=out.ctypes.data, unmerged=unmerged.ctypes.data, sums=sums.ctypes.data,
         num_arrived=num_arrived.ctypes.data, num_tokens=num_tokens, num_parts=len(parts), kv_heads=2, group=group,
         tile_tokens=tile_tokens, slot_rows=slot_rows, scale_log2=scale * np.log2(np.e),
     )  # fmt: skip
@@ -91,4 +95,6 @@ def test_what_parts_leave_behind_is_the_attention_over_all_keys(library, request
     for token in np.flatnonzero(is_cut):
         request = token_request[token]
         expected = attention(q[token], k[request], v[request], positions[token], scale)
+        scores = scale * np.einsum("kgh,nkh->kgn", q[token], k[request][: positions[token] + 1])
+        np.testing.assert_allclose(sums[token], np.log(np.exp(scores).sum(axis=-1)), rtol=1e-4)
         np.testing.assert_allclose(out[token].astype(np.float64), expected, rtol=0.01, atol=0.001)

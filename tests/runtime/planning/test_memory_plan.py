@@ -45,6 +45,29 @@ def test_a_host_cache_holds_tokens_and_takes_staging_memory(capsys):
     assert 512 << 20 < staging < 1536 << 20 and without["host_pages"] == 0
 
 
+def test_devices_that_divide_pages_hold_more_tokens(capsys):
+    """Qwen3-30B-A3B has 4 KV heads, which 8 devices repeat or divide."""
+    flags = ("--model=qwen3-30b-a3b", "--target=h200:8", "--attention=reference", "--page-size=64")
+    whole, halves, automatic = (plan(capsys, *flags, *more) for more in ((), ("--cp=2",), ("--cp=auto",)))
+    assert whole["tp"] == halves["tp"] == 8
+    assert halves["page_bytes"] * 2 == whole["page_bytes"] == 48 * 2 * 64 * 128 * 2
+    assert halves["max_pages"] >= 2 * whole["max_pages"] - 1
+    assert automatic["page_bytes"] == halves["page_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--tp=4", "--cp=2"), "cp is 2, but at tp 4 a KV head of the model is on 1 device"),
+        (("--tp=8", "--cp=4"), "on 2 device(s), which can divide its pages among them. Use cp 1, 2, or another tp"),
+        (("--tp=8", "--cp=2", "--page-size=33"), "Set page_size to a multiple of cp"),
+    ],
+)
+def test_a_context_parallel_size_that_does_not_fit_is_refused(flags, message, capsys):
+    assert main(["plan", "--model=qwen3-30b-a3b", "--target=h200:8", "--attention=reference", *flags]) != 0
+    assert message in capsys.readouterr().err
+
+
 def test_on_one_device_the_weights_are_the_whole_model():
     model = named_model("qwen3-0.6b")
     layout = shard_layout(
