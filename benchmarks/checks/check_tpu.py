@@ -48,6 +48,8 @@ def planned(models: Sequence[str], slice_name: str, *, is_default: bool) -> Iter
         yield plan
         if plan.server.model.experts is not None:
             yield planner(model, slice_name, expert_parallel=True)
+            if plan.server.layout.max_cp > 1:
+                yield planner(model, slice_name, cp=plan.server.layout.max_cp)
 
 
 def refusals(slice_name: str) -> list[str]:

@@ -28,6 +28,15 @@ class BlockIndex:
         return len(self._keys)
 
     @property
+    def num_free(self) -> int:
+        """The number of blocks that can be added without dropping another."""
+        return len(self._free)
+
+    def blocks(self) -> list[tuple[int, tuple[bytes, ...]]]:
+        """Returns all blocks with the keys of their pages, least recently used first."""
+        return list(self._keys.items())
+
+    @property
     def num_pages(self) -> int:
         return len(self._places)
 

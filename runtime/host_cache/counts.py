@@ -12,4 +12,5 @@ class HostCacheCounts:
     num_restored: int = 0  # copied back
     num_lost: int = 0  # evicted without a copy
     num_recomputed: int = 0  # in host memory, but faster to compute again
+    num_kept: int = 0  # read from the files of the last run
     num_failed: int = 0  # copies of blocks that failed, either way

@@ -11,9 +11,9 @@ tokens again. docs/decisions/053-host-cache.md has the reasons.
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +34,9 @@ class Copier(Protocol):
     """Carries out the commands. Implemented by `page_copies.PageCopies`; commands reach it through the runner."""
 
     size: HostCacheSize
+
+    def adopt(self, block: int, shards: Any) -> None:
+        """Makes shards that are in host memory already a block."""
 
     def has_arrived(self, ticket: int) -> bool | None:
         """Returns whether a fetched block is in staging memory; None while it is on its way, False if it failed."""
@@ -108,6 +111,7 @@ class HostCache:
         self._page_size, self._max_running = limits.page_size, limits.max_running
         self._tickets = itertools.count()
         self._last_collected = 0.0
+        self.on_clear: Callable[[], None] = lambda: None  # replaced by what keeps pages elsewhere, too
         pages.host = self
         self.reset(copier)
 
@@ -122,6 +126,8 @@ class HostCache:
         self._evicted: list[tuple[int, bytes]] = []
         self._commands: list[np.ndarray] = []
         self._flying_since = 0.0
+        self._adopted: deque[tuple[object, tuple[bytes, ...], Any]] = deque()
+        self.epoch = object()  # another one after every change after which blocks of before must not be adopted
         self._is_decoding = False
         self.is_behind = False  # whether pages are to be saved for which `take_commands` had no room
 
@@ -183,6 +189,8 @@ class HostCache:
             self._evicted.append((page, key))
 
     def clear(self) -> None:
+        self.on_clear()
+        self.epoch = object()
         self._index.clear()
         self._evicted.clear()
         self._commands.append(clear())
@@ -196,6 +204,7 @@ class HostCache:
     def arrivals(self, now: float) -> list[Arrival]:
         """Returns the pages that have arrived. Their WRITE commands are added to those of `take_commands`."""
         self._evicted.clear()
+        self._take_adopted()
         for block, is_out_of_memory in self._copier.take_failed():
             self._lose(block)
             if is_out_of_memory:
@@ -338,6 +347,48 @@ class HostCache:
         self._commands.append(save(block, [page for page, _ in pages], self._size.block_pages))
         self.counts.num_saved += len(pages)
         return True
+
+    # What keeps the tier between two runs calls.
+
+    def adopt(self, epoch: object, keys: tuple[bytes, ...], shards: Any) -> None:
+        """Adds a block that is in host memory already, as the least recently used one, unless `epoch` has passed.
+
+        May be called from any thread.
+        """
+        self._adopted.append((epoch, keys, shards))
+
+    def _take_adopted(self) -> None:
+        while self._adopted:
+            epoch, keys, shards = self._adopted.popleft()
+            is_known = any(key in self._index for key in keys)
+            if epoch is not self.epoch or is_known or not self._index.num_free:
+                continue
+            block = self._index.add(keys)
+            assert block is not None
+            self._index.demote(block)
+            self._copier.adopt(block, shards)
+            self.counts.num_kept += len(keys)
+
+    def save_rest(self, run: Callable[[np.ndarray], None]) -> None:
+        """Saves the pages that only the devices hold, when the engine has ended. `run` carries out a command."""
+        self._take_adopted()
+        missing = [(page, key) for page, key in self._pages.kept() if key not in self._index]
+        for first in range(0, len(missing), self._size.block_pages):
+            if not self._save_block(missing[first : first + self._size.block_pages]):
+                break
+            while self._copier.num_saving() >= self._size.max_saves:
+                self._copier.wait_saved()
+            commands, self._commands = self._commands, []
+            for command in commands:
+                run(command)
+        while self._copier.num_saving():
+            self._copier.wait_saved()
+        for block, _ in self._copier.take_failed():
+            self._index.forget(block)
+
+    def blocks(self) -> list[tuple[int, tuple[bytes, ...]]]:
+        """Returns all blocks with the keys of their pages, least recently used first."""
+        return self._index.blocks()
 
     def detach(self) -> None:
         """Takes the tier away from an engine in which no request runs, and which is to go on without it."""

@@ -162,6 +162,30 @@ class PageCopies:
         """Dispatches the copies of a block's shards to the devices."""
         return jax.device_put(list(shards), self._on_device)
 
+    def to_pinned(self, parts: Sequence[bytes]) -> _Shards:
+        """Copies the parts of a block, as `content` returns them, to host memory. May be called from any thread.
+
+        Raises:
+          ValueError: They are not of this process's devices.
+        """
+        shape = self._shape.sharding.shard_shape(self._shape.shape)
+        if len(parts) != len(self._on_host):
+            raise ValueError(f"a block has {len(parts)} parts, and this process {len(self._on_host)} devices")
+        arrays = [np.frombuffer(part, self._shape.dtype).reshape(shape) for part in parts]
+        return jax.device_put(arrays, self._on_host)
+
+    def adopt(self, block: int, shards: _Shards) -> None:
+        """Makes the result of `to_pinned` a block."""
+        self._blocks[block] = shards
+
+    def content(self, block: int) -> tuple[bytes, ...]:
+        """Returns the parts of a block. May be called from any thread, but beside no `run`.
+
+        Raises:
+          KeyError: The block could not be saved.
+        """
+        return tuple(np.asarray(shard).tobytes() for shard in self._blocks[block])
+
     def _try(self, copy: Callable[[], None], saved_block: int | None = None) -> None:
         """Dispatches a copy. In a single process an error of the devices fails this copy only."""
         try:

@@ -48,6 +48,11 @@ def check_combinations(config: "ServeConfig") -> None:
             "host_cache_gib keeps the pages of the model, but not those of draft_model, which could draft nothing for "
             "restored prompts. Set host_cache_gib to 0, or leave draft_model out."
         )
+    if config.host_cache_dir and (not config.host_cache_gib or config.coordinator):
+        raise ConfigError(
+            "host_cache_dir keeps the pages of host_cache_gib between two runs of a server of one process. Set "
+            "host_cache_gib, too, and no coordinator; or leave host_cache_dir out."
+        )
     _check_cluster(config)
     _check_kv_events(config)
     if config.cpu_devices and config.cpu_devices < config.tp and not config.coordinator:

@@ -172,6 +172,13 @@ class ServeConfig:
         "begin with them are restored instead of computed where that is faster; 0 keeps none",
         least=0,
     )
+    host_cache_dir: str = option(
+        "",
+        _MEMORY,
+        "directory in which the pages of host_cache_gib and of the devices are kept when the server stops, and from "
+        "which it takes them when it starts again; empty keeps none. Only this server may use it",
+        is_server_only=True,
+    )
     cache_dir: str = option(
         "~/.cache/meshserve",
         _MEMORY,

@@ -62,7 +62,11 @@ def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Rep
     return dataclasses.replace(
         report,
         decode=tuple(roofline.decode(batch, length) for batch in batches),
-        prefill=tuple(roofline.prefill(tokens, step_tokens) for tokens in PROMPT_LENGTHS),
+        prefill=tuple(
+            roofline.prefill(tokens, step_tokens)
+            for tokens in (*PROMPT_LENGTHS, planner.server.limits.max_context)
+            if tokens in PROMPT_LENGTHS or tokens > max(PROMPT_LENGTHS)
+        ),
     )
 
 

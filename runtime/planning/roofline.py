@@ -188,7 +188,17 @@ class Roofline:
         num_all_reduces = 2 * self.model.num_layers + 1
         sent_bytes = 2 * (num_shards - 1) / num_shards * num_tokens * self.model.embed_dim * self.dtype.itemsize
         seconds = _P2P_ALL_REDUCE_SECONDS if self.has_p2p else _XLA_ALL_REDUCE_SECONDS[self.chip.platform]
-        return num_all_reduces * (num_steps * seconds + sent_bytes / self.chip.link_bytes_per_second)
+        all_reduces = num_all_reduces * (num_steps * seconds + sent_bytes / self.chip.link_bytes_per_second)
+        return all_reduces + self._exchange_seconds(num_tokens, num_steps)
+
+    def _exchange_seconds(self, num_tokens: int, num_steps: int) -> float:
+        """Returns the time in which devices that divide pages gather queries and exchange results, in all layers."""
+        if self.layout.cp == 1:
+            return 0.0
+        heads = self.layout.group_size * (self.layout.cp - 1) * num_tokens
+        sent_bytes = heads * (2 * self.model.head_dim * self.dtype.itemsize + 4)
+        seconds = 2 * num_steps * _XLA_ALL_REDUCE_SECONDS[self.chip.platform]
+        return self.model.num_layers * (seconds + sent_bytes / self.chip.link_bytes_per_second)
 
 
 class ExpertLoad(NamedTuple):

@@ -147,8 +147,7 @@ def tp_size_plans(planner: Planner, length: int) -> list[TPSizePlan]:
     cp = 1 if planner.server.requested.cp == 1 else 0
     tp_sizes = [tp for tp in allowed_tp_sizes(model, num_devices) if num_devices % tp == 0]
     by_tensor, by_expert = (
-        dataclasses.replace(planner.server.requested, expert_parallel=is_set, cp=cp)
-        for is_set in (False, True)
+        dataclasses.replace(planner.server.requested, expert_parallel=is_set, cp=cp) for is_set in (False, True)
     )
     return [
         _tp_size_plan(planner.replan(config=config, num_devices=tp), length)

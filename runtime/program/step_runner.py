@@ -100,6 +100,11 @@ class StepRunner:
         self._state = self._state._replace(last_tokens=last_tokens)
 
     @property
+    def params(self) -> nnx.State:
+        """The parameters."""
+        return self._params
+
+    @property
     def dtype(self) -> jnp.dtype:
         """The type of the parameters."""
         return self._weights[0].dtype

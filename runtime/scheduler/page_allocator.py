@@ -105,6 +105,10 @@ class PageAllocator:
         """Returns the next pages that would be evicted with content that is not saved, and their keys."""
         return [(page, self._key_of[page]) for page in itertools.islice(self._evictable, num_pages)]
 
+    def kept(self) -> list[tuple[int, bytes]]:
+        """Returns all evictable pages and their keys, in the order in which they would be evicted."""
+        return [(page, self._key_of[page]) for page in (*self._saved, *self._evictable)]
+
     def mark_saved(self, page: int) -> None:
         """Marks one of the pages of `unsaved`, of which a copy is dispatched, so that it is evicted before others."""
         del self._evictable[page]

@@ -54,6 +54,7 @@ from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of
 from .devices import start_devices
 from .draft_build import load_draft_model
+from .kept_tier import KeptTier
 from .kv_event_feed import open_feed
 from .live_reshard import Resharder
 from .runner_build import compile_runner
@@ -76,10 +77,13 @@ class Launched:
     limits: SchedulerLimits
     grammars: Grammars | None  # None if constraints are not supported
     kv_events: KvEventFeed | None = None  # started; None unless the options ask for it
+    kept_tier: KeptTier | None = None  # likewise
 
     def close(self) -> None:
-        """Stops the engine, the feed of KV cache events and the processes for constraints."""
+        """Stops the engine, the feed of KV cache events and the processes for constraints, and keeps the host tier."""
         self.engine.stop()
+        if self.kept_tier is not None:
+            self.kept_tier.close()
         if self.kv_events is not None:
             self.kv_events.stop()
         if self.grammars is not None:
@@ -134,7 +138,11 @@ def launch(
     info = dataclasses.replace(_model_info(server, tokenizer), default_sampling=default_sampling)
     if feed is not None:
         feed.start()
-    return Launched(engine, tokenizer, info, Resharder(engine, server), server.limits, grammars, feed)
+    resharder, kept_tier = Resharder(engine, server), None
+    if config.host_cache_dir:
+        kept_tier = KeptTier(Path(config.host_cache_dir).expanduser(), engine, resharder)
+        kept_tier.begin()
+    return Launched(engine, tokenizer, info, resharder, server.limits, grammars, feed, kept_tier)
 
 
 def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> Runner:

@@ -52,6 +52,11 @@ class Resharder:
         self._one_at_a_time = threading.Lock()
 
     @property
+    def server(self) -> PlacedServer:
+        """The server on its current mesh."""
+        return self._server
+
+    @property
     def tp(self) -> int:
         """The current TP size."""
         return self._server.tp

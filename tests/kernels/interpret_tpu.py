@@ -6,6 +6,7 @@ process must be started with NPROC=16 in its environment (seen with jax 0.10.2 o
     NPROC=16 python -m tests.kernels.interpret_tpu cases NAME...     # one line of JSON per case
     NPROC=16 python -m tests.kernels.interpret_tpu faults
     NPROC=16 python -m tests.kernels.interpret_tpu split
+    NPROC=16 python -m tests.kernels.interpret_tpu divided NAME...   # over pages that devices divide
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from meshserve.kernels.paged_attention import PagedBatch, cases, tpu, tpu_body, tpu_write
+from meshserve.kernels.paged_attention.context_split import by_remainder, held_by, merged, packed, seen_by
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, use_cpu_devices
 
 NUM_DEVICES = 8
@@ -133,6 +135,35 @@ def split(num_table_rows: int) -> dict[str, object]:
     return {"rows": num_table_rows, "error": error, "races": races_found()}
 
 
+def divided(case: cases.Case) -> dict[str, object]:
+    """Checks a case in which every second device holds the same half of each page."""
+    inputs = cases.make_inputs(case, seed=1)
+    halves = cases.divided(inputs.cache, 2)
+    moved = by_remainder(inputs.batch, 2)
+    q, k, v = (jnp.asarray(array)[moved.order] for array in (inputs.q, inputs.k, inputs.v))
+
+    def block(cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = jax.lax.axis_index(TENSOR_AXIS) % 2
+        held, seen = held_by(moved.batch, part, 2), seen_by(moved.batch, part, 2)
+        cache = tpu_write.write_kv(cache[0], k, v, held, layer=inputs.layer, interpret=CHECKED)
+        result = tpu.partial_attention(q, cache, seen, layer=inputs.layer, scale=inputs.scale, interpret=CHECKED)
+        return cache[None], packed(*result, seen)[None]
+
+    each, mesh = PartitionSpec(TENSOR_AXIS), make_mesh(NUM_DEVICES)
+    program = jax.shard_map(block, mesh=mesh, in_specs=each, out_specs=each, check_vma=False)
+    caches, results = jax.jit(program)(jnp.stack([halves[device % 2] for device in range(NUM_DEVICES)]))
+    expected_caches, expected = cases.divided(cases.expected_cache(inputs), 2), cases.expected_attention(inputs)
+    error, is_cache_right = 0.0, True
+    for first in range(0, NUM_DEVICES, 2):
+        out = merged(results[first : first + 2], inputs.q.shape[-1], jnp.asarray(inputs.q).dtype)[moved.places]
+        error = max(error, float(np.linalg.norm(np.asarray(out, np.float64) - expected) / np.linalg.norm(expected)))
+        for device in (first, first + 1):
+            is_cache_right &= np.array_equal(
+                np.asarray(caches[device], np.float64), expected_caches[device % 2].astype(np.float64), equal_nan=True
+            )
+    return {"case": case.name, "error": error, "is_cache_right": is_cache_right, "races": races_found()}
+
+
 def main() -> None:
     use_cpu_devices(NUM_DEVICES)
     if sys.argv[1] == "faults":
@@ -144,8 +175,9 @@ def main() -> None:
             print(json.dumps(split(num_table_rows)), flush=True)
         return
     by_name = {case.name: case for case in cases.CASES}
+    checked = divided if sys.argv[1] == "divided" else check
     for name in sys.argv[2:]:
-        print(json.dumps(check(by_name[name])), flush=True)
+        print(json.dumps(checked(by_name[name])), flush=True)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,13 @@ def test_each_case_is_right_on_every_device_and_without_a_race(pytestconfig):
         assert line["error"] <= TOLERANCE[dtypes[line["case"]]], line
 
 
+def test_parts_of_the_keys_on_devices_that_divide_pages():
+    names = ("decodes-beside-chunks", "bfloat16-mixed")
+    for line in interpret("divided", *names):
+        assert line["is_cache_right"] and not line["races"], line
+        assert line["error"] <= {"decodes-beside-chunks": 1e-5, "bfloat16-mixed": 7e-3}[line["case"]], line
+
+
 @pytest.fixture(scope="module")
 def faults() -> dict[str, dict]:
     return {line["fault"]: line for line in interpret("faults")}
