@@ -2,7 +2,7 @@
 
     python benchmarks/engine/prefix.py [--requests 64] [--prefix 1000] [--own 15] [--page-size 8]
     python benchmarks/engine/prefix.py --host-cache-gib 32 --model qwen3-8b --random-weights --prefix 30000
-    python benchmarks/engine/prefix.py --host-cache-gib 48 --model qwen3-8b --random-weights --users 24
+    python benchmarks/engine/prefix.py --host-cache-gib 48 --model qwen3-8b --random-weights --prefix 0 --users 24
 
 The second form measures prefixes that have left the devices, on whatever devices the machine has: the time of the first
 token computed, kept and restored from host memory, the rates of copies, and decodes beside copies. The third serves
@@ -20,7 +20,7 @@ from typing import Any
 
 from meshserve.benchmarks.lib.conversations import measure_conversations
 from meshserve.benchmarks.lib.offline_engine import parse_settings
-from meshserve.benchmarks.lib.restored_prefix import measure
+from meshserve.benchmarks.lib.restored_prefix import EngineClock, measure_prefix
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.step_record import StepRecord
@@ -43,13 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host.add_argument("--random-weights", action="store_true")
     host.add_argument("--decodes", type=int, default=32, help="requests that decode beside the copies")
     host.add_argument("--decode-tokens", type=int, default=512, help="tokens of each of them")
-    host.add_argument("--users", type=int, default=0, help="measure conversations instead, of so many users")
+    host.add_argument(
+        "--users", type=int, default=0, help="measure conversations of so many users, too; alone with --prefix 0"
+    )
     host.add_argument("--turns", type=int, default=8, help="turns of each conversation")
     host.add_argument("--turn-tokens", type=int, default=2000, help="tokens by which a turn is longer than the last")
     host.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the server")
     options = parser.parse_args(arguments)
     if options.host_cache_gib:
-        (_measure_conversations if options.users else _measure_host_cache)(options)
+        _measure_host_cache(options)
         return 0
     ideal = options.prefix + options.requests * options.own
     print(f"ideal: {ideal} prefill tokens")
@@ -61,31 +63,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_host_cache(options: argparse.Namespace) -> None:
-    """Measures prefixes of which the devices hold two at a time."""
-    longest = options.prefix + options.decode_tokens + 128
+    """Measures prefixes of which the devices hold two, and conversations of which they hold half or less."""
+    longest = max(options.prefix + options.decode_tokens, options.turns * options.turn_tokens) + 128
     settings: dict[str, Any] = {"page_size": 32, "max_context": longest} | parse_settings(options.set)
-    num_prefix_pages = -(-options.prefix // settings["page_size"])
-    num_decode_pages = options.decodes * (-(-(options.decode_tokens + 64) // settings["page_size"]) + 1)
+    num_pages = options.users * options.turns * options.turn_tokens // settings["page_size"] // 2
+    if options.prefix:
+        num_decode_pages = options.decodes * (-(-(options.decode_tokens + 64) // settings["page_size"]) + 1)
+        num_pages = 5 * -(-options.prefix // settings["page_size"]) // 2 + num_decode_pages
     chosen = {
         "model": options.model,
         "random_weights": options.random_weights,
         "host_cache_gib": options.host_cache_gib,
-        "num_pages": 5 * num_prefix_pages // 2 + num_decode_pages,
+        "num_pages": num_pages,
     }
-    measure(ServeConfig(**(chosen | settings)), options.prefix, options.decodes, options.decode_tokens)
-
-
-def _measure_conversations(options: argparse.Namespace) -> None:
-    """Measures conversations of which the devices hold half."""
-    longest = options.turns * options.turn_tokens
-    settings: dict[str, Any] = {"page_size": 32, "max_context": longest + 128} | parse_settings(options.set)
-    chosen = {
-        "model": options.model,
-        "random_weights": options.random_weights,
-        "host_cache_gib": options.host_cache_gib,
-        "num_pages": options.users * longest // settings["page_size"] // 2,
-    }
-    measure_conversations(ServeConfig(**(chosen | settings)), options.users, options.turns, options.turn_tokens)
+    server = EngineClock(ServeConfig(**(chosen | settings)))
+    if options.prefix:
+        measure_prefix(server, options.prefix, options.decodes, options.decode_tokens)
+    if options.users:
+        measure_conversations(server, options.users, options.turns, options.turn_tokens)
+    server.engine.stop()
 
 
 def _serve(options: argparse.Namespace, has_cache: bool) -> tuple[int, float]:

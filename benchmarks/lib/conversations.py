@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshserve.runtime.options.serve_config import ServeConfig
-
 from .restored_prefix import EngineClock, random_prompt
 
 _OUTPUT_TOKENS = 64
@@ -15,10 +13,11 @@ _AT_A_TIME = 8  # turns that run at the same time
 _WARM = 1000  # number of the first prompt that only warms up
 
 
-def measure_conversations(config: ServeConfig, num_users: int, num_turns: int, turn_tokens: int) -> None:
-    """Prints the tokens a second of all turns, without and with host memory, and the first-token times of each turn."""
-    server = EngineClock(config)
-    server.engine.start()
+def measure_conversations(server: EngineClock, num_users: int, num_turns: int, turn_tokens: int) -> None:
+    """Prints how long all turns take, with and without host memory, and the first-token times of each turn.
+
+    The engine has no host tier afterwards.
+    """
     for number in range(2):
         server.first_token_seconds(random_prompt(_WARM + number, num_turns * turn_tokens))
     results = {}
@@ -34,7 +33,6 @@ def measure_conversations(config: ServeConfig, num_users: int, num_turns: int, t
         if name == "with":
             print(server.host.counts, flush=True)
             server.stop_keeping()
-    server.engine.stop()
     print(f"throughput with host memory: {results['without'] / results['with']:.2f} times that without", flush=True)
 
 

@@ -57,6 +57,7 @@ class EngineClock:
     def __init__(self, config: ServeConfig):
         self.clock = _Clock()
         self.engine = launch(config, self.clock.deliver).engine
+        self.engine.start()
         assert self.engine.host_cache is not None and isinstance(self.engine.runner, StepRunner)
         self.host: HostCache = self.engine.host_cache
         self.runner: StepRunner = self.engine.runner
@@ -81,11 +82,9 @@ class EngineClock:
         return self.clock.times[name][0] - started
 
 
-def measure(config: ServeConfig, num_tokens: int, num_decodes: int, num_decode_tokens: int) -> None:
+def measure_prefix(server: EngineClock, num_tokens: int, num_decodes: int, num_decode_tokens: int) -> None:
     """Prints the first-token times of a prefix of `num_tokens`, the rates of copies, and decodes beside copies."""
-    server = EngineClock(config)
-    server.engine.start()
-    # Two prefixes fit on the devices, so each of four in turn has left them.
+    # The devices hold two or three of four prefixes, so each in turn has left them.
     prompts = [random_prompt(number, num_tokens) for number in range(4)]
     computed = [server.first_token_seconds(prompt) for prompt in prompts]
     kept = [server.first_token_seconds(prompts[-1]) for _ in range(_REPEATS)]
@@ -105,15 +104,15 @@ def measure(config: ServeConfig, num_tokens: int, num_decodes: int, num_decode_t
         typical, slow, slowest = np.percentile(gaps, (50, 90, 99))
         print(f"{num_decodes} decodes beside prefixes that are {name}: a token every {typical:.2f} ms, "
               f"P90 {slow:.2f}, P99 {slowest:.2f} ms; restored {rate:.1f} GB/s", flush=True)  # fmt: skip
-    server.engine.stop()
     copy_seconds = 0.0
     for name, seconds, num_bytes in _link_times(server):
         print(f"{name}: {num_bytes / seconds / _GB:.1f} GB/s on each device, in blocks of "
               f"{server.host.size.block_bytes / 2**20:.1f} MiB", flush=True)  # fmt: skip
         copy_seconds = num_pages * server.host.size.page_bytes * seconds / num_bytes
-    middle = float(np.median(restored))
-    print(f"restored {np.median(computed) / middle:.1f} times sooner than computed, in {middle / copy_seconds:.2f} "
-          f"times the {1e3 * copy_seconds:.1f} ms of the copies alone", flush=True)  # fmt: skip
+    if copy_seconds:
+        middle = float(np.median(restored))
+        print(f"restored {np.median(computed) / middle:.1f} times sooner than computed, in {middle / copy_seconds:.2f} "
+              f"times the {1e3 * copy_seconds:.1f} ms of the copies alone", flush=True)  # fmt: skip
 
 
 def random_prompt(number: int, num_tokens: int) -> tuple[int, ...]:
@@ -160,10 +159,11 @@ def _requesting(server: EngineClock, prompts: Sequence[Sequence[int]]) -> Iterat
 
 
 def _link_times(server: EngineClock) -> Iterator[tuple[str, float, int]]:
-    """Copies blocks each way with nothing else running, as many at a time as the tier does.
+    """Copies blocks each way while the engine is idle, as many at a time as the tier does. Empties the tier.
 
     Yields the direction, seconds, and bytes on each device.
     """
+    server.engine.flush_prefix_cache()
     copies, size = server.runner.copies, server.host.size
     assert copies is not None
     blocks = range(min(-(-_LINK_BYTES // size.block_bytes), size.num_blocks))
@@ -188,6 +188,7 @@ def _link_times(server: EngineClock) -> Iterator[tuple[str, float, int]]:
             _await(server.runner, block)
         if is_measured:
             yield "to the devices", time.perf_counter() - started, num_bytes
+    server.engine.flush_prefix_cache()
 
 
 def _await(runner: StepRunner, block: int) -> None:

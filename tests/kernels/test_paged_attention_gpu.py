@@ -16,7 +16,11 @@ REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 BOUND = 5e-3  # limit of ||out - expected|| / ||expected||; bfloat16 rounding of weights and result alone: 2e-3 to 3e-3
 CASES = (
-    *(case for case in cases.CASES if case.dtype == "bfloat16" and case.num_kv_tokens <= 40_000),
+    *(
+        case
+        for case in cases.CASES
+        if case.dtype == "bfloat16" and not case.cache_dtype and case.num_kv_tokens <= 40_000
+    ),
     *cases.MATRIX_CASES,
 )
 
