@@ -7,7 +7,8 @@ The logits are never gathered. Top-k and top-p find the logit that separates kep
 a search over the bits of its float, four bits per round, with one small `psum` per round. This is exact for every k and
 p, without sorting. Where one GPU holds the whole vocabulary, a kernel searches (`kernels.sampling`). Tokens whose logit
 equals the threshold are all kept. Tokens are drawn by the Gumbel-max trick with noise from a counter (request seed,
-position, token id), so that a token depends neither on the batch, nor the step, nor the number of shards.
+position, token id), so that a token depends neither on the batch, nor the step, nor the number of shards. Two
+neighboring token ids share a counter, whose two random words take as long as one.
 
 The host knows what the requests of a step need, and passes it as one number (`SamplingMode`): the program branches on
 it, or is compiled for one mode. Penalties, grammar masks and log-probabilities have programs of their own, see
@@ -89,11 +90,12 @@ def sample(
 
     def best_of(threshold: _Threshold | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
         def best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-            scores = logits if threshold is None else _random_scores(logits, params, token_ids, threshold)
-            scores = jnp.where(logits < jnp.inf, scores, jnp.nan)  # fused; argmax finds NaN first
-            index = jnp.argmax(scores, axis=1)
-            score = jnp.take_along_axis(scores, index[:, None], axis=1)[:, 0]
-            return score, jnp.where(jnp.isnan(score), NO_TOKEN, token_ids[0] + index.astype(jnp.int32))
+            if threshold is None:
+                scores, ids = _nan_if_infinite(logits, logits), token_ids
+            else:
+                scores, ids = _random_scores(logits, params, token_ids, threshold(logits, params))
+            score, token_id = _largest(scores, ids)
+            return score, jnp.where(jnp.isnan(score), NO_TOKEN, token_id)
 
         return best
 
@@ -126,12 +128,48 @@ def _temperature(params: SamplingBatch) -> jax.Array:
     return jnp.where(params.temperature > 0.0, jnp.maximum(params.temperature, _MIN_TEMPERATURE), 1.0)
 
 
-def _random_scores(logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, threshold: _Threshold) -> jax.Array:
-    """Returns scores whose largest is the sample: logits if greedy, else with noise, and -inf below the threshold."""
-    scaled = logits / _temperature(params)[:, None]
-    is_kept = _sortable(logits) >= threshold(logits, params)[:, None]
-    drawn = jnp.where(is_kept, scaled + _gumbel(params, token_ids), -jnp.inf)
-    return jnp.where((params.temperature > 0.0)[:, None], drawn, logits)
+def _random_scores(
+    logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, least: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns scores whose largest is the sample: logits if greedy, else with noise, and -inf below the threshold.
+
+    Returns the scores and the token id of each, [B, V / shards] or half as many: the better one of each two neighbors.
+    """
+    temperature, least = _temperature(params)[:, None], least[:, None]
+
+    def scores_of(logits: jax.Array, noise: jax.Array) -> jax.Array:
+        drawn = jnp.where(_sortable(logits) >= least, logits / temperature + noise, -jnp.inf)
+        return _nan_if_infinite(jnp.where((params.temperature > 0.0)[:, None], drawn, logits), logits)
+
+    if logits.shape[1] % 2:  # pairs may lie on two shards
+        noise = jnp.where(token_ids % 2 == 0, *_gumbel_pairs(params, token_ids // 2))
+        return scores_of(logits, noise), jnp.broadcast_to(token_ids, logits.shape)
+    even_ids = token_ids[::2]
+    even_noise, odd_noise = _gumbel_pairs(params, even_ids // 2)
+    even, odd = scores_of(logits[:, ::2], even_noise), scores_of(logits[:, 1::2], odd_noise)
+    return jnp.maximum(even, odd), even_ids + (odd > even)
+
+
+def _nan_if_infinite(scores: jax.Array, logits: jax.Array) -> jax.Array:
+    """Makes the scores of NaN and infinite logits NaN, which `_largest` finds first."""
+    return jnp.where(logits < jnp.inf, scores, jnp.nan)
+
+
+def _largest(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns each row's largest score [B], NaN before all others, and its id [B], the lowest among equals.
+
+    `ids` is [N] or [B, N]. One reduction finds both, so that XLA does not compute the chosen score again.
+    """
+
+    def larger(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
+        is_one = (one[0] > other[0]) | jnp.isnan(one[0])
+        is_one |= (one[0] == other[0]) & (one[1] < other[1])
+        return [jnp.where(is_one, x, y) for x, y in zip(one, other, strict=True)]
+
+    operands = [scores, jnp.broadcast_to(ids, scores.shape)]
+    none = [jnp.float32(-jnp.inf), jnp.int32(jnp.iinfo(jnp.int32).max)]
+    score, token_id = jax.lax.reduce(operands, none, larger, dimensions=(1,))
+    return score, token_id
 
 
 def _no_threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
@@ -238,18 +276,26 @@ def _sums_in_one_pass(keys: jax.Array, weights: jax.Array, candidates: jax.Array
     return jnp.stack(sums)
 
 
-def _gumbel(params: SamplingBatch, token_ids: jax.Array) -> jax.Array:
-    """Returns standard Gumbel noise [B, V / shards], a function of (seed, position, token id) alone."""
-    shape = (params.position.shape[0], token_ids.shape[0])
+def _gumbel_pairs(params: SamplingBatch, pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns standard Gumbel noise of the tokens 2 i and 2 i + 1 for each i of `pairs` [N], each [B, N].
+
+    It is a function of (seed, position, token id) alone.
+    """
+    shape = (params.position.shape[0], pairs.shape[0])
     position = jnp.broadcast_to(params.position.astype(jnp.uint32)[:, None], shape)
-    token = jnp.broadcast_to(token_ids.astype(jnp.uint32)[None, :], shape)
-    bits = threefry(params.seed_low[:, None], params.seed_high[:, None], position, token)
+    pair = jnp.broadcast_to(pairs.astype(jnp.uint32)[None, :], shape)
+    even, odd = threefry(params.seed_low[:, None], params.seed_high[:, None], position, pair)
+    return _gumbel(even), _gumbel(odd)
+
+
+def _gumbel(bits: jax.Array) -> jax.Array:
+    """Turns random uint32 words into standard Gumbel noise."""
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-uniform))  # log1p keeps the resolution where the noise is large
 
 
-def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns the first word of Threefry-2x32 with 20 rounds (Salmon et al., 2011), elementwise over uint32 arrays.
+def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the two words of Threefry-2x32 with 20 rounds (Salmon et al., 2011), elementwise over uint32 arrays.
 
     It is written out so that XLA fuses it with its use; on GPUs, jax's own primitive would be a separate kernel.
     """
@@ -261,7 +307,7 @@ def threefry(key_low: jax.Array, key_high: jax.Array, low: jax.Array, high: jax.
             y = x ^ ((y << jnp.uint32(rotation)) | (y >> jnp.uint32(32 - rotation)))
         x = x + keys[(group + 1) % 3]
         y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
-    return x
+    return x, y
 
 
 def _best_of_shards(score: jax.Array, token_id: jax.Array, exchange: Exchange) -> jax.Array:
