@@ -18,7 +18,6 @@ from meshserve.runtime.startup.launch import MakeParams, build_engine
 from .token_times import RunTimes, TokenClock
 from .workloads import Work
 
-_STEP_TOKENS = 512
 _OWN_OPTIONS = {"model": "--model", "random_weights": "--random-weights"}  # the benchmarks need these before the config
 
 
@@ -45,13 +44,14 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def config_for(batches: Sequence[Sequence[Work]], settings: Mapping[str, Any]) -> ServeConfig:
-    """Returns a config in which a whole batch can run at once, without prefix cache; `settings` take precedence."""
+    """Returns a server's defaults, but a whole batch can run at once and nothing is cached; `settings` take precedence.
+
+    Limits of steps are then chosen as for a server (`planning.auto_limits`).
+    """
     num_requests = max(len(batch) for batch in batches)
     longest = max(len(work.prompt_token_ids) + work.max_tokens for batch in batches for work in batch)
     chosen: dict[str, Any] = {
-        "page_size": 64,
         "max_running": num_requests,
-        "max_step_tokens": max(_STEP_TOKENS, num_requests),
         "max_waiting": num_requests,
         "max_context": longest,
         "prefix_cache": False,
