@@ -10,6 +10,7 @@
 #include "prefill_launch.cuh"
 #include "preload.cuh"
 #include "qk_norm_rope.cuh"
+#include "side_stream.cuh"
 #include "threshold.cuh"
 
 namespace meshserve {
@@ -31,19 +32,42 @@ ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_
     ffi::Error error = find_p2p_group(ordinals, Channel::kLayers, x.size_bytes(), &p2p);
     if (error.failure()) return error;
   }
-  Step step(shapes, tuning_of(tuning), stream);
-  step.weights = {data<bf16>(input_norm), data<bf16>(qkv),       data<bf16>(q_norm),  data<bf16>(k_norm),
-                  data<bf16>(o),          data<bf16>(post_norm), data<bf16>(gate_up), data<bf16>(down)};
-  step.cache = {data<bf16>(cache_out), data<int>(page_table), data<int>(positions)};
-  step.inverse_frequencies = data<float>(inverse_frequencies);
-  step.epsilon = epsilon;
-  step.scale = scale;
-  step.rotary_scale = rotary_scale;
-  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
+  // Two halves of the batch, side by side: one half's attention uses the memory while the other's projections, whose
+  // weights are in the L2, wait for each other. A block of a projection takes the next free place, before attention's.
+  const Tuning tuned = tuning_of(tuning);
+  const int num_parts = tuned.streams == 2 && !is_mesh ? 2 : 1;
+  const int part_tokens = (shapes.batch + num_parts - 1) / num_parts, num_tokens = shapes.batch;
+  size_t needed = 0;
+  std::string error;
+  // Launches the layers for the tokens of one part of the batch.
+  const auto run_part = [&](int part, cudaStream_t on) {
+    const int first = part * part_tokens;
+    shapes.batch = std::min(part_tokens, num_tokens - first);
+    Step step(shapes, tuned, on);
+    step.weights = {data<bf16>(input_norm), data<bf16>(qkv),       data<bf16>(q_norm),  data<bf16>(k_norm),
+                    data<bf16>(o),          data<bf16>(post_norm), data<bf16>(gate_up), data<bf16>(down)};
+    step.cache = {data<bf16>(cache_out), data<int>(page_table) + static_cast<size_t>(first) * shapes.max_pages,
+                  data<int>(positions) + first};
+    step.inverse_frequencies = data<float>(inverse_frequencies);
+    step.epsilon = epsilon;
+    step.scale = scale;
+    step.rotary_scale = rotary_scale;
+    if (num_parts > 1) step.product_priority = kPreferred;
+    needed += step.scratch.carve(shapes, data<uint8_t>(scratch) + needed);
+    if (needed > scratch->element_count()) return;
+    const size_t row = static_cast<size_t>(first) * shapes.embed;
+    step.layers(data<bf16>(x) + row, data<bf16>(x_out) + row, first_layer, num_layers, is_mesh ? &p2p : nullptr);
+    if (error.empty()) error = step.error();
+  };
+  cudaError_t status = cudaSuccess;
+  if (num_parts == 1) {
+    run_part(0, stream);
+  } else {
+    status = SideStreams::all().run(
+        stream, [&](cudaStream_t side) { run_part(1, side); }, [&](cudaStream_t own) { run_part(0, own); });
+  }
   if (needed > scratch->element_count()) return too_small(needed);
-
-  step.layers(data<bf16>(x), data<bf16>(x_out), first_layer, num_layers, is_mesh ? &p2p : nullptr);
-  return result(step);
+  return error.empty() ? result(status) : result(error);
 }
 
 ffi::Error decode_qkv(cudaStream_t stream, In x, In norm, In qkv, In q_norm, In k_norm, In cache, In page_table,
@@ -422,7 +446,9 @@ extern "C" size_t meshserve_scratch_bytes(int batch, int embed, int kv_heads, in
   shapes.group = group;
   shapes.head_dim = head_dim;
   shapes.mlp = mlp;
-  return Scratch::bytes(shapes);
+  const size_t whole = Scratch::bytes(shapes);
+  shapes.batch = (batch + 1) / 2;  // of each half, if they run on two streams
+  return std::max(whole, 2 * Scratch::bytes(shapes));
 }
 
 }  // namespace meshserve

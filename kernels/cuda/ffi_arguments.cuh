@@ -68,8 +68,8 @@ inline ScaledMatrix matrix_of(const In& data, const In& scale, const In& zero) {
 inline Tuning tuning_of(Ints values) {
   Tuning t;
   int* fields[] = {&t.qkv_splits,       &t.o_splits,         &t.gate_up_splits, &t.down_splits,
-                   &t.attention_splits, &t.blocks_per_stage, &t.ring_kilobytes};
-  for (size_t i = 0; i < std::min<size_t>(values.size(), 7); ++i) *fields[i] = values[i];
+                   &t.attention_splits, &t.blocks_per_stage, &t.ring_kilobytes, &t.streams};
+  for (size_t i = 0; i < std::min<size_t>(values.size(), 8); ++i) *fields[i] = values[i];
   return t;
 }
 

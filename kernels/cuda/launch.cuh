@@ -77,10 +77,13 @@ struct Scratch {
   }
 };
 
+constexpr int kPreferred = -1;  // launch priority over kernels of other streams, whose priority is 0
+
 // Overrides of the launch shapes, for benchmarks; 0 selects the default.
 struct Tuning {
   int qkv_splits = 0, o_splits = 0, gate_up_splits = 0, down_splits = 0, attention_splits = 0;
   int blocks_per_stage = 0, ring_kilobytes = 0;
+  int streams = 0;  // 2: the halves of the batch run on two streams
 };
 
 // The widest product of a format. An output head is read once by all tokens of a step, whatever their number.
@@ -100,6 +103,7 @@ class StepOf {
   Cache cache = {};
   Scratch scratch = {};
   float epsilon = 0.0f, scale = 0.0f, rotary_scale = 1.0f;
+  int product_priority = 0;       // of the launches of projections; a lower number is preferred
   bool has_plain_output = false;  // whether the result of `gate_up` is bf16 even if weights are quantised
   const float* inverse_frequencies = nullptr;
   int norm_tiles = 0;  // sums of squares per token that the next norm adds up; 0: one for each 128 columns
@@ -470,8 +474,8 @@ class StepOf {
       return;
     }
     dim3 grid(splits, groups, tiles);
-    launch(name, projection_kernel<N, E, W>, grid, kProjectionThreads, args.ring_bytes + kOtherBytes<N> + sum_bytes,
-           splits, weights_map, input_map, args);
+    launch_at(product_priority, name, projection_kernel<N, E, W>, grid, kProjectionThreads,
+              args.ring_bytes + kOtherBytes<N> + sum_bytes, splits, weights_map, input_map, args);
   }
 
   bool map_weights(CUtensorMap* map, const bf16* matrix, size_t rows, int columns, int blocks) {
@@ -522,6 +526,12 @@ class StepOf {
   template <class... Parameters, class... Arguments>
   void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, int cluster,
               const Arguments&... arguments) {
+    launch_at(0, name, kernel, grid, threads, shared_bytes, cluster, arguments...);
+  }
+  // The same with a priority over kernels of other streams, which is 0 or negative.
+  template <class... Parameters, class... Arguments>
+  void launch_at(int priority, const char* name, void (*kernel)(Parameters...), dim3 grid, int threads,
+                 size_t shared_bytes, int cluster, const Arguments&... arguments) {
     if (!error_.empty()) return;
     const void* function = reinterpret_cast<const void*>(kernel);
     // Always sets the maximum, whatever this launch needs: o and down share a kernel, and a captured launch of one must
@@ -530,7 +540,7 @@ class StepOf {
     // All kernels use the same split of L1 and shared memory, because an SM must be idle to change it.
     check(name, cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                      cudaSharedmemCarveoutMaxShared));
-    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchAttribute attributes[3] = {};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = cluster;
     attributes[0].val.clusterDim.y = 1;
@@ -542,8 +552,11 @@ class StepOf {
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;
+    attributes[2].id = cudaLaunchAttributePriority;
+    attributes[2].val.priority = priority;
+    if (is_first_) attributes[1] = attributes[2];
     config.attrs = attributes;
-    config.numAttrs = is_first_ ? 1 : 2;
+    config.numAttrs = (is_first_ ? 1 : 2) + (priority != 0);
     is_first_ = false;
     check(name, cudaLaunchKernelEx(&config, kernel, arguments...));
   }

@@ -1,4 +1,4 @@
-// Loads every kernel onto the GPUs that will run it, before any program runs.
+// Loads every kernel onto the GPUs that will run it, and creates their side streams, before any program runs.
 //
 // Otherwise CUDA would load a kernel at its first launch. That may happen while XLA captures a command buffer, or when
 // XLA has taken all device memory. Loading also waits for the device, which on a mesh may itself be waiting for another
@@ -12,6 +12,7 @@
 #include "launch.cuh"
 #include "prefill_launch.cuh"
 #include "qk_norm_rope.cuh"
+#include "side_stream.cuh"
 #include "threshold.cuh"
 #include "two_shot.cuh"
 
@@ -47,6 +48,7 @@ inline std::string load_kernels(const int* ordinals, int num, std::vector<const 
   cudaError_t status = cudaGetDevice(&before);
   for (int i = 0; i < num && status == cudaSuccess; ++i) {
     status = cudaSetDevice(ordinals[i]);
+    if (status == cudaSuccess) status = SideStreams::all().open();
     for (const void* kernel : kernels) {
       cudaFuncAttributes attributes;
       if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kernel);

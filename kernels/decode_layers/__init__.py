@@ -66,6 +66,7 @@ class LayerSettings:
     rotary_scale: float = 1.0  # multiplies cosine and sine (YaRN's attention factor)
     num_chosen: int = 0  # experts that a token goes through, if the layers have experts
     is_normalized: bool = True  # the weights of a token's experts add up to 1
+    has_drafts: bool = False  # a request may have several new tokens
     p2p: P2PGroup | None = None  # group over which `decode_layers` sums, at most 2 MiB of x; None: a single device
 
 
@@ -73,7 +74,8 @@ class DecodeKernels(Protocol):
     """The interface of an implementation.
 
     Caches are [L, P, K, 2, S, H] (key, value) and are updated in place if donated. The contents of pages that a request
-    does not own, even NaN, must not affect its result. Layer indices are compile-time constants.
+    does not own, even NaN, must not affect its result. Layer indices are compile-time constants; the reference also
+    takes arrays in `attention`.
     """
 
     def decode_layers(
@@ -119,7 +121,7 @@ class DecodeKernels(Protocol):
         ...
 
     def attention(
-        self, q: jax.Array, cache: jax.Array, batch: DecodeBatch, *, settings: LayerSettings, layer: int
+        self, q: jax.Array, cache: jax.Array, batch: DecodeBatch, *, settings: LayerSettings, layer: int | jax.Array
     ) -> jax.Array:
         """Attends with q [B, K, G, H] to positions 0..positions[b]. Returns [B, K * G * H]; 0 for padding requests."""
         ...

@@ -38,12 +38,16 @@ class LaunchShape:
     attention_splits: int = 0  # ranges that the context is split into, a power of two up to 8
     blocks_per_stage: int = 0  # blocks of 64 columns each
     ring_kilobytes: int = 0  # shared memory for weights in flight
+    streams: int = 0  # 2 runs the halves of a batch side by side, on two streams; 1 does not
 
     def attribute(self) -> np.ndarray:
         return np.array(dataclasses.astuple(self), np.int32)
 
 
 CHOSEN = LaunchShape()
+# A layer of at most so many bytes stays in the GPU's L2 cache while groups of tokens go through it (docs/log).
+CACHED_LAYER_BYTES = 32 << 20
+_HALVED_TOKENS = 64  # from so many tokens on, the halves of a batch run side by side if the layers stay in the cache
 _MAX_ROUTED_EXPERTS = 128  # which the router's clusters score
 
 
@@ -150,6 +154,8 @@ def decode_layers(
         arguments = (x, weights, cache, batch, inverse_frequencies)
         return _expert_layers(*arguments, settings=settings, layers=layers, launch=launch)
     batch_size, embed = x.shape
+    if launch.streams == 0 and _is_halved(batch_size, weights, settings):
+        launch = dataclasses.replace(launch, streams=2)
     scratch = _scratch(batch_size, embed=embed, heads=_heads(weights, cache), mlp=weights.down.shape[2])
     parts = _parts(*weights[:-1])
     x, cache, _ = _call(
@@ -170,6 +176,14 @@ def decode_layers(
         tuning=launch.attribute(),
     )
     return x, cache, None
+
+
+def _is_halved(batch_size: int, weights: "LayerWeights", settings: "LayerSettings") -> bool:
+    """Returns whether the halves of a batch run side by side. No token may then depend on another of its step."""
+    if settings.has_drafts or settings.p2p is not None or isinstance(weights.qkv, QuantisedMatrix):
+        return False
+    num_bytes = sum(matrix.nbytes for matrix in (weights.qkv, weights.o, weights.gate_up, weights.down))
+    return batch_size >= _HALVED_TOKENS and num_bytes <= CACHED_LAYER_BYTES * weights.qkv.shape[0]
 
 
 def _expert_layers(
@@ -259,10 +273,16 @@ def attention(
     batch: "DecodeBatch",
     *,
     settings: "LayerSettings",
-    layer: int,
+    layer: int | jax.Array,
     launch: LaunchShape = CHOSEN,
 ) -> jax.Array:
-    """See `DecodeKernels`."""
+    """See `DecodeKernels`.
+
+    Raises:
+      TypeError: `layer` is not a Python number.
+    """
+    if isinstance(layer, jax.Array):
+        raise TypeError("layer is an array; the CUDA kernels need a Python number: unroll the layers")
     batch_size, *heads = q.shape
     results = (_like(q, batch_size, q[0].size), _scratch(batch_size, heads=heads))
     out, _ = jax.ffi.ffi_call("meshserve_paged_attention", results)(

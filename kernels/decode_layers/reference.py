@@ -63,7 +63,7 @@ def qkv(
 
 
 def attention(
-    q: jax.Array, cache: jax.Array, batch: "DecodeBatch", *, settings: "LayerSettings", layer: int
+    q: jax.Array, cache: jax.Array, batch: "DecodeBatch", *, settings: "LayerSettings", layer: int | jax.Array
 ) -> jax.Array:
     """See `DecodeKernels`. This implementation gathers every page of the table."""
     _, num_pages, kv_heads, _, page_size, head_dim = cache.shape

@@ -2,7 +2,7 @@
 
 A step of few tokens is bound by the bandwidth of the weights, so the fewer kernels it is split into, the faster. On one
 device, or on a mesh with P2P access, a single call runs all layers. On other meshes, each layer is split at its two
-all-reduces.
+all-reduces. Steps of more decodes, whose products are XLA's, only use the kernels' attention.
 """
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from meshserve.kernels.decode_layers import DecodeBatch, DecodeKernels, LayerSettings, LayerWeights
 from meshserve.kernels.p2p import MAX_BYTES, P2PGroup
-from meshserve.kernels.paged_attention import PagedBatch
+from meshserve.kernels.paged_attention import PagedAttention, PagedBatch
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.model_config import ModelConfig
@@ -25,6 +25,8 @@ def run_layers(
     batch: PagedBatch,
     kernels: DecodeKernels,
     p2p: P2PGroup | None = None,
+    *,
+    has_drafts: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Runs all layers of a step that contains only decodes and their draft tokens.
 
@@ -36,18 +38,20 @@ def run_layers(
       batch: Where each token belongs.
       kernels: The fused decode kernels.
       p2p: P2P access between the devices of the mesh, if available.
+      has_drafts: Whether a request may have several tokens.
 
     Returns:
       The hidden states before the final norm and the updated cache, in the same shapes; and the experts that tokens
       chose, [L, T, k], -1 for padding, if the layers have any.
     """
-    tokens = DecodeBatch(batch.positions, batch.page_table[batch.token_request])
+    tokens = _decode_batch(batch)
     settings = LayerSettings(
         epsilon=config.rms_norm_eps,
         softmax_scale=config.head_dim**-0.5,
         rotary_scale=config.rope.attention_factor,
         num_chosen=config.experts.num_chosen if config.experts is not None else 0,
         is_normalized=config.experts is None or config.experts.is_normalized,
+        has_drafts=has_drafts,
         p2p=p2p if x.nbytes <= MAX_BYTES else None,
     )
     frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
@@ -60,3 +64,22 @@ def run_layers(
         activated = kernels.gate_up(x, weights, settings=settings, layer=layer)
         x = x + jax.lax.psum(kernels.down(activated, weights, None, layer=layer), TENSOR_AXIS)
     return x, cache, None
+
+
+def attention_of_decodes(config: ModelConfig, batch: PagedBatch, kernels: DecodeKernels) -> PagedAttention:
+    """Returns the attention of the fused decode kernels, for a step of at most one token per request.
+
+    It multiplies each page with the few query rows that there are, where the attention of steps with prefill multiplies
+    with whole tiles. That takes as long, but more power, which is what limits steps of many decodes (docs/log).
+    """
+    tokens = _decode_batch(batch)
+
+    def attend(q: jax.Array, cache: jax.Array, batch: PagedBatch, *, layer: int | jax.Array, scale: float) -> jax.Array:
+        settings = LayerSettings(epsilon=config.rms_norm_eps, softmax_scale=scale)
+        return kernels.attention(q, cache, tokens, settings=settings, layer=layer).reshape(q.shape)
+
+    return attend
+
+
+def _decode_batch(batch: PagedBatch) -> DecodeBatch:
+    return DecodeBatch(batch.positions, batch.page_table[batch.token_request])

@@ -64,6 +64,7 @@ class Kernels:
     prepare: QKNormRope | None = None  # replaces `write` and the norms and rotation before it
     decode: DecodeKernels | None = None  # fused layers for small decode steps
     max_fused_tokens: int = 64  # largest decode step that runs on them
+    has_drafts: bool = False  # a request may have several tokens in a step whose tokens are all wanted
     experts: Experts = xla_experts.experts  # of layers that have experts
     is_unrolled: bool = False  # unrolls the layers instead of looping over them
     has_statistics_apart: bool = False  # in large steps without `prepare`; see `Attention`
@@ -292,10 +293,14 @@ class Qwen3(nnx.Module):
         fused = kernels.fused(x.shape[0], is_decode=wanted is None)
         if fused is not None:
             weights = layer_weights(nnx.state(self.layers))
-            x, cache, choices = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, kernels.p2p)
+            x, cache, choices = fused_decode.run_layers(
+                self.config, weights, x, cache, batch, fused, kernels.p2p, has_drafts=kernels.has_drafts
+            )
             return Forward(x, None, cache, [] if choices is None else [choices])
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
-        prepare = None
+        attend, prepare = kernels.attend, None
+        if wanted is None and kernels.decode is not None and not kernels.has_drafts:
+            attend = fused_decode.attention_of_decodes(self.config, batch, kernels.decode)
         if kernels.prepare is not None:
             norms = self.layers.attention.q_norm[...], self.layers.attention.k_norm[...]
             settings = RopeSettings(*norms, cos, sin, self.config.rms_norm_eps)
@@ -306,7 +311,7 @@ class Qwen3(nnx.Module):
             batch,
             cos,
             sin,
-            kernels.attend,
+            attend,
             kernels.linear,
             kernels.write,
             prepare,

@@ -26,8 +26,9 @@ def declare_buckets(
     of these shapes also exists with `max_decode_steps` steps, if that is more than one.
 
     With decode kernels, shapes for decodes only have one program per sampling mode, because selecting the mode on the
-    device would cost as much time as a layer. Steps with prefill then have no shapes below 64 tokens, because a step of
-    64 tokens takes as long as one of 8, and each shape has to be compiled.
+    device would cost as much time as a layer. Larger ones, which use those kernels for attention alone, have one
+    program for all modes. Steps with prefill then have no shapes below 64 tokens, because a step of 64 tokens takes as
+    long as one of 8, and each shape has to be compiled.
 
     With `has_drafts`, the shapes for decodes also take draft tokens.
 
@@ -51,6 +52,8 @@ def declare_buckets(
         is_fused = has_decode_kernels and num_tokens <= min(max_running, max_fused_tokens)
         if is_fused:  # before the general bucket, so that `BatchBuilder.bucket` finds it first
             buckets += [Bucket(*shape, is_decode=True, mode=mode, has_drafts=has_drafts) for mode in SamplingMode]
+        elif has_decode_kernels and num_tokens <= max_running:
+            buckets.append(Bucket(*shape, is_decode=True))
         if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):
             buckets.append(Bucket(*shape))
         if max_decode_steps > 1 and num_tokens <= max_running:

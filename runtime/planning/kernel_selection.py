@@ -38,7 +38,6 @@ _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
 # weights stay in the L2 cache of the GPU between the groups of 64 tokens of the fused layers (docs/log/decode.md).
 _MAX_FUSED_TOKENS, _MAX_CACHED_FUSED_TOKENS = 64, 256
 _MAX_FUSED_EXPERT_TOKENS = 128  # of layers with experts, which are most of the time: XLA's router takes many kernels
-_CACHED_LAYER_BYTES = 32 << 20
 _MAX_CHOSEN = 32  # experts of a token in the fused layers' router
 
 _CUDA_NAMES = ("cuda", "cuda_fp8")  # implementations that are CUDA kernels
@@ -116,7 +115,9 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
     layer_bytes = (heads + 3 * model.mlp_dim) * model.embed_dim * _weight_bytes(shapes)
     if model.experts is not None:
         return _MAX_FUSED_EXPERT_TOKENS
-    is_cached = num_devices == 1 and layer_bytes <= _CACHED_LAYER_BYTES  # not measured on several devices
+    is_cached = (
+        num_devices == 1 and layer_bytes <= decode_layers.gpu.CACHED_LAYER_BYTES
+    )  # not measured on several devices
     return _MAX_CACHED_FUSED_TOKENS if is_cached else _MAX_FUSED_TOKENS
 
 

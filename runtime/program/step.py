@@ -8,6 +8,7 @@ table of each slot's last token (a sampled token becomes the input of the next s
 and the table of each slot's pages. A slot is the place of a running request in those tables.
 """
 
+from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -122,6 +123,7 @@ def step(
     batch = PagedBatch(fields["positions"], fields["token_request"], page_table[slots])
     num_rows = LIBRARY_ROWS if _has_library_gemms(kernels, bucket) else 0
     wanted = None if bucket.is_decode else _wanted(fields, num_rows)
+    kernels = replace(kernels, has_drafts=bucket.has_drafts or bucket.is_pooling)
     last, hidden, cache, chosen = model(token_ids, state.cache, batch, kernels, wanted)
     expert_tokens = add_choices(state.expert_tokens, chosen)
     if bucket.has_drafts:

@@ -152,6 +152,22 @@ def test_projections_do_not_depend_on_their_launch(name, splits, blocks_per_stag
     assert relative_error(out, expected) < BOUND
 
 
+@pytest.mark.parametrize("name", ["batch-50-odd-tiles", "batch-128", "batch-200", "batch-40-uneven"])
+def test_halves_of_a_batch_on_two_streams_give_the_same_result(name):
+    case = next(case for case in cases.CASES if case.name == name)
+    inputs = inputs_of(case)
+    arguments = (inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies)
+    launch = gpu.LaunchShape(streams=2)
+    halves = jax.jit(functools.partial(gpu.decode_layers, settings=inputs.settings, launch=launch))
+    x, cache = halves(*arguments)
+    expected_x, expected_cache = expect(reference.decode_layers, *arguments, settings=inputs.settings)
+    real = np.asarray(inputs.batch.positions) >= 0
+    assert relative_error(np.asarray(x, np.float32)[real], np.asarray(expected_x)[real]) < BOUND
+    check_cache(inputs, cache, expected_cache, case.num_layers)
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(halves(*arguments)[0]), np.asarray(x))  # bitwise equal: no races
+
+
 def test_more_ranges_than_blocks_are_refused():
     inputs = inputs_of(next(case for case in cases.CASES if case.name == "batch-16"))
     launch = gpu.LaunchShape(down_splits=8)  # the projection has 384 columns

@@ -99,6 +99,20 @@ def test_peers_make_one_call_each_and_others_a_call_a_part() -> None:
         np.testing.assert_allclose(rows, alone[0], rtol=2e-4, atol=2e-4)
 
 
+def test_the_kernels_attention_serves_decodes_whose_layers_are_not_fused() -> None:
+    """Rows of the page table are found by token, padding gives zeros, and other requests' pages do not matter."""
+    draw, head_dim, page_size = np.random.default_rng(1), CONFIG.head_dim, 16
+    q = jnp.asarray(draw.standard_normal((5, 2, 4, head_dim)), jnp.float32)
+    cache = jnp.asarray(draw.standard_normal((3, 12, 2, 2, page_size, head_dim)), jnp.float32).at[:, 11].set(jnp.nan)
+    page_table = jnp.asarray([[0, 11], [1, 2], [3, 4], [5, 6]], jnp.int32)
+    batch = PagedBatch(jnp.asarray([31, 3, 16, -1, 0]), jnp.asarray([3, 0, 1, 2, 2]), page_table)
+    attend = fused_decode.attention_of_decodes(CONFIG, batch, reference)
+    found = attend(q, cache, batch, layer=1, scale=head_dim**-0.5)
+    expected = paged_attention.reference.paged_attention(q, cache, batch, layer=1, scale=head_dim**-0.5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(found)[3].any()
+
+
 def test_more_than_peers_add_up_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decode, "MAX_BYTES", 3 * 256 * 4 - 1)
     watched, _ = run(make_mesh(2), P2PGroup(axis=TENSOR_AXIS, ordinals=(0, 1)))

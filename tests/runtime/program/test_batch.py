@@ -232,9 +232,8 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
             for mode in SamplingMode:
                 bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [], num_steps), mode)
                 assert bucket.num_steps == num_steps and bucket.num_tokens < 2 * num_decodes
-                has_mode = bucket.num_tokens <= 64
-                assert bucket.is_decode == (has_mode or num_steps > 1)
-                assert bucket.mode == (mode if has_mode else ANY_MODE)
+                assert bucket.is_decode
+                assert bucket.mode == (mode if bucket.num_tokens <= 64 else ANY_MODE)
 
 
 def test_decodes_that_are_not_fused_have_sizes_between_the_powers_of_two():
