@@ -1,4 +1,4 @@
-// Paged decode attention: each new token attends to its request's pages. A request has one, or several in a row (drafts).
+// Paged decode attention: each new token attends to its request's pages. A request may have several in a row (drafts).
 //
 // A token is called a request here: a request with several new tokens has as many rows of equal pages. A cluster of
 // blocks processes one (request, kv head), or a part of a long context (see context_parts.cuh). The G
