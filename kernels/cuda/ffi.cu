@@ -35,7 +35,7 @@ ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_
   // Two halves of the batch, side by side: one half's attention uses the memory while the other's projections, whose
   // weights are in the L2, wait for each other. A block of a projection takes the next free place, before attention's.
   const Tuning tuned = tuning_of(tuning);
-  const int num_parts = tuned.streams == 2 && !is_mesh ? 2 : 1;
+  const int num_parts = tuned.streams == 2 && !is_mesh && shapes.batch > 1 ? 2 : 1;
   const int part_tokens = (shapes.batch + num_parts - 1) / num_parts, num_tokens = shapes.batch;
   size_t needed = 0;
   std::string error;
