@@ -91,10 +91,9 @@ def sample(
     def best_of(threshold: _Threshold | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
         def best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
             if threshold is None:
-                scores, ids = _nan_if_infinite(logits, logits), token_ids
+                score, token_id = _largest(_nan_if_infinite(logits, logits), token_ids)
             else:
-                scores, ids = _random_scores(logits, params, token_ids, threshold(logits, params))
-            score, token_id = _largest(scores, ids)
+                score, token_id = _random_best(logits, params, token_ids, threshold(logits, params))
             return score, jnp.where(jnp.isnan(score), NO_TOKEN, token_id)
 
         return best
@@ -128,26 +127,36 @@ def _temperature(params: SamplingBatch) -> jax.Array:
     return jnp.where(params.temperature > 0.0, jnp.maximum(params.temperature, _MIN_TEMPERATURE), 1.0)
 
 
-def _random_scores(
+def _random_best(
     logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, least: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns scores whose largest is the sample: logits if greedy, else with noise, and -inf below the threshold.
+    """Returns the largest score of each row [B], and its token id [B].
 
-    Returns the scores and the token id of each, [B, V / shards] or half as many: the better one of each two neighbors.
+    A score is the logit of a greedy request, else the scaled logit plus noise, or -inf below the threshold `least`.
     """
-    temperature, least = _temperature(params)[:, None], least[:, None]
-
-    def scores_of(logits: jax.Array, noise: jax.Array) -> jax.Array:
-        drawn = jnp.where(_sortable(logits) >= least, logits / temperature + noise, -jnp.inf)
-        return _nan_if_infinite(jnp.where((params.temperature > 0.0)[:, None], drawn, logits), logits)
-
     if logits.shape[1] % 2:  # pairs may lie on two shards
         noise = jnp.where(token_ids % 2 == 0, *_gumbel_pairs(params, token_ids // 2))
-        return scores_of(logits, noise), jnp.broadcast_to(token_ids, logits.shape)
-    even_ids = token_ids[::2]
-    even_noise, odd_noise = _gumbel_pairs(params, even_ids // 2)
-    even, odd = scores_of(logits[:, ::2], even_noise), scores_of(logits[:, 1::2], odd_noise)
-    return jnp.maximum(even, odd), even_ids + (odd > even)
+        return _largest(_random_scores(logits, noise, params, least), token_ids)
+    pairs = token_ids[::2] // 2
+
+    def scores_of_pairs(even: jax.Array, odd: jax.Array, pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        even_noise, odd_noise = _gumbel_pairs(params, pairs)
+        return _random_scores(even, even_noise, params, least), _random_scores(odd, odd_noise, params, least)
+
+    # The reduction takes one number for each pair, and which of the two it was is computed again for the best pair: XLA
+    # would write numbers that are used twice to memory.
+    score, pair = _largest(jnp.maximum(*scores_of_pairs(logits[:, ::2], logits[:, 1::2], pairs)), pairs)
+    place = 2 * (pair - pairs[0])[:, None]
+    chosen = (jnp.take_along_axis(logits, place + index, axis=1) for index in range(2))
+    even, odd = scores_of_pairs(*chosen, pair[:, None])
+    return score, 2 * pair + (odd > even)[:, 0]
+
+
+def _random_scores(logits: jax.Array, noise: jax.Array, params: SamplingBatch, least: jax.Array) -> jax.Array:
+    """Returns the scores [B, N] of logits [B, N]; see `_random_best`. Those of NaN and infinite logits are NaN."""
+    scaled = logits / _temperature(params)[:, None]
+    drawn = jnp.where(_sortable(logits) >= least[:, None], scaled + noise, -jnp.inf)
+    return _nan_if_infinite(jnp.where((params.temperature > 0.0)[:, None], drawn, logits), logits)
 
 
 def _nan_if_infinite(scores: jax.Array, logits: jax.Array) -> jax.Array:
@@ -277,13 +286,13 @@ def _sums_in_one_pass(keys: jax.Array, weights: jax.Array, candidates: jax.Array
 
 
 def _gumbel_pairs(params: SamplingBatch, pairs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns standard Gumbel noise of the tokens 2 i and 2 i + 1 for each i of `pairs` [N], each [B, N].
+    """Returns standard Gumbel noise of the tokens 2 i and 2 i + 1 for each i of `pairs` [N] or [B, N], each [B, N].
 
     It is a function of (seed, position, token id) alone.
     """
-    shape = (params.position.shape[0], pairs.shape[0])
+    shape = (params.position.shape[0], pairs.shape[-1])
     position = jnp.broadcast_to(params.position.astype(jnp.uint32)[:, None], shape)
-    pair = jnp.broadcast_to(pairs.astype(jnp.uint32)[None, :], shape)
+    pair = jnp.broadcast_to(pairs.astype(jnp.uint32), shape)
     even, odd = threefry(params.seed_low[:, None], params.seed_high[:, None], position, pair)
     return _gumbel(even), _gumbel(odd)
 
