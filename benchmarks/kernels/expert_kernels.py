@@ -64,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--fp8", action="store_true", help="weights are 8-bit floats with scales for 128 x 128 of them")
     parser.add_argument(
+        "--most-few-tokens",
+        type=int,
+        help="of cuda: steps of more tokens are computed in tiles, others by rows of weights",
+    )
+    parser.add_argument(
         "--most-fp8-tokens", type=int, help="of cuda: steps of more tokens dequantise the weights of a layer first"
     )
     parser.add_argument("--rounds", type=int, default=5)
@@ -116,8 +121,8 @@ def measure(options: argparse.Namespace, num_tokens: int, name: str) -> dict[str
     weights = ExpertWeights(*(make(shape, seed) for seed, shape in enumerate(shapes)))
     routing = Routing(jnp.asarray(chosen), jnp.full(chosen.shape, 1 / model.experts.num_chosen, jnp.float32))
     kernel: Any = implementation(name, jax.devices()[0])
-    if options.most_fp8_tokens is not None:
-        kernel = partial(kernel, most_fp8_tokens=options.most_fp8_tokens)
+    limits = {"most_few_tokens": options.most_few_tokens, "most_fp8_tokens": options.most_fp8_tokens}
+    kernel = partial(kernel, **{limit: tokens for limit, tokens in limits.items() if tokens is not None})
 
     def layers(weights: ExpertWeights, routing: Routing, x: jax.Array) -> jax.Array:
         for layer in range(options.layers):

@@ -11,7 +11,7 @@ template <class W>
 struct ExpertLayers {
   experts::ExpertStacks<W> stacks;
   int layers, num_experts, mlp;  // of the stacks
-  int first_layer, num_layers, num_chosen;
+  int first_layer, num_layers, num_chosen, most_few_tokens;
   bool is_normalized;
 };
 
@@ -47,6 +47,7 @@ ffi::Error run_expert_layers(StepOf<W>& step, Shapes shapes, const ExpertLayers<
   expert_shapes.chosen = run.num_chosen;
   expert_shapes.experts = run.num_experts;
   expert_shapes.mlp = run.mlp;
+  expert_shapes.most_few_tokens = run.most_few_tokens;
   size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
   if (needed > scratch->element_count()) return too_small(needed);
   experts::ExpertScratch parts;

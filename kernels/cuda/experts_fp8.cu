@@ -19,8 +19,8 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
                                 In gate_up_scale, In gate_up_zero, In down, In down_scale, In down_zero, In cache,
                                 In page_table, In positions, In inverse_frequencies, Out x_out, Out cache_out,
                                 Out scratch, Out expert_scratch, Out chosen, int32_t first_layer, int32_t num_layers,
-                                int32_t num_chosen, int32_t is_normalized, float epsilon, float scale,
-                                float rotary_scale, Ints tuning) {
+                                int32_t num_chosen, int32_t most_few_tokens, int32_t is_normalized, float epsilon,
+                                float scale, float rotary_scale, Ints tuning) {
   Shapes shapes;
   add_cache(shapes, cache, page_table);
   shapes.batch = size(x, 0);
@@ -48,6 +48,7 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
       first_layer,
       num_layers,
       num_chosen,
+      most_few_tokens,
       is_normalized != 0};
   return run_expert_layers(step, shapes, run, x, positions, x_out, scratch, expert_scratch, chosen);
 }
@@ -107,6 +108,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_expert_layers_fp8, decode_expert_
                                   .Attr<int32_t>("first_layer")
                                   .Attr<int32_t>("num_layers")
                                   .Attr<int32_t>("num_chosen")
+                                  .Attr<int32_t>("most_few_tokens")
                                   .Attr<int32_t>("is_normalized")
                                   .Attr<float>("epsilon")
                                   .Attr<float>("scale")

@@ -14,7 +14,7 @@ struct ExpertShapes {
   int tokens = 0, chosen = 0, experts = 0, embed = 0, mlp = 0;
   int choices() const { return tokens * chosen; }
   int chunks() const { return (tokens + kMaxTokens - 1) / kMaxTokens; }
-  int most_few_tokens = kFewTokens;  // less for benchmarks and tests
+  int most_few_tokens = kFewTokens;  // of a step by rows
   bool has_few_tokens() const { return tokens <= std::min(most_few_tokens, kFewTokens); }
 };
 

@@ -75,9 +75,10 @@ def test_whole_stack(case):
         is_same = with_the_same_experts(np.asarray(chosen)[:, real], np.asarray(expected_chosen)[:, real])
         before, out, expected = before[is_same], out[is_same], expected[is_same]
     assert relative_error(out, expected) < BOUND
-    assert (
-        relative_error(out - before, expected - before) < 2 * BOUND
-    )  # compares what the layers add, without the residual
+    # Compares what the layers add, without the residual, whose rounding in each of two layers' sums remains: where the
+    # layers add little, that is most of it (bfloat16 operations of XLA differ by as much).
+    added = np.linalg.norm(expected - before) / np.linalg.norm(before)
+    assert relative_error(out - before, expected - before) < 2 * BOUND + 2**-9 / added
     check_cache(inputs, cache, expected_cache, case.num_layers, bound=4 * BOUND if case.num_experts else BOUND)
     again = run(*arguments)
     np.testing.assert_array_equal(np.asarray(again[0]), np.asarray(x))  # bitwise equal: no races
