@@ -12,12 +12,17 @@
 //   scores [16 tokens, 8 queries] = K Q^T;  out [H, 8 queries] += V^T P^T
 // A lane therefore holds the same two queries in both, and one transposition of the 16 x 8 scores connects them.
 //
+// With a cache in 8 bits, tiles stay so in shared memory and are converted between ldmatrix and the product. A lane
+// then reads four neighboring elements of a key at once, and the queries' elements have the same order; the transposed
+// rows of values come in pairs, so that row r of 16 of the result is element 2 r, and row r + 8 is element 2 r + 1.
+//
 // Pages of earlier tokens were written by earlier steps, so they are fetched before the wait for the previous kernel.
 // Only the current token's row comes from that kernel: it is read after the wait and replaces the fetched row. Where
 // several new tokens belong to one request, the tiles with those before the current one are fetched after the wait.
 // Page contents beyond the request's length are masked (keys) or overwritten with zeros (values), so NaN is harmless.
 #pragma once
 #include "context_parts.cuh"
+#include "e4m3_cache.cuh"
 #include "ptx.cuh"
 
 namespace meshserve {
@@ -27,10 +32,12 @@ constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMaxGroup = 8;
 constexpr int kMaxWarpRingBytes = 24 * 1024;  // 4 warps x 24 KB: two blocks per SM, 192 KB in flight
+template <class C>
+constexpr int least_stages = C::kIsFp8 ? 2 : 1;  // of a warp's ring
 
 struct AttentionArgs {
   const bf16* q;          // [B, K, G, H]
-  const bf16* cache;      // this layer's [P, K, 2, S, H]
+  const void* cache;      // this layer's [P, K, 2, S, H]
   const int* page_table;  // [B, max_pages]
   ContextCuts cuts;
   bf16* out;  // [B, K, G, H]
@@ -64,6 +71,13 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int token, int 
   return tile + (chunk / 8) * (kTileTokens * 128) + token * 128 + (((chunk % 8) ^ (token % 8)) * 16);
 }
 
+// The same in a tile [16 tokens, H] of e4m3, also in 128-byte swizzle.
+template <int H>
+__device__ __forceinline__ uint32_t fp8_chunk_address(uint32_t tile, int token, int chunk) {
+  const uint32_t offset = token * H + chunk * 16;
+  return tile + (offset ^ (offset / 128 % 8 * 16));
+}
+
 // Returns how many of the request's first tiles may be fetched before the previous kernel ends. Rows of consecutive
 // positions may be new tokens of one request; if they are not, some tiles are only fetched later than possible.
 __device__ __forceinline__ int count_early_tiles(const int* positions, int request, int num_tiles) {
@@ -77,19 +91,34 @@ __device__ __forceinline__ int count_early_tiles(const int* positions, int reque
 template <int H>
 struct WarpState {
   uint32_t q[H / 16][2];     // queries as the B operand: query lane / 4, elements 16 k + 2 (lane % 4) ..
-  float out[H / 16][4];      // elements 16 h + lane / 4 (+ 8) of queries 2 (lane % 4), + 1
+  float out[H / 16][4];      // elements 16 h + lane / 4 (+ 8) of queries 2 (lane % 4), + 1; see above for 8 bits
   float largest[2], sum[2];  // of the two queries; `sum` covers only this lane's tokens
 };
 
-template <int H>
+template <int H, class C>
 __device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile, uint32_t v_tile, int first_token,
                                             int num_tokens, float scale_log2, int lane) {
   float even[4] = {}, odd[4] = {};  // two chains of multiplications hide each other's latency
+  if constexpr (C::kIsFp8) {
 #pragma unroll
-  for (int k = 0; k < H / 16; ++k) {
-    uint32_t a[4];
-    load_matrices(a, chunk_address(k_tile, lane % 16, 2 * k + lane / 16));
-    multiply_16x8x16(k % 2 ? odd : even, a, state.q[k][0], state.q[k][1]);
+    for (int k = 0; k < H / 16; k += 2) {
+      uint32_t raw[4];
+      load_matrices(raw, fp8_chunk_address<H>(k_tile, lane % 16, k + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t a[4];
+        convert_e4m3(raw[2 * i], a[0], a[2]);
+        convert_e4m3(raw[2 * i + 1], a[1], a[3]);
+        multiply_16x8x16(i ? odd : even, a, state.q[k + i][0], state.q[k + i][1]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < H / 16; ++k) {
+      uint32_t a[4];
+      load_matrices(a, chunk_address(k_tile, lane % 16, 2 * k + lane / 16));
+      multiply_16x8x16(k % 2 ? odd : even, a, state.q[k][0], state.q[k][1]);
+    }
   }
   float score[4];
 #pragma unroll
@@ -113,27 +142,48 @@ __device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile
   }
   uint32_t p0 = transpose_8x8(pack_bf16(score[0], score[1]));
   uint32_t p1 = transpose_8x8(pack_bf16(score[2], score[3]));
-#pragma unroll
-  for (int h = 0; h < H / 16; ++h) {
-    uint32_t a[4];
-    load_matrices_transposed(a, chunk_address(v_tile, lane % 8 + 8 * (lane / 16), 2 * h + (lane / 8) % 2));
-    float (&out)[4] = state.out[h];
+  auto add_values = [&](float (&out)[4], const uint32_t (&a)[4]) {
     out[0] *= shrink[0];
     out[1] *= shrink[1];
     out[2] *= shrink[0];
     out[3] *= shrink[1];
     multiply_16x8x16(out, a, p0, p1);
+  };
+  if constexpr (C::kIsFp8) {
+#pragma unroll
+    for (int h = 0; h < H / 16; h += 2) {
+      uint32_t raw[4];  // of each 16 elements, tokens 0 to 7 and 8 to 15
+      load_matrices_transposed(raw, fp8_chunk_address<H>(v_tile, lane % 16, h + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t a[4];
+        convert_e4m3(raw[2 * i], a[0], a[1]);
+        convert_e4m3(raw[2 * i + 1], a[2], a[3]);
+        add_values(state.out[h + i], a);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int h = 0; h < H / 16; ++h) {
+      uint32_t a[4];
+      load_matrices_transposed(a, chunk_address(v_tile, lane % 8 + 8 * (lane / 16), 2 * h + (lane / 8) % 2));
+      add_values(state.out[h], a);
+    }
   }
 }
 
 // Patches the last tile with the current token's row that the previous kernel wrote (lanes 0..15 the key, 16..31 the
 // value, 16 bytes each), and with zeros for values beyond the request's last token.
-template <int H>
+template <int H, class C>
 __device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int last_token, uint4 current, int lane) {
-  if (lane % 16 < H / 8) store_shared(chunk_address(lane < 16 ? k_tile : v_tile, last_token, lane % 16), current);
+  constexpr int kChunks = H * sizeof(typename C::Element) / 16;
+  auto address = [](uint32_t tile, int token, int chunk) {
+    return C::kIsFp8 ? fp8_chunk_address<H>(tile, token, chunk) : chunk_address(tile, token, chunk);
+  };
+  if (lane % 16 < kChunks) store_shared(address(lane < 16 ? k_tile : v_tile, last_token, lane % 16), current);
 #pragma unroll 1
-  for (int i = lane; i < (kTileTokens - 1 - last_token) * (H / 8); i += 32) {
-    store_shared(chunk_address(v_tile, last_token + 1 + i / (H / 8), i % (H / 8)), make_uint4(0, 0, 0, 0));
+  for (int i = lane; i < (kTileTokens - 1 - last_token) * kChunks; i += 32) {
+    store_shared(address(v_tile, last_token + 1 + i / kChunks, i % kChunks), make_uint4(0, 0, 0, 0));
   }
   __syncwarp();
 }
@@ -206,11 +256,11 @@ __device__ __forceinline__ Merged merge_blocks(const Received<H>* received, int 
 }
 
 // Grid: (blocks per cluster, K, clusters per KV head). W: the format of the output projection's weights.
-template <int H, class W = Bf16Weights>
+template <int H, class W = Bf16Weights, class C = Bf16Cache>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     attention_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ AttentionArgs args) {
-  constexpr int kTileBytes = kTileTokens * H * 2;
-  static_assert(sizeof(Partial<H>) <= 2 * kTileBytes, "a warp's result takes the place of its ring");
+  constexpr int kElementBytes = sizeof(typename C::Element), kTileBytes = kTileTokens * H * kElementBytes;
+  static_assert(sizeof(Partial<H>) <= least_stages<C> * 2 * kTileBytes, "a warp's result takes the place of its ring");
   extern __shared__ __align__(1024) uint8_t memory[];
   const int warp_bytes = args.stages * 2 * kTileBytes;
   Received<H>* received = reinterpret_cast<Received<H>*>(memory + kAttentionWarps * warp_bytes);
@@ -280,10 +330,12 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   }
   // Address of the current token's key and value: 16 bytes per lane of the warp that has the last tile.
   const uint4* current_row = nullptr;
-  if (my_tiles > 0 && worker + (my_tiles - 1) * num_workers == num_tiles - 1 && lane % 16 < H / 8) {
+  if (my_tiles > 0 && worker + (my_tiles - 1) * num_workers == num_tiles - 1 && lane % 16 < H * kElementBytes / 16) {
     int page = my_pages[(num_tokens - 1) / args.page_size], offset = (num_tokens - 1) % args.page_size;
     size_t slab = (static_cast<size_t>(page) * args.kv_heads + kv_head) * 2 + lane / 16;
-    current_row = reinterpret_cast<const uint4*>(args.cache + (slab * args.page_size + offset) * H + 8 * (lane % 16));
+    const uint8_t* cache = static_cast<const uint8_t*>(args.cache);
+    current_row =
+        reinterpret_cast<const uint4*>(cache + (slab * args.page_size + offset) * H * kElementBytes + 16 * (lane % 16));
   }
 
   wait_for_previous_kernel();
@@ -293,10 +345,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   const bf16* q = args.q + (static_cast<size_t>(request) * args.kv_heads + kv_head) * args.group * H;
 #pragma unroll
   for (int k = 0; k < H / 16; ++k) {
-    const uint32_t* at = reinterpret_cast<const uint32_t*>(q + (lane / 4) * H + 16 * k + 2 * (lane % 4));
     bool is_head = lane / 4 < args.group && num_tokens > 0;
-    state.q[k][0] = is_head ? at[0] : 0;
-    state.q[k][1] = is_head ? at[4] : 0;
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(q + (lane / 4) * H + 16 * k);
+    constexpr int kFirst = C::kIsFp8 ? 2 : 1, kSecond = C::kIsFp8 ? 1 : 4;
+    const uint32_t first = is_head ? words[kFirst * (lane % 4)] : 0;
+    const uint32_t second = is_head ? words[kFirst * (lane % 4) + kSecond] : 0;
+    state.q[k][0] = C::kIsFp8 ? __byte_perm(first, second, 0x5410) : first;
+    state.q[k][1] = C::kIsFp8 ? __byte_perm(first, second, 0x7632) : second;
 #pragma unroll
     for (int i = 0; i < 4; ++i) state.out[k][i] = 0.0f;
   }
@@ -311,9 +366,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     uint32_t k_tile = ring + s * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
     barrier_wait(full + 8 * s, parity);
     if (tile == num_tiles - 1) {
-      patch_tile<H>(k_tile, v_tile, (num_tokens - 1) % kTileTokens, current, lane);
+      patch_tile<H, C>(k_tile, v_tile, (num_tokens - 1) % kTileTokens, current, lane);
     }
-    attend_tile(state, k_tile, v_tile, tile * kTileTokens, num_tokens, args.scale_log2, lane);
+    attend_tile<H, C>(state, k_tile, v_tile, tile * kTileTokens, num_tokens, args.scale_log2, lane);
     __syncwarp();
     if (i + args.stages < my_tiles) fetch(i + args.stages, s);
     if (++s == args.stages) s = 0, parity ^= 1;
@@ -331,9 +386,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     }
 #pragma unroll
     for (int h = 0; h < H / 16; ++h) {
-      float* to = mine->out + query * Partial<H>::kStride + 16 * h + lane / 4;
+      float* to = mine->out + query * Partial<H>::kStride + 16 * h + (C::kIsFp8 ? 2 : 1) * (lane / 4);
       to[0] = state.out[h][c];
-      to[8] = state.out[h][c + 2];
+      to[C::kIsFp8 ? 1 : 8] = state.out[h][c + 2];
     }
   }
   __syncthreads();

@@ -34,7 +34,7 @@ ffi::Error decode_expert_layers(cudaStream_t stream, In x, In input_norm, In qkv
                   data<bf16>(post_norm),
                   nullptr,
                   nullptr};
-  step.cache = {data<bf16>(cache_out), data<int>(page_table), data<int>(positions)};
+  step.cache = {data<void>(cache_out), is_fp8(cache), data<int>(page_table), data<int>(positions)};
   step.inverse_frequencies = data<float>(inverse_frequencies);
   step.epsilon = epsilon;
   step.scale = scale;

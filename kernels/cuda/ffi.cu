@@ -46,8 +46,8 @@ ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_
     Step step(shapes, tuned, on);
     step.weights = {data<bf16>(input_norm), data<bf16>(qkv),       data<bf16>(q_norm),  data<bf16>(k_norm),
                     data<bf16>(o),          data<bf16>(post_norm), data<bf16>(gate_up), data<bf16>(down)};
-    step.cache = {data<bf16>(cache_out), data<int>(page_table) + static_cast<size_t>(first) * shapes.max_pages,
-                  data<int>(positions) + first};
+    step.cache = {data<void>(cache_out), is_fp8(cache),
+                  data<int>(page_table) + static_cast<size_t>(first) * shapes.max_pages, data<int>(positions) + first};
     step.inverse_frequencies = data<float>(inverse_frequencies);
     step.epsilon = epsilon;
     step.scale = scale;
@@ -82,7 +82,7 @@ ffi::Error decode_qkv(cudaStream_t stream, In x, In norm, In qkv, In q_norm, In 
   step.weights.qkv = data<bf16>(qkv);
   step.weights.q_norm = data<bf16>(q_norm);
   step.weights.k_norm = data<bf16>(k_norm);
-  step.cache = {data<bf16>(cache_out), data<int>(page_table), data<int>(positions)};
+  step.cache = {data<void>(cache_out), is_fp8(cache), data<int>(page_table), data<int>(positions)};
   step.inverse_frequencies = data<float>(inverse_frequencies);
   step.epsilon = epsilon;
   step.rotary_scale = rotary_scale;
@@ -100,7 +100,7 @@ ffi::Error paged_attention(cudaStream_t stream, In q, In cache, In page_table, I
   shapes.batch = size(q, 0);
   shapes.group = size(q, 2);
   Step step(shapes, tuning_of(tuning), stream);
-  step.cache = {data<bf16>(cache), data<int>(page_table), data<int>(positions)};
+  step.cache = {data<void>(cache), is_fp8(cache), data<int>(page_table), data<int>(positions)};
   step.scale = scale;
   size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
   if (needed > scratch->element_count()) return too_small(needed);
@@ -159,7 +159,8 @@ ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In parts, In p
   add_cache(shapes, cache, page_table);
   prefill::Call call = {};
   call.q = data<bf16>(q);
-  call.pages = data<bf16>(cache) + layer * (cache.element_count() / shapes.layers);
+  call.is_fp8 = is_fp8(cache);
+  call.pages = data<uint8_t>(cache) + layer * (cache.size_bytes() / shapes.layers);
   call.parts = data<int4>(parts);
   call.page_table = data<int>(page_table);
   call.positions = data<int>(positions);
@@ -196,14 +197,18 @@ ffi::Error qk_norm_rope(cudaStream_t stream, In rows, In q_norm, In k_norm, In c
   args.requests = data<int>(requests);
   args.page_table = data<int>(page_table);
   args.q = data<bf16>(q);
-  args.pages = data<bf16>(cache_out) + layer * (cache.element_count() / shapes.layers);
+  args.pages = data<uint8_t>(cache_out) + layer * (cache.size_bytes() / shapes.layers);
   args.num_tokens = size(rows, 0);
   args.kv_heads = shapes.kv_heads;
   args.group = size(rows, 1) / (shapes.kv_heads * shapes.head_dim) - 2;
   args.max_pages = shapes.max_pages;
   args.page_size = shapes.page_size;
   args.epsilon = epsilon;
-  const auto kernel = shapes.head_dim == 128 ? rope::qk_norm_rope_kernel<128> : rope::qk_norm_rope_kernel<64>;
+  auto kernel = shapes.head_dim == 128 ? rope::qk_norm_rope_kernel<128> : rope::qk_norm_rope_kernel<64>;
+  if (is_fp8(cache)) {
+    kernel =
+        shapes.head_dim == 128 ? rope::qk_norm_rope_kernel<128, Fp8Cache> : rope::qk_norm_rope_kernel<64, Fp8Cache>;
+  }
   const int num_threads = args.num_tokens * args.kv_heads * (shapes.head_dim / 4);
   kernel<<<(num_threads + rope::kThreads - 1) / rope::kThreads, rope::kThreads, 0, stream>>>(args);
   return result(cudaGetLastError());

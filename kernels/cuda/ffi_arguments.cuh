@@ -36,6 +36,7 @@ inline ffi::Error result(cudaError_t status) {
   return result(std::string(status == cudaSuccess ? "" : cudaGetErrorString(status)));
 }
 
+inline bool is_fp8(const In& cache) { return cache.element_type() == ffi::DataType::F8E4M3FN; }
 inline bool is_int4(const In& data) { return data.element_type() == ffi::DataType::U8; }
 
 // Returns a stacked matrix. A scale's rows and columns follow from the shapes.

@@ -42,7 +42,8 @@ struct Weights {  // stacked over layers
 };
 
 struct Cache {
-  bf16* pages;
+  void* pages;
+  bool is_fp8;  // whether these are e4m3 and not bf16
   const int *page_table, *positions;
 };
 
@@ -170,7 +171,7 @@ class StepOf {
     args.q_gain = weights.q_norm + static_cast<size_t>(layer) * shapes_.head_dim;
     args.k_gain = weights.k_norm + static_cast<size_t>(layer) * shapes_.head_dim;
     args.cos_sin = scratch.cos_sin;
-    args.cache = cache.pages + layer * layer_elements();
+    args.cache = layer_pages(layer);
     args.page_table = cache.page_table;
     args.positions = cache.positions;
     args.max_pages = shapes_.max_pages;
@@ -178,6 +179,7 @@ class StepOf {
     args.kv_heads = shapes_.kv_heads;
     args.group = shapes_.group;
     args.head_dim = shapes_.head_dim;
+    args.has_fp8_cache = cache.is_fp8;
     args.holds_back = is_mesh_;
     int tiles = (shapes_.qkv_rows() + kTileRows - 1) / kTileRows;
     project<Epilogue::kQkv>("qkv", args, weights.qkv, shapes_.qkv_rows(), shapes_.embed, scratch.scaled, tiles,
@@ -188,7 +190,7 @@ class StepOf {
     const int h = shapes_.head_dim;
     AttentionArgs args = {};
     args.q = q;
-    args.cache = cache.pages + layer * layer_elements();
+    args.cache = layer_pages(layer);
     args.page_table = cache.page_table;
     args.out = out;
     args.unmerged = scratch.unmerged;
@@ -205,17 +207,15 @@ class StepOf {
     if (!map_pages(&pages)) return;
     dim3 grid(splits, shapes_.kv_heads, args.cuts.num_clusters);
     // Limiting the ring to what the longest request needs leaves room for the next kernels' weights.
-    const int stage_bytes = 4 * kTileTokens * h, warp_tokens = kTileTokens * kAttentionWarps * splits;
+    const int stage_bytes = 2 * kTileTokens * h * element_bytes(), warp_tokens = kTileTokens * kAttentionWarps * splits;
     const int most_tiles = (shapes_.max_context() + warp_tokens - 1) / warp_tokens;
     args.stages = std::min(kMaxWarpRingBytes / stage_bytes, most_tiles);
+    args.stages = std::max(args.stages, cache.is_fp8 ? least_stages<Fp8Cache> : least_stages<Bf16Cache>);
     const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
-    if (h == 128) {
-      launch("attention", attention_kernel<128, W>, grid, kAttentionThreads, ring_bytes + sizeof(Received<128>), splits,
-             pages, args);
-    } else {
-      launch("attention", attention_kernel<64, W>, grid, kAttentionThreads, ring_bytes + sizeof(Received<64>), splits,
-             pages, args);
-    }
+    auto kernel = h == 128 ? attention_kernel<128, W> : attention_kernel<64, W>;
+    if (cache.is_fp8) kernel = h == 128 ? attention_kernel<128, W, Fp8Cache> : attention_kernel<64, W, Fp8Cache>;
+    const size_t received_bytes = h == 128 ? sizeof(Received<128>) : sizeof(Received<64>);
+    launch("attention", kernel, grid, kAttentionThreads, ring_bytes + received_bytes, splits, pages, args);
   }
 
   // out = residual (may be null) + attended o^T. If `next_gain` is given, also computes the inputs of the next norm.
@@ -497,13 +497,21 @@ class StepOf {
     return encode(map, matrix, sizes, strides, box);
   }
 
-  // Maps the whole cache as rows of one token each, split into halves of 128 bytes: tiles [H / 64, 16 tokens, 64].
+  int element_bytes() const { return cache.is_fp8 ? 1 : 2; }
+  void* layer_pages(int layer) const {
+    return static_cast<uint8_t*>(cache.pages) + layer * layer_elements() * element_bytes();
+  }
+
+  // Maps the whole cache as rows of one token each, split into halves of 128 bytes: tiles [H / 64, 16 tokens, 64]; in 8
+  // bits [1, 16 tokens, H].
   bool map_pages(CUtensorMap* map) {
-    const int h = shapes_.head_dim;
-    cuuint64_t sizes[3] = {64, shapes_.layers * (layer_elements() / h), static_cast<cuuint64_t>(h / 64)};
-    cuuint64_t strides[2] = {static_cast<cuuint64_t>(h) * 2, 128};
-    cuuint32_t box[3] = {64, kTileTokens, static_cast<cuuint32_t>(h / 64)};
-    return encode(map, cache.pages, sizes, strides, box);
+    const int h = shapes_.head_dim, row = cache.is_fp8 ? h : 64;
+    cuuint64_t sizes[3] = {static_cast<cuuint64_t>(row), shapes_.layers * (layer_elements() / h),
+                           static_cast<cuuint64_t>(h / row)};
+    cuuint64_t strides[2] = {static_cast<cuuint64_t>(h) * element_bytes(), 128};
+    cuuint32_t box[3] = {static_cast<cuuint32_t>(row), kTileTokens, static_cast<cuuint32_t>(h / row)};
+    const auto type = cache.is_fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    return encode(map, cache.pages, sizes, strides, box, type);
   }
 
  public:

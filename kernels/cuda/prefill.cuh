@@ -12,6 +12,8 @@
 // warpgroup, the matmuls of block i + 1's scores and block i's values are in flight together (FlashAttention-3, arXiv
 // 2407.08608).
 //
+// A cache in 8 bits: the warp prefetches keys and values as they are, and the others of its warpgroup convert them.
+//
 // Page contents beyond a request's keys are masked (keys) or overwritten with zeros (values), so NaN is harmless.
 // Rows of a tile that are not queries are computed but not stored. If a tile has one token, these rows hold zeros or
 // the data of an earlier tile, and all their weights are zero. Multiplying other requests' queries instead lowered the
@@ -19,6 +21,7 @@
 #pragma once
 #include <type_traits>
 
+#include "e4m3_cache.cuh"
 #include "prefill_parts.cuh"
 #include "wgmma_registers.cuh"
 
@@ -29,9 +32,19 @@ constexpr int kThreads = 384, kComputeWarps = 8;
 constexpr int kStages = 2;                                    // of keys and of values; more do not help
 constexpr int kHalfBytes = 128 * 128;                         // 128 rows of 64 bf16
 constexpr int kFetchRegisters = 40, kComputeRegisters = 232;  // registers per thread
+constexpr int kRawStages = 3, kConvertWarps = 3;              // of keys or values in 8 bits
 constexpr float kNoQuery = 1e30f;                             // maximum of rows that are not queries: weights become 0
 
+template <int H, class C>
+struct RawKeys {};
 template <int H>
+struct alignas(128) RawKeys<H, Fp8Cache> {  // keys and values in turn, as fetched
+  uint8_t ring[kRawStages][kBlockKeys * H];
+  uint64_t full[kRawStages], empty[kRawStages];
+  bool is_end[kRawStages];  // nothing follows
+};
+
+template <int H, class C>
 struct Memory {
   static constexpr int kOperandBytes = H / 64 * kHalfBytes;
   uint8_t q[kOperandBytes];  // each operand: halves of 64 columns, each 128 rows of 128 bytes, swizzled
@@ -42,14 +55,16 @@ struct Memory {
   Item item;
   bool is_last[2];  // whether this part is the tile's last, for each warpgroup's rows
   float2 row_scales[kTileRows];
+  RawKeys<H, C> raw;
 };
 
-// A position in a ring of stages.
+// A position in a ring of N stages.
+template <int N>
 struct Place {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == N) stage = 0, parity ^= 1;
   }
 };
 
@@ -75,18 +90,19 @@ __device__ __forceinline__ void wait_turn(int number) { sync_threads(number, 256
 __device__ __forceinline__ void give_turn(int number) { arrive_threads(number, 256); }
 
 // ---- the fetch warp ----------------------------------------------------------------------------------------------
-template <int H>
-__device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* queries, const CUtensorMap* lone_queries,
+template <int H, class C>
+__device__ __forceinline__ void fetch(Memory<H, C>& memory, const CUtensorMap* queries, const CUtensorMap* lone_queries,
                                       const CUtensorMap* pages, const Args& args) {
-  using M = Memory<H>;
-  constexpr int kHalves = H / 64;
+  using M = Memory<H, C>;
+  constexpr int kQueryHalves = H / 64, kHalves = C::kIsFp8 ? 1 : H / 64, kRowBytes = C::kIsFp8 ? H : 128;
   const int lane = threadIdx.x;
   // A lane copies one box of keys and one of values: half `my_half` of the tokens from `my_offset` on in each block.
   const int my_half = lane % kHalves, my_offset = lane / kHalves * args.box_tokens;
-  const int box_bytes = args.box_tokens * 128, num_items = args.num_parts * args.kv_heads;
-  const uint32_t my_bytes = my_half * kHalfBytes + my_offset * 128;
+  const int box_bytes = args.box_tokens * kRowBytes, num_items = args.num_parts * args.kv_heads;
+  const uint32_t my_bytes = my_half * kHalfBytes + my_offset * kRowBytes;
   const uint32_t q_full = shared_address(&memory.q_full), q_empty = shared_address(&memory.q_empty);
-  Place place;
+  Place<kStages> place;
+  Place<kRawStages> raw;
   int item = blockIdx.x;
 #pragma unroll 1
   for (int round = 0;; ++round) {
@@ -104,8 +120,8 @@ __device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* quer
                          part.num_parts,       part.first_slot};
       if (part.num_tokens > 0) {
         const bool is_lone = part.num_tokens == 1;
-        barrier_expect_bytes(q_full, kHalves * (is_lone ? 1 : args.tile_tokens) * args.group * 128);
-        for (int half = 0; half < kHalves; ++half) {
+        barrier_expect_bytes(q_full, kQueryHalves * (is_lone ? 1 : args.tile_tokens) * args.group * 128);
+        for (int half = 0; half < kQueryHalves; ++half) {
           copy_queries(shared_address(memory.q) + half * kHalfBytes, is_lone ? lone_queries : queries, half, kv_head,
                        part.first_token, q_full);
         }
@@ -113,7 +129,16 @@ __device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* quer
         barrier_arrive(q_full);
       }
     }
-    if (part.num_tokens == 0) return;
+    if (part.num_tokens == 0) {
+      if constexpr (C::kIsFp8) {
+        barrier_wait(shared_address(memory.raw.empty + raw.stage), raw.parity ^ 1);
+        if (lane == 0) {
+          memory.raw.is_end[raw.stage] = true;
+          barrier_arrive(shared_address(memory.raw.full + raw.stage));
+        }
+      }
+      return;
+    }
     const int next = lane == 0 ? gridDim.x + atomicAdd(args.next_item, 1) : 0;
     const int* my_pages = args.page_table + static_cast<size_t>(part.request) * args.max_pages;
     int first_key = (num_keys - 1) / kBlockKeys * kBlockKeys;
@@ -132,10 +157,18 @@ __device__ __forceinline__ void fetch(Memory<H>& memory, const CUtensorMap* quer
       page = look_up_page();  // of the next block, well before it is needed
 #pragma unroll
       for (int operand = 0; operand < 2; ++operand) {
-        const uint32_t full = shared_address(operand == 0 ? memory.k_full : memory.v_full) + 8 * place.stage;
-        const uint32_t empty = shared_address(operand == 0 ? memory.k_empty : memory.v_empty) + 8 * place.stage;
-        const uint32_t to = shared_address(operand == 0 ? memory.k : memory.v) + place.stage * M::kOperandBytes;
-        barrier_wait(empty, place.parity ^ 1);
+        uint32_t full, to;
+        if constexpr (C::kIsFp8) {
+          full = shared_address(memory.raw.full + raw.stage), to = shared_address(memory.raw.ring[raw.stage]);
+          barrier_wait(shared_address(memory.raw.empty + raw.stage), raw.parity ^ 1);
+          if (lane == 0) memory.raw.is_end[raw.stage] = false;
+          raw.advance();
+        } else {
+          full = shared_address(operand == 0 ? memory.k_full : memory.v_full) + 8 * place.stage;
+          to = shared_address(operand == 0 ? memory.k : memory.v) + place.stage * M::kOperandBytes;
+          const uint32_t empty = shared_address(operand == 0 ? memory.k_empty : memory.v_empty) + 8 * place.stage;
+          barrier_wait(empty, place.parity ^ 1);
+        }
         if (lane == 0) barrier_expect_bytes(full, num_bytes);
         __syncwarp();
         if (current >= 0) copy_page_part(to + my_bytes, pages, row + operand * args.page_size, my_half, full);
@@ -154,6 +187,30 @@ __device__ __forceinline__ void clear_padding(const Args& args) {
     if (args.positions[token] >= 0) continue;
     uint4* row = reinterpret_cast<uint4*>(args.out + static_cast<size_t>(token) * row_elements);
     for (int i = lane; i < row_elements / 8; i += 32) row[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// Converts keys and values, a block of keys and then of values, until `fetch` says that it ends.
+template <int H>
+__device__ __forceinline__ void convert(Memory<H, Fp8Cache>& memory) {
+  const int thread = threadIdx.x - 32, lane = threadIdx.x % 32;
+  Place<kRawStages> raw;
+#pragma unroll 1
+  for (Place<kStages> place;; place.advance()) {
+#pragma unroll 1
+    for (int operand = 0; operand < 2; ++operand, raw.advance()) {
+      barrier_wait(shared_address(memory.raw.full + raw.stage), raw.parity);
+      if (memory.raw.is_end[raw.stage]) return;
+      const uint32_t to = shared_address(operand == 0 ? memory.k[place.stage] : memory.v[place.stage]);
+      barrier_wait(shared_address((operand == 0 ? memory.k_empty : memory.v_empty) + place.stage), place.parity ^ 1);
+      widen_tile<H>(shared_address(memory.raw.ring[raw.stage]), to, kBlockKeys, kHalfBytes, thread, 32 * kConvertWarps);
+      fence_shared_before_copies();  // wgmma reads by the same proxy as copies
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(shared_address((operand == 0 ? memory.k_full : memory.v_full) + place.stage));
+        barrier_arrive(shared_address(memory.raw.empty + raw.stage));
+      }
+    }
   }
 }
 
@@ -329,23 +386,23 @@ __device__ __forceinline__ void store_unmerged(Rows<H>& rows, const Item& item, 
 }
 
 // The state of a compute warpgroup: its positions in the rings of keys and values, and its rows of a tile.
-template <int H>
+template <int H, class C>
 struct Worker {
-  Memory<H>& memory;
+  Memory<H, C>& memory;
   const Args& args;
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
   const int first_row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  Place keys, values;
+  Place<kStages> keys, values;
 
-  __device__ __forceinline__ Worker(Memory<H>& memory, const Args& args) : memory(memory), args(args) {}
+  __device__ __forceinline__ Worker(Memory<H, C>& memory, const Args& args) : memory(memory), args(args) {}
 
   __device__ __forceinline__ uint32_t k_full() const { return shared_address(memory.k_full) + 8 * keys.stage; }
   __device__ __forceinline__ uint32_t v_full() const { return shared_address(memory.v_full) + 8 * values.stage; }
   __device__ __forceinline__ uint32_t k_now() const {
-    return shared_address(memory.k) + keys.stage * Memory<H>::kOperandBytes;
+    return shared_address(memory.k) + keys.stage * Memory<H, C>::kOperandBytes;
   }
   __device__ __forceinline__ uint32_t v_now() const {
-    return shared_address(memory.v) + values.stage * Memory<H>::kOperandBytes;
+    return shared_address(memory.v) + values.stage * Memory<H, C>::kOperandBytes;
   }
   __device__ __forceinline__ void release(uint32_t barrier) const {
     if (lane == 0) barrier_arrive(barrier);
@@ -455,9 +512,9 @@ struct Worker {
   }
 };
 
-template <int H>
-__device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
-  Worker<H> worker(memory, args);
+template <int H, class C>
+__device__ __forceinline__ void compute(Memory<H, C>& memory, const Args& args) {
+  Worker<H, C> worker(memory, args);
   const int warpgroup = worker.warpgroup;
   if (warpgroup == 1) give_turn(kTurnBarrier);  // the other warpgroup begins
 #pragma unroll 1
@@ -483,12 +540,12 @@ __device__ __forceinline__ void compute(Memory<H>& memory, const Args& args) {
 }
 
 // One thread block per multiprocessor.
-template <int H>
+template <int H, class C = Bf16Cache>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap lone_queries,
                      const __grid_constant__ CUtensorMap pages, const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  auto& memory = *reinterpret_cast<Memory<H>*>(raw);
+  auto& memory = *reinterpret_cast<Memory<H, C>*>(raw);
   if (threadIdx.x == 0) {
     prefetch_map(&queries);
     prefetch_map(&lone_queries);
@@ -496,10 +553,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared_address(&memory.q_full), 1);
     barrier_init(shared_address(&memory.q_empty), kComputeWarps);
     for (int s = 0; s < kStages; ++s) {
-      barrier_init(shared_address(memory.k_full + s), 1);
-      barrier_init(shared_address(memory.v_full + s), 1);
+      barrier_init(shared_address(memory.k_full + s), C::kIsFp8 ? kConvertWarps : 1);
+      barrier_init(shared_address(memory.v_full + s), C::kIsFp8 ? kConvertWarps : 1);
       barrier_init(shared_address(memory.k_empty + s), kComputeWarps);
       barrier_init(shared_address(memory.v_empty + s), kComputeWarps);
+    }
+    if constexpr (C::kIsFp8) {
+      for (int s = 0; s < kRawStages; ++s) {
+        barrier_init(shared_address(memory.raw.full + s), 1);
+        barrier_init(shared_address(memory.raw.empty + s), kConvertWarps);
+      }
     }
     barrier_init_fence();
   }
@@ -511,13 +574,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
     if (threadIdx.x < 32) {
-      fetch<H>(memory, &queries, &lone_queries, &pages, args);
+      fetch<H, C>(memory, &queries, &lone_queries, &pages, args);
     } else {
       clear_padding<H>(args);
+      if constexpr (C::kIsFp8) convert<H>(memory);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputeRegisters));
-    compute<H>(memory, args);
+    compute<H, C>(memory, args);
   }
 }
 

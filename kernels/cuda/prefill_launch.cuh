@@ -13,7 +13,9 @@ namespace meshserve {
 namespace prefill {
 
 struct Call {
-  const bf16 *q, *pages;  // [T, K, G, H]; one layer's [P, K, 2, S, H]
+  const bf16* q;      // [T, K, G, H]
+  const void* pages;  // one layer's [P, K, 2, S, H]
+  bool is_fp8;        // whether these are e4m3 and not bf16
   const int4* parts;
   const int *page_table, *positions;
   bf16* out;
@@ -30,20 +32,22 @@ inline std::string status_of(const char* what, cudaError_t status) {
   return status == cudaSuccess ? "" : std::string(what) + " failed: " + cudaGetErrorString(status);
 }
 
-inline std::string encode(CUtensorMap* map, const bf16* data, int rank, const cuuint64_t* sizes,
-                          const cuuint64_t* strides, const cuuint32_t* box) {
+inline std::string encode(CUtensorMap* map, const void* data, int rank, const cuuint64_t* sizes,
+                          const cuuint64_t* strides, const cuuint32_t* box, bool is_fp8 = false) {
+  const auto type = is_fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto swizzle = is_fp8 ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B;
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   CUresult result = CUDA_ERROR_NOT_FOUND;
   if (EncodeTiled function = encode_tiled()) {
-    result = function(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<bf16*>(data), sizes, strides, box, steps,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    result =
+        function(map, type, rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                 swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   }
   return result == CUDA_SUCCESS ? "" : "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result);
 }
 
 // The parts come from plan_parts in ../paged_attention/tiles.py; each has at most kTileRows / group tokens.
-template <int H>
+template <int H, class C>
 std::string launch_with(const Call& call, cudaStream_t stream) {
   Args args = {};
   args.parts = call.parts;
@@ -72,15 +76,16 @@ std::string launch_with(const Call& call, cudaStream_t stream) {
   const cuuint32_t q_box[5] = {64, 1, static_cast<cuuint32_t>(call.group), 1,
                                static_cast<cuuint32_t>(args.tile_tokens)};
   const cuuint32_t lone_q_box[5] = {64, 1, static_cast<cuuint32_t>(call.group), 1, 1};
-  // Pages as rows of one token each, split into halves of 128 bytes: [H / 64, rows, 64].
+  // Pages as rows of one token each, split into halves of 128 bytes: [H / 64, rows, 64]; in 8 bits [1, rows, H].
   const cuuint64_t rows = static_cast<cuuint64_t>(call.num_pages) * heads * 2 * call.page_size;
-  const cuuint64_t page_sizes[3] = {64, rows, h / 64};
-  const cuuint64_t page_strides[2] = {h * 2, 128};
-  const cuuint32_t page_box[3] = {64, static_cast<cuuint32_t>(args.box_tokens), 1};
+  const cuuint64_t row = C::kIsFp8 ? h : 64;
+  const cuuint64_t page_sizes[3] = {row, rows, h / row};
+  const cuuint64_t page_strides[2] = {h * sizeof(typename C::Element), 128};
+  const cuuint32_t page_box[3] = {static_cast<cuuint32_t>(row), static_cast<cuuint32_t>(args.box_tokens), 1};
   CUtensorMap queries, lone_queries, pages;
   std::string error = encode(&queries, call.q, 5, q_sizes, q_strides, q_box);
   if (error.empty()) error = encode(&lone_queries, call.q, 5, q_sizes, q_strides, lone_q_box);
-  if (error.empty()) error = encode(&pages, call.pages, 3, page_sizes, page_strides, page_box);
+  if (error.empty()) error = encode(&pages, call.pages, 3, page_sizes, page_strides, page_box, C::kIsFp8);
   if (!error.empty()) return error;
 
   int device = 0, num_multiprocessors = 0;
@@ -88,8 +93,8 @@ std::string launch_with(const Call& call, cudaStream_t stream) {
   if (status == cudaSuccess) {
     status = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
   }
-  const auto kernel = attention_kernel<H>;
-  constexpr int kSharedBytes = sizeof(Memory<H>);
+  const auto kernel = attention_kernel<H, C>;
+  constexpr int kSharedBytes = sizeof(Memory<H, C>);
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   }
@@ -102,7 +107,10 @@ std::string launch_with(const Call& call, cudaStream_t stream) {
 }
 
 inline std::string launch(const Call& call, cudaStream_t stream) {
-  return call.head_dim == 128 ? launch_with<128>(call, stream) : launch_with<64>(call, stream);
+  if (call.is_fp8) {
+    return call.head_dim == 128 ? launch_with<128, Fp8Cache>(call, stream) : launch_with<64, Fp8Cache>(call, stream);
+  }
+  return call.head_dim == 128 ? launch_with<128, Bf16Cache>(call, stream) : launch_with<64, Bf16Cache>(call, stream);
 }
 
 }  // namespace prefill

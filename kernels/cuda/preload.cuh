@@ -24,10 +24,16 @@ inline std::vector<const void*> all_kernels() {
   auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
   add(attention_kernel<64>);
   add(attention_kernel<128>);
+  add(attention_kernel<64, Bf16Weights, Fp8Cache>);
+  add(attention_kernel<128, Bf16Weights, Fp8Cache>);
   add(prefill::attention_kernel<64>);
   add(prefill::attention_kernel<128>);
   add(rope::qk_norm_rope_kernel<64>);
   add(rope::qk_norm_rope_kernel<128>);
+  add(prefill::attention_kernel<64, Fp8Cache>);
+  add(prefill::attention_kernel<128, Fp8Cache>);
+  add(rope::qk_norm_rope_kernel<64, Fp8Cache>);
+  add(rope::qk_norm_rope_kernel<128, Fp8Cache>);
   add(prepare_kernel<>);
   add(gather_kernel<>);
   add(one_shot_kernel<true>);

@@ -19,6 +19,7 @@
 #pragma once
 #include <type_traits>
 
+#include "e4m3_cache.cuh"
 #include "p2p.cuh"
 #include "split_product.cuh"
 #include "wgmma.cuh"
@@ -76,10 +77,11 @@ struct ProjectionArgs {
   const bf16* q_gain;
   const bf16* k_gain;
   const float* cos_sin;  // [batch, H]: H/2 cosines, H/2 sines
-  bf16* cache;           // this layer's [P, K, 2, S, H]
+  void* cache;           // this layer's [P, K, 2, S, H]
   const int* page_table;
   const int* positions;
   int max_pages, page_size, kv_heads, group, head_dim;
+  bool has_fp8_cache;
   bool holds_back;  // on a mesh: the next kernel starts only after the gather before this one, see p2p.cuh
 };
 
@@ -299,7 +301,14 @@ __device__ __forceinline__ void finish_qkv(const ProjectionArgs& args, int token
     store_bf16x4(args.q_out + head * args.head_dim + rows.element, value);
   } else if (offset >= 0) {
     long long slab = 2 * rows.kv_head + (rows.slot - args.group);
-    store_bf16x4(args.cache + offset + slab * args.page_size * args.head_dim + rows.element, value);
+    const size_t at = offset + slab * args.page_size * args.head_dim + rows.element;
+    if (args.has_fp8_cache) {
+      const uint32_t low = narrow_to_e4m3(pack_bf16(value.x, value.y)),
+                     high = narrow_to_e4m3(pack_bf16(value.z, value.w));
+      *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(args.cache) + at) = low | high << 16;
+    } else {
+      store_bf16x4(static_cast<bf16*>(args.cache) + at, value);
+    }
   }
 }
 

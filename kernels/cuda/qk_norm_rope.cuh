@@ -5,7 +5,7 @@
 // elements of a head: two neighbors, and the two half a head away that the rotary embedding pairs them with. Values are
 // rounded at the same points as in the model's own steps: after the norm, after its gain, and after the rotation.
 #pragma once
-#include "ptx.cuh"
+#include "e4m3_cache.cuh"
 
 namespace meshserve {
 namespace rope {
@@ -19,7 +19,7 @@ struct Args {
   const int *positions, *requests;  // [T]; a position of -1 is padding
   const int* page_table;            // [B, max_pages]
   bf16* q;                          // [T, K, G, H]
-  bf16* pages;                      // one layer's [P, K, 2, S, H]
+  void* pages;                      // one layer's [P, K, 2, S, H] of the cache's elements
   int num_tokens, kv_heads, group, max_pages, page_size;
   float epsilon;
 };
@@ -45,6 +45,12 @@ __device__ __forceinline__ void store_quad(bf16* head, int lane, uint2 v) {
   words[lane] = v.x;
   words[H / 4 + lane] = v.y;
 }
+template <int H>
+__device__ __forceinline__ void store_quad(uint8_t* head, int lane, uint2 v) {
+  uint16_t* pairs = reinterpret_cast<uint16_t*>(head);
+  pairs[lane] = narrow_to_e4m3(v.x);
+  pairs[H / 4 + lane] = narrow_to_e4m3(v.y);
+}
 
 // `c` and `s` hold the cosines and sines of the two pairs, repeated twice.
 template <int H>
@@ -56,7 +62,7 @@ __device__ __forceinline__ uint2 norm_and_rotate(uint2 v, float4 gain, float4 c,
   return pack(make_float4(x.x * c.x - x.z * s.x, x.y * c.y - x.w * s.y, x.z * c.z + x.x * s.z, x.w * c.w + x.y * s.w));
 }
 
-template <int H>
+template <int H, class C = Bf16Cache>
 __global__ void __launch_bounds__(kThreads) qk_norm_rope_kernel(const __grid_constant__ Args args) {
   constexpr int kLanes = H / 4;
   const int lane = threadIdx.x % kLanes, num_items = args.num_tokens * args.kv_heads;
@@ -77,11 +83,12 @@ __global__ void __launch_bounds__(kThreads) qk_norm_rope_kernel(const __grid_con
   const float4 c = make_float4(cosine[0], cosine[1], cosine[0], cosine[1]);
   const float4 s = make_float4(sine[0], sine[1], sine[0], sine[1]);
   const int position = args.positions[token];
-  bf16* place = nullptr;  // of the key; the value lies page_size rows after it
+  typename C::Element* place = nullptr;  // of the key; the value lies page_size rows after it
   if (is_item && position >= 0) {
     const size_t page =
         args.page_table[static_cast<size_t>(args.requests[token]) * args.max_pages + position / args.page_size];
-    place = args.pages + ((page * args.kv_heads + kv_head) * 2 * args.page_size + position % args.page_size) * H;
+    place = static_cast<typename C::Element*>(args.pages) +
+            ((page * args.kv_heads + kv_head) * 2 * args.page_size + position % args.page_size) * H;
   }
 
   bf16* q = args.q + (static_cast<size_t>(token) * args.kv_heads + kv_head) * args.group * H;

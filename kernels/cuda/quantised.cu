@@ -41,7 +41,7 @@ ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In qk
                     data<bf16>(post_norm),
                     matrix_of(gate_up, gate_up_scale, gate_up_zero),
                     matrix_of(down, down_scale, down_zero)};
-    step.cache = {data<bf16>(cache_out), data<int>(page_table), data<int>(positions)};
+    step.cache = {data<void>(cache_out), is_fp8(cache), data<int>(page_table), data<int>(positions)};
     step.inverse_frequencies = data<float>(inverse_frequencies);
     step.epsilon = epsilon;
     step.scale = scale;
@@ -65,7 +65,7 @@ ffi::Error decode_qkv(cudaStream_t stream, In x, In norm, In qkv, In qkv_scale, 
     step.weights.qkv = matrix_of(qkv, qkv_scale, qkv_zero);
     step.weights.q_norm = data<bf16>(q_norm);
     step.weights.k_norm = data<bf16>(k_norm);
-    step.cache = {data<bf16>(cache_out), data<int>(page_table), data<int>(positions)};
+    step.cache = {data<void>(cache_out), is_fp8(cache), data<int>(page_table), data<int>(positions)};
     step.inverse_frequencies = data<float>(inverse_frequencies);
     step.epsilon = epsilon;
     step.rotary_scale = rotary_scale;
@@ -149,6 +149,8 @@ void add_kernels(std::vector<const void*>& kernels) {
   auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
   add(attention_kernel<64, W>);
   add(attention_kernel<128, W>);
+  add(attention_kernel<64, W, Fp8Cache>);
+  add(attention_kernel<128, W, Fp8Cache>);
   add(prepare_kernel<W>);
   add(convert_kernel<W>);
   add(gather_kernel<W>);

@@ -168,6 +168,4 @@ def unsupported_reason(weights: LayerWeights, cache: jax.Array, name: str = "cud
 
     Array contents are not read, so that shapes suffice.
     """
-    if cache.dtype.itemsize == 1:
-        return f"the KV cache is {cache.dtype}, which the fused layers do not support yet"
     return gpu.unsupported_reason(weights, cache) if name == "cuda" else None

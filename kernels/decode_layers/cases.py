@@ -32,6 +32,7 @@ class Case:
     num_chosen: int = 2
     has_drafts: bool = False
     weights: str = ""  # how the matrices are quantised, one of FORMATS; empty: they are not
+    cache_dtype: str = ""  # empty: the inputs'
 
     @property
     def pages_per_request(self) -> int:
@@ -118,6 +119,21 @@ def quantised_cases() -> list[Case]:
     found += [(case, "fp8-block") for case in CASES if case.name == "batch-128"]
     found += [(case, kind) for case in SHARDS for kind in ("fp8-block", "int4-128")]
     return [dataclasses.replace(case, name=f"{case.name}-{kind}", weights=kind) for case, kind in found]
+
+
+def fp8_cache_cases() -> list[Case]:
+    """Returns cases with a KV cache in 8 bits, also with quantised weights."""
+    cases = {case.name: case for case in (*CASES, *EXPERT_CASES, *quantised_cases())}
+    names = (
+        "page-borders",
+        "head-64-group-7",
+        "batch-64",
+        "group-4-ring-wraps",
+        "experts-padding",
+        "batch-16-fp8-block",
+    )
+    found = [*(cases[name] for name in names), cases["batch-30-int4-128"]]
+    return [dataclasses.replace(case, name=f"{case.name}-fp8-cache", cache_dtype="float8_e4m3fn") for case in found]
 
 
 EXPERT_CASES = (
@@ -212,7 +228,7 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
     return Inputs(
         x=jnp.asarray(3 * rng.standard_normal((len(case.lengths), embed), np.float32), dtype),
         weights=weights,
-        cache=jnp.asarray(cache, dtype),
+        cache=jnp.asarray(cache, case.cache_dtype or dtype),
         batch=DecodeBatch(positions=jnp.asarray(np.array(case.lengths, np.int32) - 1), page_table=jnp.asarray(table)),
         inverse_frequencies=jnp.asarray(1e6 ** (-np.arange(0, case.head_dim, 2) / case.head_dim), jnp.float32),
         settings=LayerSettings(

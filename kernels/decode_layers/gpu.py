@@ -69,9 +69,11 @@ def unsupported_reason(weights: "LayerWeights", cache: jax.Array) -> str | None:
         if not holds:
             return reason
     matrices = {name: array for name, array in weights._asdict().items() if isinstance(array, QuantisedMatrix)}
-    for name, array in (*weights._asdict().items(), ("cache", cache)):
+    for name, array in weights._asdict().items():
         if array is not None and array.dtype != jnp.bfloat16 and name not in matrices:
             return f"{name} is {array.dtype}; bfloat16 is needed"
+    if cache.dtype not in (jnp.bfloat16, FP8):
+        return f"the cache is {cache.dtype}; bfloat16 or {FP8} is needed"
     if matrices and (unsupported := _unsupported_quantisation(matrices)):
         return unsupported
     if weights.router is None:

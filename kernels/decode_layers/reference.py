@@ -9,6 +9,7 @@ from meshserve.kernels.experts import ExpertWeights, Routing
 from meshserve.kernels.experts import reference as expert_reference
 from meshserve.kernels.linear import layer_of
 from meshserve.kernels.p2p import reference as p2p_reference
+from meshserve.kernels.paged_attention.storage import to_cache
 
 if TYPE_CHECKING:
     from . import DecodeBatch, LayerSettings, LayerWeights
@@ -58,7 +59,7 @@ def qkv(
     positions = jnp.maximum(batch.positions, 0)
     page = jnp.take_along_axis(batch.page_table, (positions // page_size)[:, None], axis=1)[:, 0]
     page = jnp.where(batch.positions < 0, num_pages, page)  # out of range, so the write is dropped
-    pair = jnp.stack([k, heads[:, :, -1]], axis=2).astype(cache.dtype)  # [B, K, 2, H]
+    pair = to_cache(jnp.stack([k, heads[:, :, -1]], axis=2), cache.dtype)  # [B, K, 2, H]
     return q, cache.at[layer, page, :, :, positions % page_size].set(pair, mode="drop")
 
 

@@ -1,5 +1,7 @@
 """Paged attention on an NVIDIA Hopper GPU, in bfloat16: see ../cuda/prefill.cuh and qk_norm_rope.cuh.
 
+The cache may hold 8-bit floats (e4m3), which are converted in shared memory.
+
 One call handles prefill chunks and decodes. Besides the result, it needs a table of the work and at most 12 MB (176
 tiles of 128 rows, in float32) for the partial results of long contexts, whose keys are split into parts.
 """
@@ -12,6 +14,7 @@ import numpy as np
 
 from meshserve.kernels.cuda import build, operands
 
+from .storage import FP8
 from .tiles import count_shares, most_slots, plan_parts
 
 if TYPE_CHECKING:
@@ -126,6 +129,7 @@ def unsupported_reason(group: int, dtype: jnp.dtype, cache: jax.Array) -> str | 
         (head_dim in (64, 128), f"head_dim is {head_dim}; 64 and 128 are supported"),
         (1 <= group <= _MAX_GROUP, f"there are {group} query heads per kv head; 1 to 8 are supported"),
         (page_size % 16 == 0, f"page_size is {page_size}; a multiple of 16 is needed"),
-        (dtype == cache.dtype == jnp.bfloat16, f"heads are {dtype}, the cache {cache.dtype}; bfloat16 is needed"),
+        (dtype == jnp.bfloat16, f"heads are {dtype}; bfloat16 is needed"),
+        (cache.dtype in (jnp.bfloat16, FP8), f"the cache is {cache.dtype}; bfloat16 or {FP8} is needed"),
     )
     return next((reason for holds, reason in checks if not holds), None)

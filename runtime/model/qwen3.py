@@ -35,7 +35,7 @@ from meshserve.kernels.paged_attention import (
     write_kv,
 )
 from meshserve.kernels.paged_attention.context_split import Reordered, by_remainder
-from meshserve.kernels.paged_attention.storage import scaled_access
+from meshserve.kernels.paged_attention.storage import FP8, scaled_access
 from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, P2PAllReduce, all_gather, all_reduce
 from meshserve.sharding.layout import ShardLayout, split_group
@@ -157,6 +157,8 @@ class Attention(nnx.Module):
         """
         if self.kv_scale is not None:
             context = context._replace(**scaled_access(context.attend, context.write, self.kv_scale[...]))
+            if cache.dtype == FP8:
+                context = context._replace(prepare=None)  # it would write without the scales
         rows = context.linear(x, self.qkv[...], before=norm)
         if not isinstance(layer, int):  # in a loop, or the TPU compiler splits the weights instead of the rows
             rows = jax.lax.optimization_barrier(rows)

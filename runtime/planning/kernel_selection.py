@@ -371,6 +371,9 @@ def _layers_refusal(shapes: KernelShapes, name: str) -> str | None:
             return f"a token chooses {shapes.model.experts.num_chosen} experts; at most {_MAX_CHOSEN} are supported"
         if len(shapes.model.stacks) > 1:
             return "some layers of the model have experts and some do not"
+    quantisation = shapes.model.quantisation
+    if shapes.cache_dtype.itemsize == 1 and quantisation is not None and quantisation.has_kv_scales:
+        return "the checkpoint has scales for the KV cache, which the fused layers do not apply"
     return decode_layers.unsupported_reason(_layer_shapes(shapes), _cache_shard(shapes), name)
 
 

@@ -71,7 +71,7 @@ extern "C" int run_layers(const Ranks* ranks, const Shapes* shapes, float epsilo
       Step step(*shapes, Tuning{}, mesh.streams[rank]);
       auto weight = [&](int i) { return static_cast<const bf16*>(ranks->weights[rank * 8 + i]); };
       step.weights = {weight(0), weight(1), weight(2), weight(3), weight(4), weight(5), weight(6), weight(7)};
-      step.cache = {static_cast<bf16*>(ranks->caches[rank]), ranks->page_table, ranks->positions};
+      step.cache = {ranks->caches[rank], false, ranks->page_table, ranks->positions};
       step.inverse_frequencies = ranks->inverse_frequencies;
       step.epsilon = epsilon;
       step.scale = scale;

@@ -22,6 +22,7 @@ CASES = (
         if case.dtype == "bfloat16" and not case.cache_dtype and case.num_kv_tokens <= 40_000
     ),
     *cases.MATRIX_CASES,
+    *(dataclasses.replace(case, name=f"{case.name}-fp8", cache_dtype="float8_e4m3fn") for case in cases.MATRIX_CASES),
 )
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -28,8 +29,9 @@ class Args(ctypes.Structure):
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Compiles the kernel's source with a ptx.cuh for the host, and fewer threads."""
     folder = tmp_path_factory.mktemp("emulated")
-    fewer_threads = [("kThreads = 256", "kThreads = 128")]
-    return on_host.compiled(folder, "emulated", "qk_norm_rope.cpp", "qk_norm_rope.cuh", replaced=fewer_threads)
+    sources = ("weight_formats.cuh", "quantised.cuh", "e4m3_cache.cuh")
+    fewer = [("kThreads = 256", "kThreads = 128")]
+    return on_host.compiled(folder, "emulated", "qk_norm_rope.cpp", *sources, "qk_norm_rope.cuh", replaced=fewer)
 
 
 @pytest.mark.parametrize("case", steps.CASES, ids=str)
@@ -46,7 +48,14 @@ def test_heads_are_normalized_rotated_and_written(library: ctypes.CDLL, case: st
             batch.positions, batch.token_request, batch.page_table,
         )
     ]  # fmt: skip
-    pointers = (array.ctypes.data for array in (*arrays, q, cache[steps.LAYER]))
+    pointers = [array.ctypes.data for array in (*arrays, q, cache[steps.LAYER])]
     numbers = (num_tokens, case.kv_heads, case.group, batch.page_table.shape[1], case.page_size, settings.epsilon)
-    library.qk_norm_rope(case.head_dim, ctypes.byref(Args(*pointers, *numbers)))
+    library.qk_norm_rope(case.head_dim, False, ctypes.byref(Args(*pointers, *numbers)))
     steps.check(inputs, q, cache)
+
+    in_8_bits = np.full(cache.shape[1:], np.nan, ml_dtypes.float8_e4m3fn)
+    pointers[-1] = in_8_bits.ctypes.data
+    library.qk_norm_rope(case.head_dim, True, ctypes.byref(Args(*pointers, *numbers)))
+    written = cache[steps.LAYER].astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(in_8_bits.view(np.uint8) & 0x7F, written.view(np.uint8) & 0x7F)
+    np.testing.assert_array_equal(in_8_bits.astype(np.float32), written.astype(np.float32))

@@ -73,7 +73,7 @@ struct Block {
 };
 
 struct Index {
-  unsigned x;
+  unsigned x, y, z;
 };
 inline thread_local Index threadIdx, blockIdx, gridDim;
 inline thread_local Block* block;
@@ -170,6 +170,11 @@ inline float __shfl_sync(uint32_t, float value, int lane) {
     return result;
   });
 }
+inline float __shfl_xor_sync(uint32_t, float value, int lanes) {
+  const uint32_t found = read_lanes(std::bit_cast<uint32_t>(value),
+                                    [&](const uint32_t* words) { return words[(threadIdx.x % 32) ^ lanes]; });
+  return std::bit_cast<float>(found);
+}
 inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int lanes) {
   const unsigned from = threadIdx.x % 32 ^ lanes;
   return read_lanes(value, [=](const uint32_t* words) { return words[from]; });
@@ -260,6 +265,14 @@ inline uint32_t load_shared_word(uint32_t address) {
   return word;
 }
 inline void store_shared_word(uint32_t address, uint32_t word) { std::memcpy(shared_base + address, &word, 4); }
+inline uint4 load_shared(uint32_t address) {
+  uint4 v;
+  std::memcpy(&v, shared_base + address, 16);
+  return v;
+}
+inline void store_shared(uint32_t address, uint4 v) { std::memcpy(shared_base + address, &v, 16); }
+inline void store_shared_float4(uint32_t address, float4 v) { std::memcpy(shared_base + address, &v, 16); }
+inline void send_float4(uint32_t, float4, uint32_t) { __trap(); }
 
 struct Arrivals {
   int all = 0, missing = 0, num_phases = 0;
@@ -310,6 +323,23 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, i
 inline void copy_bytes(uint32_t to, const CUtensorMap* map, int row, int first, uint32_t barrier, uint64_t) {
   copy_box(to, map, first, row, 0, barrier);
 }
+// A tile [box[2], box[1] rows, box[0] elements] of rows of sizes[0] * sizes[2] elements.
+inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int, uint32_t barrier, uint64_t) {
+  const int bytes = map->box[0] * map->element_bytes;
+  const size_t row_bytes = static_cast<size_t>(map->sizes[0]) * map->sizes[2] * map->element_bytes;
+  if (bytes > 128 || to % 1024 != 0) __trap();
+  for (int part = 0; part < map->box[2]; ++part) {
+    for (int r = 0; r < map->box[1]; ++r) {
+      for (int i = 0; i < bytes; ++i) {
+        const uint32_t offset = (part * map->box[1] + r) * bytes + i;
+        const bool is_inside = row + r < map->sizes[1];
+        shared_base[to + (offset ^ (offset / 128 % 8 * 16))] =
+            is_inside ? map->data[(row + r) * row_bytes + part * bytes + i] : 0;
+      }
+    }
+  }
+  change(barrier, 0, -static_cast<long>(bytes) * map->box[1] * map->box[2]);
+}
 template <int kRegisters>
 void give_up_registers() {}
 template <int kRegisters>
@@ -324,6 +354,28 @@ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
     return 0;
   });
   std::copy(found, found + 4, r);
+}
+
+// The same of transposed matrices of 16-bit elements.
+inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+  uint32_t found[4];
+  read_lanes(address, [&](const uint32_t* words) {
+    const int lane = threadIdx.x % 32, row = lane % 4 * 2, column = lane / 4;
+    for (int m = 0; m < 4; ++m) {
+      uint16_t pair[2];
+      for (int i = 0; i < 2; ++i) std::memcpy(&pair[i], shared_base + words[8 * m + row + i] + 2 * column, 2);
+      found[m] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+    }
+    return 0;
+  });
+  std::copy(found, found + 4, r);
+}
+inline uint32_t transpose_8x8(uint32_t fragment) {
+  return read_lanes(fragment, [](const uint32_t* words) {
+    const int lane = threadIdx.x % 32, row = lane % 4 * 2, column = lane / 4;
+    auto element = [&](int from_row) { return words[from_row * 4 + column / 2] >> column % 2 * 16 & 0xFFFF; };
+    return element(row) | element(row + 1) << 16;
+  });
 }
 
 // Clusters are not emulated: a kernel of a cluster compiles but cannot run.

@@ -6,8 +6,11 @@
 
 using namespace meshserve;
 
-extern "C" void qk_norm_rope(int head_dim, const rope::Args* args) {
-  const auto kernel = head_dim == 128 ? rope::qk_norm_rope_kernel<128> : rope::qk_norm_rope_kernel<64>;
+extern "C" void qk_norm_rope(int head_dim, int is_fp8, const rope::Args* args) {
+  auto kernel = head_dim == 128 ? rope::qk_norm_rope_kernel<128> : rope::qk_norm_rope_kernel<64>;
+  if (is_fp8) {
+    kernel = head_dim == 128 ? rope::qk_norm_rope_kernel<128, Fp8Cache> : rope::qk_norm_rope_kernel<64, Fp8Cache>;
+  }
   const int num_threads = args->num_tokens * args->kv_heads * (head_dim / 4);
   Block state(rope::kThreads);
   std::vector<std::jthread> threads;

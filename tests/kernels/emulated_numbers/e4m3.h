@@ -30,6 +30,9 @@ inline uint8_t nearest_e4m3(float value) {
   const float below = size - from_e4m3(bits), above = bits < 126 ? from_e4m3(bits + 1) - size : INFINITY;
   return sign | (bits + (above < below || (above == below && bits % 2)));
 }
+inline uint16_t to_e4m3(float low, float high) {
+  return static_cast<uint16_t>(nearest_e4m3(low) | nearest_e4m3(high) << 8);
+}
 struct E4m3Pair {
   uint16_t first, second;
 };
