@@ -214,6 +214,10 @@ def without_output(model: ModelConfig) -> ModelConfig:
 
 
 PARTLY = without_output(FP8_MODEL)
+assert FP8_MODEL.quantisation is not None
+SCALED = dataclasses.replace(
+    FP8_MODEL, quantisation=dataclasses.replace(FP8_MODEL.quantisation, has_kv_scales=True)
+)  # the checkpoint has scales for an 8-bit cache
 
 
 @pytest.mark.parametrize(
@@ -225,9 +229,13 @@ PARTLY = without_output(FP8_MODEL)
         (INT4_MODEL, "bfloat16", "cuda", "cuda", "xla"),
         (PARTLY, "bfloat16", "cuda", "off", "cuda_fp8"),  # attention does not see the weights
         (named_model("qwen3-8b", fp8_head=True), "bfloat16", "cuda", "cuda", "xla"),  # the head is outside the layers
-        (MODEL, FP8, "reference", "off", "xla"),
+        (MODEL, FP8, "cuda", "cuda", "xla"),
+        (FP8_MODEL, FP8, "cuda", "cuda", "cuda_fp8"),
+        (SCALED, FP8, "cuda", "off", "cuda_fp8"),
+        (SCALED, "bfloat16", "cuda", "cuda", "cuda_fp8"),
+        (MODEL, "float16", "reference", "off", "xla"),
     ],
-    ids=["plain", "fp8", "channel", "int4", "partly", "head", "cache"],
+    ids=["plain", "fp8", "channel", "int4", "partly", "head", "cache", "both", "scaled", "unused scales", "float16"],
 )
 def test_cuda_kernels_are_not_selected_for_what_they_do_not_support(
     model: ModelConfig, cache_dtype: str, attention: str, decode_layers: str, products: str
@@ -274,23 +282,26 @@ def selected(caplog: pytest.LogCaptureFixture, kernel_shapes: KernelShapes, **op
 def test_the_reason_is_logged_for_each_option(caplog: pytest.LogCaptureFixture) -> None:
     log = selected(caplog, shapes(1, model=PARTLY))
     assert "decode layers: off, which is slower than the CUDA kernels: o is not quantised, but down is" in log
-    log = selected(caplog, shapes(1, model=FP8_MODEL, cache_dtype=FP8))
+    log = selected(caplog, shapes(1, model=SCALED, cache_dtype=FP8))
     slower = "which is slower than the CUDA kernels"
-    assert f"attention: reference, {slower}: heads are bfloat16, the cache float8_e4m3fn" in log
-    assert f"decode layers: off, {slower}: the KV cache is float8_e4m3fn" in log
+    assert f"decode layers: off, {slower}: the checkpoint has scales for the KV cache" in log
     assert "quantised weights: fp8-block-128x128; linear in all steps: xla, which dequantises" in log
     assert "linear: xla, which is slower" not in log, "it was not asked to be another"
-    assert "KV cache: float8_e4m3fn, without scales" in log
+    assert "KV cache: float8_e4m3fn, with" in log
 
 
 @pytest.mark.parametrize(
     ("kernel_shapes", "options", "message"),
     [
-        (shapes(1, cache_dtype=FP8), {"decode_layers": "reference"}, "the KV cache is float8_e4m3fn, which the fused"),
         (
-            shapes(1, cache_dtype=FP8),
+            shapes(1, model=SCALED, cache_dtype=FP8),
+            {"decode_layers": "reference"},
+            "the checkpoint has scales for the KV",
+        ),
+        (
+            shapes(1, cache_dtype="float16"),
             {"attention": "cuda"},
-            "--attention cuda cannot .*: heads are bfloat16",
+            "--attention cuda cannot .*: the cache is float16",
         ),
         (
             shapes(1, model=without_output(INT4_MODEL)),
