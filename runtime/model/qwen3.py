@@ -155,10 +155,9 @@ class Attention(nnx.Module):
         Returns:
           The sum [T, D], and the cache with this step's keys and values.
         """
-        if self.kv_scale is not None:
-            context = context._replace(**scaled_access(context.attend, context.write, self.kv_scale[...]))
-            if cache.dtype == FP8:
-                context = context._replace(prepare=None)  # it would write without the scales
+        if self.kv_scale is not None and cache.dtype == FP8:  # `prepare` would write without the scales
+            scaled = scaled_access(context.attend, context.write, self.kv_scale[...])
+            context = context._replace(prepare=None, **scaled)
         rows = context.linear(x, self.qkv[...], before=norm)
         if not isinstance(layer, int):  # in a loop, or the TPU compiler splits the weights instead of the rows
             rows = jax.lax.optimization_barrier(rows)
