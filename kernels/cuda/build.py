@@ -23,6 +23,7 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-gencode=arch=compute_90a,code=sm_90a")
 TARGETS = (
     "meshserve_decode_layers",
+    "meshserve_prompt_layers",
     "meshserve_decode_expert_layers",
     "meshserve_decode_expert_layers_fp8",
     "meshserve_decode_qkv",

@@ -70,6 +70,64 @@ ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_
   return error.empty() ? result(status) : result(error);
 }
 
+// Describes prefill attention of a step. Its queries, its result and the pages of a layer are set by the caller.
+prefill::Call attention_call(const Shapes& shapes, const In& parts, const In& page_table, const In& positions,
+                             Out& unmerged, Out& counters, int num_tokens, int group, float scale) {
+  prefill::Call call = {};
+  call.parts = data<int4>(parts);
+  call.page_table = data<int>(page_table);
+  call.positions = data<int>(positions);
+  call.unmerged = data<float>(unmerged);
+  call.counters = data<int>(counters);
+  call.num_tokens = num_tokens;
+  call.num_parts = size(parts, 0);
+  call.num_slots = static_cast<int>(unmerged->dimensions()[0]);
+  call.slot_rows = static_cast<int>(unmerged->dimensions()[2]);
+  call.num_pages = shapes.pages;
+  call.max_pages = shapes.max_pages;
+  call.kv_heads = shapes.kv_heads;
+  call.group = group;
+  call.page_size = shapes.page_size;
+  call.head_dim = shapes.head_dim;
+  call.scale = scale;
+  return call;
+}
+
+// The layers of a step whose tokens may belong to the same request: as in decode_layers, but for the attention.
+ffi::Error prompt_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_norm, In k_norm, In o, In post_norm,
+                         In gate_up, In down, In cache, In token_pages, In positions, In inverse_frequencies, In parts,
+                         In page_table, Out x_out, Out cache_out, Out scratch, Out unmerged, Out counters,
+                         int32_t first_layer, int32_t num_layers, float epsilon, float scale, float rotary_scale,
+                         Ints tuning) {
+  Shapes shapes;
+  add_cache(shapes, cache, token_pages);
+  shapes.batch = size(x, 0);
+  shapes.embed = size(x, 1);
+  shapes.group = size(qkv, 2) / shapes.head_dim - 2;
+  shapes.mlp = size(gate_up, 2);
+  Step step(shapes, tuning_of(tuning), stream);
+  step.weights = {data<bf16>(input_norm), data<bf16>(qkv),       data<bf16>(q_norm),  data<bf16>(k_norm),
+                  data<bf16>(o),          data<bf16>(post_norm), data<bf16>(gate_up), data<bf16>(down)};
+  step.cache = {data<void>(cache_out), is_fp8(cache), data<int>(token_pages), data<int>(positions)};
+  step.inverse_frequencies = data<float>(inverse_frequencies);
+  step.epsilon = epsilon;
+  step.rotary_scale = rotary_scale;
+  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
+  if (needed > scratch->element_count()) return too_small(needed);
+
+  prefill::Call call =
+      attention_call(shapes, parts, page_table, positions, unmerged, counters, shapes.batch, shapes.group, scale);
+  call.q = step.scratch.q;
+  call.is_fp8 = is_fp8(cache);
+  call.out = step.scratch.attended;
+  const auto attend = [&](int layer) {
+    call.pages = data<uint8_t>(cache_out) + layer * (cache.size_bytes() / shapes.layers);
+    if (step.error().empty()) step.note(prefill::launch(call, stream));
+  };
+  step.layers(data<bf16>(x), data<bf16>(x_out), first_layer, num_layers, nullptr, attend);
+  return result(step);
+}
+
 ffi::Error decode_qkv(cudaStream_t stream, In x, In norm, In qkv, In q_norm, In k_norm, In cache, In page_table,
                       In positions, In inverse_frequencies, Out q, Out cache_out, Out scratch, int32_t layer,
                       float epsilon, float rotary_scale, Ints tuning) {
@@ -157,28 +215,13 @@ ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In parts, In p
                              Out unmerged, Out counters, Out sums, int32_t layer, float scale) {
   Shapes shapes;
   add_cache(shapes, cache, page_table);
-  prefill::Call call = {};
+  prefill::Call call =
+      attention_call(shapes, parts, page_table, positions, unmerged, counters, size(q, 0), size(q, 2), scale);
   call.q = data<bf16>(q);
   call.is_fp8 = is_fp8(cache);
   call.pages = data<uint8_t>(cache) + layer * (cache.size_bytes() / shapes.layers);
-  call.parts = data<int4>(parts);
-  call.page_table = data<int>(page_table);
-  call.positions = data<int>(positions);
   call.out = data<bf16>(out);
-  call.unmerged = data<float>(unmerged);
-  call.counters = data<int>(counters);
   if (sums->element_count() * shapes.head_dim == q.element_count()) call.sums = data<float>(sums);
-  call.num_tokens = size(q, 0);
-  call.num_parts = size(parts, 0);
-  call.num_slots = static_cast<int>(unmerged->dimensions()[0]);
-  call.slot_rows = static_cast<int>(unmerged->dimensions()[2]);
-  call.num_pages = shapes.pages;
-  call.max_pages = shapes.max_pages;
-  call.kv_heads = shapes.kv_heads;
-  call.group = size(q, 2);
-  call.page_size = shapes.page_size;
-  call.head_dim = shapes.head_dim;
-  call.scale = scale;
   return result(prefill::launch(call, stream));
 }
 
@@ -299,6 +342,37 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_layers, decode_layers,
                                   .Attr<float>("scale")
                                   .Attr<float>("rotary_scale")
                                   .Attr<Ints>("ordinals")  // CUDA devices of the mesh by rank; one: no mesh
+                                  .Attr<Ints>("tuning"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prompt_layers, prompt_layers,
+                              ffi::Ffi::Bind()
+                                  .Ctx<Stream>()
+                                  .Arg<In>()  // x
+                                  .Arg<In>()  // input_norm
+                                  .Arg<In>()  // qkv
+                                  .Arg<In>()  // q_norm
+                                  .Arg<In>()  // k_norm
+                                  .Arg<In>()  // o
+                                  .Arg<In>()  // post_norm
+                                  .Arg<In>()  // gate_up
+                                  .Arg<In>()  // down
+                                  .Arg<In>()  // cache, aliased with the second result
+                                  .Arg<In>()  // page table of the tokens
+                                  .Arg<In>()  // positions
+                                  .Arg<In>()  // inverse_frequencies
+                                  .Arg<In>()  // parts of the attention
+                                  .Arg<In>()  // page table of the requests
+                                  .Ret<In>()  // x
+                                  .Ret<In>()  // cache
+                                  .Ret<In>()  // scratch
+                                  .Ret<In>()  // partial results of the attention
+                                  .Ret<In>()  // its counters
+                                  .Attr<int32_t>("first_layer")
+                                  .Attr<int32_t>("num_layers")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("rotary_scale")
                                   .Attr<Ints>("tuning"),
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -111,17 +111,27 @@ class StepOf {
 
   // Returns an empty string or the first error.
   const std::string& error() const { return error_; }
+  // Notes the error of work between the kernels of the step, if there is one.
+  void note(const std::string& error) {
+    if (error_.empty()) error_ = error;
+  }
 
   // Runs `num_layers` layers from `first` on. On a mesh, the P2P all-reduce takes two rounds per layer, so every call
   // begins with round 0.
   void layers(const bf16* x, bf16* out, int first, int num_layers, const P2PGroup* p2p) {
+    layers(x, out, first, num_layers, p2p, [&](int layer) { attention(layer, scratch.q, scratch.attended); });
+  }
+
+  // The same with another attention: `attend(layer)` computes scratch.attended from scratch.q and the pages.
+  template <class Attend>
+  void layers(const bf16* x, bf16* out, int first, int num_layers, const P2PGroup* p2p, const Attend& attend) {
     const Scratch& s = scratch;
     auto gain = [&](const bf16* gains, int layer) { return gains + static_cast<size_t>(layer) * shapes_.embed; };
     is_mesh_ = p2p != nullptr;
     prepare(x, gain(weights.input_norm, first), true);
     for (int layer = first; layer < first + num_layers; ++layer) {
       qkv(layer, s.q);
-      attention(layer, s.q, s.attended);
+      attend(layer);
       const bf16* next_gain = gain(weights.post_norm, layer);
       if (p2p != nullptr) {
         share_output(layer, s.attended, *p2p, 0);

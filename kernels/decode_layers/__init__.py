@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from meshserve.kernels.p2p import P2PGroup
+from meshserve.kernels.paged_attention import PagedBatch
 
 from . import gpu, reference
 
@@ -103,6 +104,23 @@ class DecodeKernels(Protocol):
         Returns:
           The residual stream after the last of `layers`, before the final norm; the cache; and the experts that each
           request chose, [layers that ran, B, k] int32, -1 for padding requests (None without a router).
+        """
+        ...
+
+    def prompt_layers(
+        self,
+        x: jax.Array,
+        weights: LayerWeights,
+        cache: jax.Array,
+        batch: PagedBatch,
+        inverse_frequencies: jax.Array,
+        *,
+        settings: LayerSettings,
+        layers: range | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs consecutive layers of a step whose tokens [T] may belong to the same request, on one device.
+
+        See `decode_layers` for arguments and result. A token attends to the positions of its request up to its own.
         """
         ...
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels.linear import Matrix, QuantisedMatrix, to_fp8
+from meshserve.kernels.paged_attention import PagedBatch
 
 from . import DecodeBatch, LayerSettings, LayerWeights
 
@@ -234,6 +236,21 @@ def make_inputs(case: Case, seed: int, dtype: jnp.dtype) -> Inputs:
         settings=LayerSettings(
             epsilon=1e-6, softmax_scale=case.head_dim**-0.5, rotary_scale=1.0, num_chosen=case.num_chosen
         ),
+    )
+
+
+def prompt_batch(case: Case, inputs: Inputs, num_new: Sequence[int], num_padding: int = 3) -> PagedBatch:
+    """Returns a step with the last `num_new` tokens of each request, for `DecodeKernels.prompt_layers`.
+
+    The cache of `inputs` has the tokens before them, and all but the last of them, which the step writes again.
+    """
+    lengths = np.array(case.lengths)
+    positions = [np.arange(length - new, length) for length, new in zip(lengths, num_new, strict=True)]
+    token_request = np.repeat(np.arange(len(lengths)), num_new)
+    return PagedBatch(
+        jnp.asarray(np.concatenate([*positions, [-1] * num_padding]), jnp.int32),
+        jnp.asarray(np.concatenate([token_request, [0] * num_padding]), jnp.int32),
+        inputs.batch.page_table,
     )
 
 

@@ -20,8 +20,11 @@ from meshserve.kernels.experts import ExpertWeights
 from meshserve.kernels.experts import gpu as experts_gpu
 from meshserve.kernels.linear import FP8, Matrix, QuantisedMatrix
 from meshserve.kernels.p2p import gpu as p2p_gpu
+from meshserve.kernels.paged_attention import gpu as attention_gpu
 
 if TYPE_CHECKING:
+    from meshserve.kernels.paged_attention import PagedBatch
+
     from . import DecodeBatch, LayerSettings, LayerWeights
 
 unavailable_reason = build.unavailable_reason
@@ -186,6 +189,52 @@ def _is_halved(batch_size: int, weights: "LayerWeights", settings: "LayerSetting
         return False
     num_bytes = sum(matrix.nbytes for matrix in (weights.qkv, weights.o, weights.gate_up, weights.down))
     return batch_size >= _HALVED_TOKENS and num_bytes <= CACHED_LAYER_BYTES * weights.qkv.shape[0]
+
+
+def prompt_layers(
+    x: jax.Array,
+    weights: "LayerWeights",
+    cache: jax.Array,
+    batch: "PagedBatch",
+    inverse_frequencies: jax.Array,
+    *,
+    settings: "LayerSettings",
+    layers: range | None = None,
+    launch: LaunchShape = CHOSEN,
+) -> tuple[jax.Array, jax.Array]:
+    """See `DecodeKernels`. Attention is that of larger steps with prompts (../cuda/prefill.cuh).
+
+    Raises:
+      ValueError: the weights are quantised, the layers have experts, or several devices share them.
+    """
+    layers = range(weights.qkv.shape[0]) if layers is None else layers
+    if isinstance(weights.qkv, QuantisedMatrix) or weights.router is not None or settings.p2p is not None:
+        raise ValueError("prompt_layers takes dense layers in bfloat16 on one device; use the steps without it.")
+    (num_tokens, embed), heads = x.shape, _heads(weights, cache)
+    parts, scratch = attention_gpu.split_work(batch, heads=heads, page_size=cache.shape[4])
+    results = (
+        _like(x),
+        _like(cache),
+        _scratch(num_tokens, embed=embed, heads=heads, mlp=weights.down.shape[2]),
+        *scratch,
+    )
+    x, cache, *_ = jax.ffi.ffi_call("meshserve_prompt_layers", results, input_output_aliases={9: 1})(
+        x,
+        *weights[:-1],
+        cache,
+        batch.page_table[batch.token_request],
+        operands.beside_tokens(batch.positions),
+        inverse_frequencies,
+        parts,
+        batch.page_table,
+        first_layer=np.int32(layers.start),
+        num_layers=np.int32(len(layers)),
+        epsilon=np.float32(settings.epsilon),
+        scale=np.float32(settings.softmax_scale),
+        rotary_scale=np.float32(settings.rotary_scale),
+        tuning=launch.attribute(),
+    )
+    return x, cache
 
 
 def _expert_layers(

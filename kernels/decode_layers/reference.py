@@ -1,6 +1,6 @@
 """Reference implementation of a decode step's layers in plain jax.numpy, for any backend and float type."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from meshserve.kernels.p2p import reference as p2p_reference
 from meshserve.kernels.paged_attention.storage import to_cache
 
 if TYPE_CHECKING:
+    from meshserve.kernels.paged_attention import PagedBatch
+
     from . import DecodeBatch, LayerSettings, LayerWeights
 
 
@@ -145,3 +147,19 @@ def decode_layers(
         else:
             x = add(x, down(gate_up(x, weights, settings=settings, layer=layer), weights, None, layer=layer))
     return x, cache, jnp.stack(all_chosen) if all_chosen else None
+
+
+def prompt_layers(
+    x: jax.Array,
+    weights: "LayerWeights",
+    cache: jax.Array,
+    batch: "PagedBatch",
+    inverse_frequencies: jax.Array,
+    *,
+    settings: "LayerSettings",
+    layers: range | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `DecodeKernels`. Here, a layer writes all keys and values before any token attends."""
+    tokens: Any = batch._replace(page_table=batch.page_table[batch.token_request])
+    x, cache, _ = decode_layers(x, weights, cache, tokens, inverse_frequencies, settings=settings, layers=layers)
+    return x, cache

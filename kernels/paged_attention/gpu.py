@@ -6,6 +6,7 @@ One call handles prefill chunks and decodes. Besides the result, it needs a tabl
 tiles of 128 rows, in float32) for the partial results of long contexts, whose keys are split into parts.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -61,28 +62,42 @@ def _attend(
     """Returns the result of `PartialAttention`, whose second array is unspecified without `has_sums`."""
     _check(q.shape[2], q.dtype, cache, layer)
     build.load()
-    (num_tokens, kv_heads, group, head_dim), page_size = q.shape, cache.shape[4]
-    tile_tokens = _TILE_ROWS // group
-    num_shares = count_shares(kv_heads=kv_heads, max_keys=batch.page_table.shape[1] * page_size)
-    num_slots = most_slots(num_shares)
-    unmerged = (num_slots, kv_heads, min(num_tokens, tile_tokens) * group, head_dim + 4)
-    num_counters = max(1 + num_slots * kv_heads * 2, 2 * num_tokens)  # see `operands` for the second size
+    parts, scratch = split_work(batch, heads=q.shape[1:], page_size=cache.shape[4])
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
-        jax.ShapeDtypeStruct(unmerged, jnp.float32),
-        jax.ShapeDtypeStruct((num_counters,), jnp.int32),
+        *scratch,
         jax.ShapeDtypeStruct(q.shape[:3] if has_sums else (1,), jnp.float32),
     )
     attended, _, _, sums = jax.ffi.ffi_call("meshserve_prefill_attention", results)(
         q,
         cache,
-        plan_parts(batch, tile_tokens=tile_tokens, num_shares=num_shares),
+        parts,
         batch.page_table,
         operands.beside_tokens(batch.positions),
         layer=np.int32(layer),
         scale=np.float32(scale),
     )
     return attended, sums
+
+
+def split_work(
+    batch: "PagedBatch", *, heads: Sequence[int], page_size: int
+) -> tuple[jax.Array, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """Returns the table of a step's work, and the shapes of the memory for partial results and counters.
+
+    Args:
+      batch: The tokens of the step.
+      heads: KV heads, query heads per KV head, head dim.
+      page_size: Tokens of a page.
+    """
+    (kv_heads, group, head_dim), num_tokens = heads, batch.positions.shape[0]
+    tile_tokens = _TILE_ROWS // group
+    num_shares = count_shares(kv_heads=kv_heads, max_keys=batch.page_table.shape[1] * page_size)
+    num_slots = most_slots(num_shares)
+    unmerged = (num_slots, kv_heads, min(num_tokens, tile_tokens) * group, head_dim + 4)
+    num_counters = max(1 + num_slots * kv_heads * 2, 2 * num_tokens)  # see `operands` for the second size
+    scratch = jax.ShapeDtypeStruct(unmerged, jnp.float32), jax.ShapeDtypeStruct((num_counters,), jnp.int32)
+    return plan_parts(batch, tile_tokens=tile_tokens, num_shares=num_shares), scratch
 
 
 def qk_norm_rope(

@@ -1,4 +1,4 @@
-"""Runs the decoder layers of a small decode step with the fused decode kernels, on devices that have them.
+"""Runs the decoder layers of a small step with the fused decode kernels, on devices that have them.
 
 A step of few tokens is bound by the bandwidth of the weights, so the fewer kernels it is split into, the faster. On one
 device, or on a mesh with P2P access, a single call runs all layers. On other meshes, each layer is split at its two
@@ -45,15 +45,7 @@ def run_layers(
       chose, [L, T, k], -1 for padding, if the layers have any.
     """
     tokens = _decode_batch(batch)
-    settings = LayerSettings(
-        epsilon=config.rms_norm_eps,
-        softmax_scale=config.head_dim**-0.5,
-        rotary_scale=config.rope.attention_factor,
-        num_chosen=config.experts.num_chosen if config.experts is not None else 0,
-        is_normalized=config.experts is None or config.experts.is_normalized,
-        has_drafts=has_drafts,
-        p2p=p2p if x.nbytes <= MAX_BYTES else None,
-    )
+    settings = _settings(config, p2p if x.nbytes <= MAX_BYTES else None, has_drafts=has_drafts)
     frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     if jax.lax.axis_size(TENSOR_AXIS) == 1 or settings.p2p is not None:
         return kernels.decode_layers(x, weights, cache, tokens, frequencies, settings=settings)
@@ -83,3 +75,28 @@ def attention_of_decodes(config: ModelConfig, batch: PagedBatch, kernels: Decode
 
 def _decode_batch(batch: PagedBatch) -> DecodeBatch:
     return DecodeBatch(batch.positions, batch.page_table[batch.token_request])
+
+
+def run_prompt_layers(
+    config: ModelConfig,
+    weights: LayerWeights,
+    x: jax.Array,
+    cache: jax.Array,
+    batch: PagedBatch,
+    kernels: DecodeKernels,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs all layers, without experts, of a step with prompts on one device. See `run_layers` for the arguments."""
+    frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
+    return kernels.prompt_layers(x, weights, cache, batch, frequencies, settings=_settings(config))
+
+
+def _settings(config: ModelConfig, p2p: P2PGroup | None = None, *, has_drafts: bool = False) -> LayerSettings:
+    return LayerSettings(
+        epsilon=config.rms_norm_eps,
+        softmax_scale=config.head_dim**-0.5,
+        rotary_scale=config.rope.attention_factor,
+        num_chosen=config.experts.num_chosen if config.experts is not None else 0,
+        is_normalized=config.experts is None or config.experts.is_normalized,
+        has_drafts=has_drafts,
+        p2p=p2p,
+    )

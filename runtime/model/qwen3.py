@@ -64,6 +64,7 @@ class Kernels:
     prepare: QKNormRope | None = None  # replaces `write` and the norms and rotation before it
     decode: DecodeKernels | None = None  # fused layers for small decode steps
     max_fused_tokens: int = 64  # largest decode step that runs on them
+    max_fused_prompt_tokens: int = 0  # largest pooling step that does
     has_drafts: bool = False  # a request may have several tokens in a step whose tokens are all wanted
     experts: Experts = xla_experts.experts  # of layers that have experts
     is_unrolled: bool = False  # unrolls the layers instead of looping over them
@@ -75,8 +76,14 @@ class Kernels:
     p2p_operations: P2POperations | None = None  # set together with `p2p`
 
     def fused(self, num_tokens: int, *, is_decode: bool) -> DecodeKernels | None:
-        """Returns the fused decode kernels if they support the step, else None."""
-        return self.decode if is_decode and num_tokens <= self.max_fused_tokens else None
+        """Returns the fused decode kernels if they run the step, else None.
+
+        Args:
+          num_tokens: Of the step.
+          is_decode: Every token belongs to another request.
+        """
+        most_tokens = self.max_fused_tokens if is_decode else self.max_fused_prompt_tokens
+        return self.decode if num_tokens <= most_tokens else None
 
     @property
     def p2p_all_reduce(self) -> P2PAllReduce | None:
@@ -282,8 +289,7 @@ class Qwen3(nnx.Module):
             buffers; a loop compiles several times faster.
           wanted: Indices [B] of the tokens whose logits are wanted, T for padding. The others skip the MLP of the last
             layer, because no token attends to its output. None means that all tokens are wanted and that those of one
-            request, which are few, are consecutive. Only then can the fused layers be used: their attention reads a
-            request's pages anew for each token.
+            request, which are few, are consecutive: the fused layers read a request's pages anew for each token.
         """
         moved: Reordered | None = None
         if self.cp > 1 and wanted is not None:
@@ -294,6 +300,9 @@ class Qwen3(nnx.Module):
         fused = kernels.fused(x.shape[0], is_decode=wanted is None)
         if fused is not None:
             weights = layer_weights(nnx.state(self.layers))
+            if wanted is not None:
+                x, cache = fused_decode.run_prompt_layers(self.config, weights, x, cache, batch, fused)
+                return Forward(x[wanted], None, cache, [])
             x, cache, choices = fused_decode.run_layers(
                 self.config, weights, x, cache, batch, fused, kernels.p2p, has_drafts=kernels.has_drafts
             )

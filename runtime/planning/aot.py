@@ -47,7 +47,7 @@ class ProgramReport:
 
     @property
     def is_step(self) -> bool:
-        return self.kind.startswith(("step", "decode"))
+        return self.kind.startswith(("step", "decode", "pooling"))
 
 
 class OutOfMemoryError(MemoryError):

@@ -11,6 +11,7 @@ from meshserve.sharding.memory import shard_bytes
 
 from ..program.batch import ProgramKey
 from .aot import DryServer, KnownKey, ProgramReport
+from .kernel_selection import max_fused_prompt_tokens
 from .memory_plan import MIB, MemoryPlan, Planner
 
 _SAMPLING_ALL_REDUCES = 30  # upper bound: one search of 8 rounds for top-p, two for all filters; totals and maxima
@@ -124,10 +125,12 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     has_kernel = "cuda" in (names.attention, names.decode_layers) and server.tp == 1
     in_sampling = int(filters and has_kernel)
     has_p2p = _has_p2p(planner)
-    num_p2p = int(has_p2p and report.is_step)  # gathers the best tokens
+    num_p2p = int(has_p2p and report.is_step and report.kind != "pooling")  # gathers the best tokens
     if report.kind.startswith("decode") and names.decode_layers == "cuda" and report.size <= server.max_fused_tokens:
         num_p2p += int(has_p2p)  # the embedding
         return in_sampling + num_p2p + (1 if server.tp == 1 or has_p2p else 5 * num_layers)
+    if report.kind == "pooling" and report.size <= max_fused_prompt_tokens(names, server.kernel_shapes):
+        return 1
     num_p2p += _num_all_reduces(planner, report, is_p2p=True) if report.is_step else 0
     heads_and_attention = 2 * num_layers if report.is_step and names.attention == "cuda" else 0
     return in_sampling + num_p2p + heads_and_attention + num_expert_kernels

@@ -37,6 +37,8 @@ _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
 # Decode steps of up to so many tokens run on the fused layers. Larger ones take cuBLAS less time, unless a layer's
 # weights stay in the L2 cache of the GPU between the groups of 64 tokens of the fused layers (docs/log/decode.md).
 _MAX_FUSED_TOKENS, _MAX_CACHED_FUSED_TOKENS = 64, 256
+# Pooling steps of up to so many tokens do, too, if the weights are dense and on one device (docs/log/embeddings.md).
+_MAX_FUSED_PROMPT_TOKENS = 128
 _MAX_FUSED_EXPERT_TOKENS = 128  # of layers with experts, which are most of the time: XLA's router takes many kernels
 _MAX_CHOSEN = 32  # experts of a token in the fused layers' router
 
@@ -119,6 +121,15 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
         num_devices == 1 and layer_bytes <= decode_layers.gpu.CACHED_LAYER_BYTES
     )  # not measured on several devices
     return _MAX_CACHED_FUSED_TOKENS if is_cached else _MAX_FUSED_TOKENS
+
+
+def max_fused_prompt_tokens(names: KernelNames, shapes: KernelShapes) -> int:
+    """Returns the largest pooling step, in tokens, that runs on the fused layers; 0 if none does."""
+    model = shapes.model
+    is_simple = model.experts is None and not has_quantised_weights(model) and shapes.layout.num_shards == 1
+    if model.pooling is None or not is_simple or names.attention != names.decode_layers:
+        return 0
+    return min(_MAX_FUSED_PROMPT_TOKENS, max_fused_tokens(names, shapes))
 
 
 def _weight_bytes(shapes: KernelShapes) -> float:
@@ -247,6 +258,7 @@ def _kernels(
         prepare=paged_attention.QK_NORM_ROPE.get(attention) if len(shapes.model.stacks) == 1 else None,
         decode=None if decode == "off" else decode_layers.implementation(decode, device),
         max_fused_tokens=max_fused_tokens(names, shapes),
+        max_fused_prompt_tokens=max_fused_prompt_tokens(names, shapes),
         experts=experts.implementation(names.moe_backend, device),
         is_unrolled=is_gpu,
         has_output_buffers=is_gpu,

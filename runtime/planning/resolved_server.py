@@ -79,6 +79,17 @@ class ResolvedServer:
         return self.layout.num_shards
 
     @property
+    def kernel_shapes(self) -> KernelShapes:
+        """The shapes that decide which kernels run which steps."""
+        return KernelShapes(
+            model=self.model,
+            layout=self.layout,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            page_size=self.limits.page_size,
+        )
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one KV cache page on each device."""
         return cache_page_bytes(self.model, self.layout, self.limits.page_size, self.cache_dtype)

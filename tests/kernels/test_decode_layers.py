@@ -176,3 +176,28 @@ def test_unsupported_quantisation_is_named(fields, reason):
         **{name: other(getattr(inputs.weights, name), *kind) for name, kind in fields.items()}
     )
     assert reason in decode_layers.unsupported_reason(weights, inputs.cache)
+
+
+def test_prompt_layers_are_decode_layers_token_by_token():
+    """Each token of a prompt attends to those before it as if it had been decoded after them."""
+    case = cases.Case(name="prompts", lengths=(70, 0, 33, 5), page_size=16)
+    inputs = cases.make_inputs(case, seed=2, dtype=jnp.float32)
+    batch = cases.prompt_batch(case, inputs, (20, 0, 33, 1))
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.standard_normal((batch.positions.shape[0], case.embed)), jnp.float32)
+    known = {"settings": inputs.settings}
+    arguments = inputs.weights, inputs.inverse_frequencies
+    out, cache = reference.prompt_layers(x, arguments[0], inputs.cache, batch, arguments[1], **known)
+    expected, decoded = np.zeros_like(x), inputs.cache
+    for place, (position, request) in enumerate(
+        zip(batch.positions.tolist(), batch.token_request.tolist(), strict=True)
+    ):
+        if position >= 0:
+            token = decode_layers.DecodeBatch(jnp.array([position]), batch.page_table[request][None])
+            row, decoded, _ = reference.decode_layers(
+                x[place][None], arguments[0], decoded, token, arguments[1], **known
+            )
+            expected[place] = row[0]
+    real = np.asarray(batch.positions) >= 0
+    np.testing.assert_allclose(np.asarray(out)[real], expected[real], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(cache), np.asarray(decoded), rtol=1e-4, atol=1e-4)

@@ -89,6 +89,34 @@ def test_whole_stack(case):
     np.testing.assert_array_equal(np.asarray(again[0]), np.asarray(x))  # bitwise equal: no races
 
 
+PROMPTS = {  # tokens of each request, and how many of them the step computes
+    "one": ((40,), (40,)),
+    "chunks": ((200, 0, 33, 65, 5, 17), (50, 0, 33, 20, 1, 17)),
+    "128-tokens": ((100, 600, 4), (100, 24, 4)),
+    "200-tokens": ((150, 50), (150, 50)),
+}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"embed": 1024, "kv_heads": 8, "mlp": 3072, "page_size": 64}, {"group": 4}])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompt_layers(name, sizes):
+    lengths, num_new = PROMPTS[name]
+    case = cases.Case(name=name, lengths=lengths, **sizes)
+    inputs = inputs_of(case)
+    batch = cases.prompt_batch(case, inputs, num_new, num_padding=-sum(num_new) % 64)
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((batch.positions.shape[0], case.embed)), jnp.bfloat16)
+    arguments = (x, inputs.weights, inputs.cache, batch, inputs.inverse_frequencies)
+    run = jax.jit(functools.partial(gpu.prompt_layers, settings=inputs.settings))
+    out, cache = run(*arguments)
+    expected, expected_cache = expect(reference.prompt_layers, *arguments, settings=inputs.settings)
+    real = np.asarray(batch.positions) >= 0
+    assert relative_error(np.asarray(out)[real], np.asarray(expected)[real]) < BOUND
+    is_nan = np.isnan(np.asarray(expected_cache))
+    np.testing.assert_array_equal(np.isnan(np.asarray(cache, np.float32)), is_nan)
+    assert relative_error(np.asarray(cache, np.float32)[~is_nan], np.asarray(expected_cache)[~is_nan]) < BOUND
+    np.testing.assert_array_equal(np.asarray(run(*arguments)[0])[real], np.asarray(out)[real])
+
+
 @case_parameter
 def test_parts(case):
     inputs = inputs_of(case)

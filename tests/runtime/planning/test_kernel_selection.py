@@ -11,7 +11,7 @@ import pytest
 from meshserve.kernels.p2p import P2PGroup, check, reference
 from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.api.model_config import ModelConfig
+from meshserve.runtime.api.model_config import ModelConfig, Pooling
 from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning import kernel_selection
@@ -35,6 +35,7 @@ from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 MODEL = named_model("qwen3-8b")
 EXPERTS = named_model("qwen3-30b-a3b")
+EMBEDDING = Pooling(score_token_ids=None)
 
 
 def shapes(
@@ -348,3 +349,13 @@ def test_layers_that_stay_in_the_l2_cache_are_told_by_their_quantised_bytes() ->
         return kernel_selection.max_fused_tokens(names, kernel_shapes)
 
     assert [most("qwen3-1.7b", scheme) for scheme in ("none", "fp8-block", "int4")] == [64, 64, 256]
+
+
+def test_small_steps_of_texts_run_on_fused_layers_if_those_are_dense_and_on_one_device() -> None:
+    def most(size: str, scheme: str = "none", num_devices: int = 1, pooling: Pooling | None = EMBEDDING) -> int:
+        model = dataclasses.replace(named_model(size, scheme), pooling=pooling)
+        names = name_kernels(ServeConfig(model="random"), platform="gpu", num_devices=1, cuda_refusals=CudaRefusals())
+        return kernel_selection.max_fused_prompt_tokens(names, shapes(num_devices, model=model))
+
+    assert [most("qwen3-0.6b"), most("qwen3-8b")] == [128, 64]
+    assert most("qwen3-0.6b", pooling=None) == most("qwen3-0.6b", num_devices=2) == most("qwen3-0.6b", "fp8-block") == 0

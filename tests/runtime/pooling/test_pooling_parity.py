@@ -92,6 +92,20 @@ def test_embeddings_equal_hugging_face(shape: str, tmp_path: Path):
             np.testing.assert_allclose(unit(cached), expected, rtol=0, atol=1e-5)
 
 
+def test_small_steps_on_fused_layers_give_the_same_embeddings(tmp_path: Path):
+    """Steps of up to 128 tokens: of one text, of several, of a chunk, and after a cached prefix."""
+    model = checkpoints.save_embedding_checkpoint(tmp_path / "model")
+    prompts = checkpoints.random_prompts(LENGTHS, 256)
+    expected = unit(checkpoints.pooled_last_tokens(model, prompts).numpy())
+    with ExitStack() as stack:
+        options = {"decode_layers": "reference", "attention": "reference", "max_step_tokens": 256}
+        pool = Pool(stack, replace(SMALL, model=str(model), **options))
+        for _ in range(2):
+            alone = np.concatenate([pool([prompt]) for prompt in prompts])
+            np.testing.assert_allclose(unit(alone), expected, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(unit(pool(prompts)), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("tp", [1, 8])
 def test_any_chunking_alone_and_without_a_prefix_cache(tp: int, tmp_path: Path):
     model = checkpoints.save_embedding_checkpoint(tmp_path / "model")
