@@ -37,6 +37,7 @@ from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import PlacedServer
 from meshserve.runtime.pooling.pooled_rows import POOLING_PARAMS
+from meshserve.runtime.startup.interpreter import take_turns_often
 from meshserve.runtime.startup.launch import build_engine, open_model
 
 _READY_SECONDS = 30.0
@@ -92,6 +93,7 @@ def _offline(options: argparse.Namespace) -> Figures:
     batch = _Batch()
     records: list[StepRecord] = []
     engine, server = build_engine(config, model, make_params, None, batch.deliver, records.append)
+    take_turns_often()
     engine.start()
     try:
         seconds = 0.0

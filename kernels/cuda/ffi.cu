@@ -1,10 +1,10 @@
 // The XLA FFI calls. decode_layers runs a range of layers in one call, on one GPU or on each GPU of a mesh with an open
-// P2P group. decode_qkv, paged_attention, project_residual and decode_gate_up are its parts, for meshes where XLA sums
-// after the o and down projections. qk_norm_rope and prefill_attention are for steps without fused layers.
-// sampling_threshold finds the smallest key that the sampling filters keep. p2p_all_reduce and p2p_all_gather are
-// single collectives. Every call only launches kernels on XLA's stream, always the same ones for the same shapes, so it
-// can be captured in a command buffer. Weights are stacked over layers, with the layer as an attribute, because a slice
-// would be a copy.
+// P2P group; prompt_layers does it for tokens of prompts, on one GPU. decode_qkv, paged_attention, project_residual and
+// decode_gate_up are parts of it, for meshes where XLA sums after the o and down projections. qk_norm_rope and
+// prefill_attention are for steps without fused layers. sampling_threshold finds the smallest key that the sampling
+// filters keep. p2p_all_reduce and p2p_all_gather are single collectives. Every call only launches kernels on XLA's
+// stream, always the same ones for the same shapes, so it can be captured in a command buffer. Weights are stacked over
+// layers, with the layer as an attribute, because a slice would be a copy.
 #include "ffi_arguments.cuh"
 #include "launch.cuh"
 #include "prefill_launch.cuh"

@@ -19,6 +19,7 @@ from ..pooling.pooled_rows import POOLING_PARAMS
 from ..pooling.prompt_formats import PromptFormat, checked_instruction
 from ..pooling.results import EmbeddingForm
 from ..scheduler.limits import check_prompt_length
+from ..startup.interpreter import take_turns_often
 from ..startup.launch import Launched, launch
 from .embedding_files import Result, ResumableFile, Source, Text, form_of, inspect, read_texts
 
@@ -73,6 +74,7 @@ def embed_file(config: ServeConfig, source: Path, target: Path, options: EmbedOp
     checked_instruction(options.instruction)
     window = _Window()
     config = dataclasses.replace(config, max_waiting=_GROUP_TEXTS * (_OPEN_GROUPS + 1))
+    take_turns_often()
     launched = launch(config, window.deliver)
     try:
         launched.info.require(EMBED)

@@ -18,6 +18,7 @@ from ..api.sampling_params import params_table
 from ..client import messages
 from ..offline.prompt_batch import Batch, Completion, Prompt
 from ..options.serve_config import ServeConfig
+from ..startup.interpreter import take_turns_often
 from ..startup.launch import launch
 
 _SAMPLING_FIELDS = tuple(name for name in params_table() if name != "num_resumed_tokens")
@@ -146,6 +147,7 @@ def generate_file(config: ServeConfig, source: Path, target: Path) -> int:
         raise MeshserveError(f"--output {target} is the input file. Choose another file.")
     batch = Batch(prompts)
     config = dataclasses.replace(config, max_waiting=max(sum(prompt.options.n for prompt in prompts), 1))
+    take_turns_often()
     launched = launch(config, batch.deliver)
     launched.engine.start()
     try:

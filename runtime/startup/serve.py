@@ -31,6 +31,7 @@ from ..telemetry.profiler import Profiler
 from ..telemetry.request_log import Observer
 from ..telemetry.tracing import Tracer
 from .checks import check_before_listening
+from .interpreter import take_turns_often
 from .reload import reload_on_hangup
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# How long a thread waits for the interpreter lock before it interrupts another. Devices wait for the engine's thread.
-_SWITCH_SECONDS = 0.0005
 _MAX_DESCRIPTORS = 65_536  # each connection and each process for constraints takes some
 
 
@@ -78,7 +77,7 @@ def serve_config_until_stopped(config: ServeConfig, read: Callable[[], ServeConf
     Raises:
       MeshserveError: The options, the model, the devices or the address do not allow it, or the engine failed.
     """
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    take_turns_often()
     configure_logs(config.log_format, is_queued=True)
     _allow_descriptors()
     listen = listen_of(config)
