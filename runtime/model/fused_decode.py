@@ -26,9 +26,9 @@ def run_layers(
     kernels: DecodeKernels,
     p2p: P2PGroup | None = None,
     *,
-    has_drafts: bool = False,
+    kind: str = "decodes",
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Runs all layers of a step that contains only decodes and their draft tokens.
+    """Runs all layers of a small step.
 
     Args:
       config: The model.
@@ -38,15 +38,26 @@ def run_layers(
       batch: Where each token belongs.
       kernels: The fused decode kernels.
       p2p: P2P access between the devices of the mesh, if available.
-      has_drafts: Whether a request may have several tokens.
+      kind: "decodes", "drafts" if a request may have several tokens, which each read its pages, or "prompts", on one
+        device and without experts.
 
     Returns:
       The hidden states before the final norm and the updated cache, in the same shapes; and the experts that tokens
       chose, [L, T, k], -1 for padding, if the layers have any.
     """
     tokens = _decode_batch(batch)
-    settings = _settings(config, p2p if x.nbytes <= MAX_BYTES else None, has_drafts=has_drafts)
+    settings = LayerSettings(
+        epsilon=config.rms_norm_eps,
+        softmax_scale=config.head_dim**-0.5,
+        rotary_scale=config.rope.attention_factor,
+        num_chosen=config.experts.num_chosen if config.experts is not None else 0,
+        is_normalized=config.experts is None or config.experts.is_normalized,
+        has_drafts=kind == "drafts",
+        p2p=p2p if x.nbytes <= MAX_BYTES else None,
+    )
     frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
+    if kind == "prompts":
+        return *kernels.prompt_layers(x, weights, cache, batch, frequencies, settings=settings), None
     if jax.lax.axis_size(TENSOR_AXIS) == 1 or settings.p2p is not None:
         return kernels.decode_layers(x, weights, cache, tokens, frequencies, settings=settings)
     for layer in range(config.num_layers):
@@ -75,28 +86,3 @@ def attention_of_decodes(config: ModelConfig, batch: PagedBatch, kernels: Decode
 
 def _decode_batch(batch: PagedBatch) -> DecodeBatch:
     return DecodeBatch(batch.positions, batch.page_table[batch.token_request])
-
-
-def run_prompt_layers(
-    config: ModelConfig,
-    weights: LayerWeights,
-    x: jax.Array,
-    cache: jax.Array,
-    batch: PagedBatch,
-    kernels: DecodeKernels,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs all layers, without experts, of a step with prompts on one device. See `run_layers` for the arguments."""
-    frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
-    return kernels.prompt_layers(x, weights, cache, batch, frequencies, settings=_settings(config))
-
-
-def _settings(config: ModelConfig, p2p: P2PGroup | None = None, *, has_drafts: bool = False) -> LayerSettings:
-    return LayerSettings(
-        epsilon=config.rms_norm_eps,
-        softmax_scale=config.head_dim**-0.5,
-        rotary_scale=config.rope.attention_factor,
-        num_chosen=config.experts.num_chosen if config.experts is not None else 0,
-        is_normalized=config.experts is None or config.experts.is_normalized,
-        has_drafts=has_drafts,
-        p2p=p2p,
-    )

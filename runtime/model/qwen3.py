@@ -76,12 +76,7 @@ class Kernels:
     p2p_operations: P2POperations | None = None  # set together with `p2p`
 
     def fused(self, num_tokens: int, *, is_decode: bool) -> DecodeKernels | None:
-        """Returns the fused decode kernels if they run the step, else None.
-
-        Args:
-          num_tokens: Of the step.
-          is_decode: Every token belongs to another request.
-        """
+        """Returns the fused decode kernels if they run the step, else None."""
         most_tokens = self.max_fused_tokens if is_decode else self.max_fused_prompt_tokens
         return self.decode if num_tokens <= most_tokens else None
 
@@ -289,7 +284,7 @@ class Qwen3(nnx.Module):
             buffers; a loop compiles several times faster.
           wanted: Indices [B] of the tokens whose logits are wanted, T for padding. The others skip the MLP of the last
             layer, because no token attends to its output. None means that all tokens are wanted and that those of one
-            request, which are few, are consecutive: the fused layers read a request's pages anew for each token.
+            request, which are few, are consecutive.
         """
         moved: Reordered | None = None
         if self.cp > 1 and wanted is not None:
@@ -300,13 +295,11 @@ class Qwen3(nnx.Module):
         fused = kernels.fused(x.shape[0], is_decode=wanted is None)
         if fused is not None:
             weights = layer_weights(nnx.state(self.layers))
-            if wanted is not None:
-                x, cache = fused_decode.run_prompt_layers(self.config, weights, x, cache, batch, fused)
-                return Forward(x[wanted], None, cache, [])
+            kind = "prompts" if wanted is not None else "drafts" if kernels.has_drafts else "decodes"
             x, cache, choices = fused_decode.run_layers(
-                self.config, weights, x, cache, batch, fused, kernels.p2p, has_drafts=kernels.has_drafts
+                self.config, weights, x, cache, batch, fused, kernels.p2p, kind=kind
             )
-            return Forward(x, None, cache, [] if choices is None else [choices])
+            return Forward(x if wanted is None else x[wanted], None, cache, [] if choices is None else [choices])
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         attend, prepare = kernels.attend, None
         if wanted is None and kernels.decode is not None and not kernels.has_drafts:
