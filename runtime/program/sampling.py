@@ -147,8 +147,8 @@ def _random_best(
     # would write numbers that are used twice to memory.
     score, pair = _largest(jnp.maximum(*scores_of_pairs(logits[:, ::2], logits[:, 1::2], pairs)), pairs)
     place = 2 * (pair - pairs[0])[:, None]
-    chosen = (jnp.take_along_axis(logits, place + index, axis=1) for index in range(2))
-    even, odd = scores_of_pairs(*chosen, pair[:, None])
+    even, odd = (jnp.take_along_axis(logits, place + index, axis=1) for index in range(2))
+    even, odd = scores_of_pairs(even, odd, pair[:, None])
     return score, 2 * pair + (odd > even)[:, 0]
 
 
