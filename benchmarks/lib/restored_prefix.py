@@ -20,6 +20,7 @@ from meshserve.runtime.startup.launch import launch
 _GB = 1e9
 _LINK_BYTES = 4 << 30  # copied each way when the link is measured
 _REPEATS = 3
+_IDLE_SECONDS = 0.2  # after which the engine, which saves pages while it is idle, is done
 
 
 class _Clock:
@@ -164,6 +165,7 @@ def _link_times(server: EngineClock) -> Iterator[tuple[str, float, int]]:
     Yields the direction, seconds, and bytes on each device.
     """
     server.engine.flush_prefix_cache()
+    time.sleep(_IDLE_SECONDS)
     copies, size = server.runner.copies, server.host.size
     assert copies is not None
     blocks = range(min(-(-_LINK_BYTES // size.block_bytes), size.num_blocks))

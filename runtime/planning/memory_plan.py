@@ -62,6 +62,7 @@ class MemoryPlan:
     num_params: int  # of the whole model
     num_active_params: int  # that a token passes through
     split: str  # how experts are split, in words; empty for a model without experts
+    cp: int = 1  # devices that divide the pages of a KV head
     host_pages: int = 0  # that one process keeps in host memory
 
     @property
@@ -165,6 +166,7 @@ class Planner:
             num_params=server.model.num_params,
             num_active_params=server.model.num_active_params,
             split=_split(server.layout),
+            cp=server.layout.cp,
             host_pages=server.host_cache.num_pages if server.host_cache is not None else 0,
         )
 

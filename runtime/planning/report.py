@@ -91,7 +91,8 @@ def plan_table(plan: MemoryPlan) -> str:
         kinds.append(f"weights {plan.quantisation}")
     if plan.cache_dtype != plan.dtype:
         kinds.append(f"KV cache {plan.cache_dtype}")
-    head = f"{plan.model} on {plan.target}, tp {plan.tp}, {', '.join(kinds)}, per device:"
+    sizes = f"tp {plan.tp}" + (f", cp {plan.cp}" if plan.cp > 1 else "")
+    head = f"{plan.model} on {plan.target}, {sizes}, {', '.join(kinds)}, per device:"
     limits = f"  limits: {plan.limits}"
     return "\n".join([head, *(f"  {name:<26} {value:>22}" for name, value in rows), limits])
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ class KeptTier:
                 if self._is_stopping.is_set():
                     return
                 reading = paths[first : first + _NUM_THREADS]
-                for block in pool.map(lambda path: self._files.read(identity, path), reading):
+                for path, block in zip(reading, pool.map(partial(self._files.read, identity), reading), strict=True):
                     if block is None:
+                        path.unlink(missing_ok=True)  # or it would be taken for the block's file at the stop
                         continue
                     try:
                         shards = runner.copies.to_pinned(block.parts)

@@ -52,7 +52,7 @@ def test_devices_that_divide_pages_hold_more_tokens(capsys):
     assert whole["tp"] == halves["tp"] == 8
     assert halves["page_bytes"] * 2 == whole["page_bytes"] == 48 * 2 * 64 * 128 * 2
     assert halves["max_pages"] >= 2 * whole["max_pages"] - 1
-    assert automatic["page_bytes"] == halves["page_bytes"]
+    assert automatic["page_bytes"] == halves["page_bytes"] and automatic["cp"] == halves["cp"] == 2
 
 
 @pytest.mark.parametrize(

@@ -28,5 +28,7 @@ def test_damaged_files_and_those_of_another_layout_are_not_used(settings: dict[s
     result = restart(settings, num_prompts=8, num_tokens=210, num_damaged=3)
     assert 0.3 < result.after.hit_rate < result.before.hit_rate
     assert result.after.texts == result.before.texts
+    result = restart(settings, num_prompts=8, num_tokens=210)
+    assert result.after.hit_rate > 0.9, "damaged files have been written anew"
     result = restart(settings, num_prompts=8, num_tokens=210, changes={"page_size": 32, "num_pages": 24})
     assert result.after.hit_rate == 0.0
