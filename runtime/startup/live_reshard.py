@@ -1,6 +1,6 @@
 """Changes the TP size of a running engine by moving its weights between devices, without ending its requests.
 
-    compile the programs for the new mesh, while the old one serves
+    compile the programs for the new mesh, while the old one serves (if that needs the memory of its cache, afterwards)
     -> collect the steps in flight, preempt every running request, free the cache
     -> move the weights, one parameter at a time -> allocate the cache
     -> the requests recompute their tokens and continue
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshserve.sharding.checkpoints.parameters import Piece
 from meshserve.sharding.checkpoints.resharding import reshard
 from meshserve.sharding.layout import ShardLayout
-from meshserve.sharding.memory import check_weights_fit
+from meshserve.sharding.memory import check_weights_fit, is_out_of_memory, shard_bytes
 from meshserve.sharding.mesh import make_mesh, named_sharding
 
 from ..api.errors import ConfigError
@@ -78,7 +78,7 @@ class Resharder:
             with self.compiling():
                 try:
                     server = self._server.on_mesh(make_mesh(tp))
-                    runner = self._compiled(server, old)
+                    runner = self._compiled_meanwhile(server, old)
                 except ValueError as error:  # too few devices, or the model or its kernels cannot be split like this
                     raise ConfigError(str(error)) from None
                 paused_seconds = self._swap(server, old, runner)
@@ -86,9 +86,19 @@ class Resharder:
             _log.info("the TP size is now %d; the streams paused for %.2f s", tp, paused_seconds)
             return paused_seconds
 
-    def _compiled(self, server: PlacedServer, old: StepRunner) -> StepRunner:
-        """Compiles the programs for the new mesh, while the old one serves."""
+    def _compiled_meanwhile(self, server: PlacedServer, old: StepRunner) -> StepRunner | None:
+        """Compiles the programs for the new mesh, while the old one serves; None if XLA finds no memory beside it."""
         self._check_memory(server, old)
+        try:
+            return self._compiled(server, old.device_bytes)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            _log.warning("compiling for the new TP size needs the memory of the KV cache; the streams pause meanwhile")
+            return None
+
+    def _compiled(self, server: PlacedServer, held_bytes: int) -> StepRunner:
+        """Compiles the programs for the new mesh. The old runner holds `held_bytes` of each device, to be freed."""
         mesh = server.mesh
         # Virtual CPU devices share the host's memory, and their cache is sized as at startup.
         num_measured = mesh.size if server.platform == "cpu" else min(mesh.size, self.tp)
@@ -96,17 +106,19 @@ class Resharder:
             server,
             *server.abstract_params(),
             measured=Mesh(mesh.devices[:num_measured], mesh.axis_names),
-            reserved_bytes=device_weight_bytes(server.model, server.layout, mesh, server.dtype) - old.device_bytes,
+            reserved_bytes=device_weight_bytes(server.model, server.layout, mesh, server.dtype) - held_bytes,
         )
 
-    def _swap(self, server: PlacedServer, old: StepRunner, new: StepRunner) -> float:
+    def _swap(self, server: PlacedServer, old: StepRunner, compiled: StepRunner | None) -> float:
         """Moves the weights and starts the new runner between two steps. Returns the seconds that it took."""
         seconds = 0.0
 
         def start_runner() -> tuple[StepRunner, int]:
             nonlocal seconds
             started = time.monotonic()
-            params = move_params(server.model, old.release(), self._server.layout, server.layout, server.mesh)
+            params = old.release()
+            new = compiled or self._compiled(server, shard_bytes(params))
+            params = move_params(server.model, params, self._server.layout, server.layout, server.mesh)
             try:
                 new.start(params)
             except MemoryError:

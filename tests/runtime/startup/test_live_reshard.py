@@ -19,6 +19,7 @@ from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.program.step_runner import StepRunner
+from meshserve.runtime.startup import live_reshard
 from meshserve.runtime.startup.launch import Launched, launch
 from meshserve.runtime.startup.live_reshard import move_params
 from meshserve.runtime.weights.load import load_model
@@ -111,7 +112,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_streams_go_on_with_the_same_tokens(
     has_experts: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 -> 4 -> 1 while three requests run, against an engine that stays at 2; at 4, weights first lie scattered."""
+    """2 -> 4 -> 1 while three requests run, against an engine that stays at 2.
+
+    At 4, weights first lie scattered; for 1, XLA has memory only once the cache is freed.
+    """
     streams = Streams()
     config = ServeConfig(model=str(model), tp=2, **CONFIG)
     if has_experts:
@@ -135,6 +139,14 @@ def test_streams_go_on_with_the_same_tokens(
             raise scattered.pop()
         start(runner, params)
 
+    compiled, refusals = live_reshard.compile_runner, iter((False, True, False))
+
+    def compile_runner(*arguments: object, **options: object) -> StepRunner:
+        if next(refusals):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 609.50MiB")
+        return compiled(*arguments, **options)
+
+    monkeypatch.setattr(live_reshard, "compile_runner", compile_runner)
     monkeypatch.setattr(launched.engine, "rebuild", going_on)
     monkeypatch.setattr(StepRunner, "start", start_together)
 
@@ -151,7 +163,7 @@ def test_streams_go_on_with_the_same_tokens(
     streams.wait(num_finished=len(PROMPTS))
     assert streams.token_ids == expected
     assert set(streams.reasons.values()) == {FinishReason.LENGTH}
-    assert not scattered
+    assert not scattered and next(refusals, None) is None
     load = launched.engine.load()
     assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
 
