@@ -17,6 +17,7 @@ RULES = {
     "query_heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
     "experts": TENSOR_AXIS,
+    "features": TENSOR_AXIS,
 }
 
 

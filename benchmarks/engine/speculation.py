@@ -4,10 +4,13 @@
     meshserve bench speculation --model DIRECTORY --temperature 0
     meshserve bench speculation --model qwen3-8b --random-weights --acceptance 1.5 2.4 4 --draft-tokens 7
     meshserve bench speculation --model qwen3-32b --random-weights --set draft_model=qwen3-0.6b --draft-tokens 4
+    meshserve bench speculation --model demo --set draft_model=demo-head --draft-tokens 4 --text PLAY.txt
 
 With `--acceptance`, an oracle drafts: it knows the tokens of the run without drafts, and errs so often that a step
 brings that many tokens of a request on average. So speed against acceptance is measured without a trained drafter, and
 without the time that one would take.
+
+The prompts are random tokens, or parts of the text that `--text` names.
 
 The two temperatures cover both extremes. At temperature 0, models (especially with random weights) begin to repeat
 themselves, and most drafts are accepted. At temperature 1 with random weights nothing repeats, so the loss is the price
@@ -29,6 +32,8 @@ from meshserve.benchmarks.lib.oracle import Oracle, chance_of
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.startup.launch import open_model
+from meshserve.runtime.text.tokenizer import open_tokenizer
+from meshserve.runtime.weights.locate import find_model
 
 _WARM_UP_SEED = 99
 
@@ -82,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen.pop("draft_model", None)
         config = config_for([work for works in workloads.values() for work in works], chosen)
         with OfflineEngine(config, model, make_params, records.append) as engine:
+            engine.engine._scheduler.speculation.is_always_on = options.always
             for key in itertools.product(workloads, options.temperature):
                 works, temperature = workloads[key[0]], key[1]
                 if not draft_tokens:
@@ -116,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
         "--acceptance", type=float, nargs="+", default=[], metavar="TOKENS",
         help="mean tokens per step and request that an oracle drafter is made to reach, instead of prompt lookup",
     )  # fmt: skip
+    parser.add_argument("--always", action="store_true", help="make as many drafts as fit, whether they pay or not")
+    parser.add_argument("--text", type=Path, help="a text whose parts are the prompts, instead of random tokens")
     parser.add_argument("--input-tokens", type=int, default=256, help="input tokens of each request")
     parser.add_argument("--output-tokens", type=int, default=512, help="output tokens of each request")
     parser.add_argument("--runs", type=int, default=3, help="number of timed runs, each with a new draw")
@@ -130,7 +138,29 @@ def _draw(options: argparse.Namespace, num_requests: int, vocab_size: int) -> li
     """Returns the warm-up batch, followed by the batches of the timed runs."""
     max_id = min(MAX_TOKEN_ID, vocab_size - 1)
     seeds = (_WARM_UP_SEED, *range(options.runs))
+    if options.text:
+        token_ids = open_tokenizer(find_model(options.model).small).encode(options.text.read_text())
+        return _parts(token_ids, len(seeds), num_requests, options)
     return [fixed(seed, num_requests, options.input_tokens, options.output_tokens, max_id) for seed in seeds]
+
+
+def _parts(
+    token_ids: Sequence[int], num_batches: int, num_requests: int, options: argparse.Namespace
+) -> list[list[Work]]:
+    """Returns batches whose prompts are parts of a text, at equal distances.
+
+    Raises:
+      ValueError: The text is too short.
+    """
+    count, length = num_batches * num_requests, options.input_tokens
+    distance = (len(token_ids) - length) // count
+    if distance < 1:
+        raise ValueError(f"--text has {len(token_ids)} tokens; {length + count} are needed. Use a longer one.")
+    works = [
+        Work(list(token_ids[start : start + length]), options.output_tokens)
+        for start in range(0, count * distance, distance)
+    ]
+    return [works[start : start + num_requests] for start in range(0, count, num_requests)]
 
 
 def _run(engine: OfflineEngine, records: list[StepRecord], works: Sequence[list[Work]], temperature: float) -> _Side:

@@ -10,9 +10,11 @@ from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.draft_model.drafting_runner import RunnerBeside
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import Record
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import MakeParams, build_engine
 
 from .token_times import RunTimes, TokenClock
@@ -76,7 +78,10 @@ class OfflineEngine:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        """Stops the engine and frees the devices' memory, which another engine may need."""
         self.engine.stop()
+        if isinstance(self.engine.runner, StepRunner | RunnerBeside):
+            self.engine.runner.release()
 
     def run(self, batch: Sequence[Work], temperature: float) -> RunTimes:
         """Submits all requests at once and waits for all of them; end tokens are ignored.

@@ -91,6 +91,18 @@ def forward(
 
     Dropout, on the embedding and on each residual branch, applies only when `dropout_key` is given.
     """
+    return forward_with_inputs(parameters, ids_bt, config, dropout_rate=dropout_rate, dropout_key=dropout_key)[0]
+
+
+def forward_with_inputs(
+    parameters: Parameters,
+    ids_bt: jax.Array,
+    config: NetworkConfig,
+    *,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Computes the logits as `forward`, and the input of each layer, [B, T, D]."""
     num_dropouts = 1 + 2 * config.num_layers
     keys = iter([None] * num_dropouts if dropout_key is None else jax.random.split(dropout_key, num_dropouts))
 
@@ -99,7 +111,9 @@ def forward(
     one_hot_btv = jax.nn.one_hot(ids_bt, config.vocabulary_tokens, dtype=embedding_vd.dtype)
     x = _dropout(one_hot_btv @ embedding_vd, next(keys), dropout_rate)
     rotation = _rotation(ids_bt.shape[1], config)
+    inputs = []
     for index in range(config.num_layers):
+        inputs.append(x)
         prefix = f"model.layers.{index}."
         layer = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
         branch = _attention(_rms_norm(x, layer["input_layernorm.weight"]), layer, rotation, config)
@@ -107,7 +121,7 @@ def forward(
         branch = _mlp(_rms_norm(x, layer["post_attention_layernorm.weight"]), layer)
         x = x + _dropout(branch, next(keys), dropout_rate)
     x = _rms_norm(x, parameters["model.norm.weight"])
-    return jnp.einsum("btd,vd->btv", x, embedding_vd, preferred_element_type=jnp.float32)
+    return jnp.einsum("btd,vd->btv", x, embedding_vd, preferred_element_type=jnp.float32), inputs
 
 
 def token_losses(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:

@@ -3,10 +3,11 @@
 Serves step 6 of 10. In: the packed vectors of steps. Out: the same tokens as without a draft model, and draft tokens.
 
 The draft model has a `StepRunner` like the served one, with a KV cache of its own that is indexed by the same pages, so
-that one allocator and one prefix cache serve both. Each step is run by both, so that the draft model knows every token;
-its samples in these steps are ignored. Draft tokens come from its multi-step decode: one dispatch in which each sampled
-token is the next step's input. It draws with the noise of the request's seed and position, as the served model will, so
-that the two agree as often as their distributions allow (docs/decisions/058).
+that one allocator and one prefix cache serve both. While there are drafts, each step is run by both, so that the draft
+model knows every token; its samples in these steps are ignored. What it has missed before, it computes when it is asked
+for drafts. Draft tokens come from its multi-step decode: one dispatch in which each sampled token is the next step's
+input. It draws with the noise of the request's seed and position, as the served model will, so that the two agree as
+often as their distributions allow (docs/decisions/058).
 """
 
 import dataclasses
@@ -16,40 +17,29 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ..program.batch import Bucket
+from ..drafting.coverage import DraftCoverage, in_steps
+from ..program.batch import BatchBuilder, Bucket
 from ..program.device_figures import DeviceFigures
 from ..program.processor_batch import Logprobs, Sampled
 from ..program.step_runner import StepRunner
+from ..scheduler.step_plan import Chunk, StepPlan
 
 
-class DraftingRunner:
-    """Implements `engine.Runner` by two runners.
+class RunnerBeside:
+    """Implements `engine.Runner` by the runner of the served model, beside which something drafts.
 
     Args:
-      served, draft: The runners, started, with equally many pages.
-      followed_by: For each bucket of the served model's steps, the bucket of the draft model's with the same fields.
-      copy: The compiled program that copies the table of last tokens, which each runner consumes.
+      served: The runner, started.
     """
 
-    def __init__(
-        self, served: StepRunner, draft: StepRunner, followed_by: Mapping[Bucket, Bucket], copy: jax.stages.Compiled
-    ):
-        self.served, self.draft = served, draft
-        self._followed_by = dict(followed_by)
-        self._copy = copy
+    def __init__(self, served: StepRunner):
+        self.served = served
 
     def set_page_row(self, page_row: np.ndarray) -> None:
         self.served.set_page_row(page_row)
-        self.draft.set_page_row(page_row)
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
-        self.draft.last_tokens = self._copy(self.served.last_tokens)
-        sampled = self.served.run(bucket, packed)
-        self.draft.run(self._followed_by[bucket], packed)
-        return sampled
-
-    def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
-        return self.draft.run(bucket, packed)
+        return self.served.run(bucket, packed)
 
     def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
         self.served.set_slot_adjustments(slot, history, bias)
@@ -64,9 +54,79 @@ class DraftingRunner:
         raise AssertionError("a server with a draft model has no host cache; see `options.combinations`")
 
     def release(self) -> nnx.State:
+        """Frees the device state at once and returns the parameters of the served model."""
+        return self.served.release()
+
+    @property
+    def figures(self) -> DeviceFigures:
+        """The memory used on each device by the served model."""
+        return self.served.figures
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of the served model's parameters and state on each device."""
+        return self.served.device_bytes
+
+    @property
+    def num_pages(self) -> int:
+        return self.served.num_pages
+
+
+class DraftingRunner(RunnerBeside):
+    """Runs the draft model beside the served one.
+
+    Args:
+      served, draft: The runners, started, with equally many pages.
+      followed_by: For each bucket of the served model's steps, the bucket of the draft model's with the same fields.
+      copy: The compiled program that copies the table of last tokens, which each runner consumes.
+    """
+
+    def __init__(
+        self, served: StepRunner, draft: StepRunner, followed_by: Mapping[Bucket, Bucket], copy: jax.stages.Compiled
+    ):
+        super().__init__(served)
+        self.draft = draft
+        self.is_following = True  # whether the draft model runs each step, too
+        self._followed_by = dict(followed_by)
+        self._copy = copy
+        self._largest = max(self._followed_by, key=lambda bucket: bucket.num_tokens)
+        self._coverage = DraftCoverage(served.num_pages, served.state.cache.shape[4])
+
+    def set_page_row(self, page_row: np.ndarray) -> None:
+        super().set_page_row(page_row)
+        self.draft.set_page_row(page_row)
+
+    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        if not self.is_following:
+            return self.served.run(bucket, packed)
+        self.draft.last_tokens = self._copy(self.served.last_tokens)
+        sampled = self.served.run(bucket, packed)
+        self.draft.run(self._followed_by[bucket], packed)
+        return sampled
+
+    def prepare(self, plan: StepPlan, chain: StepPlan | None, batches: BatchBuilder, *, is_drafting: bool) -> bool:
+        """See `engine.ProposingRunner`. Lets the draft model compute what it has missed, if it is to propose."""
+        coverage = self._coverage
+        missed = coverage.missed(zip(chain.decodes, chain.starts, strict=True)) if chain is not None else []
+        for part in in_steps(missed, self._largest.num_tokens, self._largest.num_requests):
+            chunks = [Chunk(request, start, num_tokens, False) for request, start, num_tokens in part]
+            chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+            batch = batches.build(StepPlan(decodes=[], starts=[], prefills=chunks))
+            self.draft.run(self._followed_by[batch.bucket], batch.packed)
+        for request, start, num_tokens in missed:
+            coverage.note(request.pages, start, num_tokens, is_followed=True)
+        self.is_following = is_drafting or chain is not None
+        for request, start, num_tokens, _ in plan.chunks:
+            coverage.note(request.pages, start, num_tokens, is_followed=self.is_following)
+        return bool(missed)
+
+    def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        return self.draft.run(bucket, packed)
+
+    def release(self) -> nnx.State:
         """Frees the device state of both at once and returns the parameters of the served model."""
         self.draft.release()
-        return self.served.release()
+        return super().release()
 
     @property
     def figures(self) -> DeviceFigures:
@@ -79,10 +139,6 @@ class DraftingRunner:
             page_bytes=served.page_bytes + draft.page_bytes,
             num_programs=served.num_programs + draft.num_programs,
         )
-
-    @property
-    def num_pages(self) -> int:
-        return self.served.num_pages
 
     @property
     def device_bytes(self) -> int:

@@ -41,6 +41,12 @@ class Payoff:
         num_steps = self.drafted.num_steps + self.plain.num_steps
         return pays != (num_steps % _PROBE_EVERY < _PROBE_STEPS)
 
+    def saved_seconds(self, num_tokens: int, seconds: float) -> float:
+        """Returns how much longer a step's tokens would have taken without drafts; 0 if that is not known yet."""
+        if self.plain.num_steps < _TRIAL_STEPS:
+            return 0.0
+        return num_tokens * self.plain.seconds / max(self.plain.num_tokens, 1e-9) - seconds
+
 
 class Payoffs:
     """The payoff of draft tokens for each power of two of decodes."""

@@ -71,6 +71,12 @@ class Runner(Protocol):
 class ProposingRunner(Protocol):
     """What a runner has in addition, if there is a draft model; see `draft_model.drafting_runner`."""
 
+    def prepare(self, plan: StepPlan, chain: StepPlan | None, batches: BatchBuilder, *, is_drafting: bool) -> bool:
+        """Prepares for a step, and for `chain`, whose draft tokens it gets, if any. Called before its dispatches.
+
+        `is_drafting` tells whether steps get draft tokens now. Returns whether it took an additional dispatch.
+        """
+
     def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         """Dispatches steps of the draft model, and returns the draft tokens [bucket.num_steps, B]."""
 
@@ -382,7 +388,11 @@ class Engine:
                 self._open.expired(request, "its deadline passed or could no longer be met")
             copies = self.host_cache.take_commands(started, plan) if self.host_cache is not None else ()
             if plan is not None:
-                chain = plan.draft_chain(self._scheduler.limits.draft_tokens)
+                chain, speculation = plan.draft_chain(self._scheduler.limits.draft_tokens), self._scheduler.speculation
+                if isinstance(self.runner, ProposingRunner) and self.runner.prepare(
+                    plan, chain, self._batches, is_drafting=speculation.is_drafting
+                ):
+                    speculation.exclude(plan)
                 proposing = self._batches.build(chain) if chain is not None else None
                 batch = self._batches.build(plan)
                 dispatched = self._clock()

@@ -7,6 +7,7 @@ are booked, on the engine's thread.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,7 @@ class StepRecord:
     num_accepted_tokens: int = 0  # accepted draft tokens
     num_drafts_at: tuple[int, ...] = ()  # verified draft tokens, by their place after the last token
     num_accepted_at: tuple[int, ...] = ()  # those that were accepted
+    saved_seconds: float = 0.0  # estimated, by draft tokens; negative if they cost more
     num_refused: int = 0  # requests refused because the queue was full
     num_expired: int = 0  # requests ended because of their deadline
     num_not_finite: int = 0  # requests ended because of logits that are NaN or infinite
@@ -110,7 +112,7 @@ class StepRecorder:
         before, self._counts = self._counts, self._read_counts()
         places_before, self._places = self._places, self._read_places()
         drafts_at, accepted_at = (self._places - places_before).tolist()
-        evicted, wasted, accepted, refused, expired, not_finite = (
+        evicted, wasted, accepted, refused, expired, not_finite, saved = (
             now - then for now, then in zip(self._counts, before, strict=True)
         )
         self._record(
@@ -122,6 +124,7 @@ class StepRecorder:
                 num_accepted_tokens=accepted,
                 num_drafts_at=tuple(drafts_at),
                 num_accepted_at=tuple(accepted_at),
+                saved_seconds=saved,
                 num_refused=refused,
                 num_expired=expired,
                 num_not_finite=not_finite,
@@ -132,7 +135,7 @@ class StepRecorder:
         speculation = self._scheduler.speculation
         return np.array([speculation.num_drafts_at, speculation.num_accepted_at])
 
-    def _read_counts(self) -> tuple[int, ...]:
+    def _read_counts(self) -> tuple[Any, ...]:
         scheduler = self._scheduler
         return (
             self._pages.num_evictions,
@@ -141,4 +144,5 @@ class StepRecorder:
             scheduler.num_refused,
             scheduler.num_expired,
             scheduler.num_not_finite,
+            scheduler.speculation.saved_seconds,
         )

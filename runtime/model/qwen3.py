@@ -11,6 +11,7 @@ Dimensions: T tokens, D embed, K groups of heads (KV heads, including repeats), 
 mlp, V vocab.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,10 +43,10 @@ from meshserve.sharding.layout import ShardLayout, split_group
 from meshserve.sharding.mesh import TENSOR_AXIS, partition_spec
 
 from ..api.model_config import ModelConfig
+from ..layers import fused_decode
+from ..layers.rope import rotate, rotation
 from ..quantisation.declaration import Declare, matrix_of
-from . import fused_decode
 from .divided_pages import divide_pages
-from .rope import rotate, rotation
 
 LARGE_STEP_TOKENS = 512  # from this size on, a step is bound by its matmuls instead of kernel launches
 LIBRARY_TOKENS = 64  # from this size on, library GEMMs are at least as fast as XLA's in steps that are not fused
@@ -131,6 +132,18 @@ def add_product(x: jax.Array, product: Callable[..., jax.Array], p2p_all_reduce:
     if jax.lax.axis_size(TENSOR_AXIS) == 1:
         return product(residual=x)
     return x + all_reduce(product(), p2p_all_reduce)
+
+
+def embed(table: jax.Array, token_ids: jax.Array, p2p_all_reduce: P2PAllReduce | None) -> jax.Array:
+    """Looks up ids [T] in an embedding whose rows are sharded. Returns [T, D].
+
+    Each shard looks up the ids of its part of the vocabulary and contributes zeros for the others.
+    """
+    num_rows = table.shape[0]
+    local = token_ids - jax.lax.axis_index(TENSOR_AXIS) * num_rows
+    is_here = (local >= 0) & (local < num_rows)
+    rows = table[jnp.clip(local, 0, num_rows - 1)]
+    return all_reduce(jnp.where(is_here[:, None], rows, 0), p2p_all_reduce)
 
 
 class Attention(nnx.Module):
@@ -241,6 +254,7 @@ class Forward(NamedTuple):
     hidden: jax.Array | None  # [T, D], before the MLP of the last layer; None with the fused layers
     cache: jax.Array
     chosen: list[jax.Array]  # experts that tokens chose, [T, k] of a layer or [layers, T, k], -1 for padding
+    captured: list[jax.Array]  # [T, D] each, the inputs of the captured layers
 
 
 class Qwen3(nnx.Module):
@@ -261,18 +275,17 @@ class Qwen3(nnx.Module):
         self.config, self.cp = config, layout.cp
 
     def embed(self, token_ids: jax.Array, p2p_all_reduce: P2PAllReduce | None = None) -> jax.Array:
-        """Embeds ids [T] as [T, D].
-
-        Each shard looks up the ids of its part of the vocabulary and contributes zeros for the others.
-        """
-        num_rows = self.embedding.shape[0]
-        local = token_ids - jax.lax.axis_index(TENSOR_AXIS) * num_rows
-        is_here = (local >= 0) & (local < num_rows)
-        rows = self.embedding[...][jnp.clip(local, 0, num_rows - 1)]
-        return all_reduce(jnp.where(is_here[:, None], rows, 0), p2p_all_reduce)
+        """Embeds ids [T] as [T, D]."""
+        return embed(self.embedding[...], token_ids, p2p_all_reduce)
 
     def __call__(
-        self, token_ids: jax.Array, cache: jax.Array, batch: PagedBatch, kernels: Kernels, wanted: jax.Array | None
+        self,
+        token_ids: jax.Array,
+        cache: jax.Array,
+        batch: PagedBatch,
+        kernels: Kernels,
+        wanted: jax.Array | None,
+        captured: tuple[int, ...] = (),
     ) -> Forward:
         """Runs all layers.
 
@@ -285,6 +298,7 @@ class Qwen3(nnx.Module):
           wanted: Indices [B] of the tokens whose logits are wanted, T for padding. The others skip the MLP of the last
             layer, because no token attends to its output. None means that all tokens are wanted and that those of one
             request, which are few, are consecutive.
+          captured: Layers, ascending, whose inputs are wanted.
         """
         moved: Reordered | None = None
         if self.cp > 1 and wanted is not None:
@@ -296,10 +310,10 @@ class Qwen3(nnx.Module):
         if fused is not None:
             weights = layer_weights(nnx.state(self.layers))
             kind = "prompts" if wanted is not None else "drafts" if kernels.has_drafts else "decodes"
-            x, cache, choices = fused_decode.run_layers(
-                self.config, weights, x, cache, batch, fused, kernels.p2p, kind=kind
-            )
-            return Forward(x if wanted is None else x[wanted], None, cache, [] if choices is None else [choices])
+            options = fused_decode.Options(kernels.p2p, kind, captured)
+            x, cache, choices, inputs = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, options)
+            output = x if wanted is None else x[wanted]
+            return Forward(output, None, cache, [] if choices is None else [choices], inputs)
         cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
         attend, prepare = kernels.attend, None
         if wanted is None and kernels.decode is not None and not kernels.has_drafts:
@@ -308,7 +322,6 @@ class Qwen3(nnx.Module):
             norms = self.layers.attention.q_norm[...], self.layers.attention.k_norm[...]
             settings = RopeSettings(*norms, cos, sin, self.config.rms_norm_eps)
             prepare = partial(kernels.prepare, settings=settings)
-        chosen: list[jax.Array] = []
         is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
         context = StepContext(
             batch,
@@ -321,11 +334,31 @@ class Qwen3(nnx.Module):
             kernels.p2p_all_reduce,
             is_apart,
             kernels.experts,
-            chosen,
+            [],
         )
         if self.cp > 1:
             assert kernels.attend_part is not None
             context = divide_pages(context, self.cp, kernels.attend_part)
+
+        is_loop = not kernels.is_unrolled and len(self.config.stacks) == 1
+        x, cache, inputs = self._before_last(x, cache, context, captured, is_loop=is_loop)
+        last: int | jax.Array = self.config.num_layers - 1
+        last = jnp.int32(last) if is_loop else last  # traced as in the loop; see `slice_stack`
+        hidden, cache = self.layer(last).after_attention(x, cache, last, context)
+        chosen = context.chosen or []
+        if wanted is None:
+            return Forward(self.after_last_mlp(hidden, context.mlp), hidden, cache, chosen, inputs)
+        positions = batch.positions.at[wanted].get(mode="fill", fill_value=-1)
+        output = self.after_last_mlp(hidden[wanted], context.mlp._replace(positions=positions))
+        hidden = hidden if moved is None else hidden[moved.places]
+        return Forward(output, hidden, cache, chosen, inputs)
+
+    def _before_last(
+        self, x: jax.Array, cache: jax.Array, context: StepContext, captured: tuple[int, ...], *, is_loop: bool
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """Runs all layers but the last on x [T, D]. Returns x, the cache, and the inputs of the captured layers."""
+        chosen = context.chosen
+        assert chosen is not None
 
         def run_layer(index: int | jax.Array, x: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.layer(index)(x, cache, index, context)
@@ -334,22 +367,19 @@ class Qwen3(nnx.Module):
             x, cache = run_layer(index, *carry[:2])
             return x, cache, jax.tree.map(lambda stack: stack.at[index].set(chosen.pop()), carry[2])
 
-        last = self.config.num_layers - 1
-        if kernels.is_unrolled or len(self.config.stacks) > 1:
-            for index in range(last):
+        last, experts = self.config.num_layers - 1, self.config.experts
+        inputs: list[jax.Array] = []
+        all_chosen: list[jax.Array] = []
+        if is_loop and experts is not None:
+            all_chosen.append(jnp.zeros((last, x.shape[0], experts.num_chosen), jnp.int32))
+        for start, stop in itertools.pairwise((0, *captured, last)):
+            if is_loop and start < stop:
+                x, cache, all_chosen = jax.lax.fori_loop(start, stop, loop_layer, (x, cache, all_chosen))
+            for index in range(start, 0 if is_loop else stop):
                 x, cache = run_layer(index, x, cache)
-        else:
-            experts = self.config.experts
-            all_chosen = [jnp.zeros((last, x.shape[0], experts.num_chosen), jnp.int32)] if experts else []
-            x, cache, all_chosen = jax.lax.fori_loop(0, last, loop_layer, (x, cache, all_chosen))
-            chosen += all_chosen
-            last = jnp.int32(last)  # traced as in the loop; see `slice_stack`
-        hidden, cache = self.layer(last).after_attention(x, cache, last, context)
-        if wanted is None:
-            return Forward(self.after_last_mlp(hidden, context.mlp), hidden, cache, chosen)
-        positions = batch.positions.at[wanted].get(mode="fill", fill_value=-1)
-        output = self.after_last_mlp(hidden[wanted], context.mlp._replace(positions=positions))
-        return Forward(output, hidden if moved is None else hidden[moved.places], cache, chosen)
+            inputs.append(x)
+        chosen += all_chosen
+        return x, cache, inputs[:-1]
 
     def layer(self, index: int | jax.Array) -> DecoderLayer:
         """Returns one decoder layer."""

@@ -7,17 +7,20 @@ Serves `meshserve plan`. Needs neither devices nor weights. `compiled_plan` comp
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from meshserve.kernels import experts
 from meshserve.sharding.chips import GIB, Target
 from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import CPU_CACHE_BYTES
 
-from ..api.model_config import ModelConfig
+from ..api.model_config import ModelConfig, read_json
+from ..draft_head.eagle3_config import is_head, read_head
+from ..draft_head.head_weights import abstract_head, head_layout
 from ..options.serve_config import ServeConfig
 from ..program.batch import Bucket
 from ..program.device_figures import DeviceFigures
@@ -25,8 +28,9 @@ from ..program.output_buffers import output_buffer_keys
 from ..program.processor_batch import WORD_BITS, processor_sizes
 from ..program.step import cache_page_bytes
 from ..quantisation.grids import DATA
-from ..weights.orbax_layout import parameters_in
-from ..weights.registry import abstract_model
+from ..weights.locate import find_model
+from ..weights.orbax_layout import model_layout, parameters_in
+from ..weights.registry import abstract_model, model_config
 from .auto_limits import GPU_MEMORY_FRACTION
 from .resolved_server import ResolvedServer, resolve_for
 
@@ -79,6 +83,36 @@ class MemoryPlan:
         return min(self.served_pages // -(-num_tokens // self.page_size), self.max_running)
 
 
+class DraftMemory(NamedTuple):
+    """The bytes on each device of a draft model or a trained head: its weights, and its part of each page."""
+
+    weight_bytes: int
+    page_bytes: int
+
+
+def draft_memory(server: ResolvedServer) -> DraftMemory:
+    """Plans what `draft_model` names, if it is set. The weights need not be there.
+
+    Raises:
+      ConfigError, UnsupportedModelError: It does not exist or is not implemented, or is a head for another model.
+      ValueError: It cannot be split over so many devices.
+    """
+    if not (name := server.requested.draft_model):
+        return DraftMemory(0, 0)
+    raw, page_size = read_json(find_model(name, random_weights=True).small / "config.json"), server.limits.page_size
+    if not is_head(raw):
+        model = model_config(raw)
+        layout = model_layout(model, server.tp)
+        page = cache_page_bytes(model, layout, page_size, server.dtype)
+        return DraftMemory(weight_bytes(model, layout, server.dtype), page)
+    head = read_head(raw, server.model)
+    layout = head_layout(head, server.tp)
+    _, abstract = abstract_head(head, layout, server.dtype, server.layout.vocab_size)
+    weights = [weight for path, weight in nnx.to_flat_state(abstract) if path != ("embedding",)]
+    values = layout.num_groups // server.tp * 2 * head.layer.head_dim + head.layer.embed_dim // server.tp
+    return DraftMemory(_shard_bytes(weights, layout), page_size * values * server.dtype.itemsize)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planner:
     """A server on a target machine."""
@@ -86,6 +120,7 @@ class Planner:
     name: str  # of the model
     target: Target
     server: ResolvedServer
+    draft: DraftMemory
     jax_fraction: float = 0.0  # share of a GPU's memory that JAX preallocates; 0: what the server claims
 
     @classmethod
@@ -96,10 +131,12 @@ class Planner:
 
         Raises:
           ConfigError: The options do not suit the model.
+          UnsupportedModelError: The draft model or head is not implemented.
           ValueError: The model cannot be split over so many devices.
         """
         server = resolve_for(config, model, chip=target.chip, num_devices=num_devices)
-        return cls(name=config.model, target=target, server=server, jax_fraction=jax_fraction)
+        draft = draft_memory(server)
+        return cls(name=config.model, target=target, server=server, draft=draft, jax_fraction=jax_fraction)
 
     def replan(
         self, *, config: ServeConfig | None = None, model: ModelConfig | None = None, num_devices: int = 0
@@ -126,8 +163,8 @@ class Planner:
         Raises:
           MemoryError: The model does not fit on the devices. The message says how much memory is missing.
         """
-        server, limit, page = self.server, self.limit_bytes, self.server.page_bytes
-        weights = weight_bytes(server.model, server.layout, server.dtype)
+        server, limit, page = self.server, self.limit_bytes, self.server.page_bytes + self.draft.page_bytes
+        weights = weight_bytes(server.model, server.layout, server.dtype) + self.draft.weight_bytes
         scratch = self._scratch_bytes()
         processors = self.processor_state_bytes + self._mask_bytes() if server.has_processors else 0
         if server.platform == "cpu":  # as `sharding.memory.free_bytes` computes it

@@ -187,8 +187,6 @@ def planner_of(asked: Asked) -> Planner:
         raise ConfigError(f"{got}; they must be 1 or more.")
     if not 0.0 <= asked.jax_fraction <= 1.0:
         raise ConfigError(f"jax_fraction is {asked.jax_fraction}; it must be 0 to 1, where 0 is JAX's default.")
-    if asked.config.draft_model:
-        raise ConfigError("draft_model is not planned for. Omit it here, and leave room for its weights and cache.")
     model = _model(asked.config)
     check_tp(asked.tensor_parallelism or machine.num_devices, model, machine.num_devices, f"devices in {machine.name}")
     return Planner.on(

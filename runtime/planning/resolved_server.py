@@ -21,6 +21,7 @@ from meshserve.sharding.mesh import named_sharding
 
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
+from ..drafting.head_contract import Follower
 from ..host_cache.sizes import HostCacheSize, host_cache_size
 from ..model.qwen3 import Kernels
 from ..options.model_defaults import cache_dtype, context_tokens, serving_dtype
@@ -146,9 +147,13 @@ class PlacedServer(ResolvedServer):
 
         return structure, jax.tree.map(place, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
-    def programs(self, structure: nnx.GraphDef, params: nnx.State, shape: CacheShape) -> ServerPrograms:
-        """Declares the programs of this server. `params` may be shapes with shardings."""
-        state = state_shapes(self.model, self.layout, shape, self.cache_dtype)
+    def programs(
+        self, structure: nnx.GraphDef, params: nnx.State, shape: CacheShape, head: Follower | None = None
+    ) -> ServerPrograms:
+        """Declares the programs of this server, perhaps with a trained head. `params` may be shapes with shardings."""
+        state = placed_state(state_shapes(self.model, self.layout, shape, self.cache_dtype), self.mesh)
+        if head is not None:
+            state = state._replace(followed=head.state_shapes(shape))
         processors = ProcessorPrograms(
             structure=structure,
             params=params,
@@ -165,9 +170,10 @@ class PlacedServer(ResolvedServer):
             mesh=self.mesh,
             buckets=self.buckets,
             kernels=self.kernels,
-            state=placed_state(state, self.mesh),
+            state=state,
             processors=processors if self.has_processors else None,
             host_cache=self.host_cache,
+            head=head,
         )
 
     def on_mesh(self, mesh: Mesh) -> "PlacedServer":

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.mesh import named_sharding
 
+from ..drafting.head_contract import Follower
 from ..host_cache import page_copies
 from ..host_cache.sizes import HostCacheSize
 from ..model.qwen3 import Kernels
@@ -42,6 +43,7 @@ class ServerPrograms:
     state: DeviceState[jax.ShapeDtypeStruct]  # with shardings
     processors: ProcessorPrograms | None = None
     host_cache: HostCacheSize | None = None
+    head: Follower | None = None  # a trained head, whose state is in `state`
 
     @cached_property
     def output_buffers(self) -> dict[OutputBufferKey, jax.ShapeDtypeStruct]:
@@ -70,8 +72,9 @@ class ServerPrograms:
         """Lowers the step of a bucket, which need not be one of `buckets`."""
         packed = jax.ShapeDtypeStruct((bucket.size,), jnp.int32, sharding=named_sharding(self.mesh, ()))
         buffers = tuple(output_buffer_shapes(self.kernels, self.params, [bucket], self.mesh).values())
-        program = sharded_step(self.structure, self.params, self.kernels, bucket, self.mesh)
-        return program.lower(weights_of(self.params), self.state, buffers, packed)
+        program = sharded_step(self.structure, self.params, self.kernels, bucket, self.mesh, self.head)
+        weights = weights_of(self.params) + (self.head.weights if self.head is not None else ())
+        return program.lower(weights, self.state, buffers, packed)
 
     def compile_runner(self, processors: LogitsProcessors | None = None, num_threads: int = 1) -> StepRunner:
         """Compiles the programs of a `StepRunner`, `num_threads` at a time, and returns the runner.

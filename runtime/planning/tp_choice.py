@@ -18,7 +18,7 @@ from meshserve.sharding.chips import Chip, Target, chip_of
 from ..api.errors import ConfigError
 from ..api.model_config import GENERATE, ModelConfig
 from ..options.serve_config import ServeConfig
-from .memory_plan import Planner
+from .memory_plan import Planner, draft_memory
 from .resolved_server import ResolvedServer
 from .roofline import Roofline
 
@@ -110,7 +110,8 @@ def _target(chip: Chip, num_devices: int) -> Target:
 
 def planner_of(server: ResolvedServer, chip: Chip) -> Planner:
     """Returns the planner of a server that has been resolved for devices of this kind."""
-    return Planner(name=server.requested.model, target=_target(chip, server.tp), server=server)
+    target = _target(chip, server.tp)
+    return Planner(name=server.requested.model, target=target, server=server, draft=draft_memory(server))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

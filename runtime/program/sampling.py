@@ -67,6 +67,7 @@ def sample(
     is_unrolled: bool,
     exchange: Exchange = all_gather,
     find_threshold: FindThreshold | None = None,
+    token_ids: jax.Array | None = None,
 ) -> jax.Array:
     """Returns one token per request. Call inside `shard_map`.
 
@@ -79,13 +80,15 @@ def sample(
       is_unrolled: unrolls the rounds of the searches, as for the layers (`model.Qwen3.__call__`).
       exchange: gathers the best token of every shard.
       find_threshold: a kernel that replaces the searches where one shard has the whole vocabulary.
+      token_ids: [V / shards] int32, the tokens of the logits if these are of other ones than the whole vocabulary.
 
     Returns:
       [B] int32 token ids, equal on every shard. Greedy requests take the largest logit, the lowest id among equals.
       Requests with a logit that is NaN or infinite get NO_TOKEN; -inf means that a token is banned.
     """
-    token_ids = local_token_ids(logits.shape[1])
-    if logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
+    named = token_ids
+    token_ids = local_token_ids(logits.shape[1]) if named is None else named
+    if named is not None or logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
         logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
 
     def best_of(threshold: _Threshold | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
@@ -93,7 +96,8 @@ def sample(
             if threshold is None:
                 score, token_id = _largest(_nan_if_infinite(logits, logits), token_ids)
             else:
-                score, token_id = _random_best(logits, params, token_ids, threshold(logits, params))
+                least, is_named = threshold(logits, params), named is not None
+                score, token_id = _random_best(logits, params, token_ids, least, is_named=is_named)
             return score, jnp.where(jnp.isnan(score), NO_TOKEN, token_id)
 
         return best
@@ -128,13 +132,14 @@ def _temperature(params: SamplingBatch) -> jax.Array:
 
 
 def _random_best(
-    logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, least: jax.Array
+    logits: jax.Array, params: SamplingBatch, token_ids: jax.Array, least: jax.Array, *, is_named: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the largest score of each row [B], and its token id [B].
 
     A score is the logit of a greedy request, else the scaled logit plus noise, or -inf below the threshold `least`.
+    With `is_named`, token ids are in any order.
     """
-    if logits.shape[1] % 2:  # pairs may lie on two shards
+    if is_named or logits.shape[1] % 2:  # pairs may lie apart, or on two shards
         noise = jnp.where(token_ids % 2 == 0, *_gumbel_pairs(params, token_ids // 2))
         return _largest(_random_scores(logits, noise, params, least), token_ids)
     pairs = token_ids[::2] // 2

@@ -9,7 +9,7 @@ and the table of each slot's pages. A slot is the place of a running request in 
 """
 
 from dataclasses import replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from meshserve.sharding.mesh import named_sharding, partition_spec
 
 from ..api.model_config import ModelConfig
 from ..api.sampling_params import SamplingMode
+from ..drafting.head_contract import Follow, Follower
 from ..expert_counts.choices import add_choices, counts_shape
 from ..model.qwen3 import LIBRARY_ROWS, LIBRARY_TOKENS, Kernels, specs_of
 from ..pooling.last_token import pooled
@@ -57,6 +58,7 @@ class DeviceState(NamedTuple, Generic[Leaf]):
     last_tokens: Leaf  # [max_running] int32
     page_table: Leaf  # [max_running, max_request_pages] int32
     expert_tokens: Leaf | None = None  # tokens of each expert so far; see `choices.counts_shape`
+    followed: Any = None  # leaves that a trained head keeps; see `drafting.head_contract`
 
 
 class StepOutput(NamedTuple, Generic[Leaf]):
@@ -109,10 +111,12 @@ def step(
     params: nnx.State,
     state: DeviceState[jax.Array],
     packed: jax.Array,
+    follow: Follow | None = None,
 ) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
     """Runs one step, written per shard. Returns the next state and the outputs.
 
-    A chunk that does not end with its request's last token gets a meaningless token, which the host ignores.
+    `follow` updates what a trained head keeps. A chunk that does not end with its request's last token gets a
+    meaningless token, which the host ignores.
     """
     model = nnx.merge(structure, params)
     fields = {name: packed[place] for name, place in bucket.fields.items()}
@@ -124,8 +128,10 @@ def step(
     num_rows = LIBRARY_ROWS if _has_library_gemms(kernels, bucket) else 0
     wanted = None if bucket.is_decode else _wanted(fields, num_rows)
     kernels = replace(kernels, has_drafts=bucket.has_drafts or bucket.is_pooling)
-    last, hidden, cache, chosen = model(token_ids, state.cache, batch, kernels, wanted)
+    layers = follow.layers if follow is not None else ()
+    last, hidden, cache, chosen, captured = model(token_ids, state.cache, batch, kernels, wanted, layers)
     expert_tokens = add_choices(state.expert_tokens, chosen)
+    followed = follow(state.followed, captured, token_ids, batch) if follow is not None else None
     if bucket.has_drafts:
         last = last[fields["last_index"]]  # the tokens of a request are consecutive, its samples are not
     if bucket.is_pooling:
@@ -144,7 +150,7 @@ def step(
     )
     last_tokens = state.last_tokens.at[slots].set(sampled, mode="drop")
     output = StepOutput(sampled, logits, None if bucket.is_decode else hidden)
-    return DeviceState(cache, last_tokens, page_table, expert_tokens), output
+    return DeviceState(cache, last_tokens, page_table, expert_tokens, followed), output
 
 
 def multi_step_decode(
@@ -191,17 +197,28 @@ def set_page_row(page_table: jax.Array, page_row: jax.Array) -> jax.Array:
 
 
 def sharded_step(
-    structure: nnx.GraphDef, abstract: nnx.State, kernels: Kernels, bucket: Bucket, mesh: Mesh
+    structure: nnx.GraphDef,
+    abstract: nnx.State,
+    kernels: Kernels,
+    bucket: Bucket,
+    mesh: Mesh,
+    head: Follower | None = None,
 ) -> jax.stages.Wrapped:
     """Returns the step of a bucket over the mesh: (weights, state, buffers, packed) -> (state, output).
 
     The state and the buffers are donated. The weights are `weights_of` the parameters, because flattening the tree in
-    each call would cost the host 50 us. The buffers are those of `output_buffer_shapes`, if the kernels use any.
+    each call would cost the host 50 us; those of a trained head follow them. The buffers are those of
+    `output_buffer_shapes`, if the kernels use any.
     """
     tree = jax.tree.structure(abstract)
     weight_specs = tuple(jax.tree.leaves(specs_of(abstract)))
+    num_weights = len(weight_specs)
     function = step if bucket.num_steps == 1 else multi_step_decode
     state_specs = DeviceState(partition_spec(CACHE_AXES), PartitionSpec(), PartitionSpec(), PartitionSpec())
+    if head is not None:
+        assert bucket.num_steps == 1, "multi-step decode and drafts exclude each other"
+        weight_specs += head.weight_specs
+        state_specs = state_specs._replace(followed=head.state_specs)
     output_buffer_specs = tuple(
         shape.sharding.spec for shape in output_buffer_shapes(kernels, abstract, [bucket], mesh).values()
     )
@@ -213,7 +230,9 @@ def sharded_step(
     def shard_step(
         weights: tuple[jax.Array, ...], state: DeviceState[jax.Array], buffers: tuple[jax.Array, ...], packed: jax.Array
     ) -> tuple[DeviceState[jax.Array], StepOutput[jax.Array]]:
-        state, output = function(structure, kernels, bucket, jax.tree.unflatten(tree, weights), state, packed)
+        params = jax.tree.unflatten(tree, weights[:num_weights])
+        known = () if head is None else (head.bound(weights[num_weights:]),)
+        state, output = function(structure, kernels, bucket, params, state, packed, *known)
         return state, output.with_buffers(write_over(buffers, output.buffers)) if buffers else output
 
     program = jax.shard_map(

@@ -5,6 +5,7 @@ work is dispatched; the device runs the calls in order.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +63,8 @@ class StepRunner:
         self._output_buffers: dict[OutputBufferKey, jax.Array]
         self._output_buffer_keys = {bucket: output_buffer_keys(bucket) if buffer_shapes else () for bucket in buckets}
 
-    def start(self, params: nnx.State) -> None:
-        """Takes the parameters and allocates the cache, so that steps can run.
+    def start(self, params: nnx.State, head_weights: tuple[jax.Array, ...] = ()) -> None:
+        """Takes the parameters, those of a trained head last, and allocates the cache, so that steps can run.
 
         Raises:
           MemoryError: The devices cannot allocate the cache in one block. The message says what to do.
@@ -83,7 +84,7 @@ class StepRunner:
                 "XLA_PYTHON_CLIENT_PREALLOCATE unset, because memory that is not preallocated becomes fragmented "
                 f"({error})."
             ) from None
-        self._weights: tuple[jax.Array, ...] = weights_of(params)
+        self._weights: tuple[jax.Array, ...] = weights_of(params) + head_weights
 
     @property
     def num_pages(self) -> int:
@@ -103,6 +104,15 @@ class StepRunner:
     def params(self) -> nnx.State:
         """The parameters."""
         return self._params
+
+    @property
+    def state(self) -> DeviceState[jax.Array]:
+        """The state on the devices; the next step consumes it."""
+        return self._state
+
+    def set_followed(self, followed: Any) -> None:
+        """Replaces what a trained head keeps."""
+        self._state = self._state._replace(followed=followed)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -126,7 +136,7 @@ class StepRunner:
             scratch_bytes=max(*scratch, processors.scratch_bytes if processors is not None else 0)
             + shard_bytes(self._output_buffer_shapes),
             processor_bytes=processors.device_bytes if processors is not None else 0,
-            page_bytes=shard_bytes(self._shapes.cache) // self.num_pages,
+            page_bytes=shard_bytes((self._shapes.cache, self._shapes.followed)) // self.num_pages,
             num_pages=self.num_pages,
             num_programs=len(self._programs),
         )

@@ -32,12 +32,15 @@ class Speculation:
     def __init__(self, limits: SchedulerLimits, pages: PageAllocator, running: Running):
         self.num_drafts = 0  # draft tokens proposed
         self.num_accepted = 0  # draft tokens accepted
+        self.saved_seconds = 0.0  # estimated, by steps with drafts; negative if they cost more
         # Both by their place after the last token, from 0 on.
         self.num_drafts_at, self.num_accepted_at = [0] * limits.draft_tokens, [0] * limits.draft_tokens
         self.make_drafter: MakeDrafter = self._drafter
+        self.is_always_on = False  # makes drafts whether they pay or not, and as many as fit; for measurements
         self._limits = limits
         self._pages = pages
         self._running = running
+        self._excluded: StepPlan | None = None  # from the measurements; the last such plan
         self._payoffs, self._costs = Payoffs(), StepCosts(limits.draft_sizes)
 
     def drafter(self, request: Request) -> Drafter | None:
@@ -54,13 +57,25 @@ class Speculation:
             return ModelDrafter()
         return PromptLookup(request.tokens(0, request.num_known_tokens), self._limits.draft_min_match)
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether steps of as many decodes as there are running requests get draft tokens now."""
+        return self._wants_drafts(len(self._running))
+
+    def _wants_drafts(self, num_decodes: int) -> bool:
+        return self.is_always_on or self._payoffs.of(num_decodes).wants_drafts
+
+    def exclude(self, plan: StepPlan) -> None:
+        """Makes the time of a dispatched plan count for nothing, because it included what happens once."""
+        self._excluded = plan
+
     def rest(self) -> None:
         """Records that there is no work, so that idle time is not measured."""
         self._payoffs.rest()
 
     def foresee(self, request: Request) -> list[int]:
         """Returns the draft tokens that the request's next step is expected to have, if all its tokens are known."""
-        if request.drafter is None or not self._payoffs.of(len(self._running)).wants_drafts:
+        if request.drafter is None or not self.is_drafting:
             return []
         return request.drafter.guess(0, self._limits.draft_tokens)
 
@@ -68,11 +83,11 @@ class Speculation:
         """Returns whether a request sits out a step, because its drafter waits for its tokens in flight."""
         if not request.num_pending_tokens or request.drafter is None or not request.drafter.waits_for_tokens:
             return False
-        return self._payoffs.of(len(self._running)).wants_drafts
+        return self.is_drafting
 
     def extend(self, draft: Draft) -> list[list[int]]:
         """Proposes and books draft tokens for each decode of an otherwise complete plan; [] if there are none."""
-        if not self._payoffs.of(len(draft.decodes) + draft.num_sitting_out).wants_drafts:
+        if not self._wants_drafts(len(draft.decodes) + draft.num_sitting_out):
             return []
         # Each draft token takes a token and a request index of the bucket. Drafts never cause a larger bucket.
         _, num_places = self._limits.sizes_around(draft.num_tokens)
@@ -83,7 +98,9 @@ class Speculation:
         guesses = [self._guess(*decode) for decode in zip(draft.decodes, draft.starts, strict=True)]
         shares = [request.drafter.acceptance.share if request.drafter else 0.0 for request in draft.decodes]
         lengths = [len(guess) for guess in guesses]
-        counts = draft_counts(shares, lengths, self._costs, num_tokens=draft.num_tokens, room=room)
+        counts = lengths
+        if not self.is_always_on or sum(lengths) > room:
+            counts = draft_counts(shares, lengths, self._costs, num_tokens=draft.num_tokens, room=room)
         decodes = zip(draft.decodes, draft.starts, guesses, counts, strict=True)
         drafts = [self._book(request, start, guess[:count]) for request, start, guess, count in decodes]
         return drafts if any(drafts) else []
@@ -128,8 +145,8 @@ class Speculation:
         rounds = self._accept(plan, sampled[0], num_valid) if plan.drafts or num_valid else sampled
         if not self._limits.draft_tokens:
             return rounds
-        num_tokens = None
-        if not plan.prefills:
+        num_tokens, is_measured = None, not plan.prefills and plan is not self._excluded
+        if is_measured:
             tokens = itertools.chain(*rounds)
             num_tokens = sum(plan.decode_lengths if plan.num_steps > 1 else (token is not None for token in tokens))
         seconds = self._payoffs.measure(
@@ -139,7 +156,9 @@ class Speculation:
             started=plan.planned_seconds,
             now=now,
         )
-        if plan.drafts and not plan.prefills:
+        if plan.drafts and num_tokens is not None:
+            payoff = self._payoffs.of(len(plan.decodes) + plan.num_sitting_out)
+            self.saved_seconds += payoff.saved_seconds(num_tokens, seconds)
             self._costs.add(plan.num_batch_tokens, seconds)
         return rounds
 

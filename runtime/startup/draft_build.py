@@ -33,6 +33,10 @@ class DraftModel:
     params: nnx.State
 
     @property
+    def head(self) -> None:
+        """None: steps of the served model do nothing for it."""
+
+    @property
     def page_bytes(self) -> int:
         """Bytes on each device that it adds to a page of the KV cache."""
         return self.server.page_bytes
@@ -106,7 +110,7 @@ def _following(bucket: Bucket, candidates: Sequence[Bucket]) -> Bucket:
     for each in candidates:
         is_same = (each.num_tokens, each.num_requests, each.num_new_pages) == shape and each.num_steps == 1
         if is_same and (bucket.is_decode or not each.is_decode):
-            return each
+            return dataclasses.replace(each, has_drafts=each.is_decode and bucket.has_drafts)
     return Bucket(*shape, mode=ANY_MODE)
 
 

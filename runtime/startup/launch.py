@@ -28,7 +28,7 @@ from ..api.model_config import EMBED, GENERATE, ModelConfig
 from ..api.quantisation import NOT_QUANTIZED
 from ..api.sampling_params import SamplingParams, Stage, params_at
 from ..cluster.preflight import Cluster
-from ..draft_model.drafting_runner import DraftingRunner
+from ..draft_model.drafting_runner import RunnerBeside
 from ..engine.engine import Engine, Runner
 from ..engine.step_record import Record
 from ..expert_counts.balance import ExpertBalance
@@ -53,7 +53,7 @@ from ..weights.model_task import with_task
 from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of
 from .devices import start_devices
-from .draft_build import load_draft_model
+from .head_build import load_drafting
 from .kept_tier import KeptTier
 from .kv_event_feed import open_feed
 from .live_reshard import Resharder
@@ -92,7 +92,7 @@ class Launched:
     def expert_balance(self) -> ExpertBalance | None:
         """Returns how the tokens fell on experts and devices; None for a model without experts."""
         runner = self.engine.runner
-        served = runner.served if isinstance(runner, DraftingRunner) else runner
+        served = runner.served if isinstance(runner, RunnerBeside) else runner
         counts = served.expert_tokens if isinstance(served, StepRunner) else None
         return counts.balance() if counts is not None else None
 
@@ -251,7 +251,7 @@ def build_runner(
     make_params: MakeParams,
     cluster: Cluster | None = None,
     tokenizer_file: Path | None = None,
-) -> tuple[StepRunner | DraftingRunner, PlacedServer, tuple[Bucket, ...]]:
+) -> tuple[StepRunner | RunnerBeside, PlacedServer, tuple[Bucket, ...]]:
     """Resolves the server, loads its parameters, compiles its programs and allocates its cache.
 
     Every process of a server does this.
@@ -269,9 +269,9 @@ def build_runner(
     weight_bytes = device_weight_bytes(model, server.layout, server.mesh, server.dtype)
     check_weights_fit(server.mesh, server.memory_fraction, weight_bytes, page_bytes=server.page_bytes)
     structure, params = make_params(model, server.layout, server.mesh, server.dtype)
-    draft = load_draft_model(config, server, tokenizer_file) if config.draft_model else None
+    draft = load_drafting(config, server, params, tokenizer_file) if config.draft_model else None
     served = compile_runner(server, structure, params, draft=draft, cluster=cluster)
-    served.start(params)
+    served.start(params, draft.head.weights if draft is not None and draft.head is not None else ())
     runner = served if draft is None else draft.beside(served)
     warn_of_cache(server, runner.num_pages)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))

@@ -14,7 +14,7 @@ from ..planning.resolved_server import PlacedServer
 from ..planning.server_programs import ServerPrograms
 from ..program.processor_programs import LogitsProcessors
 from ..program.step_runner import StepRunner
-from .draft_build import DraftModel
+from .head_build import Drafting
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def compile_runner(
     *,
     measured: Mesh | None = None,
     reserved_bytes: int = 0,
-    draft: DraftModel | None = None,
+    draft: Drafting | None = None,
     cluster: Cluster | None = None,
 ) -> StepRunner:
     """Compiles every program of a server and returns its runner, which has not been started.
@@ -37,7 +37,7 @@ def compile_runner(
       params: Its parameters, as arrays or as shapes with shardings.
       measured: The devices whose free memory limits the cache; by default all devices of the mesh.
       reserved_bytes: Memory of each device that will be allocated before the cache; negative if memory will be freed.
-      draft: The draft model beside it, whose weights are loaded and whose pages lie beside these.
+      draft: The draft model or head beside it, whose weights are loaded and whose pages lie beside these.
       cluster: The other processes of the mesh, which must compile the same programs.
 
     Raises:
@@ -46,7 +46,8 @@ def compile_runner(
       ClusterError: The processes have different programs, or one of them has failed.
     """
     # Kernels and scratch memory do not depend on the number of pages, so a cache of one page is enough to measure them.
-    one_page = server.programs(structure, params, server.cache_shape(1))
+    head = draft.head if draft is not None else None
+    one_page = server.programs(structure, params, server.cache_shape(1), head)
     processors = None
     if one_page.processors is not None:
         processors = LogitsProcessors(one_page.processors, num_threads=server.compile_threads)
@@ -68,7 +69,7 @@ def compile_runner(
         )
     shape = server.cache_shape(num_pages)
     started = time.monotonic()
-    runner = server.programs(structure, params, shape).compile_runner(processors, server.compile_threads)
+    runner = server.programs(structure, params, shape, head).compile_runner(processors, server.compile_threads)
     counts = one_page.state.expert_tokens
     if counts is not None and server.layout.experts is not None:
         runner.expert_tokens = ExpertTokens(server.layout.experts, counts, server.mesh.local_devices[0])

@@ -173,6 +173,11 @@ class Metrics:
         )
         for outcome in ("accepted", "rejected"):
             self._verified_drafts.labels("1", outcome)
+        self._saved_seconds = Gauge(
+            "meshserve_draft_saved_seconds",
+            "Estimated seconds that draft tokens have saved since the start; negative if they cost more.",
+            registry=self.registry,
+        )
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=bounds, registry=self.registry)
@@ -190,6 +195,7 @@ class Metrics:
         for field, counter in self._step_counters.items():
             if amount := getattr(record, field):
                 counter.inc(amount)
+        self._saved_seconds.inc(record.saved_seconds)
         for place, (num_drafts, num_accepted) in enumerate(
             zip(record.num_drafts_at, record.num_accepted_at, strict=True), start=1
         ):

@@ -16,6 +16,7 @@ from .hub import download_model, is_hub_id
 from .registry import is_published, published_config
 
 DEMO_MODEL = "demo"
+DEMO_HEAD = "demo-head"  # for --draft-model: proposes draft tokens for the demo model
 _MAX_SMALL_FILE_BYTES = 64 * 2**20  # tokenizers have 11 MB
 _SMALL_FILE_SUFFIXES = (".json", ".jinja", ".txt")
 
@@ -62,7 +63,8 @@ def model_directory(model: str, *, revision: str = "", has_weights: bool = True)
     """
     if not model:
         raise ConfigError("no model given. Pass --model with a model directory, an id such as Qwen/Qwen3-8B, or demo.")
-    path = epath.Path(_demo()) if model == DEMO_MODEL else as_path(model)
+    embedded = {DEMO_MODEL: _demo(), DEMO_HEAD: _demo().with_name("head")}
+    path = epath.Path(embedded[model]) if model in embedded else as_path(model)
     if is_hub_id(model) and not path.is_dir():
         return epath.Path(download_model(model, revision=revision, has_weights=has_weights))
     if not path.is_dir():

@@ -8,7 +8,7 @@ import numpy as np
 
 from meshserve.kernels.linear import rms_norm
 from meshserve.kernels.paged_attention import PagedBatch, RopeSettings, write_kv
-from meshserve.runtime.model.rope import rotate
+from meshserve.runtime.layers.rope import rotate
 
 NUM_LAYERS, LAYER = 3, 1
 # Tolerance relative to a head's largest element: one bfloat16 step, because the squares are summed in another order.

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from meshserve.runtime.api.errors import UnsupportedModelError
 from meshserve.runtime.api.model_config import ModelConfig
-from meshserve.runtime.model.rope import inverse_frequencies
+from meshserve.runtime.layers.rope import inverse_frequencies
 from meshserve.runtime.weights.registry import named_model, read_model
 
 # The config.json of Qwen/Qwen3-0.6B, as written by transformers 4.51.

@@ -150,6 +150,24 @@ def test_drafts_that_do_not_pay_leave_the_tokens_as_they_are(
     assert serving.wait(*names) == expected
 
 
+def test_a_draft_model_does_nothing_in_a_pause_and_makes_up_for_it(
+    serving: Serving, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Also of a prefix that was computed meanwhile, and where drafting begins in the middle of a request."""
+    draft, buckets = serving.launched.engine.runner.draft, []
+    run = draft.run
+    monkeypatch.setattr(draft, "run", lambda bucket, packed: buckets.append(bucket) or run(bucket, packed))
+    monkeypatch.setattr(Payoff, "wants_drafts", False)
+    assert serving.alone(FREE) == expected[: len(FREE)]
+    assert not buckets
+    serving.records.clear()
+    asked = iter(range(10**9))
+    monkeypatch.setattr(Payoff, "wants_drafts", property(lambda self: next(asked) > 60))
+    assert serving.alone(FREE) == expected[: len(FREE)]
+    num_drafts = sum(record.num_draft_tokens for record in serving.records)
+    assert sum(record.num_accepted_tokens for record in serving.records) >= 0.95 * num_drafts > 60
+
+
 def test_the_model_info_names_the_draft_model(serving: Serving):
     info = serving.launched.info
     assert (info.draft_model, info.draft_tokens) == ("demo", DRAFT_TOKENS)

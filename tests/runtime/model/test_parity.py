@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 from meshserve.kernels.paged_attention import PagedBatch, implementation
 from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.commands.cli import main
+from meshserve.runtime.layers.rope import rotation
 from meshserve.runtime.model.qwen3 import StepContext
-from meshserve.runtime.model.rope import rotation
 from meshserve.runtime.weights.convert import convert
 from meshserve.runtime.weights.load import load_model
 from meshserve.runtime.weights.registry import read_model

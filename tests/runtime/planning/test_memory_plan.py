@@ -20,6 +20,7 @@ from meshserve.sharding import chips
 from meshserve.sharding.layout import shard_layout
 from meshserve.sharding.memory import shard_bytes
 from meshserve.sharding.mesh import make_mesh
+from tests.runtime.draft_head.published import PUBLISHED_HEAD
 
 
 def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
@@ -66,6 +67,23 @@ def test_devices_that_divide_pages_hold_more_tokens(capsys):
 def test_a_context_parallel_size_that_does_not_fit_is_refused(flags, message, capsys):
     assert main(["plan", "--model=qwen3-30b-a3b", "--target=h200:8", "--attention=reference", *flags]) != 0
     assert message in capsys.readouterr().err
+
+
+def test_a_draft_model_or_head_takes_weights_and_its_part_of_each_page(capsys, tmp_path):
+    """A head reads three hidden states of 4,096 and has 32,000 tokens; its one layer has inputs twice as wide."""
+    flags = ("--model=qwen3-8b", "--target=h100:2", "--draft-tokens=4", "--attention=reference")
+    without = plan(capsys, *flags)
+    found = plan(capsys, *flags, "--draft-model=qwen3-0.6b")
+    small = plan(capsys, "--model=qwen3-0.6b", "--target=h100:2", "--attention=reference")
+    for name in ("weight_bytes", "page_bytes"):
+        assert found[name] == without[name] + small[name]
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_HEAD))
+    found = plan(capsys, *flags, f"--draft-model={tmp_path}")
+    page_size, width = found["page_size"], 4096
+    assert found["page_bytes"] == without["page_bytes"] + page_size * 2 * (2 * 4 * 128 + width // 2)
+    matrices = 3 * width * width + 2 * width * (32 + 2 * 8) * 128 + width * 4096 + 3 * width * 12288 + 32000 * width
+    added = found["weight_bytes"] - without["weight_bytes"] - matrices  # two bytes, over two devices
+    assert 0 < added < 200_000  # norms, and the ids of the head's vocabulary
 
 
 def test_on_one_device_the_weights_are_the_whole_model():

@@ -49,11 +49,13 @@ def test_steps_add_up():
 def test_draft_tokens_are_counted_by_their_place():
     metrics = Metrics()
     for _ in range(2):
-        metrics.record_step(dataclasses.replace(RECORD, num_drafts_at=(3, 2, 1), num_accepted_at=(2, 1, 0)))
+        counts = {"num_drafts_at": (3, 2, 1), "num_accepted_at": (2, 1, 0), "saved_seconds": -0.25}
+        metrics.record_step(dataclasses.replace(RECORD, **counts))
     value = metrics.registry.get_sample_value
     labels = [(place, outcome) for place in "123" for outcome in ("accepted", "rejected")]
     name = "meshserve_verified_draft_tokens_total"
     assert [value(name, {"place": place, "outcome": outcome}) for place, outcome in labels] == [4, 2, 2, 2, None, 2]
+    assert value("meshserve_draft_saved_seconds") == -0.5
 
 
 def test_every_counter_and_histogram_exists_at_zero_before_the_first_event():

@@ -5,6 +5,9 @@ device, or on a mesh with P2P access, a single call runs all layers. On other me
 all-reduces. Steps of more decodes, whose products are XLA's, only use the kernels' attention.
 """
 
+import itertools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +20,18 @@ from ..api.model_config import ModelConfig
 from .rope import inverse_frequencies
 
 
+class Options(NamedTuple):
+    """Options of `run_layers`.
+
+    `kind` is "decodes", "drafts" if a request may have several tokens, which each read its pages, or "prompts", on one
+    device and without experts.
+    """
+
+    p2p: P2PGroup | None  # P2P access between the devices of the mesh, if available
+    kind: str
+    captured: tuple[int, ...]  # layers, ascending, whose inputs are wanted
+
+
 def run_layers(
     config: ModelConfig,
     weights: LayerWeights,
@@ -24,10 +39,8 @@ def run_layers(
     cache: jax.Array,
     batch: PagedBatch,
     kernels: DecodeKernels,
-    p2p: P2PGroup | None = None,
-    *,
-    kind: str = "decodes",
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    options: Options,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, list[jax.Array]]:
     """Runs all layers of a small step.
 
     Args:
@@ -37,13 +50,11 @@ def run_layers(
       cache: [L, P, K, 2, S, H], the KV cache.
       batch: Where each token belongs.
       kernels: The fused decode kernels.
-      p2p: P2P access between the devices of the mesh, if available.
-      kind: "decodes", "drafts" if a request may have several tokens, which each read its pages, or "prompts", on one
-        device and without experts.
+      options: What else there is to know.
 
     Returns:
-      The hidden states before the final norm and the updated cache, in the same shapes; and the experts that tokens
-      chose, [L, T, k], -1 for padding, if the layers have any.
+      The hidden states before the final norm and the updated cache, in the same shapes; the experts that tokens chose,
+      [L, T, k], -1 for padding, if the layers have any; and the inputs of the captured layers.
     """
     tokens = _decode_batch(batch)
     settings = LayerSettings(
@@ -52,21 +63,34 @@ def run_layers(
         rotary_scale=config.rope.attention_factor,
         num_chosen=config.experts.num_chosen if config.experts is not None else 0,
         is_normalized=config.experts is None or config.experts.is_normalized,
-        has_drafts=kind == "drafts",
-        p2p=p2p if x.nbytes <= MAX_BYTES else None,
+        has_drafts=options.kind == "drafts",
+        p2p=options.p2p if x.nbytes <= MAX_BYTES else None,
     )
     frequencies = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
-    if kind == "prompts":
-        return *kernels.prompt_layers(x, weights, cache, batch, frequencies, settings=settings), None
+    inputs: list[jax.Array] = []
+    if options.kind == "prompts":
+        assert not options.captured, "models that only compute prompts have no draft head"
+        return *kernels.prompt_layers(x, weights, cache, batch, frequencies, settings=settings), None, inputs
     if jax.lax.axis_size(TENSOR_AXIS) == 1 or settings.p2p is not None:
-        return kernels.decode_layers(x, weights, cache, tokens, frequencies, settings=settings)
+        choices: list[jax.Array] = []
+        for start, stop in itertools.pairwise((0, *options.captured, config.num_layers)):
+            if start < stop:
+                layers = range(start, stop) if options.captured else None
+                x, cache, chosen = kernels.decode_layers(
+                    x, weights, cache, tokens, frequencies, settings=settings, layers=layers
+                )
+                choices += [] if chosen is None else [chosen]
+            inputs.append(x)
+        all_choices = jnp.concatenate(choices) if len(choices) > 1 else next(iter(choices), None)
+        return x, cache, all_choices, inputs[:-1]
     for layer in range(config.num_layers):
+        inputs += [x] * options.captured.count(layer)
         q, cache = kernels.qkv(x, weights, cache, tokens, frequencies, settings=settings, layer=layer)
         attended = kernels.attention(q, cache, tokens, settings=settings, layer=layer)
         x = x + jax.lax.psum(kernels.output(attended, weights, None, layer=layer), TENSOR_AXIS)
         activated = kernels.gate_up(x, weights, settings=settings, layer=layer)
         x = x + jax.lax.psum(kernels.down(activated, weights, None, layer=layer), TENSOR_AXIS)
-    return x, cache, None
+    return x, cache, None, inputs
 
 
 def attention_of_decodes(config: ModelConfig, batch: PagedBatch, kernels: DecodeKernels) -> PagedAttention:

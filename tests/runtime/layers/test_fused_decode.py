@@ -18,7 +18,7 @@ from meshserve.kernels.p2p import MAX_BYTES, P2PGroup, takes_sum
 from meshserve.kernels.p2p import gpu as p2p_gpu
 from meshserve.kernels.p2p import reference as p2p_reference
 from meshserve.kernels.paged_attention import PagedBatch
-from meshserve.runtime.model import fused_decode
+from meshserve.runtime.layers import fused_decode
 from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import resolve_here
@@ -44,7 +44,9 @@ class Watched:
         return call
 
 
-def run(mesh: Mesh, p2p: P2PGroup | None, num_tokens: int = 3) -> tuple[Watched, np.ndarray]:
+def run(
+    mesh: Mesh, p2p: P2PGroup | None, num_tokens: int = 3, captured: tuple[int, ...] = ()
+) -> tuple[Watched, np.ndarray]:
     """Two small layers of that config's head dimension over the mesh: what was called, and every device's result."""
     config, watched = CONFIG.__class__(**{**vars(CONFIG), "num_layers": 2}), Watched()
     num_groups, embed, mlp, head_dim = 4, 256, 256, CONFIG.head_dim
@@ -67,11 +69,12 @@ def run(mesh: Mesh, p2p: P2PGroup | None, num_tokens: int = 3) -> tuple[Watched,
     cache = jnp.zeros((2, num_tokens, num_groups, 2, 16, head_dim), jnp.float32)
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     batch = PagedBatch(tokens % 16, tokens, tokens[:, None])
+    options = fused_decode.Options(p2p, "decodes", captured)
     program = jax.shard_map(
-        partial(fused_decode.run_layers, config, batch=batch, kernels=watched, p2p=p2p),
+        partial(fused_decode.run_layers, config, batch=batch, kernels=watched, options=options),
         mesh=mesh,
         in_specs=(specs, PartitionSpec(), cache_spec),
-        out_specs=(PartitionSpec(TENSOR_AXIS), cache_spec, PartitionSpec()),
+        out_specs=(PartitionSpec(TENSOR_AXIS), cache_spec, PartitionSpec(), PartitionSpec()),
         check_vma=False,
     )
     x, *_ = jax.jit(program)(weights, weight(num_tokens, embed), cache)
@@ -85,6 +88,14 @@ def test_one_device_makes_one_call() -> None:
     watched, _ = run(make_mesh(1), None)
     assert watched.calls == ["decode_layers"]
     assert watched.p2p is None
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_inputs_of_layers_can_be_captured_between_calls(num_devices: int) -> None:
+    plain, alone = run(make_mesh(num_devices), None)
+    watched, rows = run(make_mesh(num_devices), None, captured=(0, 1, 1))
+    np.testing.assert_allclose(rows, alone, rtol=2e-4, atol=2e-4)
+    assert watched.calls == (["decode_layers"] * 2 if num_devices == 1 else plain.calls)
 
 
 def test_peers_make_one_call_each_and_others_a_call_a_part() -> None:

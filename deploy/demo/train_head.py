@@ -1,0 +1,294 @@
+"""Trains an EAGLE-3 head for the demo model (arXiv 2503.01840), so that draft tokens can be seen on real text.
+
+    python -m meshserve.deploy.demo.train_head --data build/demo-data --output deploy/demo/head
+
+In: the ids that `train prepare` wrote, and the demo model. Out: a head in the published layout (config.json and
+model.safetensors in bfloat16), which `--draft-model` takes.
+
+The head learns the demo model's distributions where it will be asked: the loss of draft token j is taken with the
+head's own outputs as the features of the positions before it ("training-time test"), over windows of the training text.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from safetensors.flax import load_file, save_file
+
+from . import __file__ as _here
+from .network import NetworkConfig, Parameters, forward_with_inputs
+from .train import load_splits
+
+_PREFIX = "midlayer."
+_EPSILON = 1e-6
+_STEP_WEIGHT = 0.8  # of the loss of each further draft token
+_HELD_OUT_WINDOWS = 32
+_Keys = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The head's sizes and the training settings; each field is an option."""
+
+    vocabulary_tokens: int = 1024  # the most frequent ones of the training text
+    mlp_dim: int = 512
+    num_query_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 32
+    rope_theta: float = 10_000.0
+    steps: int = 1200
+    steps_per_report: int = 100
+    draft_tokens: int = 4
+    batch_windows: int = 8  # half of them raw play text, half chat
+    window_tokens: int = 256
+    learning_rate: float = 2e-3
+    warmup_steps: int = 60
+    weight_decay: float = 0.1
+    seed: int = 0
+
+
+LAYERS_READ = (1, 3, 5)  # of the demo model's six, those whose inputs the head reads
+
+
+class Shapes(NamedTuple):
+    """What the head has to do with the demo model."""
+
+    served: NetworkConfig
+    config: HeadConfig
+    token_ids: jax.Array  # [v], the head's vocabulary, ascending
+
+
+def init_head(key: jax.Array, served: NetworkConfig, config: HeadConfig, embedding: jax.Array) -> dict[str, jax.Array]:
+    """Returns float32 parameters under their published names."""
+    embed, queries, kv = (
+        served.embed_dim,
+        config.num_query_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
+    attention, mlp = f"{_PREFIX}self_attn.", f"{_PREFIX}mlp."
+    matrices = {
+        "fc.weight": (embed, len(LAYERS_READ) * embed),
+        f"{attention}q_proj.weight": (queries, 2 * embed),
+        f"{attention}k_proj.weight": (kv, 2 * embed),
+        f"{attention}v_proj.weight": (kv, 2 * embed),
+        f"{attention}o_proj.weight": (embed, queries),
+        f"{mlp}gate_proj.weight": (config.mlp_dim, embed),
+        f"{mlp}up_proj.weight": (config.mlp_dim, embed),
+        f"{mlp}down_proj.weight": (embed, config.mlp_dim),
+    }
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    parameters = {f"{_PREFIX}{name}.weight": jnp.ones(embed) for name in norms} | {"norm.weight": jnp.ones(embed)}
+    for (name, shape), its_key in zip(matrices.items(), jax.random.split(key, len(matrices)), strict=True):
+        parameters[name] = shape[1] ** -0.5 * jax.random.normal(its_key, shape)
+    return parameters | {"lm_head.weight": embedding}
+
+
+def draft_logits(
+    head: Parameters, states: Sequence[jax.Array], embedded: jax.Array, shapes: Shapes, num_drafts: int
+) -> list[jax.Array]:
+    """Returns the logits of each draft token after each position, [B, R, v].
+
+    Args:
+      head: The head's parameters.
+      states: Of each layer read, its inputs [B, T, D].
+      embedded: [B, T, D], the embedded tokens.
+      shapes: The sizes.
+      num_drafts: How many draft tokens; R is T - num_drafts - 1.
+    """
+    config, num_roots = shapes.config, embedded.shape[1] - num_drafts - 1
+    feature = jnp.concatenate(states, axis=-1)[:, :num_roots] @ head["fc.weight"].T
+    chain: list[_Keys] = []
+    logits = []
+    for step in range(num_drafts):
+        tokens = embedded[:, step + 1 : step + 1 + num_roots]
+        x = jnp.concatenate(
+            [_norm(tokens, head, f"{_PREFIX}input_layernorm"), _norm(feature, head, f"{_PREFIX}hidden_norm")], axis=-1
+        )
+        positions = jnp.arange(num_roots) + step
+        q, k, v = (_heads(x, head, name, config) for name in "qkv")
+        q, k = _rotate(q, positions, config), _rotate(k, positions, config)
+        chain.append((k, v))
+        attended = _attend(q, chain, config) @ head[f"{_PREFIX}self_attn.o_proj.weight"].T
+        feature = feature + attended
+        normed = _norm(feature, head, f"{_PREFIX}post_attention_layernorm")
+        gate = jax.nn.silu(normed @ head[f"{_PREFIX}mlp.gate_proj.weight"].T)
+        feature = (
+            feature
+            + (gate * (normed @ head[f"{_PREFIX}mlp.up_proj.weight"].T)) @ head[f"{_PREFIX}mlp.down_proj.weight"].T
+        )
+        logits.append(_norm(feature, head, "norm") @ head["lm_head.weight"].T)
+    return logits
+
+
+def _heads(x: jax.Array, head: Parameters, name: str, config: HeadConfig) -> jax.Array:
+    rows = x @ head[f"{_PREFIX}self_attn.{name}_proj.weight"].T
+    return rows.reshape(*x.shape[:2], -1, config.head_dim)
+
+
+def _attend(q: jax.Array, chain: Sequence[_Keys], config: HeadConfig) -> jax.Array:
+    """Attends to the first keys of the chain up to the own position, and to the further ones at the own position."""
+    (k, v), *further = chain
+    batch, num_roots = q.shape[:2]
+    grouped = q.reshape(batch, num_roots, config.num_kv_heads, -1, config.head_dim) * config.head_dim**-0.5
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k)
+    scores = jnp.where(jnp.tri(num_roots, dtype=bool), scores, -jnp.inf)
+    own = [jnp.einsum("btkgh,btkh->bkgt", grouped, key)[..., None] for key, _ in further]
+    weights = jax.nn.softmax(jnp.concatenate([scores, *own], axis=-1), axis=-1)
+    attended = jnp.einsum("bkgts,bskh->btkgh", weights[..., :num_roots], v)
+    for index, (_, value) in enumerate(further):
+        attended += jnp.einsum("bkgt,btkh->btkgh", weights[..., num_roots + index], value)
+    return attended.reshape(batch, num_roots, -1)
+
+
+def _norm(x: jax.Array, head: Parameters, name: str) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + _EPSILON) * head[f"{name}.weight"]
+
+
+def _rotate(x: jax.Array, positions: jax.Array, config: HeadConfig) -> jax.Array:
+    frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2) / config.head_dim)
+    angles = positions[:, None, None] * frequencies
+    first, second = jnp.split(x, 2, axis=-1)
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+
+
+class Measures(NamedTuple):
+    """Means over positions, for each draft token [N], if all before it are those of the text."""
+
+    losses: jax.Array  # cross entropy with the demo model's distribution within the head's vocabulary, in nats
+    overlap: jax.Array  # the sum over all tokens of the smaller probability
+    agreement: jax.Array  # the most likely tokens are the same
+
+
+def measures(head: Parameters, served: Parameters, ids: jax.Array, shapes: Shapes) -> Measures:
+    """Compares the head with the demo model on windows of ids [B, T]."""
+    logits, inputs = forward_with_inputs(served, ids, shapes.served)
+    states, embedded = [inputs[layer] for layer in LAYERS_READ], served["model.embed_tokens.weight"][ids]
+    num_drafts = shapes.config.draft_tokens
+    drafted = draft_logits(head, states, embedded, shapes, num_drafts)
+    found = []
+    for step, mine in enumerate(drafted):
+        target = logits[:, step + 1 : step + 1 + mine.shape[1]]
+        within = target[..., shapes.token_ids]
+        share = jnp.exp(jax.nn.logsumexp(within, axis=-1) - jax.nn.logsumexp(target, axis=-1))  # in the vocabulary
+        p, log_q = jax.nn.softmax(within, axis=-1), jax.nn.log_softmax(mine, axis=-1)
+        loss = -(share * (p * log_q).sum(axis=-1)).mean()
+        overlap = jnp.minimum(p * share[..., None], jnp.exp(log_q)).sum(axis=-1).mean()
+        agreement = (shapes.token_ids[mine.argmax(axis=-1)] == target.argmax(axis=-1)).mean()
+        found.append((loss, overlap, agreement))
+    return Measures(*(jnp.stack(values) for values in zip(*found, strict=True)))
+
+
+def train(data: Path, model: Path, output: Path, config: HeadConfig) -> None:
+    """Trains and exports; prints one JSON object per report, measured on the plays that were held out."""
+    served_config = NetworkConfig()
+    served = {name: value.astype(jnp.float32) for name, value in load_file(model / "model.safetensors").items()}
+    training, held_out = load_splits(data)
+    counts = np.bincount(np.concatenate([training.raw, training.chat]), minlength=served_config.vocabulary_tokens)
+    token_ids = np.sort(np.argsort(-counts, kind="stable")[: config.vocabulary_tokens])
+    shapes = Shapes(served_config, config, jnp.asarray(token_ids))
+    key, init_key = jax.random.split(jax.random.key(config.seed))
+    embedding = served["model.embed_tokens.weight"][token_ids]
+    head: Parameters = init_head(init_key, served_config, config, embedding)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.warmup_steps, config.steps)
+    is_matrix = functools.partial(jax.tree.map, lambda value: value.ndim > 1)
+    adam = optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=is_matrix)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam)
+    step_weights = _STEP_WEIGHT ** jnp.arange(config.draft_tokens)
+
+    def loss(head: Parameters, ids: jax.Array) -> jax.Array:
+        return (measures(head, served, ids, shapes).losses * step_weights).sum() / step_weights.sum()
+
+    @jax.jit
+    def update(head: Parameters, state: optax.OptState, ids: jax.Array) -> tuple[Parameters, optax.OptState, jax.Array]:
+        value, gradients = jax.value_and_grad(loss)(head, ids)
+        updates, state = optimizer.update(gradients, state, head)
+        return optax.apply_updates(head, updates), state, value
+
+    evaluate = jax.jit(lambda head, ids: measures(head, served, ids, shapes))
+    rng = np.random.default_rng(config.seed)
+    tests = _windows(np.random.default_rng(1), held_out.raw, held_out.chat, _HELD_OUT_WINDOWS, config)
+    state, losses, started = optimizer.init(head), [], time.perf_counter()
+    for step in range(1, config.steps + 1):
+        ids = _windows(rng, training.raw, training.chat, config.batch_windows, config)
+        head, state, value = update(head, state, ids)
+        losses.append(value)
+        if step % config.steps_per_report == 0 or step == config.steps:
+            found = evaluate(head, tests)
+            record = {name: [round(float(x), 4) for x in values] for name, values in found._asdict().items()}
+            mean = round(float(jnp.stack(losses).mean()), 4)
+            print(
+                json.dumps({"step": step, "seconds": round(time.perf_counter() - started, 1), "loss": mean} | record),
+                flush=True,
+            )
+            losses.clear()
+            export_head(output, head, shapes)
+
+
+def _windows(rng: np.random.Generator, raw: np.ndarray, chat: np.ndarray, count: int, config: HeadConfig) -> np.ndarray:
+    """Returns random windows [count, window_tokens] int32, half of them of each."""
+    found = []
+    for ids, number in ((raw, count // 2), (chat, count - count // 2)):
+        starts = rng.integers(0, ids.size - config.window_tokens, number)
+        found.append(ids[starts[:, None] + np.arange(config.window_tokens)])
+    return np.concatenate(found).astype(np.int32)
+
+
+def export_head(folder: Path, head: Parameters, shapes: Shapes) -> None:
+    """Writes the head; parameters are rounded to bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    served, config, token_ids = shapes
+    tensors = {name: jnp.asarray(value, jnp.bfloat16) for name, value in head.items()}
+    tensors["d2t"] = jnp.asarray(token_ids - jnp.arange(len(token_ids)), jnp.int32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    (folder / "config.json").write_text(json.dumps(head_config(served, config), indent=2) + "\n")
+
+
+def head_config(served: NetworkConfig, config: HeadConfig) -> Mapping[str, object]:
+    """Returns the contents of the head's config.json."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": served.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_query_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": _EPSILON,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": served.max_context_tokens,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "vocab_size": served.vocabulary_tokens,
+        "draft_vocab_size": config.vocabulary_tokens,
+        # Named by the layers whose outputs are read.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYERS_READ]},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="the folder that `train prepare` wrote")
+    parser.add_argument("--model", type=Path, default=Path(_here).with_name("model"), help="the demo model")
+    parser.add_argument("--output", type=Path, required=True)
+    for option in dataclasses.fields(HeadConfig):
+        parser.add_argument(f"--{option.name.replace('_', '-')}", type=option.type, default=option.default)
+    arguments = parser.parse_args()
+    values = {option.name: getattr(arguments, option.name) for option in dataclasses.fields(HeadConfig)}
+    train(arguments.data, arguments.model, arguments.output, HeadConfig(**values))
+
+
+if __name__ == "__main__":
+    main()
