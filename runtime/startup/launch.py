@@ -53,7 +53,7 @@ from ..weights.model_task import with_task
 from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of
 from .devices import start_devices
-from .head_build import load_drafting
+from .draft_build import load_drafting
 from .kept_tier import KeptTier
 from .kv_event_feed import open_feed
 from .live_reshard import Resharder

@@ -14,7 +14,7 @@ from ..planning.resolved_server import PlacedServer
 from ..planning.server_programs import ServerPrograms
 from ..program.processor_programs import LogitsProcessors
 from ..program.step_runner import StepRunner
-from .head_build import Drafting
+from .draft_build import Drafting
 
 _log = logging.getLogger(__name__)
 
