@@ -140,16 +140,6 @@ def test_a_draft_model_changes_no_token(serving: Serving, expected: list[list[in
     assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, NUM_PAGES)
 
 
-def test_drafts_that_do_not_pay_leave_the_tokens_as_they_are(
-    serving: Serving, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-):
-    """Drafting begins and ends many times, at any step."""
-    asked = iter(range(10**9))
-    monkeypatch.setattr(Payoff, "wants_drafts", property(lambda self: next(asked) % 23 < 11))
-    names = [serving.submit(*request) for request in (*FREE, *CHANGED)]
-    assert serving.wait(*names) == expected
-
-
 def test_a_draft_model_does_nothing_in_a_pause_and_makes_up_for_it(
     serving: Serving, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -166,6 +156,16 @@ def test_a_draft_model_does_nothing_in_a_pause_and_makes_up_for_it(
     assert serving.alone(FREE) == expected[: len(FREE)]
     num_drafts = sum(record.num_draft_tokens for record in serving.records)
     assert sum(record.num_accepted_tokens for record in serving.records) >= 0.95 * num_drafts > 60
+
+
+def test_drafts_that_do_not_pay_leave_the_tokens_as_they_are(
+    serving: Serving, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Drafting begins and ends many times, at any step."""
+    asked = iter(range(10**9))
+    monkeypatch.setattr(Payoff, "wants_drafts", property(lambda self: next(asked) % 23 < 11))
+    names = [serving.submit(*request) for request in (*FREE, *CHANGED)]
+    assert serving.wait(*names) == expected
 
 
 def test_the_model_info_names_the_draft_model(serving: Serving):
