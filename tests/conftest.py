@@ -3,11 +3,14 @@
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+from meshserve.runtime.program.compile_cache import use_cache
 from meshserve.sharding.mesh import use_cpu_devices
 
 # By default, XLA aborts a process whose devices wait 40 s for each other, which can happen on a busy machine.
@@ -16,6 +19,10 @@ os.environ["XLA_FLAGS"] = (
     " --xla_cpu_collective_timeout_seconds=1200"
 )
 use_cpu_devices(8)
+# Compiling is most of the time, and many tests compile the same programs. A folder of this process: JAX does not write
+# its files atomically.
+_COMPILED = tempfile.TemporaryDirectory(prefix="meshserve-compiled-")
+use_cache(Path(_COMPILED.name))
 # A slow hypothesis example is not a failure either.
 hypothesis.settings.register_profile(
     "meshserve", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
