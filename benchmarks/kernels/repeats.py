@@ -70,11 +70,11 @@ class Repeats:
             model = nnx.merge(structure, jax.tree.unflatten(tree, weights))
             rows = jnp.arange(batch, dtype=jnp.int32)
             tokens = PagedBatch(jnp.full(batch, context - 1, jnp.int32), rows, jnp.asarray(page_table))
-            first, _, cache, _ = model(rows, cache, tokens, kernels, wanted=None)
+            first, _, cache, *_ = model(rows, cache, tokens, kernels, wanted=None)
 
             def again(_: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 cache, num_changed, num_unlike = carry
-                x, _, cache, _ = model(rows, cache, tokens, kernels, wanted=None)
+                x, _, cache, *_ = model(rows, cache, tokens, kernels, wanted=None)
                 num_changed += (_bits(x) != _bits(first)).sum(dtype=jnp.int32)
                 checksums = jax.lax.all_gather(_checksum(x), TENSOR_AXIS)
                 return cache, num_changed, num_unlike + (checksums != checksums[0]).any().astype(jnp.int32)

@@ -22,8 +22,9 @@ import numpy as np
 from meshserve.protos import steps_pb2 as pb
 
 from ..engine.engine import Runner
-from ..program.batch import Bucket
+from ..program.batch import BatchBuilder, Bucket
 from ..program.processor_batch import Logprobs, Sampled
+from ..scheduler.step_plan import StepPlan
 from .membership import ClusterError
 from .steps import REPLAYED_METHODS
 from .stream_client import Follower
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class LeadingRunner:
-    """A `Runner` that sends every call to the followers and then executes it. Public: `REPLAYED_METHODS`."""
+    """A runner that sends every call of `REPLAYED_METHODS` to the followers and then executes it."""
 
     def __init__(self, runner: Runner, leader: Leader, watch: Watch):
         self._runner, self._leader = runner, leader
@@ -46,6 +47,10 @@ class LeadingRunner:
 
     def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         return self._lead("run", bucket, packed)
+
+    def prepare(self, plan: StepPlan, chain: StepPlan | None, batches: BatchBuilder, *, is_drafting: bool) -> bool:
+        """See `engine.ProposingRunner`. Over processes a draft model runs every step, so that nothing is missed."""
+        return False
 
     def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         return self._lead("propose", bucket, packed)

@@ -139,7 +139,7 @@ def attend(*, group=4, head_dim=128, page_size=64, dtype="bfloat16", layer=0):
         ({"head_dim": 32}, "head_dim is 32; 64 and 128"),
         ({"group": 9}, "there are 9 query heads per kv head; 1 to 8"),
         ({"page_size": 24}, "page_size is 24; a multiple of 16"),
-        ({"dtype": "float32"}, "heads are float32, the cache float32; bfloat16"),
+        ({"dtype": "float32"}, "heads are float32; bfloat16"),
     ],
     ids=str,
 )

@@ -75,22 +75,22 @@ def test_a_server_counts_every_token_once(
     engine = OfflineEngine(config, *open_model(str(models[name]), random_weights=False))
     with engine:
         engine.run([Work(tuple(prompt), MAX_TOKENS) for prompt in prompts], temperature=0.0)
-    texts = [[*prompt, *output[:-1]] for prompt, output in zip(prompts, engine.tokens, strict=True)]
-    expected = chosen_by_hugging_face(models[name], texts)
+        texts = [[*prompt, *output[:-1]] for prompt, output in zip(prompts, engine.tokens, strict=True)]
+        expected = chosen_by_hugging_face(models[name], texts)
 
-    runner = engine.engine.runner
-    assert isinstance(runner, StepRunner) and runner.expert_tokens is not None
-    runner._state.last_tokens.block_until_ready()
-    np.testing.assert_array_equal(runner._state.expert_tokens, expected)
-    balance = runner.expert_tokens.balance()
-    assert balance.expert_tokens.tolist() == expected.sum(axis=0).tolist()
-    assert balance.expert_imbalance == pytest.approx((expected.max(axis=1) / expected.mean(axis=1)).mean())
-    assert balance.expert_imbalance > 1.5
-    tp, per_device = options["tp"], -(-NUM_EXPERTS // options["tp"])
-    if options.get("expert_parallel"):
-        assert balance.device_tokens.tolist() == [
-            expected[:, device * per_device : (device + 1) * per_device].sum() for device in range(tp)
-        ]
-        assert balance.device_imbalance > 1.2
-    else:
-        assert balance.device_tokens.tolist() == [expected.sum()] * tp and balance.device_imbalance == 1
+        runner = engine.engine.runner
+        assert isinstance(runner, StepRunner) and runner.expert_tokens is not None
+        runner._state.last_tokens.block_until_ready()
+        np.testing.assert_array_equal(runner._state.expert_tokens, expected)
+        balance = runner.expert_tokens.balance()
+        assert balance.expert_tokens.tolist() == expected.sum(axis=0).tolist()
+        assert balance.expert_imbalance == pytest.approx((expected.max(axis=1) / expected.mean(axis=1)).mean())
+        assert balance.expert_imbalance > 1.5
+        tp, per_device = options["tp"], -(-NUM_EXPERTS // options["tp"])
+        if options.get("expert_parallel"):
+            assert balance.device_tokens.tolist() == [
+                expected[:, device * per_device : (device + 1) * per_device].sum() for device in range(tp)
+            ]
+            assert balance.device_imbalance > 1.2
+        else:
+            assert balance.device_tokens.tolist() == [expected.sum()] * tp and balance.device_imbalance == 1
