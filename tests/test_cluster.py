@@ -113,7 +113,14 @@ def test_a_draft_model_over_two_processes_changes_no_token(cache, tmp_path, ever
     for num_processes, flags in ((1, ()), (2, ("--draft-model=demo", "--draft-tokens=3"))):
         folder = tmp_path / str(num_processes)
         folder.mkdir()
-        flags = ("--max-running=4", "--max-step-tokens=4", "--fail-seconds=600", "--http-port=0", *flags)
+        flags = (
+            "--max-running=4",
+            "--max-step-tokens=4",
+            "--fail-seconds=600",
+            "--http-port=0",
+            "--host-cache-gib=0",
+            *flags,
+        )
         with ready(num_processes, cache, folder, *flags) as cluster:
             tokens.append(mixed_load(cluster.target))
             found = re.search(r"^meshserve_accepted_draft_tokens_total (\S+)", scraped(cluster, 0), re.MULTILINE)
