@@ -270,6 +270,29 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(const __grid_const
   }
 }
 
+// Adds up the warps' sums of 16 columns of the output, and stores them. All threads call it.
+template <class W>
+__device__ __forceinline__ void store_down(const RowsArgs& args, const float (&parts)[kWarps][16][kFewTokens]) {
+  // 16 neighboring lanes have the rows of a token.
+  const int row = threadIdx.x % 16, token = threadIdx.x / 16;
+  if (token >= kFewTokens) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (int p = 0; p < kWarps; ++p) sum += parts[p][row][token];
+  const bool is_token = token < args.num_tokens;
+  const size_t base = static_cast<size_t>(is_token ? token : 0) * args.rows;
+  const int column = blockIdx.x * 16 + row;
+  if (args.residual != nullptr) sum += __bfloat162float(args.residual[base + column]);
+  const bf16 rounded = __float2bfloat16(sum);
+  if (is_token) args.out[base + column] = rounded;
+  if (args.next_gain == nullptr) return;
+  const float x = __bfloat162float(rounded), gain = __bfloat162float(args.next_gain[column]);
+  const float squares = sum_over_lanes(x * x, 16);
+  if (!is_token) return;
+  args.scaled_out[base + ordered_column<W>(column)] = __float2bfloat16(x * gain);
+  if (row == 0) args.sums_out[token * (args.rows / 16) + blockIdx.x] = squares;
+}
+
 struct DownMemory {
   Choices choices;
   alignas(16) float parts[kWarps][16][kFewTokens];
@@ -346,24 +369,7 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(const __grid_constant
   *reinterpret_cast<float2*>(to) = make_float2(c[0][0] + c[1][0], c[0][1] + c[1][1]);
   *reinterpret_cast<float2*>(to + 8 * kFewTokens) = make_float2(c[0][2] + c[1][2], c[0][3] + c[1][3]);
   __syncthreads();
-  // 16 neighboring lanes have the rows of a token.
-  const int row = threadIdx.x % 16, token = threadIdx.x / 16;
-  if (token >= kFewTokens) return;
-  float sum = 0.0f;
-#pragma unroll
-  for (int p = 0; p < kWarps; ++p) sum += memory.parts[p][row][token];
-  const bool is_token = token < args.num_tokens;
-  const size_t base = static_cast<size_t>(is_token ? token : 0) * args.rows;
-  const int column = blockIdx.x * 16 + row;
-  if (args.residual != nullptr) sum += __bfloat162float(args.residual[base + column]);
-  const bf16 rounded = __float2bfloat16(sum);
-  if (is_token) args.out[base + column] = rounded;
-  if (args.next_gain == nullptr) return;
-  const float x = __bfloat162float(rounded), gain = __bfloat162float(args.next_gain[column]);
-  const float squares = sum_over_lanes(x * x, 16);
-  if (!is_token) return;
-  args.scaled_out[base + ordered_column<W>(column)] = __float2bfloat16(x * gain);
-  if (row == 0) args.sums_out[token * (args.rows / 16) + blockIdx.x] = squares;
+  store_down<W>(args, memory.parts);
 }
 
 }  // namespace experts

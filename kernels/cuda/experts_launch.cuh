@@ -1,8 +1,11 @@
 // The host side of the experts: which kernels compute a step, and the layers of a decode step with experts.
 #pragma once
+#include <stdlib.h>
+
 #include <vector>
 
 #include "expert_fp8_tiles.cuh"
+#include "expert_rings.cuh"
 #include "expert_router.cuh"
 #include "expert_tiles.cuh"
 #include "launch.cuh"
@@ -73,7 +76,7 @@ class Launcher {
       : step_(step), shapes_(shapes), scratch_(scratch) {}
 
   void experts(int layer, int layers, const ExpertCall<W>& call) {
-    shapes_.has_few_tokens() ? few_tokens(layer, call) : many_tokens(layer, layers, call);
+    shapes_.has_few_tokens() ? few_tokens(layer, layers, call) : many_tokens(layer, layers, call);
   }
 
   // Scores and chooses the experts of at most 128.
@@ -84,7 +87,7 @@ class Launcher {
   }
 
  private:
-  void few_tokens(int layer, const ExpertCall<W>& call) {
+  void few_tokens(int layer, int layers, const ExpertCall<W>& call) {
     RowsArgs gate_up = {};
     gate_up.input = call.x;
     gate_up.is_ordered = call.is_ordered;
@@ -101,9 +104,6 @@ class Launcher {
     gate_up.num_experts = shapes_.experts;
     gate_up.rows = shapes_.mlp;
     gate_up.columns = shapes_.embed;
-    const int most_items = std::min(shapes_.experts, shapes_.choices()) * (shapes_.mlp / kGateRows);
-    step_.launch("expert gate_up", gate_up_kernel<W>, dim3(std::min(2 * kMultiprocessors, most_items)), kThreads,
-                 gate_up_bytes<W>(shapes_.embed, shapes_.tokens), 1, gate_up);
     RowsArgs down = gate_up;
     down.input = scratch_.activated;
     set_weights(down, call.down, layer, shapes_.experts * shapes_.embed, shapes_.mlp);
@@ -114,7 +114,42 @@ class Launcher {
     down.next_gain = call.next_gain;
     down.scaled_out = call.scaled_out;
     down.sums_out = call.sums_out;
+    const int most_experts = std::min(shapes_.experts, shapes_.choices());
+    // Rows of gate and up in blocks of 128 bytes, an equal number for each warp.
+    const int row_bytes = shapes_.embed * 128 / W::kBlockColumns, blocks = row_bytes / (128 * kWarps);
+    const bool is_even = row_bytes % (128 * kWarps) == 0 && shapes_.chosen <= kMostFewChoices / kFewTokens;
+    static const bool is_on = getenv("MESHSERVE_EXPERT_RINGS") != nullptr && *getenv("MESHSERVE_EXPERT_RINGS") == '1';
+    constexpr int kFewest = W::kIsQuantised ? 2 : 4;
+    if (is_on && is_even && (blocks == kFewest || blocks == 2 * kFewest)) {
+      CUtensorMap gate_up_map, down_map;
+      if (!encode_rows(&gate_up_map, call.gate_up, gate_up.columns, layers * 2 * shapes_.experts * shapes_.mlp) ||
+          !encode_rows(&down_map, call.down, down.columns, layers * shapes_.experts * shapes_.embed)) {
+        return;
+      }
+      const dim3 grid(std::min(kMultiprocessors, most_experts * (shapes_.mlp / kRingRows)));
+      auto* kernel = blocks == kFewest ? gate_up_rings_kernel<W, kFewest> : gate_up_rings_kernel<W, 2 * kFewest>;
+      step_.launch("expert gate_up", kernel, grid, kThreads, sizeof(GateUpRingsMemory), 1, gate_up_map, gate_up);
+      step_.launch("expert down", down_rings_kernel<W>, dim3(shapes_.embed / kRingRows), kThreads,
+                   sizeof(DownRingsMemory), 1, down_map, down);
+      return;
+    }
+    const int most_items = most_experts * (shapes_.mlp / kGateRows);
+    step_.launch("expert gate_up", gate_up_kernel<W>, dim3(std::min(2 * kMultiprocessors, most_items)), kThreads,
+                 gate_up_bytes<W>(shapes_.embed, shapes_.tokens), 1, gate_up);
     step_.launch("expert down", down_kernel<W>, dim3(shapes_.embed / 16), kThreads, sizeof(DownMemory), 1, down);
+  }
+
+  // Encodes a stack of matrices for copies of kRingRows rows.
+  bool encode_rows(CUtensorMap* map, const typename W::Matrix& matrix, int columns, int rows) {
+    const cuuint64_t row_bytes = static_cast<cuuint64_t>(columns) * 128 / W::kBlockColumns, all_rows = rows;
+    const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), all_rows, 1};
+    const cuuint64_t strides[2] = {row_bytes, row_bytes * all_rows};
+    const cuuint32_t box[3] = {W::kBlockColumns, kRingRows, 1};
+    if constexpr (W::kIsQuantised) {
+      return step_.encode(map, matrix.data, sizes, strides, box, CU_TENSOR_MAP_DATA_TYPE_UINT8);
+    } else {
+      return step_.encode(map, matrix, sizes, strides, box);
+    }
   }
 
   // Sets the weights of a layer, `rows` of the stack.
@@ -339,6 +374,9 @@ std::vector<const void*> kernels_of() {
   auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
   add(gate_up_kernel<W>);
   add(down_kernel<W>);
+  add(gate_up_rings_kernel < W, W::kIsQuantised ? 2 : 4 >);
+  add(gate_up_rings_kernel < W, W::kIsQuantised ? 4 : 8 >);
+  add(down_rings_kernel<W>);
   if constexpr (W::kIsQuantised) {
     add(fp8_tiles_kernel<false, 16>);
     add(fp8_tiles_kernel<true, 16>);

@@ -155,6 +155,11 @@ EXPERT_CASES = (
         )
         for batch in (1, 6, 20, 90)
     ),
+    Case(
+        name="experts-fp8-wide", lengths=(70, 0, 3), embed=2048, num_experts=12, num_chosen=4, mlp=128,
+        weights="fp8-block",
+    ),
+    Case(name="experts-wide", lengths=(70, 0, 3, 9, 12), embed=4096, num_experts=6, mlp=96),
 )  # fmt: skip
 
 

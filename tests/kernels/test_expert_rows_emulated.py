@@ -101,8 +101,8 @@ def ordered(x: np.ndarray) -> np.ndarray:
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
     sources = (
-        "weight_formats.cuh", "quantised.cuh", "expert_choices.cuh", "expert_rows.cuh", "expert_tiles.cuh",
-        "expert_fp8_tiles.cuh", "expert_router.cuh",
+        "weight_formats.cuh", "quantised.cuh", "expert_choices.cuh", "expert_rows.cuh", "expert_rings.cuh",
+        "expert_tiles.cuh", "expert_fp8_tiles.cuh", "expert_router.cuh",
     )  # fmt: skip
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     return on_host.compiled(folder, "emulated", "expert_rows.cpp", *sources, flags=flags)
@@ -121,16 +121,48 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("is_fp8", "blocks", "kind"), [(False, 1, 0), (False, 5, 0), (True, 3, 0), (True, 3, 1)])
 def test_rows_are_the_reference(library: ctypes.CDLL, case: cases.Case, is_fp8: bool, blocks: int, kind: int) -> None:
-    """Computes an RMSNorm's scale, gate and up, down, and the sums over experts; everything unwritten is NaN."""
-    bfloat16 = ml_dtypes.bfloat16
     if is_fp8:
         case = dataclasses.replace(case, mlp=2 * case.mlp)  # a step of columns has 64
+    compare_with_the_reference(library, case, is_fp8, blocks, kind)
+
+
+@pytest.mark.parametrize(
+    ("case", "is_fp8", "blocks", "kind", "embed"),
+    [
+        *((case, is_fp8, 3 if is_fp8 else 1, 0, 2048) for case in CASES for is_fp8 in (False, True)),
+        (CASES[1], True, 2, 1, 2048),
+        *((CASES[2], is_fp8, 4, 0, 4096) for is_fp8 in (False, True)),
+    ],
+    ids=lambda value: value.name if isinstance(value, cases.Case) else str(value),
+)
+def test_rings_are_the_reference(
+    library: ctypes.CDLL, case: cases.Case, is_fp8: bool, blocks: int, kind: int, embed: int
+) -> None:
+    """Long rows, of which each warp fetches a part with the copy engine."""
+    case = dataclasses.replace(case, mlp=(4 if is_fp8 else 1) * case.mlp, embed=embed)
+    compare_with_the_reference(library, case, is_fp8, blocks, kind, by_copies=True)
+
+
+def compare_with_the_reference(
+    library: ctypes.CDLL, case: cases.Case, is_fp8: bool, blocks: int, kind: int, by_copies: bool = False
+) -> None:
+    """Computes an RMSNorm's scale, gate and up, down, and the sums over experts; everything unwritten is NaN."""
+    bfloat16 = ml_dtypes.bfloat16
     inputs = cases.make_inputs(case, seed=1)
     chosen, shares = (np.asarray(array) for array in inputs.routing)
     x = np.asarray(inputs.x, bfloat16)
     kinds = (SCALE_TYPES[kind], SCALE_TYPES[2 * kind])
     gate_up, down = (stack(np.asarray(array), is_fp8, kind) for array, kind in zip(inputs.weights, kinds, strict=True))
     num_tokens, embed = case.num_tokens, case.embed
+
+    def run(kernel: str, weights: Stack, args: Args, *blocks: int) -> None:
+        if not by_copies:
+            getattr(library, kernel)(is_fp8, *blocks, ctypes.byref(args))
+            return
+        columns = weights.data.shape[-1]
+        weights_map = tensor_map(weights.data, (columns, weights.data.size // columns, 1), 16)
+        getattr(library, f"{kernel}_rings")(is_fp8, *blocks, ctypes.byref(weights_map), ctypes.byref(args))
+
     sums = np.abs(np.random.default_rng(2).standard_normal((num_tokens, 4), np.float32)) + 1
     sizes = {"num_tokens": num_tokens, "num_chosen": case.num_chosen, "num_experts": case.num_local}
     common = {"experts": chosen, "shares": shares}
@@ -143,14 +175,14 @@ def test_rows_are_the_reference(library: ctypes.CDLL, case: cases.Case, is_fp8: 
         sizes | norm | row, input=tokens, weights=gate_up.data[1], sums=sums, out=activated,
         **common,
     )  # fmt: skip
-    library.gate_up(is_fp8, blocks, ctypes.byref(args))
+    run("gate_up", gate_up, args, blocks)
 
     sizes |= {"first_row": case.num_local * embed, "rows": embed, "columns": case.mlp, "scales": down.scales}
     residual = np.random.default_rng(3).standard_normal((num_tokens, embed)).astype(bfloat16)
     found, scaled, gain = residual.copy(), np.full_like(residual, np.nan), np.full(embed, 2.0, bfloat16)
     squares = np.full((num_tokens, embed // 16), np.nan, np.float32)
     common |= {"input": activated, "weights": down.data[1], "residual": found, "out": found, "next_gain": gain}
-    library.down(is_fp8, ctypes.byref(arguments(sizes, scaled_out=scaled, sums_out=squares, **common)))
+    run("down", down, arguments(sizes, scaled_out=scaled, sums_out=squares, **common))
     twice = (2 * found.astype(np.float32)).astype(bfloat16)
     np.testing.assert_array_equal(scaled, ordered(twice) if is_fp8 else twice)
     expected_squares = (found.astype(np.float32) ** 2).reshape(num_tokens, -1, 16).sum(axis=-1)

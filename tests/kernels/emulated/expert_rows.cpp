@@ -1,5 +1,6 @@
 // Runs the kernels of the experts on the host, one block after another.
 #include "expert_fp8_tiles.cuh"
+#include "expert_rings.cuh"
 #include "expert_router.cuh"
 #include "expert_tiles.cuh"
 
@@ -85,6 +86,17 @@ extern "C" void gate_up(int is_fp8, unsigned blocks, const experts::RowsArgs* ar
 }
 extern "C" void down(int is_fp8, const experts::RowsArgs* args) {
   run(is_fp8 ? experts::down_kernel<Fp8Weights> : experts::down_kernel<Bf16Weights>, args->rows / 16, *args);
+}
+extern "C" void gate_up_rings(int is_fp8, unsigned blocks, const CUtensorMap* weights, const experts::RowsArgs* args) {
+  const bool is_long = args->columns > 2048;
+  auto* of_fp8 = is_long ? experts::gate_up_rings_kernel<Fp8Weights, 4> : experts::gate_up_rings_kernel<Fp8Weights, 2>;
+  auto* of_bf16 =
+      is_long ? experts::gate_up_rings_kernel<Bf16Weights, 8> : experts::gate_up_rings_kernel<Bf16Weights, 4>;
+  run(is_fp8 ? of_fp8 : of_bf16, blocks, *weights, *args);
+}
+extern "C" void down_rings(int is_fp8, const CUtensorMap* weights, const experts::RowsArgs* args) {
+  auto* kernel = is_fp8 ? experts::down_rings_kernel<Fp8Weights> : experts::down_rings_kernel<Bf16Weights>;
+  run(kernel, args->rows / experts::kRingRows, *weights, *args);
 }
 extern "C" void tiles(int is_down, unsigned blocks, const CUtensorMap* weights, const CUtensorMap* input,
                       const experts::TilesArgs* args) {

@@ -1,0 +1,360 @@
+// The experts of a step of at most 8 tokens, with weights by the copy engine: bound by streaming the chosen experts'
+// weights.
+//
+// As in expert_rows.cuh a warp multiplies 16 rows of weights by the 8 tokens with mma.m16n8k16, but each warp fetches
+// its weights with the bulk tensor copy engine to a ring of its own in shared memory. It waits for nobody else, its
+// loads stay in flight whatever it computes, and no register holds what has not arrived. Shared memory and registers
+// of both kernels fit an SM together, so that down's ring is full when gate_up ends.
+//
+//   gate_up_rings_kernel  items of (expert, 16 rows of gate and the same of up) in equal ranges for each block. A warp
+//                         has an eighth of the columns, and the tokens' in registers for all items.
+//   down_rings_kernel     a block owns 16 columns of the output and adds up all experts in registers. A warp takes
+//                         every eighth unit of (expert, two blocks of columns).
+//
+// A copy brings 16 rows of 128 bytes with the 128-byte swizzle. A lane has the pieces 2q and 2q + 1 of 16 bytes of rows
+// r and r + 8, with r = lane / 4 and q = lane % 4: its reads meet no bank conflict, and a sum does not depend on the
+// order of its terms.
+#pragma once
+#include "expert_rows.cuh"
+
+namespace meshserve {
+namespace experts {
+
+constexpr int kRingStages = 3, kRingRows = 16, kRingCopyBytes = kRingRows * 128, kRingStageBytes = 2 * kRingCopyBytes;
+constexpr int kRingBytes = kWarps * kRingStages * kRingStageBytes;
+constexpr int kMostFewChoices = kFewTokens * 32;
+
+// Choices of at most 8 tokens.
+struct FewChoices {
+  uint32_t tokens[kMaxExperts];  // bit t: token t chose the expert
+  int first[kMaxExperts];        // place of its first choice
+  int active[kMaxExperts];
+  int num_active;
+  int totals[kWarps];
+
+  __device__ __forceinline__ int place(int expert, int token) const {
+    return first[expert] + __popc(tokens[expert] & ((1u << token) - 1));
+  }
+};
+
+// Computes the choices; `choices.tokens` is zero. All threads call it.
+__device__ __forceinline__ void arrange_few(FewChoices& choices, const RowsArgs& args) {
+  constexpr int kActive = 1 << 20;
+  __syncthreads();
+  for (int i = threadIdx.x; i < args.num_tokens * args.num_chosen; i += kThreads) {
+    const int expert = __ldcg(args.experts + i);
+    if (expert >= 0 && expert < args.num_experts) atomicOr(&choices.tokens[expert], 1u << i / args.num_chosen);
+  }
+  __syncthreads();
+  const int expert = threadIdx.x, count = __popc(choices.tokens[expert]);
+  const int before = sum_of_lower(count == 0 ? 0 : count + kActive, choices.totals);
+  choices.first[expert] = before % kActive;
+  if (count > 0) choices.active[before / kActive] = expert;
+  if (expert == kThreads - 1) choices.num_active = before / kActive + (count > 0);
+  __syncthreads();
+}
+
+// The tokens' columns that meet a lane's pieces of a block of weights: for piece s, what `multiply` takes.
+template <class W>
+using TokenBlock = uint4[2][RowFormat<W>::kTokenLoads];
+
+// Loads them from a row of activations; null: zeros.
+template <class W>
+__device__ __forceinline__ void load_token_block(TokenBlock<W>& to, const bf16* row, int block, bool is_ordered) {
+  constexpr int kLoads = RowFormat<W>::kTokenLoads;
+  // The pieces 2q and 2q + 1 are consecutive.
+  const uint4* from = reinterpret_cast<const uint4*>(row + block * W::kBlockColumns) + threadIdx.x % 4 * 2 * kLoads;
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) to[s][i] = row == nullptr ? make_uint4(0, 0, 0, 0) : from[s * kLoads + i];
+    if constexpr (W::kIsQuantised) {
+      if (!is_ordered) {
+        const uint4 low = to[s][0], high = to[s][1];
+        to[s][0] = make_uint4(__byte_perm(low.x, low.y, 0x5410), __byte_perm(low.z, low.w, 0x5410),
+                              __byte_perm(high.x, high.y, 0x5410), __byte_perm(high.z, high.w, 0x5410));
+        to[s][1] = make_uint4(__byte_perm(low.x, low.y, 0x7632), __byte_perm(low.z, low.w, 0x7632),
+                              __byte_perm(high.x, high.y, 0x7632), __byte_perm(high.z, high.w, 0x7632));
+      }
+    }
+  }
+}
+
+// A lane's pieces of a copy: of each of two, rows r and r + 8.
+struct WeightBlock {
+  uint4 pieces[2][2];
+
+  __device__ __forceinline__ void load(uint32_t copy) {
+    const int lane = threadIdx.x % 32, row = lane / 4;
+    const uint32_t from = copy + row * 128 + ((lane % 4 * 2) ^ row) * 16;
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      pieces[s][0] = load_shared(from ^ (s * 16));
+      pieces[s][1] = load_shared((from ^ (s * 16)) + 1024);
+    }
+  }
+};
+
+// c += scale * (weights tokens)
+template <class W>
+__device__ __forceinline__ void multiply_block(float (&c)[4], const WeightBlock& weights, const TokenBlock<W>& tokens,
+                                               float scale) {
+  if constexpr (W::kIsQuantised) {
+    float part[2][4] = {};
+#pragma unroll
+    for (int s = 0; s < 2; ++s) multiply(part[s], weights.pieces[s][0], weights.pieces[s][1], tokens[s]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] = fmaf(scale, part[0][i] + part[1][i], c[i]);
+  } else {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) multiply(c, weights.pieces[s][0], weights.pieces[s][1], tokens[s]);
+  }
+}
+
+// Fetches two copies to a stage of the warp's ring, with one lane.
+template <class W>
+__device__ __forceinline__ void fetch_stage(uint32_t stage, uint32_t barrier, const CUtensorMap* map, int row,
+                                            int block, int second_row, int second_block, uint64_t policy) {
+  barrier_expect_bytes(barrier, kRingStageBytes);
+  copy_bytes(stage, map, row, block * W::kBlockColumns, barrier, policy);
+  copy_bytes(stage + kRingCopyBytes, map, second_row, second_block * W::kBlockColumns, barrier, policy);
+}
+
+struct GateUpRingsMemory {
+  uint8_t ring[kWarps][kRingStages][kRingStageBytes];
+  float parts[2][kWarps][2 * kRingRows][kFewTokens];
+  FewChoices choices;
+  float shares[kMostFewChoices];  // of each place
+  float inverse_rms[kFewTokens];
+  uint64_t full[kWarps][kRingStages];
+};
+
+// Grid: any number of blocks. A row has 8 * kBlocks blocks of 128 bytes.
+template <class W, int kBlocks>
+__global__ void __launch_bounds__(kThreads, 2)
+    gate_up_rings_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ RowsArgs args) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  auto& memory = *reinterpret_cast<GateUpRingsMemory*>(shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = args.columns;
+  const uint64_t policy = evict_first_policy();
+  const uint32_t full = shared_address(memory.full[warp]), ring = shared_address(memory.ring[warp]);
+  FewChoices& choices = memory.choices;
+  if (lane == 0) {
+    prefetch_map(&weights);
+    for (int s = 0; s < kRingStages; ++s) barrier_init(full + 8 * s, 1);
+    barrier_init_fence();
+  }
+  choices.tokens[threadIdx.x] = 0;
+  touch_parameters(args);
+  wait_for_previous_kernel();
+  let_next_kernel_start();  // only now, since down reads the choices before its wait
+  arrange_few(choices, args);
+
+  const int tiles = args.rows / kRingRows, num_items = choices.num_active * tiles;
+  const int first_item = num_items * static_cast<int>(blockIdx.x) / static_cast<int>(gridDim.x);
+  const int last_item = num_items * static_cast<int>(blockIdx.x + 1) / static_cast<int>(gridDim.x);
+  if (first_item == last_item) return;
+  // Of an item, the first row of gate in the stack.
+  auto row_of = [&](int item) {
+    return args.first_row + choices.active[item / tiles] * 2 * args.rows + item % tiles * kRingRows;
+  };
+  int fetch_item = first_item, fetch_block = 0;
+  auto fetch = [&](int stage) {
+    if (fetch_item == last_item) return;
+    if (lane == 0) {
+      const int row = row_of(fetch_item), block = warp * kBlocks + fetch_block;
+      fetch_stage<W>(ring + stage * kRingStageBytes, full + 8 * stage, &weights, row, block, row + args.rows, block,
+                     policy);
+    }
+    if (++fetch_block == kBlocks) fetch_block = 0, ++fetch_item;
+  };
+#pragma unroll
+  for (int s = 0; s < kRingStages; ++s) fetch(s);
+  // Lane 2b + h has the scale of the warp's block b, of gate (h = 0) or up.
+  auto load_scale = [&](int item) {
+    ScaleInFlight scale = {};
+    if constexpr (W::kIsQuantised) {
+      const int group = (warp * kBlocks + lane / 2) * W::kBlockColumns >> args.scales.columns_log2;
+      const int grid_row = (row_of(item) + lane % 2 * args.rows) / args.scales.rows_each;
+      if (lane < 2 * kBlocks) scale.load(args.scales, static_cast<size_t>(grid_row) * args.scales.grid_columns + group);
+    }
+    return scale;
+  };
+  ScaleInFlight scale = load_scale(first_item);
+  // Lanes of tokens that the step does not have read another one's.
+  const bf16* token_row = args.input + static_cast<size_t>(min(lane / 4, args.num_tokens - 1)) * columns;
+  TokenBlock<W> tokens[kBlocks];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) load_token_block<W>(tokens[b], token_row, warp * kBlocks + b, args.is_ordered);
+  for (int i = threadIdx.x; i < args.num_tokens * args.num_chosen; i += kThreads) {
+    const int expert = args.experts[i];
+    if (expert >= 0 && expert < args.num_experts) {
+      memory.shares[choices.place(expert, i / args.num_chosen)] = args.shares[i];
+    }
+  }
+  if (warp < args.num_tokens) {
+    const float* sums = args.sums + warp * args.norm_tiles;
+    const float inverse =
+        args.sums == nullptr ? 1.0f : inverse_rms_of(sums, args.norm_tiles, args.inverse_dim, args.epsilon);
+    if (lane == 0) memory.inverse_rms[warp] = inverse;
+  }
+  // The barrier of the first item orders the stores above before they are read.
+  int stage = 0;
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int item = first_item; item < last_item; ++item) {
+    const float my_scale = W::kIsQuantised ? scale.value(args.scales) : 1.0f;
+    if (item + 1 < last_item) scale = load_scale(item + 1);
+    float c[2][4] = {};
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      WeightBlock of[2];
+      barrier_wait(full + 8 * stage, parity);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) of[m].load(ring + stage * kRingStageBytes + m * kRingCopyBytes);
+      __syncwarp();  // all lanes have read the stage
+      fetch(stage);
+      if (++stage == kRingStages) stage = 0, parity ^= 1;
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        multiply_block<W>(c[m], of[m], tokens[b],
+                          W::kIsQuantised ? __shfl_sync(0xffffffffu, my_scale, 2 * b + m) : 1.0f);
+      }
+    }
+
+    auto& parts = memory.parts[item % 2];  // two, so that one barrier an item suffices
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      float* to = &parts[warp][m * kRingRows + lane / 4][2 * (lane % 4)];
+      *reinterpret_cast<float2*>(to) = make_float2(c[m][0], c[m][1]);
+      *reinterpret_cast<float2*>(to + 8 * kFewTokens) = make_float2(c[m][2], c[m][3]);
+    }
+    __syncthreads();
+    const int expert = choices.active[item / tiles], row = threadIdx.x % kRingRows, token = threadIdx.x / kRingRows;
+    if (token < kFewTokens && (choices.tokens[expert] >> token & 1)) {
+      float gate = 0.0f, up = 0.0f;
+#pragma unroll
+      for (int p = 0; p < kWarps; ++p) {
+        gate += parts[p][row][token];
+        up += parts[p][kRingRows + row][token];
+      }
+      const float inverse = memory.inverse_rms[token];
+      const int place = choices.place(expert, token);
+      args.out[static_cast<size_t>(place) * args.rows + ordered_column<W>(item % tiles * kRingRows + row)] =
+          __float2bfloat16(silu(gate * inverse) * (up * inverse) * memory.shares[place]);
+    }
+  }
+}
+
+struct DownRingsMemory {
+  uint8_t ring[kWarps][kRingStages][kRingStageBytes];
+  float parts[kWarps][kRingRows][kFewTokens];
+  FewChoices choices;
+  uint64_t full[kWarps][kRingStages];
+};
+
+// Grid: rows / 16 blocks.
+template <class W>
+__global__ void __launch_bounds__(kThreads, 2)
+    down_rings_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ RowsArgs args) {
+  constexpr int kBlocks = 2;  // of a unit
+  extern __shared__ __align__(1024) uint8_t shared[];
+  auto& memory = *reinterpret_cast<DownRingsMemory*>(shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint64_t policy = evict_first_policy();
+  const uint32_t full = shared_address(memory.full[warp]), ring = shared_address(memory.ring[warp]);
+  FewChoices& choices = memory.choices;
+  let_next_kernel_start();
+  if (lane == 0) {
+    prefetch_map(&weights);
+    for (int s = 0; s < kRingStages; ++s) barrier_init(full + 8 * s, 1);
+    barrier_init_fence();
+  }
+  choices.tokens[threadIdx.x] = 0;
+  touch_parameters(args);
+  // Before the wait: gate_up lets this kernel start when the choices have been written.
+  arrange_few(choices, args);
+
+  const int blocks = (args.columns + W::kBlockColumns - 1) / W::kBlockColumns;
+  const int units_each = (blocks + kBlocks - 1) / kBlocks, num_units = choices.num_active * units_each;
+  // The warp's unit number i is unit warp + 8 * i.
+  const int num_mine = num_units > warp ? (num_units - warp + kWarps - 1) / kWarps : 0;
+  auto expert_of = [&](int i) { return choices.active[(warp + kWarps * i) / units_each]; };
+  auto block_of = [&](int i) { return (warp + kWarps * i) % units_each * kBlocks; };
+  auto row_of = [&](int i) {
+    return args.first_row + expert_of(i) * args.rows + static_cast<int>(blockIdx.x) * kRingRows;
+  };
+  auto fetch = [&](int i, int stage) {
+    if (lane != 0 || i >= num_mine) return;
+    const int row = row_of(i), block = block_of(i);  // columns beyond the matrix are zeros
+    fetch_stage<W>(ring + stage * kRingStageBytes, full + 8 * stage, &weights, row, block, row, block + 1, policy);
+  };
+#pragma unroll
+  for (int s = 0; s < kRingStages; ++s) fetch(s, s);
+  // Lane 2j + b has the scale of block b of the warp's unit number 16 * n + j.
+  auto load_scales = [&](int first) {
+    ScaleInFlight scale = {};
+    if constexpr (W::kIsQuantised) {
+      const int i = first + lane / 2;
+      if (i < num_mine) {
+        const int block = min(block_of(i) + lane % 2, blocks - 1);
+        const size_t grid_row = row_of(i) / args.scales.rows_each;
+        scale.load(args.scales,
+                   grid_row * args.scales.grid_columns + (block * W::kBlockColumns >> args.scales.columns_log2));
+      }
+    }
+    return scale;
+  };
+  ScaleInFlight scale = load_scales(0), next_scale = load_scales(16);
+  wait_for_previous_kernel();
+
+  TokenBlock<W> tokens[2][kBlocks];
+  auto load_tokens = [&](TokenBlock<W>(&to)[kBlocks], int i) {
+    if (i >= num_mine) return;
+    const int expert = expert_of(i), token = lane / 4;
+    const bool has_token = choices.tokens[expert] >> token & 1;
+    const bf16* row = args.input + static_cast<size_t>(choices.place(expert, token)) * args.columns;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const int block = block_of(i) + b;
+      // A lane's columns may lie beyond the row.
+      const int last_column = block * W::kBlockColumns + (lane % 4 + 1) * W::kBlockColumns / 4;
+      load_token_block<W>(to[b], has_token && last_column <= args.columns ? row : nullptr, block, true);
+    }
+  };
+  load_tokens(tokens[0], 0);
+  load_tokens(tokens[1], 1);
+  float c[4] = {};
+  int stage = 0;
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int first = 0; first < num_mine; first += 2) {
+    if (first > 0 && first % 16 == 0) scale = next_scale, next_scale = load_scales(first + 16);
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      if (first + u >= num_mine) break;
+      WeightBlock of[kBlocks];
+      barrier_wait(full + 8 * stage, parity);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) of[b].load(ring + stage * kRingStageBytes + b * kRingCopyBytes);
+      __syncwarp();  // all lanes have read the stage
+      fetch(first + u + kRingStages, stage);
+      if (++stage == kRingStages) stage = 0, parity ^= 1;
+      const float my_scale = W::kIsQuantised ? scale.value(args.scales) : 1.0f;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        multiply_block<W>(c, of[b], tokens[u][b],
+                          W::kIsQuantised ? __shfl_sync(0xffffffffu, my_scale, (first + u) % 16 * 2 + b) : 1.0f);
+      }
+      load_tokens(tokens[u], first + u + 2);
+    }
+  }
+  float* to = &memory.parts[warp][lane / 4][2 * (lane % 4)];
+  *reinterpret_cast<float2*>(to) = make_float2(c[0], c[1]);
+  *reinterpret_cast<float2*>(to + 8 * kFewTokens) = make_float2(c[2], c[3]);
+  __syncthreads();
+  store_down<W>(args, memory.parts);
+}
+
+}  // namespace experts
+}  // namespace meshserve
