@@ -113,7 +113,12 @@ WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
         "512": _alike(512, 1024, 256),
     },
     "qwen3-32b": {"one": _alike(1, 128, 256), "32": _alike(32, 1024, 256), "128": _alike(128, 1024, 256)},
-    "qwen3-30b-a3b": {"one": _alike(1, 128, 256), "32": _alike(32, 1024, 256), "256": _alike(256, 1024, 256)},
+    "qwen3-30b-a3b": {
+        "one": _alike(1, 128, 256),
+        "32": _alike(32, 1024, 256),
+        "128": _alike(128, 1024, 256),
+        "256": _alike(256, 1024, 256),
+    },
     "qwen3-235b-a22b": {"8": _alike(8, 1024, 256), "64": _alike(64, 1024, 256)},
     "demo": {"few": _alike(3, 12, 6, max_id=_DEMO_TOKEN_ID, num_runs=1)},
 }
