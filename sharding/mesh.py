@@ -1,6 +1,7 @@
 """Builds the device mesh and maps the logical axes of arrays to its axes."""
 
 import importlib.util
+import os
 from collections.abc import Sequence
 
 import jax
@@ -9,6 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TENSOR_AXIS = "tensor"
+_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # read by XLA when its GPU backend starts
 
 # Logical axis of a parameter or cache -> mesh axis. An axis of None is replicated.
 RULES = {
@@ -39,6 +41,15 @@ def claim_gpu_memory(fraction: float) -> None:
     """
     if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13)):
         _add_client_option("memory_fraction", fraction)
+
+
+def limit_pinned_memory(num_bytes: int) -> None:
+    """Makes JAX pin at most so much host memory for its GPUs, in whole GiB, instead of 64. Call it before they start.
+
+    JAX's allocator pins ever larger regions, each twice as large as the last, up to this limit. A limit that is set in
+    the environment already takes precedence.
+    """
+    os.environ.setdefault(_PINNED_LIMIT, str(num_bytes >> 30))
 
 
 def use_dispatch_threads() -> None:

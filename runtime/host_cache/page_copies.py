@@ -5,9 +5,8 @@ part of a block is one array. Copies run beside the steps: SAVE gathers the page
 order of the steps, then the block is copied by the devices' copy engines; FETCH copies a block to the devices, and
 WRITE scatters it into the cache by another small program.
 
-Host memory is pinned where the devices have such memory (GPUs, TPUs, and CPU devices of recent jax). jax allocates
-it on first use and keeps it; on GPUs it stops at 64 GiB a process unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says
-otherwise.
+Host memory is pinned where the devices have such memory (GPUs, TPUs, and CPU devices of recent jax): at the start, by
+`pinning`. jax keeps it.
 """
 
 import contextlib
@@ -27,9 +26,9 @@ from meshserve.sharding.memory import is_out_of_memory
 from meshserve.sharding.mesh import named_sharding, partition_spec
 
 from .commands import Op
+from .pinning import host_shardings
 from .sizes import HostCacheSize
 
-_PINNED = "pinned_host"
 _BLOCK_AXES = (None, None, "kv_heads", None, None, None)  # [pages, L, K, 2, S, H], in the cache's bits
 
 _log = logging.getLogger(__name__)
@@ -114,10 +113,7 @@ class PageCopies:
         self._shape, self._gather, self._scatter = shape, gather, scatter
         devices = shape.sharding.mesh.local_devices
         self._on_device = [SingleDeviceSharding(device) for device in devices]
-        is_pinned = all(_PINNED in {memory.kind for memory in device.addressable_memories()} for device in devices)
-        self._on_host = (
-            [SingleDeviceSharding(device, memory_kind=_PINNED) for device in devices] if is_pinned else self._on_device
-        )
+        self._on_host = host_shardings(devices) or self._on_device
         # One process's failure would leave the others with other contents, so in a cluster it ends the server.
         self._is_alone = len({device.process_index for device in shape.sharding.mesh.devices.flat}) == 1
         self._blocks: dict[int, _Shards] = {}

@@ -6,13 +6,24 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from meshserve.sharding.mesh import claim_gpu_memory, make_mesh, use_cpu_devices, use_dispatch_threads
+from meshserve.sharding.memory import host_free_bytes
+from meshserve.sharding.mesh import (
+    claim_gpu_memory,
+    limit_pinned_memory,
+    make_mesh,
+    use_cpu_devices,
+    use_dispatch_threads,
+)
 
 from ..api.model_config import ModelConfig
 from ..options.serve_config import ServeConfig
 from ..planning.auto_limits import GPU_MEMORY_FRACTION
 from ..planning.tp_choice import choose_tp
 from ..program.compile_cache import use_cache
+
+_GIB = 1 << 30
+_STAGING_BYTES = 15 * _GIB  # for weights on their way to the devices, at the start or after a change of the TP size
+_OTHER_BYTES = 4 * _GIB  # of host memory, which is not pinned
 
 
 def configure_devices(config: ServeConfig) -> None:
@@ -21,10 +32,18 @@ def configure_devices(config: ServeConfig) -> None:
         use_cpu_devices(config.cpu_devices)
     else:
         claim_gpu_memory(config.memory_fraction or GPU_MEMORY_FRACTION)
+        if config.host_cache_gib:
+            limit_pinned_memory(_pinned_bytes(config.host_cache_gib, host_free_bytes()))
         if config.dispatch_threads and (config.tp or _num_gpus()) > 1:
             use_dispatch_threads()
     if config.cache_dir:
         use_cache(Path(config.cache_dir).expanduser())
+
+
+def _pinned_bytes(host_cache_gib: float, free_bytes: int) -> int:
+    """Returns how much host memory jax may pin: room for the host tier, and for the copies of weights beside it."""
+    tier_bytes = int((host_cache_gib + 1) * _GIB)
+    return max(tier_bytes, min(tier_bytes + _STAGING_BYTES, free_bytes - _OTHER_BYTES))
 
 
 def _num_gpus() -> int:

@@ -33,6 +33,7 @@ from ..engine.engine import Engine, Runner
 from ..engine.step_record import Record
 from ..expert_counts.balance import ExpertBalance
 from ..host_cache.host_cache import HostCache
+from ..host_cache.pinning import pinned_beside
 from ..kv_events.feed import KvEventFeed
 from ..kv_events.page_changes import PageChanges
 from ..options.serve_config import ServeConfig
@@ -268,7 +269,8 @@ def build_runner(
     log_summary(server, is_tp_chosen=is_tp_chosen)
     weight_bytes = device_weight_bytes(model, server.layout, server.mesh, server.dtype)
     check_weights_fit(server.mesh, server.memory_fraction, weight_bytes, page_bytes=server.page_bytes)
-    structure, params = make_params(model, server.layout, server.mesh, server.dtype)
+    with pinned_beside(server.host_cache, server.mesh.local_devices):
+        structure, params = make_params(model, server.layout, server.mesh, server.dtype)
     draft = load_drafting(config, server, params, tokenizer_file) if config.draft_model else None
     served = compile_runner(server, structure, params, draft=draft, cluster=cluster)
     served.start(params, draft.head.weights if draft is not None and draft.head is not None else ())
