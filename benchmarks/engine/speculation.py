@@ -3,12 +3,14 @@
     meshserve bench speculation --model qwen3-8b --random-weights --requests 1 8 32
     meshserve bench speculation --model DIRECTORY --temperature 0
     meshserve bench speculation --model qwen3-8b --random-weights --acceptance 1.5 2.4 4 --draft-tokens 7
-    meshserve bench speculation --model qwen3-32b --random-weights --set draft_model=qwen3-0.6b --draft-tokens 4
+    meshserve bench speculation --model qwen3-32b --random-weights --set draft_model=qwen3-0.6b --draft-tokens 3 \\
+        --acceptance 2.4 --one-engine
     meshserve bench speculation --model demo --set draft_model=demo-head --draft-tokens 4 --text PLAY.txt
 
 With `--acceptance`, an oracle drafts: it knows the tokens of the run without drafts, and errs so often that a step
-brings that many tokens of a request on average. So speed against acceptance is measured without a trained drafter, and
-without the time that one would take.
+with `--draft-tokens` of a request brings that many of its tokens on average. So speed against acceptance is measured
+without a trained drafter, and without the time that one would take; beside a draft model, its time is included and its
+tokens are replaced. Several numbers of draft tokens may be given; one engine, compiled for the largest, serves all.
 
 The prompts are random tokens, or parts of the text that `--text` names.
 
@@ -22,14 +24,18 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
 
 from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for, parse_settings
-from meshserve.benchmarks.lib.oracle import Oracle, chance_of
+from meshserve.benchmarks.lib.oracle import Oracle, Told
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed
+from meshserve.runtime.api.request import Request
+from meshserve.runtime.draft_model.drafting_runner import RunnerBeside
+from meshserve.runtime.drafting.payoff import Payoffs
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.startup.launch import open_model
 from meshserve.runtime.text.tokenizer import open_tokenizer
@@ -44,6 +50,7 @@ class Case:
 
     num_requests: int
     temperature: float
+    draft_tokens: int  # the most of a request in a step
     acceptance: float  # the mean number of tokens that the oracle aims at; 0 without it
     plain_tokens_per_second: float
     tokens_per_second: float
@@ -78,35 +85,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, make_params = open_model(options.model, random_weights=options.random_weights)
     workloads = {number: _draw(options, number, model.vocab_size) for number in options.requests}
     settings = {"tp": options.tp, "cpu_devices": options.cpu_devices, **parse_settings(options.set)}
+    works = [work for batches in workloads.values() for work in batches]
     plain: dict[tuple[int, float], _Side] = {}
     cases: list[Case] = []
-    for draft_tokens in (0, options.draft_tokens):
+    num_drafts = max(options.draft_tokens)
+    for draft_tokens in (num_drafts,) if options.one_engine else (0, num_drafts):
         records: list[StepRecord] = []
-        chosen = {"model": options.model, **settings, "draft_tokens": draft_tokens}
+        chosen = {
+            "model": options.model, "random_weights": options.random_weights, **settings, "draft_tokens": draft_tokens
+        }  # fmt: skip
         if not draft_tokens:
             chosen.pop("draft_model", None)
-        config = config_for([work for works in workloads.values() for work in works], chosen)
-        with OfflineEngine(config, model, make_params, records.append) as engine:
-            engine.engine._scheduler.speculation.is_always_on = options.always
+        with OfflineEngine(config_for(works, chosen), model, make_params, records.append) as engine:
             for key in itertools.product(workloads, options.temperature):
-                works, temperature = workloads[key[0]], key[1]
-                if not draft_tokens:
-                    plain[key] = _run(engine, records, works, temperature)
-                    continue
-                for acceptance in options.acceptance or [0.0]:
-                    if acceptance:
-                        oracle = Oracle(works, plain[key].tokens, chance_of(acceptance, draft_tokens))
-                        engine.engine._scheduler.speculation.make_drafter = oracle.drafter
-                    cases.append(_case(*key, acceptance, plain[key], _run(engine, records, works, temperature)))
-    print(
-        f"{options.model} tp {options.tp} on {jax.devices()[0].device_kind}, up to {options.draft_tokens} draft tokens"
-    )
-    print("requests  temperature  tokens/s without  with  ratio  drafts held  tokens a step  changed")
+                run = partial(_run, engine, records, workloads[key[0]], key[1])
+                if key not in plain:
+                    plain[key] = _without_drafts(engine, run)
+                if draft_tokens:
+                    cases += _with_drafts(options, engine, workloads[key[0]], key, plain[key], run)
+    print(f"{options.model} tp {options.tp} on {jax.devices()[0].device_kind}, up to {num_drafts} draft tokens")
+    print("requests  temperature  draft tokens  tokens/s without  with  ratio  drafts held  tokens a step  changed")
     for case in cases:
         print(_row(case))
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(case) for case in cases], indent=1))
     return 0
+
+
+def _without_drafts(engine: OfflineEngine, run: Callable[[], "_Side"]) -> "_Side":
+    """Returns the result without drafts, for which an engine that has some switches them off."""
+    speculation = engine.engine._scheduler.speculation
+    make_drafter = speculation.make_drafter
+    speculation.make_drafter, speculation._wants_drafts = _no_drafter, _never  # type: ignore[method-assign, assignment]
+    try:
+        return run()
+    finally:
+        del speculation._wants_drafts
+        speculation.make_drafter = make_drafter
+
+
+def _never(num_decodes: int) -> bool:
+    return False
+
+
+def _no_drafter(request: Request) -> None:
+    return None
+
+
+def _with_drafts(
+    options: argparse.Namespace,
+    engine: OfflineEngine,
+    works: Sequence[list[Work]],
+    key: tuple[int, float],
+    plain: "_Side",
+    run: Callable[[], "_Side"],
+) -> Iterator[Case]:
+    """Yields a case for each number of draft tokens and each acceptance."""
+    speculation, runner = engine.engine._scheduler.speculation, engine.engine.runner
+    speculation.is_always_on = options.always
+    for acceptance, draft_tokens in itertools.product(options.acceptance or [0.0], options.draft_tokens):
+        if acceptance:
+            has_draft_model = isinstance(runner, RunnerBeside)
+            oracle = Oracle(works, plain.tokens, draft_tokens, acceptance, has_draft_model=has_draft_model)
+            engine.engine.runner = Told(runner) if isinstance(runner, RunnerBeside) else runner
+            speculation.make_drafter = oracle.drafter
+            speculation._payoffs = Payoffs()  # what the last drafter brought says nothing of this one
+        yield _case(*key, draft_tokens, acceptance, plain, run())
+    engine.engine.runner = runner
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,10 +162,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--random-weights", action="store_true", help="generate random weights on the device")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="numbers of concurrent requests")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--draft-tokens", type=int, default=7)
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[7], help="the most of a request in a step")
     parser.add_argument(
         "--acceptance", type=float, nargs="+", default=[], metavar="TOKENS",
         help="mean tokens per step and request that an oracle drafter is made to reach, instead of prompt lookup",
+    )  # fmt: skip
+    parser.add_argument(
+        "--one-engine", action="store_true",
+        help="measure both sides in one engine, in which drafts are switched off for the first; for models that fill "
+        "the device's memory",
     )  # fmt: skip
     parser.add_argument("--always", action="store_true", help="make as many drafts as fit, whether they pay or not")
     parser.add_argument("--text", type=Path, help="a text whose parts are the prompts, instead of random tokens")
@@ -138,6 +188,8 @@ def _draw(options: argparse.Namespace, num_requests: int, vocab_size: int) -> li
     """Returns the warm-up batch, followed by the batches of the timed runs."""
     max_id = min(MAX_TOKEN_ID, vocab_size - 1)
     seeds = (_WARM_UP_SEED, *range(options.runs))
+    if len(options.draft_tokens) > 1 and not options.acceptance:
+        raise ValueError("--draft-tokens: several numbers need --acceptance. Give one.")
     if options.text:
         token_ids = open_tokenizer(find_model(options.model).small).encode(options.text.read_text())
         return _parts(token_ids, len(seeds), num_requests, options)
@@ -181,10 +233,13 @@ def _run(engine: OfflineEngine, records: list[StepRecord], works: Sequence[list[
     )
 
 
-def _case(num_requests: int, temperature: float, acceptance: float, plain: _Side, drafted: _Side) -> Case:
+def _case(
+    num_requests: int, temperature: float, draft_tokens: int, acceptance: float, plain: _Side, drafted: _Side
+) -> Case:
     return Case(
         num_requests=num_requests,
         temperature=temperature,
+        draft_tokens=draft_tokens,
         acceptance=acceptance,
         plain_tokens_per_second=plain.tokens_per_second,
         tokens_per_second=drafted.tokens_per_second,
@@ -198,9 +253,9 @@ def _case(num_requests: int, temperature: float, acceptance: float, plain: _Side
 def _row(case: Case) -> str:
     held = f"{case.num_accepted / case.num_drafts:.0%}" if case.num_drafts else "none made"
     return (
-        f"{case.num_requests:8}  {case.temperature:11g}  {case.plain_tokens_per_second:16,.0f}  "
-        f"{case.tokens_per_second:,.0f}  {case.ratio:5.2f}  {held:>11}  {case.accepted_length:13.2f}  "
-        f"{case.num_changed:7}"
+        f"{case.num_requests:8}  {case.temperature:11g}  {case.draft_tokens:12}  "
+        f"{case.plain_tokens_per_second:16,.0f}  {case.tokens_per_second:,.0f}  {case.ratio:5.2f}  {held:>11}  "
+        f"{case.accepted_length:13.2f}  {case.num_changed:7}"
     )
 
 

@@ -264,6 +264,23 @@ def test_an_oracle_reaches_the_acceptance_that_is_asked_for(tiny: Path, monkeypa
         assert 1.0 + case["num_accepted"] / case["num_verified"] == pytest.approx(case["acceptance"], abs=0.35)
 
 
+def test_an_oracle_speaks_for_a_draft_model_in_one_engine(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StepCosts, "seconds", lambda self, size: 1.0)
+    arguments = [
+        f"--model={tiny}", "--random-weights", "--requests", "2", "--temperature", "1", "--runs=1", "--one-engine",
+        "--acceptance", "1.8", "--cpu-devices=8", "--input-tokens=9", "--output-tokens=150", "--draft-tokens", "1", "3",
+        "--set=num_pages=64", "--set=page_size=16", "--set=max_running=8", "--set=max_step_tokens=8", "--always",
+        "--set=cache_dir=", "--set=logits_processors=false", f"--set=draft_model={tiny}",
+        f"--json={tiny / 'cases.json'}",
+    ]  # fmt: skip
+    assert speculation.main(arguments) == 0
+    cases = json.loads((tiny / "cases.json").read_text())
+    assert [case["draft_tokens"] for case in cases] == [1, 3]
+    for case in cases:
+        assert case["num_changed"] == 0
+        assert 1.0 + case["num_accepted"] / case["num_verified"] == pytest.approx(1.8, abs=0.2)
+
+
 @pytest.mark.parametrize(("acceptance", "chance"), [(1.0, 0.0), (1.75, 0.5), (3.0, 1.0)])
 def test_chances_add_up_to_the_acceptance(acceptance: float, chance: float):
     assert chance_of(acceptance, 2) == pytest.approx(chance)
