@@ -186,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         default=NOT_QUANTIZED,
         help="quantise the weights of every engine; vLLM can do so with FP8 only",
     )
+    parser.add_argument("--runs", type=int, default=0, help="timed runs of each workload (default: 2 to 10, by workload)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="time limit per model and engine, in seconds")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
@@ -223,7 +224,11 @@ def _engines(options: argparse.Namespace) -> dict[str, Engine]:
 
 def _workloads(options: argparse.Namespace, model: str) -> dict[str, Workload]:
     wanted = options.workloads or list(WORKLOADS[model])
-    return {name: workload for name, workload in WORKLOADS[model].items() if name in wanted}
+    return {
+        name: dataclasses.replace(workload, num_runs=options.runs or workload.num_runs)
+        for name, workload in WORKLOADS[model].items()
+        if name in wanted
+    }
 
 
 def _run(

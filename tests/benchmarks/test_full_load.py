@@ -91,3 +91,8 @@ def test_every_engine_is_told_to_quantise():
         full_load._engines(full_load._parser().parse_args(["--quantize", "int4"]))
     only_ours = full_load._parser().parse_args(["--quantize", "int4", "--engines", "ours"])
     assert full_load._engines(only_ours)["ours"].settings == {"quantize": "int4"}
+
+
+def test_runs_replace_those_of_every_workload():
+    options = full_load._parser().parse_args(["--runs", "1"])
+    assert {workload.num_runs for workload in full_load._workloads(options, "qwen3-8b").values()} == {1}
