@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         default=NOT_QUANTIZED,
         help="quantise the weights of every engine; vLLM can do so with FP8 only",
     )
-    parser.add_argument("--runs", type=int, default=0, help="timed runs of each workload (default: 2 to 10, by workload)")
+    parser.add_argument("--runs", type=int, default=0, help="timed runs of each workload (default: its own number)")
     parser.add_argument("--timeout", type=float, default=3600.0, help="time limit per model and engine, in seconds")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
