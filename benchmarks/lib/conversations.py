@@ -1,15 +1,13 @@
 """Measures conversations that return, turn after turn, with more context than the devices hold."""
 
-import itertools
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from .restored_prefix import EngineClock, random_prompt
+from .workloads import AT_A_TIME, OUTPUT_TOKENS, conversations
 
-_OUTPUT_TOKENS = 64
-_AT_A_TIME = 8  # turns that run at the same time
 _WARM = 1000  # number of the first prompt that only warms up
 
 
@@ -39,18 +37,18 @@ def measure_conversations(server: EngineClock, num_users: int, num_turns: int, t
 def _serve(
     server: EngineClock, num_users: int, num_turns: int, turn_tokens: int
 ) -> tuple[float, Sequence[Sequence[float]]]:
-    """Serves every user's first turn, then every second turn, and so on. Returns the seconds, and to first tokens."""
-    texts = [random_prompt(user, num_turns * turn_tokens) for user in range(num_users)]
+    """Serves all turns, `AT_A_TIME` at a time. Returns the seconds, and those to the first tokens of each turn."""
     submitted: list[tuple[int, str, float]] = []
+    turns = list(conversations(num_users, num_turns, turn_tokens))
     started = time.perf_counter()
-    for turn, user in itertools.product(range(num_turns), range(num_users)):
-        if len(submitted) >= _AT_A_TIME:
-            server.clock.wait(server.engine, [submitted[-_AT_A_TIME][1]])
-        name = server.submit(texts[user][: (turn + 1) * turn_tokens], _OUTPUT_TOKENS)
-        submitted.append((turn, name, time.perf_counter()))
+    for turn in turns:
+        if len(submitted) >= AT_A_TIME:
+            server.clock.wait(server.engine, [submitted[-AT_A_TIME][1]])
+        name = server.submit(turn.prompt_token_ids, OUTPUT_TOKENS)
+        submitted.append((turn.number, name, time.perf_counter()))
     server.clock.wait(server.engine, [name for _, name, _ in submitted])
     seconds = time.perf_counter() - started
     by_turn: list[list[float]] = [[] for _ in range(num_turns)]
-    for turn, name, sent in submitted:
-        by_turn[turn].append(server.clock.times[name][0] - sent)
+    for number, name, sent in submitted:
+        by_turn[number].append(server.clock.times[name][0] - sent)
     return seconds, by_turn

@@ -5,9 +5,13 @@ draws of `nano_vllm` are those of nano-vllm's own bench.py.
 """
 
 import random
+from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_TOKEN_ID = 10_000
+OUTPUT_TOKENS = 64  # of each turn of a conversation
+AT_A_TIME = 8  # turns of conversations that run at the same time
+MAX_CONVERSATION_ID = 1_799  # the demo model has these, too
 
 
 class Work(NamedTuple):
@@ -35,3 +39,19 @@ def nano_vllm(seed: int, num_requests: int, low: int, high: int, max_id: int) ->
 
 def _ids(draw: random.Random, num_tokens: int, max_id: int) -> list[int]:
     return [draw.randint(0, max_id) for _ in range(num_tokens)]
+
+
+class Turn(NamedTuple):
+    """One turn of a conversation: its prompt begins with that of the turn before."""
+
+    number: int
+    user: int
+    prompt_token_ids: list[int]
+
+
+def conversations(num_users: int, num_turns: int, turn_tokens: int) -> Iterator[Turn]:
+    """Yields every user's first turn, then every second turn, and so on; each is `turn_tokens` longer than the last."""
+    texts = [_ids(random.Random(user), num_turns * turn_tokens, MAX_CONVERSATION_ID) for user in range(num_users)]
+    for number in range(num_turns):
+        for user, text in enumerate(texts):
+            yield Turn(number, user, text[: (number + 1) * turn_tokens])

@@ -1,0 +1,90 @@
+"""Serves the conversations of `bench prefix --users` with vLLM's engine and random weights. Needs vllm.
+
+    python -m meshserve.benchmarks.baselines.vllm_conversations --model-dir DIRECTORY --users 14 --settings \
+        '{"kv_offloading_size": 36, "kv_offloading_backend": "native", "num_gpu_blocks_override": 7000}'
+
+DIRECTORY has the config.json of the model. Runs in vLLM's interpreter, so it imports only the standard library and
+what needs no more. Two prompts that are as long as a last turn come first, untimed, as in `bench prefix`.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from meshserve.benchmarks.lib.token_times import percentile
+from meshserve.benchmarks.lib.workloads import AT_A_TIME, MAX_CONVERSATION_ID, OUTPUT_TOKENS, Turn, conversations
+
+
+def run(arguments: Sequence[str]) -> dict[str, object]:
+    """Returns the figures of the timed run."""
+    options = _parser().parse_args(arguments)
+    import vllm
+
+    llm = vllm.LLM(
+        model=options.model_dir,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=options.turns * options.turn_tokens + OUTPUT_TOKENS,
+        enable_prefix_caching=True,
+        **json.loads(options.settings),
+    )
+    params = vllm.SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
+    longest = options.turns * options.turn_tokens
+    for number in range(2):
+        ids = [random.Random(1000 + number).randint(0, MAX_CONVERSATION_ID) for _ in range(longest)]
+        llm.generate([{"prompt_token_ids": ids}], [params], use_tqdm=False)
+    llm.reset_prefix_cache(reset_connector=True)
+    turns = list(conversations(options.users, options.turns, options.turn_tokens))
+    began = time.perf_counter()
+    first_seconds = _serve(llm.llm_engine, turns, params)
+    seconds = time.perf_counter() - began
+    by_turn: list[list[float]] = [[] for _ in range(options.turns)]
+    for turn, first in zip(turns, first_seconds, strict=True):
+        by_turn[turn.number].append(first)
+    cache = llm.llm_engine.vllm_config.cache_config
+    return {
+        "engine": f"vllm {vllm.__version__}",
+        "device_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+        "num_users": options.users,
+        "num_turns": options.turns,
+        "turn_tokens": options.turn_tokens,
+        "seconds": seconds,
+        "first_token_ms_by_turn": [round(1e3 * percentile(each, 50)) for each in by_turn],
+    }
+
+
+def _serve(engine: Any, turns: Sequence[Turn], params: object) -> list[float]:
+    """Serves each turn once the one `AT_A_TIME` before it has ended. Returns the seconds to their first tokens."""
+    sent: list[float] = []
+    first: dict[int, float] = {}
+    ended: set[int] = set()
+    while len(ended) < len(turns):
+        while len(sent) < len(turns) and (len(sent) < AT_A_TIME or len(sent) - AT_A_TIME in ended):
+            engine.add_request(str(len(sent)), {"prompt_token_ids": turns[len(sent)].prompt_token_ids}, params)
+            sent.append(time.perf_counter())
+        for output in engine.step():
+            number = int(str(output.request_id).split("-")[0])
+            if output.outputs[0].token_ids:
+                first.setdefault(number, time.perf_counter() - sent[number])
+            if output.finished:
+                ended.add(number)
+    return [first[number] for number in range(len(turns))]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Measure conversations with vLLM.")
+    parser.add_argument("--model-dir", required=True)
+    parser.add_argument("--users", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--turn-tokens", type=int, default=2000)
+    parser.add_argument("--settings", default="{}", help="further arguments of vllm.LLM, as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(sys.argv[1:])))
