@@ -259,9 +259,8 @@ class HostCache:
         """Records the time of a step whose tokens were collected."""
         seconds = now - max(dispatched, self._last_collected)
         self._last_collected = now
-        if 2 * plan.num_prefill_tokens > plan.num_batch_tokens and seconds > 0.0:
-            longest = max(plan.prefills, key=lambda chunk: chunk.num_tokens)
-            self.rates.prefilled(longest.start + longest.num_tokens // 2, plan.num_batch_tokens, seconds)
+        if plan.prefill_position is not None and seconds > 0.0:
+            self.rates.prefill.prefilled(plan.prefill_position, plan.num_batch_tokens, seconds)
 
     def _write(self, ticket: int, found: _Fetch, part: _Part) -> None:
         held = found.request.pages

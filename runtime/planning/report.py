@@ -18,7 +18,7 @@ from ..weights.registry import is_published, named_model, read_model
 from .aot import KnownKey, ProgramReport
 from .compiled_plan import REPORT_HEAD, CompiledPlan, compile_plan, report_row
 from .memory_plan import MIB, MemoryPlan, Planner
-from .roofline import Roof
+from .roofline import FirstToken, Roof
 from .tp_choice import TPSizePlan, best_tp_size, check_tp, roofline_of, tp_size_plans
 
 PROMPT_LENGTHS = (1024, 8192)
@@ -33,6 +33,7 @@ class Report:
     length: int  # tokens per request
     decode: tuple[Roof, ...] = ()  # empty if the device's speed is unknown
     prefill: tuple[Roof, ...] = ()
+    first_tokens: tuple[FirstToken, ...] = ()  # empty where nothing like it was measured
     pooling: tuple[Roof, ...] = ()  # of an embedding model or reranker, in place of `decode` and `prefill`
     tp_sizes: tuple[TPSizePlan, ...] = ()
     best: TPSizePlan | None = None
@@ -59,14 +60,14 @@ def make_report(planner: Planner, *, length: int, batches: Sequence[int]) -> Rep
     if planner.server.model.pooling is not None:
         full_steps = [roofline.pooling(tokens, step_tokens) for tokens in _TEXT_LENGTHS]
         return dataclasses.replace(report, pooling=tuple(full_steps))
+    longest = planner.server.limits.max_context
+    lengths = (*PROMPT_LENGTHS, *([longest] if longest > max(PROMPT_LENGTHS) else []))
+    first_tokens = [roofline.first_token(tokens, step_tokens) for tokens in lengths if tokens <= longest]
     return dataclasses.replace(
         report,
         decode=tuple(roofline.decode(batch, length) for batch in batches),
-        prefill=tuple(
-            roofline.prefill(tokens, step_tokens)
-            for tokens in (*PROMPT_LENGTHS, planner.server.limits.max_context)
-            if tokens in PROMPT_LENGTHS or tokens > max(PROMPT_LENGTHS)
-        ),
+        prefill=tuple(roofline.prefill(tokens, step_tokens) for tokens in lengths),
+        first_tokens=tuple(found for found in first_tokens if found is not None),
     )
 
 
@@ -109,6 +110,11 @@ def report_text(report: Report) -> str:
             name = f"decode {roof.num_tokens} x {roof.context}"
             lines.append(_roof_row(name, roof) + fits[roof.num_tokens <= plan.num_requests(length)])
         lines += [_roof_row(f"prefill of {roof.num_tokens}", roof) for roof in report.prefill]
+        if report.first_tokens:
+            lines += ["", f"{'first token, predicted':<28}{'ms, computed':>14}{'from host memory':>20}"]
+        for first in report.first_tokens:
+            times = f"{1e3 * first.computed_seconds:>14.0f}{1e3 * first.restored_seconds:>20.0f}"
+            lines.append(f"{f'prompt of {first.num_tokens}':<28}{times}")
         lines += [_roof_row(f"step, texts of {roof.context}", roof) for roof in report.pooling]
     unit = "text" if report.pooling else "token"
     width = max([4, *(len(item.name) for item in report.tp_sizes)])
@@ -142,6 +148,7 @@ def report_json(report: Report, compiled: CompiledPlan | None = None) -> str:
         "num_requests": report.plan.num_requests(report.length),
         "decode": roofs(report.decode),
         "prefill": roofs(report.prefill),
+        "first_tokens": [dataclasses.asdict(first) for first in report.first_tokens],
         "pooling": roofs(report.pooling),
         "tp_sizes": [dataclasses.asdict(item) for item in report.tp_sizes],
         "best_tp": report.best.tp if report.best is not None else None,

@@ -26,6 +26,9 @@ from .memory_plan import layer_bytes, num_layer_weights
 # Time of an all-reduce of few bytes within a host, measured on four H200 (docs/performance.md) and guessed for TPUs.
 _XLA_ALL_REDUCE_SECONDS = {"gpu": 18e-6, "tpu": 10e-6}
 _P2P_ALL_REDUCE_SECONDS = 4e-6
+# What prompts of 1,024 to 131,000 tokens reached on Hopper GPUs: within 10 % of their first tokens (docs/plan.md).
+_PREFILL_SHARE, _ATTENTION_SHARE = 0.64, 0.48  # of the peak
+_RESTORED_BYTES_PER_SECOND = 42e9  # from host memory to a first token, on an H100 (docs/log/scheduler.md)
 _NUM_DRAWS = 32  # of choices of experts, to find the load of the busiest device
 _MOST_TOKENS = 1024  # drawn; beyond that, every expert is read and the devices differ little
 
@@ -47,6 +50,15 @@ class Roof:
     @property
     def total_seconds(self) -> float:
         return self.seconds + self.all_reduce_seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FirstToken:
+    """The predicted time of a lone prompt to its first token."""
+
+    num_tokens: int
+    computed_seconds: float
+    restored_seconds: float  # if its prefix comes from host memory instead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +156,26 @@ class Roofline:
         flops = num_steps * self._layer_flops(step_tokens) - self._last_mlp_flops(num_tokens)
         flops += num_tokens * num_tokens / 2 * self._attention_flops
         return self._roof(num_tokens, num_tokens, read_bytes, flops, num_steps=num_steps)
+
+    def first_token(self, num_tokens: int, step_tokens: int) -> FirstToken | None:
+        """Predicts when one prompt gets its first token, with `step_tokens` tokens per step, and nothing else running.
+
+        Returns None where nothing was measured that could predict it: on devices other than one Hopper GPU, and for
+        quantised models and models with experts.
+        """
+        is_measured = self.chip.is_hopper and self.layout.num_shards == 1 and self.dtype.itemsize == 2
+        if not is_measured or self.model.quantisation is not None or self.model.experts is not None:
+            return None
+        roof = self.prefill(num_tokens, step_tokens)
+        attention_flops = num_tokens * num_tokens / 2 * self._attention_flops
+        linear_flops = self._layer_flops(num_tokens) - self._last_mlp_flops(num_tokens)
+        seconds = linear_flops / _PREFILL_SHARE + attention_flops / _ATTENTION_SHARE
+        return FirstToken(
+            num_tokens=num_tokens,
+            computed_seconds=max(seconds / self.chip.flops_per_second, roof.total_seconds),
+            restored_seconds=num_tokens * self.token_bytes / _RESTORED_BYTES_PER_SECOND
+            + self.decode(1, num_tokens).total_seconds,
+        )
 
     def pooling(self, num_tokens: int, step_tokens: int) -> Roof:
         """Returns the roofline of a full step of prompts of `num_tokens` tokens each, as embedding models compute them.

@@ -22,9 +22,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ..api.errors import InvalidRequestError, QueueFullError
 from ..api.request import NO_TOKEN, FinishReason, Request
+from ..pace.pace import Pace
 from .fair_shares import FairShares
 from .limits import SchedulerLimits
-from .pace import Pace
 from .page_allocator import PageAllocator
 from .page_keys import extend_page_keys
 from .ranked_queue import RankedQueue
@@ -125,7 +125,12 @@ class Scheduler:
             self.num_refused += num_requests
             max_waiting, num_waiting = self.limits.max_waiting, self.num_waiting
             message = f"{num_waiting} requests wait; this server queues {max_waiting} (max_waiting). Retry later."
-            raise QueueFullError(message, self._pace.retry_seconds(now, num_waiting))
+            raise QueueFullError(message, self._pace.retry_seconds(now, num_waiting, self._mean_prompt_tokens()))
+
+    def _mean_prompt_tokens(self) -> int:
+        """Returns the mean length of the waiting prompts until requests have ended, and their rate is known; then 0."""
+        lengths = [] if self._pace.is_known else [len(request.prompt_token_ids) for request in self._shares.waiting()]
+        return sum(lengths) // len(lengths) if lengths else 0
 
     def plan(self, now: float) -> StepPlan | None:
         """Plans the next step and books it: its tokens count as computed, and pages and slots are assigned.
@@ -390,7 +395,7 @@ class Scheduler:
         """
         assert len(sampled) == plan.num_requests, f"{len(sampled)} tokens for {plan.num_requests} requests"
         if step == plan.num_steps - 1:  # with drafts, this is the first of several lists
-            self._pace.step_ended(now, plan.num_steps)
+            self._pace.step_ended(now, plan.num_steps, plan.num_batch_tokens, plan.prefill_position)
         progress: list[Progress] = []
         decodes: Iterable[tuple[Request, int | None]] = zip(plan.decodes, sampled, strict=False)
         if plan.decode_lengths:

@@ -113,6 +113,14 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         return sum([chunk.num_tokens for chunk in self.prefills])
 
+    @property
+    def prefill_position(self) -> int | None:
+        """The middle of the longest prompt chunk; None if prompts are less than half of the step."""
+        if 2 * self.num_prefill_tokens <= self.num_batch_tokens:
+            return None
+        longest = max(self.prefills, key=lambda chunk: chunk.num_tokens)
+        return longest.start + longest.num_tokens // 2
+
 
 @dataclass(kw_only=True)
 class Draft:

@@ -191,7 +191,7 @@ def test_computing_again_is_chosen_where_it_is_faster():
     assert simulation.host is not None
     simulation.host.rates = Rates()
     simulation.host.rates.copied(1, 100.0)
-    simulation.host.rates.prefilled(5, 16, 1.0)
+    simulation.host.rates.prefill.prefilled(5, 16, 1.0)
     assert serve(simulation, 2).num_cached_tokens == 0
     assert simulation.host.counts.num_recomputed == 6
 
@@ -200,12 +200,12 @@ def test_rates_depend_on_the_length():
     rates = Rates()
     assert rates.is_copy_faster(1000, 0, 1)  # nothing is known
     rates.copied(1000, 1.0)
-    rates.prefilled(1000, 100, 0.1)
-    rates.prefilled(30_000, 100, 0.4)
-    assert rates.prefill_seconds(0, 1000) == pytest.approx(1.0)
-    assert rates.prefill_seconds(16_384, 17_384) == pytest.approx(4.0)
+    rates.prefill.prefilled(1000, 100, 0.1)
+    rates.prefill.prefilled(30_000, 100, 0.4)
+    assert rates.prefill.seconds(0, 1000) == pytest.approx(1.0)
+    assert rates.prefill.seconds(16_384, 17_384) == pytest.approx(4.0)
     assert not rates.is_copy_faster(2000, 0, 1000) and rates.is_copy_faster(2000, 16_384, 17_384)
-    assert rates.prefill_seconds(10, 10) == 0.0
+    assert rates.prefill.seconds(10, 10) == 0.0
     for _ in range(200):  # the copy is tried again after a while
         rates.is_copy_faster(2000, 0, 1000)
     assert rates.is_copy_faster(2000, 0, 1000)

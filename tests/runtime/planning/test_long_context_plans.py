@@ -9,6 +9,7 @@ from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.report import Asked, make_report, planner_of
 from meshserve.runtime.planning.resolved_server import PlacedServer, resolve_here
+from meshserve.runtime.planning.tp_choice import roofline_of
 from meshserve.runtime.weights.locate import DEMO_MODEL, model_directory
 from meshserve.runtime.weights.registry import read_model
 from meshserve.sharding.mesh import make_mesh
@@ -45,3 +46,28 @@ def test_the_first_token_of_the_longest_prompt_is_predicted() -> None:
     [one, eight, longest] = report.prefill
     assert (one.num_tokens, eight.num_tokens, longest.num_tokens) == (1024, 8192, 32_768)
     assert 4 * eight.seconds < longest.seconds < 16 * eight.seconds, "attention is quadratic, the rest linear"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "measured_ms"), [(1_024, 23.8), (4_096, 96.5), (30_000, 1_318.0), (131_000, 12_500.0)]
+)
+def test_first_tokens_are_predicted_within_ten_percent_of_those_measured(num_tokens: int, measured_ms: float) -> None:
+    roofline = roofline_of(planner_of(Asked(config=ServeConfig(model="qwen3-8b"), target="h200:1")))
+    assert roofline is not None
+    first = roofline.first_token(num_tokens, step_tokens=8192)
+    assert first is not None
+    assert 1e3 * first.computed_seconds == pytest.approx(measured_ms, rel=0.10)
+
+
+def test_a_restored_prefix_is_predicted_within_ten_percent() -> None:
+    roofline = roofline_of(planner_of(Asked(config=ServeConfig(model="qwen3-8b"), target="h100:1")))
+    assert roofline is not None and (first := roofline.first_token(796 * 32, step_tokens=8192)) is not None
+    assert 1e3 * first.restored_seconds == pytest.approx(89.5, rel=0.10)
+
+
+@pytest.mark.parametrize(
+    ("model", "target"), [("qwen3-8b", "v6e:2x4"), ("qwen3-8b", "h200:2"), ("qwen3-30b-a3b", "h200:1")]
+)
+def test_nothing_is_predicted_from_what_was_not_measured(model: str, target: str) -> None:
+    report = make_report(planner_of(Asked(config=ServeConfig(model=model), target=target)), length=1024, batches=(1,))
+    assert report.prefill and not report.first_tokens

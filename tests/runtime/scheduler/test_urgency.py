@@ -7,7 +7,7 @@ import pytest
 
 from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
 from meshserve.runtime.api.request import FinishReason, Request, RequestOptions
-from meshserve.runtime.scheduler.pace import Pace
+from meshserve.runtime.pace.pace import Pace
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
 from meshserve.runtime.scheduler.ranked_queue import RankedQueue
 from meshserve.runtime.scheduler.scheduler import Scheduler

@@ -6,6 +6,8 @@ callers.
 
 import math
 
+from .prefill_rates import PrefillRates
+
 _WINDOW_SECONDS = 10.0  # time constant of the decayed counts
 _FORGET_PER_STEP = 1.01  # the minimum step time grows by at most this factor per slower step
 _MIN_MEMORY_SECONDS = 1.0  # shortest time constant of the decayed count of refused callers
@@ -25,13 +27,24 @@ class Pace:
         self._num_refused = 0.0  # decayed count of refused callers
         self._last_refused = 0.0
         self.step_seconds = 0.0  # lower bound on the step time; 0 while unknown
+        self.prefill = PrefillRates()
 
-    def step_ended(self, now: float, num_steps: int) -> None:
-        """Records that a dispatch of `num_steps` decode steps, or of one step of any kind, was collected."""
+    @property
+    def is_known(self) -> bool:
+        """Whether a request has left while others waited, so that the rate is known."""
+        return self._num_left > 0.0
+
+    def step_ended(self, now: float, num_steps: int, num_tokens: int = 0, prefill_position: int | None = None) -> None:
+        """Records that a dispatch of `num_steps` decode steps, or of one step of any kind, was collected.
+
+        `prefill_position` is the position around which most of its `num_tokens` tokens were, if they were of prompts.
+        """
         if self._last_step is not None:
             seconds = (now - self._last_step) / num_steps
             slowest = self.step_seconds * _FORGET_PER_STEP if self.step_seconds else math.inf
             self.step_seconds = min(seconds, slowest)
+            if prefill_position is not None and seconds > 0.0:
+                self.prefill.prefilled(prefill_position, num_tokens, seconds)
         self._last_step = now
 
     def rest(self) -> None:
@@ -62,17 +75,23 @@ class Pace:
         weight = _WINDOW_SECONDS * (1.0 - math.exp(-self._queued_seconds / _WINDOW_SECONDS))
         return self._num_left / weight
 
-    def retry_seconds(self, now: float, num_waiting: int = 0) -> float:
+    def retry_seconds(self, now: float, num_waiting: int = 0, mean_prompt_tokens: int = 0) -> float:
         """Returns the number of seconds after which a caller refused at `now` should retry.
 
         The delay is the time needed to serve the callers refused before it, so callers refused at the same time get
         staggered delays, no faster than room becomes available. Callers refused longer ago than the `num_waiting`
         queued requests take to be served have either retried or given up; their count decays with that time constant.
         Under a lasting overload the delay converges to that time multiplied by the ratio of refused to served requests.
+
+        Before a request has left, requests are assumed to leave as fast as waiting prompts of `mean_prompt_tokens`
+        tokens are computed, that is, get their first tokens.
         """
         rate = self.requests_per_second(now)
         if rate <= 0.0:
-            return _UNKNOWN_RETRY_SECONDS
+            seconds = self.prefill.seconds(0, mean_prompt_tokens)
+            if not 0.0 < seconds < math.inf:
+                return _UNKNOWN_RETRY_SECONDS
+            rate = 1.0 / seconds
         memory_seconds = max(num_waiting / rate, _MIN_MEMORY_SECONDS)
         self._num_refused = 1.0 + self._num_refused * math.exp((self._last_refused - now) / memory_seconds)
         self._last_refused = now
