@@ -53,6 +53,16 @@ def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
+def told_memory(mesh: Mesh) -> str:
+    """Returns what the devices of this process tell of their memory, for messages."""
+    told = []
+    for device in mesh.local_devices:
+        stats = device.memory_stats() or {}
+        used, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
+        told.append(f"{_gib(used)} of {_gib(limit)}" if used is not None and limit else "an unknown share")
+    return f"while {', '.join(told)} of the devices' memory are in use"
+
+
 def shard_bytes(arrays: object) -> int:
     """Returns the bytes that a tree of arrays takes on one device."""
     leaves = jax.tree.leaves(arrays)

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes
+from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes, told_memory
 
 from ..expert_counts.expert_tokens import ExpertTokens
 from ..host_cache.page_copies import PageCopies
@@ -70,17 +70,21 @@ class StepRunner:
           MemoryError: The devices cannot allocate the cache in one block. The message says what to do.
         """
         self._params = params
+        allocated = ()
         try:
-            self._state, self._output_buffers = jax.block_until_ready(self._allocate())
+            allocated = self._allocate()
+            self._state, self._output_buffers = jax.block_until_ready(allocated)
             if self._processors is not None:
                 self._processors.allocate()
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            for array in jax.tree.leaves(allocated):  # the traceback would keep those of devices that have room
+                array.delete()
             size = shard_bytes(self._shapes.cache) / (1 << 30)
             raise MemoryError(
                 f"could not allocate {size:.2f} GiB on each device in one block, for a cache of "
-                f"{self.num_pages} pages: lower --memory-fraction or --num-pages, and leave "
+                f"{self.num_pages} pages, {told_memory(self._mesh)}: lower --memory-fraction or --num-pages, and leave "
                 "XLA_PYTHON_CLIENT_PREALLOCATE unset, because memory that is not preallocated becomes fragmented "
                 f"({error})."
             ) from None

@@ -119,11 +119,7 @@ class Resharder:
             params = old.release()
             new = compiled or self._compiled(server, shard_bytes(params))
             params = move_params(server.model, params, self._server.layout, server.layout, server.mesh)
-            try:
-                new.start(params)
-            except MemoryError:
-                _log.info("the weights lie scattered over the devices' memory; moving them together by way of the host")
-                new.start(moved_together(params))
+            new = self._started(new, server, params)
             if self._engine.host_cache is not None and new.copies is not None:
                 self._engine.host_cache.reset(new.copies)
             seconds = time.monotonic() - started
@@ -131,6 +127,20 @@ class Resharder:
 
         self._engine.rebuild(start_runner)
         return seconds
+
+    def _started(self, runner: StepRunner, server: PlacedServer, params: nnx.State) -> StepRunner:
+        """Starts the runner, or, if the devices have no block for its cache even then, one with a smaller cache."""
+        if _has_started(runner, params):
+            return runner
+        _log.info("the weights lie scattered over the devices' memory; moving them together by way of the host")
+        params = moved_together(params)
+        if _has_started(runner, params):
+            return runner
+        _log.warning("the devices have no block for the cache; compiling for one that is smaller by an eighth")
+        spared_bytes = runner.num_pages * server.page_bytes // 8
+        smaller = self._compiled(server, shard_bytes(params) - spared_bytes)
+        smaller.start(params)
+        return smaller
 
     def _check_memory(self, server: PlacedServer, old: StepRunner) -> None:
         """Checks that the weights fit.
@@ -146,6 +156,16 @@ class Resharder:
         elif server.platform == "cpu":
             held_bytes = held_bytes * old_tp // mesh.size  # all devices share the host's memory
         check_weights_fit(mesh, server.memory_fraction, needed_bytes, held_bytes=held_bytes)
+
+
+def _has_started(runner: StepRunner, params: nnx.State) -> bool:
+    """Starts the runner; False if a device has no block that is large enough for its cache."""
+    try:
+        runner.start(params)
+    except MemoryError as error:
+        _log.info("%s", error)
+        return False
+    return True
 
 
 def move_params(
