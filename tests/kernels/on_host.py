@@ -1,4 +1,4 @@
-"""Compiles CUDA sources for the host, with files that replace CUDA; every CUDA thread is a host thread."""
+"""Compiles CUDA sources for the host, with files that replace CUDA."""
 
 import ctypes
 import shutil

@@ -1,7 +1,6 @@
 """Tests the CUDA kernels of the experts, compiled for the host: all but the exchange of a router's cluster.
 
-Each CUDA thread is a host thread, a copy of the copy engine is finished when it is issued, and a misaligned access ends
-the process.
+A copy of the copy engine is finished when it is issued, and a misaligned access ends the process.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Tests kernels/cuda/qk_norm_rope.cuh compiled for the host, where each of 128 CUDA threads is a host thread."""
+"""Tests kernels/cuda/qk_norm_rope.cuh compiled for the host."""
 
 import ctypes
 

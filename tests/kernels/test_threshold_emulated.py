@@ -1,4 +1,4 @@
-"""Tests kernels/cuda/threshold.cuh compiled for the host, where each of 64 CUDA threads is a host thread."""
+"""Tests kernels/cuda/threshold.cuh compiled for the host, with 64 CUDA threads."""
 
 import ctypes
 

@@ -1,7 +1,6 @@
 // Runs context_parts.cuh on the host: how the clusters of decode attention find their parts, and how parts are merged.
 #include "context_parts.cuh"
 
-#include <thread>
 #include <vector>
 
 using namespace meshserve;
@@ -13,7 +12,7 @@ extern "C" int count_clusters(int batch, int fewest_shares, int least_share, int
 // Writes parts [num_clusters].
 extern "C" void find_parts(const ContextCuts* cuts, ContextPart* parts) {
   Block state(32);
-  std::vector<std::jthread> lanes;
+  CudaThreads lanes(threadIdx, blockIdx, gridDim, block);
   for (unsigned lane = 0; lane < 32; ++lane) {
     lanes.emplace_back([&, lane] {
       threadIdx = {lane};
@@ -38,7 +37,7 @@ extern "C" void merge(int num_parts, int group, int num_calls, const float* part
   for (int call = 0; call < num_calls; ++call) {
     std::vector<float> rows(static_cast<size_t>(num_parts) * group * (H + 4), NAN);
     std::vector<State> states(num_parts);
-    std::vector<std::jthread> threads;
+    CudaThreads threads(threadIdx, blockIdx, gridDim, block);
     for (int index = 0; index < num_parts; ++index) {
       for (unsigned t = 0; t < kThreads; ++t) {
         threads.emplace_back([&, index, t] {

@@ -1,7 +1,6 @@
 // Runs the kernel of attention.cuh on the host, one block after another, without clusters and parts.
 #include "attention.cuh"
 
-#include <thread>
 #include <vector>
 
 namespace meshserve {
@@ -17,7 +16,7 @@ template <int H, class C>
 void run(const CUtensorMap& pages, const AttentionArgs& args) {
   Block state(kAttentionThreads);
   shared_base = memory;
-  std::vector<std::jthread> threads;
+  CudaThreads threads(threadIdx, blockIdx, gridDim, block);
   for (unsigned t = 0; t < kAttentionThreads; ++t) {
     threads.emplace_back([&, t] {
       threadIdx = {t};

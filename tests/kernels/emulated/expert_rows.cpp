@@ -4,7 +4,6 @@
 #include "expert_router.cuh"
 #include "expert_tiles.cuh"
 
-#include <thread>
 #include <vector>
 
 namespace meshserve::experts {
@@ -22,7 +21,7 @@ template <class Run>
 void run(int num_threads, unsigned blocks, Run kernel) {
   Block state(num_threads);
   shared_base = experts::shared;
-  std::vector<std::jthread> threads;
+  CudaThreads threads(threadIdx, blockIdx, gridDim, block);
   for (unsigned t = 0; t < static_cast<unsigned>(num_threads); ++t) {
     threads.emplace_back([&, t] {
       threadIdx = {t};

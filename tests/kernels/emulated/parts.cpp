@@ -2,7 +2,6 @@
 // kernel uses tensor cores for them.
 #include "prefill_parts.cuh"
 
-#include <thread>
 #include <vector>
 
 using namespace meshserve;
@@ -71,7 +70,7 @@ extern "C" void merge(int head_dim, const Args* args, const Inputs* inputs, int 
     float2 row_scales[kTileRows];
   };
   std::vector<State> states(num_blocks);
-  std::vector<std::jthread> threads;
+  CudaThreads threads(threadIdx, blockIdx, gridDim, block);
   for (int b = 0; b < num_blocks; ++b) {
     for (unsigned t = 0; t < kThreads; ++t) {
       threads.emplace_back([&, b, t] {

@@ -1,10 +1,7 @@
-// Replaces CUDA and kernels/cuda/ptx.cuh for the kernels that are tested on the host. A CUDA thread is a host thread.
+// Replaces CUDA and kernels/cuda/ptx.cuh for the kernels that are tested on the host, see cuda_threads.h.
 #pragma once
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <bit>
 #include <chrono>
 #include <cmath>
@@ -17,6 +14,7 @@
 #include <mutex>
 #include <numeric>
 
+#include "cuda_threads.h"
 #include "e4m3.h"
 
 #define __device__
@@ -61,15 +59,15 @@ struct __half {
 // State shared by the threads of a block.
 struct Block {
   explicit Block(int threads) : all(threads) {}
-  std::barrier<> all;
+  Meeting all;
   struct Warp {
-    std::barrier<> meet{32};
+    Meeting meet{32};
     float values[32] = {};
     uint32_t words[32] = {};
     uint32_t fragments[32][6] = {};
   } warps[12];
   std::mutex lock;
-  std::map<int, std::unique_ptr<std::barrier<>>> barriers;  // by number
+  std::map<int, std::unique_ptr<Meeting>> barriers;  // by number
 };
 
 struct Index {
@@ -80,11 +78,11 @@ inline thread_local Block* block;
 
 inline void __syncthreads() { block->all.arrive_and_wait(); }
 inline void sync_threads(int number, int threads) {
-  std::barrier<>* meet;
+  Meeting* meet;
   {
     const std::lock_guard guard(block->lock);
     auto& found = block->barriers[number];
-    if (found == nullptr) found = std::make_unique<std::barrier<>>(threads);
+    if (found == nullptr) found = std::make_unique<Meeting>(threads);
     meet = found.get();
   }
   meet->arrive_and_wait();
@@ -295,7 +293,7 @@ inline void barrier_init_fence() {}
 inline void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) { change(barrier, 1, bytes); }
 inline void barrier_arrive(uint32_t barrier) { change(barrier, 1, 0); }
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-  for (;; sched_yield()) {
+  for (;; give_way()) {
     const std::lock_guard guard(arrivals_lock);
     if (arrivals[barrier].num_phases % 2 != static_cast<int>(parity)) return;
   }
@@ -403,7 +401,7 @@ inline void store_p2p(void* to, uint4 v) {
 inline uint32_t load_word(const void* from, int index) {
   uint32_t* words = static_cast<uint32_t*>(const_cast<void*>(from));
   const uint32_t word = std::atomic_ref<uint32_t>(words[index]).load(std::memory_order_relaxed);
-  if (word == 0xFFFFFFFFu) sched_yield();  // the word has not arrived: let other threads run
+  if (word == 0xFFFFFFFFu) give_way();  // the word has not arrived: let other threads run
   return word;
 }
 template <class Words>

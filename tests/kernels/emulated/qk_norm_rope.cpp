@@ -1,7 +1,6 @@
 // Runs the kernel of qk_norm_rope.cuh on the host, one block after another.
 #include "qk_norm_rope.cuh"
 
-#include <thread>
 #include <vector>
 
 using namespace meshserve;
@@ -13,7 +12,7 @@ extern "C" void qk_norm_rope(int head_dim, int is_fp8, const rope::Args* args) {
   }
   const int num_threads = args->num_tokens * args->kv_heads * (head_dim / 4);
   Block state(rope::kThreads);
-  std::vector<std::jthread> threads;
+  CudaThreads threads(threadIdx, blockIdx, gridDim, block);
   for (unsigned t = 0; t < rope::kThreads; ++t) {
     threads.emplace_back([&, t] {
       threadIdx = {t};

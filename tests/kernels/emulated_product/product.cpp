@@ -2,7 +2,6 @@
 #include "split_product.cuh"
 
 #include <memory>
-#include <thread>
 #include <vector>
 
 using namespace meshserve;
@@ -25,7 +24,7 @@ void run(const Problem& problem, float* out) {  // out [64, N]
   auto on_all_threads = [](auto body) {
     std::vector<std::unique_ptr<Warp>> warps;
     for (int w = 0; w < kThreads / 32; ++w) warps.push_back(std::make_unique<Warp>());
-    std::vector<std::jthread> threads;
+    CudaThreads threads(threadIdx, warp_state);
     for (unsigned t = 0; t < kThreads; ++t) {
       threads.emplace_back([&, t] {
         threadIdx.x = t;

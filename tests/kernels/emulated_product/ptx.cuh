@@ -1,13 +1,13 @@
-// Replaces CUDA and kernels/cuda/ptx.cuh for quantised.cuh on the host. A CUDA thread is a host thread, a warp is a
+// Replaces CUDA and kernels/cuda/ptx.cuh for quantised.cuh on the host. For its threads see cuda_threads.h; a warp is a
 // group of 32 that meet at a barrier, and shared memory is an array.
 #pragma once
 #include <algorithm>
-#include <barrier>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
+#include "cuda_threads.h"
 #include "e4m3.h"
 
 #define __device__
@@ -33,14 +33,15 @@ struct __half {
 };
 
 struct Warp {
-  std::barrier<> meet{32};
+  Meeting meet{32};
   uint32_t words[32][4];
-  std::barrier<> meet_half[2]{std::barrier<>{16}, std::barrier<>{16}};
+  Meeting meet_half[2]{Meeting(16), Meeting(16)};
   float values[32];
 };
-inline thread_local struct {
-  unsigned x;
-} threadIdx;
+struct Index {
+  unsigned x, y, z;  // as in emulated/ptx.cuh: libraries of one process share such variables
+};
+inline thread_local Index threadIdx;
 inline thread_local Warp* warp_state;
 alignas(1024) inline uint8_t shared_memory[1 << 17];
 

@@ -1,13 +1,14 @@
-// Replaces CUDA for threshold.cuh on the host. A CUDA thread is a host thread; one block runs at a time.
+// Replaces CUDA for threshold.cuh on the host. For threads see cuda_threads.h; one block runs at a time.
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <vector>
+
+#include "cuda_threads.h"
 
 #define __device__
 #define __global__
@@ -27,14 +28,14 @@ struct Index {
 inline thread_local Index threadIdx, blockIdx;
 
 struct Warp {
-  std::barrier<> meet{32};
+  Meeting meet{32};
   unsigned long long values[32] = {};
 };
 struct Block {
   explicit Block(int threads) : all(threads) {
     for (int i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Warp>());
   }
-  std::barrier<> all;
+  Meeting all;
   std::vector<std::unique_ptr<Warp>> warps;
 };
 inline thread_local Block* block;

@@ -1,15 +1,13 @@
 // Runs the kernel of threshold.cuh on the host, one row of logits after another.
 #include "threshold.cuh"
 
-#include <thread>
-
 using namespace meshserve::sampling;
 
 extern "C" void find_thresholds(int num_rows, int vocab, const float* logits, const float* temperature,
                                 const int* top_k, const float* top_p, const float* min_p, uint32_t* threshold) {
   const Args args = {logits, temperature, top_p, min_p, top_k, threshold, vocab};
   Block state(kThreads);
-  std::vector<std::jthread> threads;
+  CudaThreads threads(threadIdx, blockIdx, block);
   for (unsigned t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {
       threadIdx = {t};
