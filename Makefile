@@ -19,6 +19,9 @@ demo: $(VENV)/.demo
 demo-cluster: $(VENV)/.demo
 	$(BIN)/meshserve demo --processes 2
 
+# Compute much, so their programs are compiled with optimisation; see tests/conftest.py.
+fuzz sample simulate structured test-cluster test-fleet test-gateway check-tpu: export XLA_FLAGS ?= --xla_backend_optimization_level=3
+
 # All tests, on 8 virtual CPU devices.
 test: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal --durations 15

@@ -8,21 +8,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import jax
 import pytest
 
 from meshserve.runtime.program.compile_cache import use_cache
 from meshserve.sharding.mesh import use_cpu_devices
 
-# By default, XLA aborts a process whose devices wait 40 s for each other, which can happen on a busy machine.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=1200"
-    " --xla_cpu_collective_timeout_seconds=1200"
+# Compiling is most of the time of these tests. Without optimisation, and with XLA's older emitters, it takes a third of
+# the processor time. Whoever sets XLA_FLAGS decides instead, see `make fuzz`.
+_COMPILE_FAST = (
+    "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
+# By default, XLA aborts a process whose devices wait 40 s for each other, which can happen on a busy machine.
+_WAIT_LONG = "--xla_cpu_collective_call_terminate_timeout_seconds=1200 --xla_cpu_collective_timeout_seconds=1200"
+# Many tests compile the same programs, in several processes: pytest's workers inherit these variables, and so do the
+# servers that tests start, which use JAX's own cache with `--cache-dir=`. JAX compiles anew what it finds half written.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', _COMPILE_FAST)} {_WAIT_LONG}"
+    _COMPILED = tempfile.TemporaryDirectory(prefix="meshserve-compiled-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(_COMPILED.name) / "xla")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 use_cpu_devices(8)
-# Compiling is most of the time, and many tests compile the same programs. A folder of this process: JAX does not write
-# its files atomically.
-_COMPILED = tempfile.TemporaryDirectory(prefix="meshserve-compiled-")
-use_cache(Path(_COMPILED.name))
+use_cache(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).parent)
 # A slow hypothesis example is not a failure either.
 hypothesis.settings.register_profile(
     "meshserve", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -48,6 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fleet", action="store_true", help="run fleets of real replicas (make test-fleet)")
     parser.addoption("--routers", default="", help="Python of an environment with other routers (make test-fleet)")
     parser.addoption("--every-case", action="store_true", help="run every case of the TPU kernels and of clusters")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def opened_cache() -> None:
+    """Opens the cache of compiled programs: JAX keeps to the first, which must not be that of a command in a test."""
+    jax.jit(lambda: 0)()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 SERVE = [
     sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--openai-port=0", "--tp=2",
     "--cpu-devices=2", "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=32",
-    "--num-pages=256",
+    "--num-pages=256", "--cache-dir=",
 ]  # fmt: skip
 
 

@@ -26,20 +26,14 @@ FAIL_SECONDS = 60.0
 FLAGS = [
     "--model=demo", "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=2", "--max-step-tokens=2",
     "--num-pages=128", "--host-cache-gib=0.05", "--no-logits-processors", f"--fail-seconds={FAIL_SECONDS:g}",
-    f"--drain-seconds={WAIT_SECONDS:g}",
+    f"--drain-seconds={WAIT_SECONDS:g}", "--cache-dir=",
 ]  # fmt: skip
 NUM_STREAMS = 8
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns a cache folder, so that only the first cluster compiles."""
-    return f"--cache-dir={tmp_path_factory.mktemp('programs')}"
-
-
 @contextlib.contextmanager
-def ready(num_processes: int, cache: str, folder: Path, *flags: str) -> Iterator[LocalCluster]:
-    flags = (*FLAGS, cache, f"--cpu-devices={4 // num_processes}", *flags)
+def ready(num_processes: int, folder: Path, *flags: str) -> Iterator[LocalCluster]:
+    flags = (*FLAGS, f"--cpu-devices={4 // num_processes}", *flags)
     with local_cluster(num_processes, flags, folder) as cluster, Client(cluster.target) as client:
         cluster.wait_until_ready(client, WAIT_SECONDS)
         yield cluster
@@ -106,7 +100,7 @@ def scraped(cluster: LocalCluster, index: int) -> str:
     return answers[-1]
 
 
-def test_a_draft_model_over_two_processes_changes_no_token(cache, tmp_path, every_case):
+def test_a_draft_model_over_two_processes_changes_no_token(tmp_path, every_case):
     if not every_case:
         pytest.skip("starts two more clusters")
     tokens, drafted = [], []
@@ -121,19 +115,19 @@ def test_a_draft_model_over_two_processes_changes_no_token(cache, tmp_path, ever
             "--host-cache-gib=0",
             *flags,
         )
-        with ready(num_processes, cache, folder, *flags) as cluster:
+        with ready(num_processes, folder, *flags) as cluster:
             tokens.append(mixed_load(cluster.target))
             found = re.search(r"^meshserve_accepted_draft_tokens_total (\S+)", scraped(cluster, 0), re.MULTILINE)
             drafted.append(found is not None and float(found[1]) > 0)
     assert tokens[0] == tokens[1] and drafted == [False, True]
 
 
-def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, every_case):
+def test_the_same_tokens_as_one_process_and_an_end_in_order(tmp_path, every_case):
     tokens = {}
     for num_processes in (1, 2, 4) if every_case else (1, 2):
         folder = tmp_path / str(num_processes)
         folder.mkdir()
-        with ready(num_processes, cache, folder, "--fail-seconds=600", "--http-port=0") as cluster:
+        with ready(num_processes, folder, "--fail-seconds=600", "--http-port=0") as cluster:
             tokens[num_processes] = mixed_load(cluster.target)
             for target in cluster.targets:
                 assert health(target) == health_pb2.HealthCheckResponse.SERVING
@@ -168,35 +162,35 @@ def test_the_same_tokens_as_one_process_and_an_end_in_order(cache, tmp_path, eve
 
 
 @pytest.mark.parametrize("split", ["--expert-parallel", "--no-expert-parallel"])
-def test_experts_over_two_processes_are_hugging_faces(split, cache, tmp_path):
+def test_experts_over_two_processes_are_hugging_faces(split, tmp_path):
     """By expert, each process holds experts that the other lacks; by tensor, slices of every one."""
     model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=2, **checkpoints.TINY_EXPERTS)
     prompt = checkpoints.random_prompts((9,), vocab_size=320)[0]
     [expected] = checkpoints.greedy(model, [prompt], 16)
     flags = (f"--model={model}", split, "--fail-seconds=600")
-    with ready(2, cache, tmp_path, *flags) as cluster, Client(cluster.target) as client:
+    with ready(2, tmp_path, *flags) as cluster, Client(cluster.target) as client:
         chunks = client.generate(prompt, max_tokens=16, temperature=0.0, ignore_eos=True)
         assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected
 
 
-def test_pages_divided_among_two_processes_are_hugging_faces(cache, tmp_path):
+def test_pages_divided_among_two_processes_are_hugging_faces(tmp_path):
     """Each of four devices holds every fourth token of the only KV head."""
     model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=2, num_key_value_heads=1)
     prompts = checkpoints.random_prompts((40, 9), vocab_size=320)
     expected = checkpoints.greedy(model, prompts, 16)
     flags = (f"--model={model}", "--cp=4", "--fail-seconds=600", "--max-step-tokens=16")
-    with ready(2, cache, tmp_path, *flags) as cluster, Client(cluster.target) as client:
+    with ready(2, tmp_path, *flags) as cluster, Client(cluster.target) as client:
         for prompt, tokens in zip(prompts * 2, expected * 2, strict=True):
             chunks = client.generate(prompt, max_tokens=16, temperature=0.0, ignore_eos=True)
             assert [token_id for chunk in chunks for token_id in chunk.token_ids] == tokens
 
 
-def test_embeddings_over_two_processes_are_hugging_faces(cache, tmp_path):
+def test_embeddings_over_two_processes_are_hugging_faces(tmp_path):
     model = checkpoints.save_embedding_checkpoint(tmp_path / "model", num_hidden_layers=2)
     prompts = checkpoints.random_prompts((9, 30, 1), vocab_size=320)
     expected = checkpoints.pooled_last_tokens(model, prompts).numpy()
     flags = (f"--model={model}", "--fail-seconds=600", "--max-step-tokens=16")
-    with ready(2, cache, tmp_path, *flags) as cluster, Client(cluster.target) as client:
+    with ready(2, tmp_path, *flags) as cluster, Client(cluster.target) as client:
         found = client.embed(prompts, normalize=False)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -210,10 +204,10 @@ def test_embeddings_over_two_processes_are_hugging_faces(cache, tmp_path):
         (0, signal.SIGSTOP, {0: -signal.SIGKILL}, True),
     ],
 )
-def test_a_lost_process_ends_everybody(cache, tmp_path, every_case, victim, number, statuses, is_always):
+def test_a_lost_process_ends_everybody(tmp_path, every_case, victim, number, statuses, is_always):
     if not (is_always or every_case):
         pytest.skip("only run with --every-case")
-    with ready(2, cache, tmp_path) as cluster:
+    with ready(2, tmp_path) as cluster:
         streams = [Stream(cluster.target, 4 * index, max_tokens=900) for index in range(6)]
         wait_for(lambda: sum(stream.has_begun.is_set() for stream in streams) >= 2)
         cluster.processes[victim].send_signal(number)
@@ -228,8 +222,8 @@ def test_a_lost_process_ends_everybody(cache, tmp_path, every_case, victim, numb
         assert 0 not in ended and ended == [statuses.get(index, status) for index, status in enumerate(ended)]
 
 
-def test_a_cluster_told_to_stop_while_it_starts_ends_in_order(cache, tmp_path):
-    with local_cluster(2, (*FLAGS, cache, "--cpu-devices=2"), tmp_path) as cluster:
+def test_a_cluster_told_to_stop_while_it_starts_ends_in_order(tmp_path):
+    with local_cluster(2, (*FLAGS, "--cpu-devices=2"), tmp_path) as cluster:
         wait_for(lambda: "joined" in cluster.log(0).read_text())
         cluster.processes[0].send_signal(signal.SIGTERM)
         assert cluster.wait(WAIT_SECONDS) == [0, 0]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import shutil
@@ -26,7 +27,7 @@ README = Path(__file__).parents[1] / "README.md"
 SERVE = [
     sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--tp=4", "--cpu-devices=8",
     "--dtype=float32", "--page-size=16", "--max-running=16", "--max-step-tokens=32", "--num-pages=96",
-    f"--drain-seconds={WAIT_SECONDS:g}",
+    f"--drain-seconds={WAIT_SECONDS:g}", "--cache-dir=",
 ]  # fmt: skip
 
 
@@ -38,7 +39,9 @@ def _serving(folder: Path) -> Iterator[tuple[str, subprocess.Popen]]:
     """
     log = folder / "stderr"
     with log.open("w") as stderr:
-        process = subprocess.Popen(SERVE, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        waits = [flag for flag in os.environ["XLA_FLAGS"].split() if "collective" in flag]
+        environment = os.environ | {"XLA_FLAGS": " ".join(waits)}  # it compiles as a user's server does
+        process = subprocess.Popen(SERVE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
         try:
             target = None
             assert process.stdout is not None

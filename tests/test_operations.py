@@ -27,7 +27,7 @@ from .waiting import WAIT_SECONDS, wait_for
 SERVE = [
     sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--cpu-devices=2",
     "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=8", "--num-pages=512",
-    f"--drain-seconds={WAIT_SECONDS:g}",
+    f"--drain-seconds={WAIT_SECONDS:g}", "--cache-dir=",
 ]  # fmt: skip
 
 
@@ -158,7 +158,8 @@ def test_sighup_changes_the_degree_under_streams(server):
 @contextlib.contextmanager
 def _stopped_while_it_compiles(stderr: int) -> Iterator[None]:
     """Sends SIGTERM to a server during compilation, if that can be observed, and checks that it ends."""
-    process = subprocess.Popen([*SERVE, "--cache-dir="], stdout=subprocess.PIPE, stderr=stderr, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    process = subprocess.Popen(SERVE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
     try:
         assert process.stdout is not None
         target = process.stdout.readline().split()[-1]

@@ -27,7 +27,7 @@ from .manifests import DEPLOY, tool
 pytestmark = pytest.mark.skipif(tool("prometheus") is None, reason="prometheus is not installed")
 SERVE = [
     sys.executable, "-m", "meshserve", "serve", "demo", "--port=0", "--http-port=0", "--cpu-devices=1",
-    "--page-size=16", "--max-running=8", "--max-step-tokens=32", "--num-pages=256",
+    "--page-size=16", "--max-running=8", "--max-step-tokens=32", "--num-pages=256", "--cache-dir=",
 ]  # fmt: skip
 RATE_INTERVAL = "4s"  # four scrapes
 

@@ -46,7 +46,7 @@ TENANTS = {
 _OPTIONS = (
     "--port=0", "--gateway-port=0", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--num-pages=128",
     "--max-running=8", "--max-step-tokens=32", f"--max-context={MAX_CONTEXT}", "--max-waiting=256",
-    f"--constraint-memory-mib={MAX_WORKER_BYTES >> 20}",
+    f"--constraint-memory-mib={MAX_WORKER_BYTES >> 20}", "--cache-dir=",
 )  # fmt: skip
 # glibc otherwise keeps up to 150 MB of large messages for later, which would hide what the server keeps.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "4"}

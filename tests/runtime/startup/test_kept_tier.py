@@ -10,6 +10,7 @@ from meshserve.benchmarks.load.warm_restart import restart
 SETTINGS: dict[str, Any] = {
     "model": "demo", "cpu_devices": 1, "dtype": "float32", "page_size": 16, "max_running": 2, "max_step_tokens": 64,
     "num_pages": 48, "max_context": 300, "host_cache_gib": 0.1, "logits_processors": False, "strict": True,
+    "cache_dir": "",
 }  # fmt: skip  # of 8 prompts with 13 pages each, the device holds three
 
 
