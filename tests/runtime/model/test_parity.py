@@ -78,6 +78,7 @@ def run_generate(model: Path, directory: Path, prompts: list[list[int]], **optio
 
 # Few shapes, because compiling them is what takes the time; 8 tokens a step also means many chunks and mixed batches.
 SMALL = {"max_running": 8, "max_step_tokens": 8, "page_size": 16, "num_pages": 256}
+WITHOUT_PROCESSORS = {"logits_processors": False}  # fewer programs
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -90,8 +91,9 @@ def test_sharded_files_are_sharded(name: str, models: dict[str, Path]) -> None:
 def test_same_tokens_as_hugging_face(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     prompts = checkpoints.random_prompts(PROMPT_LENGTHS, vocab_size=320)
     expected = checkpoints.greedy(models[name], prompts, MAX_TOKENS)
-    for tp in (1, 2, 4, 8):
-        assert run_generate(models[name], tmp_path, prompts, tp=tp, **SMALL) == expected, f"tp {tp}"
+    options = SMALL if name == "tied" else SMALL | WITHOUT_PROCESSORS
+    for tp in (2,) if name == "sharded_files" else (1, 2, 4, 8):  # its programs are those of "tied"
+        assert run_generate(models[name], tmp_path, prompts, tp=tp, **options) == expected, f"tp {tp}"
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -104,7 +106,8 @@ def test_alone_chunked_and_preempted(tp: int, models: dict[str, Path], tmp_path:
         {**SMALL, "max_running": 4, "max_step_tokens": 64},  # whole short prompts beside decodes
         {**SMALL, "num_pages": 9},  # of 16 tokens: about one request, so the others are preempted
     ):
-        assert run_generate(models["tied"], tmp_path, prompts, tp=tp, **options) == expected
+        found = run_generate(models["tied"], tmp_path, prompts, tp=tp, **options | WITHOUT_PROCESSORS)
+        assert found == expected
 
 
 def test_any_degree_that_divides_the_query_heads(tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def test_any_degree_that_divides_the_query_heads(tmp_path: Path) -> None:
     prompts = checkpoints.random_prompts((5, 70), vocab_size=320)
     expected = checkpoints.greedy(model, prompts, MAX_TOKENS)
     for tp in (3, 6):
-        assert run_generate(model, tmp_path, prompts, tp=tp, **SMALL) == expected
+        assert run_generate(model, tmp_path, prompts, tp=tp, **SMALL, **WITHOUT_PROCESSORS) == expected
 
 
 @pytest.mark.parametrize("is_changed", [False, True], ids=["equal", "different"])
