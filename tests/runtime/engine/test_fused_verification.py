@@ -70,7 +70,7 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(monkeypatch: pytest.Monke
     buckets.clear()
 
     def drafter(request: Request) -> OracleDrafter:
-        return OracleDrafter(plain[request.seed], 0.5, Chance())  # type: ignore[arg-type]
+        return OracleDrafter(plain[request.seed], 3, 0.5, Chance())  # type: ignore[arg-type]
 
     speculation.make_drafter = drafter
     monkeypatch.setattr(Payoff, "wants_drafts", True)
