@@ -210,8 +210,10 @@ def serving(folder: Path, *options: str) -> Iterator[Served]:
     tokens.write_text(tokens_file())
     command = [sys.executable, "-m", "meshserve", "serve", f"--model={model}", f"--tokens={tokens}", *_OPTIONS]
     with log.open("w") as stderr, contextlib.ExitStack() as stack:
+        waits = [flag for flag in os.environ["XLA_FLAGS"].split() if "collective" in flag]
+        environment = os.environ | _ALLOCATOR | {"XLA_FLAGS": " ".join(waits)}  # it computes more than it compiles
         process = subprocess.Popen(
-            [*command, *options], stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | _ALLOCATOR
+            [*command, *options], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
         )
         stack.callback(process.wait)
         stack.callback(process.kill)
