@@ -1,7 +1,5 @@
 // The host side of the experts: which kernels compute a step, and the layers of a decode step with experts.
 #pragma once
-#include <stdlib.h>
-
 #include <vector>
 
 #include "expert_fp8_tiles.cuh"
@@ -118,9 +116,8 @@ class Launcher {
     // Rows of gate and up in blocks of 128 bytes, an equal number for each warp.
     const int row_bytes = shapes_.embed * 128 / W::kBlockColumns, blocks = row_bytes / (128 * kWarps);
     const bool is_even = row_bytes % (128 * kWarps) == 0 && shapes_.chosen <= kMostFewChoices / kFewTokens;
-    static const bool is_on = getenv("MESHSERVE_EXPERT_RINGS") != nullptr && *getenv("MESHSERVE_EXPERT_RINGS") == '1';
     constexpr int kFewest = W::kIsQuantised ? 2 : 4;
-    if (is_on && is_even && (blocks == kFewest || blocks == 2 * kFewest)) {
+    if (is_even && (blocks == kFewest || blocks == 2 * kFewest)) {
       CUtensorMap gate_up_map, down_map;
       if (!encode_rows(&gate_up_map, call.gate_up, gate_up.columns, layers * 2 * shapes_.experts * shapes_.mlp) ||
           !encode_rows(&down_map, call.down, down.columns, layers * shapes_.experts * shapes_.embed)) {

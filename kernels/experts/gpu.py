@@ -27,7 +27,8 @@ unavailable_reason = build.unavailable_reason
 
 # Of a step on the kernels for few tokens, at most; above, the others are faster (docs/log/experts.md).
 FEW_TOKENS = 8
-FEW_FP8_TOKENS = 1  # with 8-bit weights: their conversion takes longer by rows
+FEW_FP8_TOKENS = 1  # with 8-bit weights whose rows the copy engine does not fetch: their conversion takes longer
+_RING_COLUMNS = (2048, 4096)  # embedding sizes of which it does
 FP8_TOKENS = 4096  # of a step on the kernels for 8-bit weights, at most
 _MAX_EXPERTS = 256  # of a block
 _FP8_BLOCK = 128  # rows and columns that share a scale
@@ -72,7 +73,8 @@ in_tiles = partial(experts, most_few_tokens=0)  # also steps of few tokens, for 
 
 def few_tokens(weights: "ExpertWeights") -> int:
     """Returns the number of tokens of a step up to which the kernels for few tokens are faster."""
-    return FEW_TOKENS if weights.quantised is None else FEW_FP8_TOKENS
+    has_rings = weights.down.shape[2] in _RING_COLUMNS
+    return FEW_TOKENS if weights.quantised is None or has_rings else FEW_FP8_TOKENS
 
 
 def operands(weights: "ExpertWeights") -> tuple[jax.Array, ...]:
