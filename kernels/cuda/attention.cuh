@@ -71,11 +71,11 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int token, int 
   return tile + (chunk / 8) * (kTileTokens * 128) + token * 128 + (((chunk % 8) ^ (token % 8)) * 16);
 }
 
-// The same in a tile [16 tokens, H] of e4m3, also in 128-byte swizzle.
+// The same in a tile [16 tokens, H] of e4m3, whose swizzle is as wide as a row.
 template <int H>
 __device__ __forceinline__ uint32_t fp8_chunk_address(uint32_t tile, int token, int chunk) {
   const uint32_t offset = token * H + chunk * 16;
-  return tile + (offset ^ (offset / 128 % 8 * 16));
+  return tile + (offset ^ (offset / 128 % (H / 16) * 16));
 }
 
 // Returns how many of the request's first tiles may be fetched before the previous kernel ends. Rows of consecutive

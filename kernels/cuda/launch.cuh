@@ -521,12 +521,15 @@ class StepOf {
     cuuint64_t strides[2] = {static_cast<cuuint64_t>(h) * element_bytes(), 128};
     cuuint32_t box[3] = {static_cast<cuuint32_t>(row), kTileTokens, static_cast<cuuint32_t>(h / row)};
     const auto type = cache.is_fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    return encode(map, cache.pages, sizes, strides, box, type);
+    // In a wider swizzle the copy engine would place each row in bytes of its own.
+    const auto swizzle = row * element_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+    return encode(map, cache.pages, sizes, strides, box, type, swizzle);
   }
 
  public:
   bool encode(CUtensorMap* map, const void* data, const cuuint64_t* sizes, const cuuint64_t* strides,
-              const cuuint32_t* box, CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) {
+              const cuuint32_t* box, CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+              CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
     if (!error_.empty()) return false;
     EncodeTiled function = encode_tiled();
     cuuint32_t steps[3] = {1, 1, 1};
@@ -534,7 +537,7 @@ class StepOf {
     if (function != nullptr) {
       result =
           function(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                   swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     }
     if (result != CUDA_SUCCESS) error_ = "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(result);
     return result == CUDA_SUCCESS;

@@ -221,6 +221,9 @@ inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
   return pack_bf16(from_bf16(a & 0xFFFF) - from_bf16(b & 0xFFFF), from_bf16(a >> 16) - from_bf16(b >> 16));
 }
+inline int __float2int_rn(float value) {
+  return static_cast<int>(std::clamp(std::nearbyint(static_cast<double>(value)), -2147483648.0, 2147483647.0));
+}
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t result = 0;
@@ -321,17 +324,18 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, i
 inline void copy_bytes(uint32_t to, const CUtensorMap* map, int row, int first, uint32_t barrier, uint64_t) {
   copy_box(to, map, first, row, 0, barrier);
 }
-// A tile [box[2], box[1] rows, box[0] elements] of rows of sizes[0] * sizes[2] elements.
+// A tile [box[2], box[1] rows, box[0] elements] of rows of sizes[0] * sizes[2] elements, in a swizzle as wide as a row
+// of the box.
 inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int, uint32_t barrier, uint64_t) {
   const int bytes = map->box[0] * map->element_bytes;
   const size_t row_bytes = static_cast<size_t>(map->sizes[0]) * map->sizes[2] * map->element_bytes;
-  if (bytes > 128 || to % 1024 != 0) __trap();
+  if ((bytes != 64 && bytes != 128) || to % 1024 != 0) __trap();
   for (int part = 0; part < map->box[2]; ++part) {
     for (int r = 0; r < map->box[1]; ++r) {
       for (int i = 0; i < bytes; ++i) {
         const uint32_t offset = (part * map->box[1] + r) * bytes + i;
         const bool is_inside = row + r < map->sizes[1];
-        shared_base[to + (offset ^ (offset / 128 % 8 * 16))] =
+        shared_base[to + (offset ^ (offset / 128 % (bytes / 16) * 16))] =
             is_inside ? map->data[(row + r) * row_bytes + part * bytes + i] : 0;
       }
     }
