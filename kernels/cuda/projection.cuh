@@ -20,8 +20,8 @@
 #include <type_traits>
 
 #include "e4m3_cache.cuh"
+#include "integer_product.cuh"
 #include "p2p.cuh"
-#include "split_product.cuh"
 #include "wgmma.cuh"
 
 namespace meshserve {
@@ -450,6 +450,8 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
     if constexpr (W::kIsSplit) {
       table.exponents = ring_address + args.exponent_offset + 2 * (lane % 4);
       table.first_column = k_begin * W::kBlockColumns;
+      table.num_tokens = args.batch - first_token;
+      table.has_zero = scales.zero != nullptr;
     } else {
       sync_threads(1, kConsumers);
     }
@@ -498,10 +500,11 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   if constexpr (W::kIsQuantised) {
 #pragma unroll
     for (int j = 0; j < N / 2; ++j) sums[0][j] = 0.0f;
-    // Unless activations are split: of the 16 rows of the warp and the first 32 bytes of each, the 16 bytes whose
-    // address ldmatrix takes from this lane.
+    // Unless wgmma reads them: of the 16 rows of the warp and the first 32 bytes of each, the 16 bytes whose address
+    // ldmatrix takes from this lane.
     const int row = warp % 4 * 16 + lane % 16;
-    const uint32_t lane_offset = half_offset + (W::kIsSplit ? 0 : row * 128 + ((lane / 16) ^ (row % 8)) * 16);
+    const bool is_read_whole = W::kIsSplit && !W::kIsInt4;
+    const uint32_t lane_offset = half_offset + (is_read_whole ? 0 : row * 128 + ((lane / 16) ^ (row % 8)) * 16);
 #pragma unroll 1
     for (int i = 0, s = 0, parity = 0; i < iterations; ++i) {
       barrier_wait(full + 8 * s, parity);

@@ -298,6 +298,13 @@ __device__ __forceinline__ void multiply_16x8x16(float (&c)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// c[16, 8] += a[16, 32] b[32, 8], in 8-bit integers with signs
+__device__ __forceinline__ void multiply_16x8x32(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // ---- small arithmetic --------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -311,6 +318,12 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+// Returns (x & mask) ^ flipped, as one instruction: the compiler would make two of two constants.
+__device__ __forceinline__ uint32_t and_xor(uint32_t x, uint32_t mask, uint32_t flipped) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(out) : "r"(x), "r"(mask), "r"(flipped));
   return out;
 }
 __device__ __forceinline__ float4 unpack_bf16(uint2 packed) {

@@ -9,8 +9,12 @@ namespace {
 template <class Run>
 ffi::Error with_step(const In& data, const Shapes& shapes, Ints tuning, cudaStream_t stream, Run run) {
   const Tuning tuned = tuning_of(tuning);
-  if (is_int4(data)) return run(StepOf<Int4Weights>(shapes, tuned, stream));
-  if (width_of(shapes.batch) <= SplitFp8Weights::kMost) return run(StepOf<SplitFp8Weights>(shapes, tuned, stream));
+  const int width = width_of(shapes.batch);
+  if (is_int4(data)) {
+    if (width <= IntegerInt4Weights::kMost) return run(StepOf<IntegerInt4Weights>(shapes, tuned, stream));
+    return run(StepOf<Int4Weights>(shapes, tuned, stream));
+  }
+  if (width <= SplitFp8Weights::kMost) return run(StepOf<SplitFp8Weights>(shapes, tuned, stream));
   return run(StepOf<Fp8Weights>(shapes, tuned, stream));
 }
 
@@ -164,6 +168,7 @@ std::vector<const void*> quantised_kernels() {
   add_kernels<SplitFp8Weights>(kernels);
   add_projections_of<Epilogue::kLogits, SplitFp8Weights>(kernels);
   add_kernels<Int4Weights>(kernels);
+  add_kernels<IntegerInt4Weights>(kernels);
   return kernels;
 }
 

@@ -28,9 +28,11 @@ struct ScaleTable {
   uint32_t address;  // of this lane's first row
   int second;        // bytes from there to its second row's entry
   int group_bytes, columns_log2, first_group, last_group;
-  // With split activations, the table of their exponents follows, [range of columns / 64, N]:
+  // With split or integer activations, the table of their exponents follows, [range of columns / 64, N]:
   uint32_t exponents;  // address of this lane's first token
   int first_column;    // of the exponents
+  int num_tokens;      // with integer activations: that there are, at most N or more
+  bool has_zero;       // likewise: whether the scales hold zero points other than kSymmetricZero
 };
 
 struct RowScales {  // of a lane's two rows

@@ -5,6 +5,11 @@
 // token keeps them within e4m3's range. A row takes as many bytes as in bf16: for each 64 columns, 64 first numbers and
 // 64 second ones. Behind the rows follow the exponents of the powers, a byte for each 64 columns of a token.
 //
+// Integer activations are for 4-bit weights on the integer tensor cores: 16 bits in fixed point, as two 8-bit integers
+// that stand for 256 h + l, with a power of two for each 64 columns of a token. A row takes as many bytes as split
+// activations, with h in place of the first numbers and l in place of the second; within each 64 columns they have the
+// order in which the weights' halves of bytes are multiplied (integer_product.cuh).
+//
 // Ordered activations are bf16, for weights that are converted to bf16 in registers. A lane reads 4 bytes of a row from
 // shared memory at once, so the columns that it holds of each 16 are not those that wgmma expects. The sum over columns
 // does not depend on their order if the activations have the same one.
@@ -48,11 +53,17 @@ struct SplitFp8Weights {  // e4m3, multiplied with split activations
   static constexpr int kBlockColumns = 128;
   static constexpr int kFewest = 8, kMost = 32;
 };
+struct IntegerInt4Weights {  // as Int4Weights, multiplied with integer activations
+  using Matrix = ScaledMatrix;
+  static constexpr bool kIsQuantised = true, kIsInt4 = true, kIsSplit = true;
+  static constexpr int kBlockColumns = 256;
+  static constexpr int kFewest = 8, kMost = 8;
+};
 struct Int4Weights {  // unsigned, two in a byte: column 2j is the low half of byte j; ordered activations
   using Matrix = ScaledMatrix;
   static constexpr bool kIsQuantised = true, kIsInt4 = true, kIsSplit = false;
   static constexpr int kBlockColumns = 256;
-  static constexpr int kFewest = 8, kMost = 64;
+  static constexpr int kFewest = 16, kMost = 64;
 };
 
 // Returns the width of the products of a step, in tokens: the N of their wgmma instructions.
@@ -85,12 +96,36 @@ __device__ __forceinline__ int ordered_pair(int column) {
   return chunk / 8 * 16 + chunk % 2 * 8 + chunk / 2 % 4;
 }
 
+// Stores four columns of integer activations, and the exponent that their 64 columns share; see `store_activations`.
+__device__ __forceinline__ void store_integers(bf16* row, uint8_t* exponents, int column, float4 v) {
+  // The largest number gets 15 bits and a sign. The product has the weights times 16, which the exponent takes back.
+  constexpr uint32_t kBits = 14, kLeast = kBits + 4;
+  constexpr int kMost = 127 * 256 + 127;                                // that two 8-bit integers can stand for
+  const float sum = fabsf(v.x) + fabsf(v.y) + fabsf(v.z) + fabsf(v.w);  // neither finite with infinity nor with NaN
+  const float mine = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+  const float largest = largest_of_16_lanes(sum < INFINITY ? mine : INFINITY);
+  const uint32_t exponent = max(__float_as_uint(largest) >> 23, kLeast);
+  const float factor = power_of(254 + kBits - exponent);
+  auto integer = [&](float x) { return static_cast<uint32_t>(min(__float2int_rn(x * factor), kMost)); };
+  const uint32_t a = integer(v.x), b = integer(v.y), c = integer(v.z), d = integer(v.w);
+  const int chunk = column / kExponentColumns, at = column % kExponentColumns;
+  uint16_t* to =
+      reinterpret_cast<uint16_t*>(row + chunk * kExponentColumns) + at / 8 % 4 * 8 + at / 32 * 4 + at / 4 % 2;
+  to[0] = static_cast<uint16_t>(__byte_perm(a + 128, c + 128, 0x51));
+  to[2] = static_cast<uint16_t>(__byte_perm(b + 128, d + 128, 0x51));
+  to[32] = static_cast<uint16_t>(__byte_perm(a, c, 0x40));
+  to[34] = static_cast<uint16_t>(__byte_perm(b, d, 0x40));
+  if (at == 0) exponents[chunk] = static_cast<uint8_t>(exponent == 255 ? 255 : exponent - kLeast);
+}
+
 // Stores columns `column` to `column` + 3 (a multiple of 4) of a row of activations for a product with weights of the
 // format. `row` and `exponents`, which split activations have, may begin at any multiple of 64 columns. The 16
 // neighboring lanes with the same 64 columns must call it together.
 template <class W>
 __device__ __forceinline__ void store_activations(bf16* row, uint8_t* exponents, int column, float4 v) {
-  if constexpr (W::kIsSplit) {
+  if constexpr (W::kIsSplit && W::kIsInt4) {
+    store_integers(row, exponents, column, v);
+  } else if constexpr (W::kIsSplit) {
     // The largest number is scaled to 128 and more, below 256. e4m3 reaches 448.
     constexpr uint32_t kLargest = 7;
     const float largest = largest_of_16_lanes(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));

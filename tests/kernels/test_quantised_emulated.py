@@ -1,5 +1,5 @@
-"""Tests kernels/cuda/quantised.cuh and split_product.cuh compiled for the host: products with quantised weights as the
-kernels compute them, without the asynchrony of the tensor cores.
+"""Tests kernels/cuda/quantised.cuh, split_product.cuh and integer_product.cuh compiled for the host: products with
+quantised weights as the kernels compute them, without the asynchrony of the tensor cores.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from meshserve.kernels.linear import FP8, QuantisedMatrix, cases
 from . import on_host
 
 pytestmark = on_host.needs_compiler
-FORMS = ("split", "converted", "int4")  # of the product
+FORMS = ("split", "converted", "int4", "integer")  # of the product
 SCALE_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -39,9 +39,8 @@ class Problem(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulated")
-    return on_host.compiled(
-        folder, "emulated_product", "product.cpp", "weight_formats.cuh", "quantised.cuh", "split_product.cuh"
-    )
+    products = ("quantised.cuh", "split_product.cuh", "integer_product.cuh")
+    return on_host.compiled(folder, "emulated_product", "product.cpp", "weight_formats.cuh", *products)
 
 
 def test_e4m3_is_converted_exactly(library):
@@ -84,21 +83,27 @@ def product(
     return out[:, : len(x)].T
 
 
-@pytest.mark.parametrize("n", [8, 16, 32, 64])
+PRODUCTS = [
+    ("split", "fp8", (128, 128), 384, "float32"),
+    ("split", "fp8", (64, 64), 320, "bfloat16"),  # as a shard has it; the last block exceeds the columns
+    ("split", "fp8", (1, 256), 256, "float32"),
+    ("split", "fp8", (1, 128), 256, "float16"),
+    ("converted", "fp8", (128, 128), 384, "float32"),
+    ("converted", "fp8", (64, 64), 320, "bfloat16"),
+    ("converted", "fp8", (1, 256), 256, "float32"),
+    ("int4", "int4", (1, 32), 512, "bfloat16"),
+    ("int4", "int4-zero", (1, 64), 320, "float16"),
+    ("int4", "int4-zero", (1, 128), 1024, "bfloat16"),
+    ("integer", "int4", (1, 128), 512, "bfloat16"),
+    ("integer", "int4", (1, 32), 512, "bfloat16"),
+    ("integer", "int4-zero", (1, 64), 320, "float16"),
+    ("integer", "int4-zero", (1, 32), 320, "bfloat16"),
+]
+
+
 @pytest.mark.parametrize(
-    ("form", "kind", "block", "columns", "scale_dtype"),
-    [
-        ("split", "fp8", (128, 128), 384, "float32"),
-        ("split", "fp8", (64, 64), 320, "bfloat16"),  # as a shard has it; the last block exceeds the columns
-        ("split", "fp8", (1, 256), 256, "float32"),
-        ("split", "fp8", (1, 128), 256, "float16"),
-        ("converted", "fp8", (128, 128), 384, "float32"),
-        ("converted", "fp8", (64, 64), 320, "bfloat16"),
-        ("converted", "fp8", (1, 256), 256, "float32"),
-        ("int4", "int4", (1, 32), 512, "bfloat16"),
-        ("int4", "int4-zero", (1, 64), 320, "float16"),
-        ("int4", "int4-zero", (1, 128), 1024, "bfloat16"),
-    ],
+    ("n", "form", "kind", "block", "columns", "scale_dtype"),
+    [(n, *product) for n in (8, 16, 32, 64) for product in PRODUCTS if product[0] != "integer" or n == 8],
     ids=str,
 )
 def test_product_is_that_of_exactly_dequantised_weights(library, n, form, kind, block, columns, scale_dtype):
@@ -115,3 +120,28 @@ def test_product_is_that_of_exactly_dequantised_weights(library, n, form, kind, 
         found = product(library, form, n, matrix, x, row=row, blocks=blocks)
         bound = 1e-5 * (np.abs(x[:, begin:end]) @ np.abs(exact).T)
         assert (np.abs(found - expected) <= bound).all()
+
+
+def int4_problem(columns: int, tokens: int) -> tuple[QuantisedMatrix, np.ndarray]:
+    case = cases.Case(name="", kind="int4", block=(1, 128), rows=64, columns=columns, tokens=tokens, dtype="bfloat16")
+    inputs = cases.make_inputs(case, seed=2)
+    return inputs.weight, np.asarray(inputs.x).astype(np.float64)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_integers_are_exact_down_to_a_128th_of_the_largest(library, tokens):
+    matrix, x = int4_problem(512, tokens)
+    x = np.where(np.abs(x) < 0.05, 0.0, np.clip(x, -6, 6))
+    exact = cases.exact_matrix(matrix)
+    found = product(library, "integer", 8, matrix, x, row=0, blocks=range(2))
+    assert (np.abs(found - x @ exact.T) <= 2**-20 * (np.abs(x) @ np.abs(exact).T)).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_token_that_is_not_finite_gives_no_number_and_leaves_the_others(library, value):
+    matrix, x = int4_problem(256, 3)
+    alone = product(library, "integer", 8, matrix, x, row=0, blocks=range(1))
+    x[1, 77] = value
+    found = product(library, "integer", 8, matrix, x, row=0, blocks=range(1))
+    assert not np.isfinite(found[1]).any()
+    np.testing.assert_array_equal(found[[0, 2]], alone[[0, 2]])

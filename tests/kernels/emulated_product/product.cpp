@@ -1,5 +1,6 @@
-// Runs quantised.cuh on the host: the product of 64 rows of a tile with N tokens, one range of blocks.
-#include "split_product.cuh"
+// Runs integer_product.cuh and what it includes on the host: the product of 64 rows of a tile with N tokens, one range
+// of blocks.
+#include "integer_product.cuh"
 
 #include <memory>
 #include <vector>
@@ -84,7 +85,9 @@ void run(const Problem& problem, float* out) {  // out [64, N]
       ScaleTable mine = table;
       mine.address = kTable + 4 * (entries == 8 ? warp : 16 * warp + lane / 4);
       mine.exponents = kExponents + 2 * (lane % 4);
-      const uint32_t address = W::kIsSplit ? 0 : row * 128 + ((lane / 16) ^ (row % 8)) * 16;
+      mine.num_tokens = problem.tokens;
+      mine.has_zero = problem.scales.zero != nullptr;
+      const uint32_t address = W::kIsSplit && !W::kIsInt4 ? 0 : row * 128 + ((lane / 16) ^ (row % 8)) * 16;
       auto& lane_sums = *reinterpret_cast<float (*)[N / 2]>(sums.data() + thread * (N / 2));
       BlockProduct<N, W>(lane_sums, address, kTileBytes, mine, block * W::kBlockColumns).run();
     });
@@ -100,18 +103,21 @@ void run(const Problem& problem, float* out) {  // out [64, N]
 template <class W>
 void run(int n, const Problem& problem, float* out) {
   if (n == 8) run<8, W>(problem, out);
-  if (n == 16) run<16, W>(problem, out);
-  if (n == 32) run<32, W>(problem, out);
-  if (n == 64) run<64, W>(problem, out);
+  if constexpr (W::kMost > 8) {
+    if (n == 16) run<16, W>(problem, out);
+    if (n == 32) run<32, W>(problem, out);
+    if (n == 64) run<64, W>(problem, out);
+  }
 }
 
 }  // namespace
 
-// `form` of the product: split, converted, or 4-bit.
+// `form` of the product: split, converted, 4-bit, or 4-bit with integer activations.
 extern "C" void multiply(int form, int n, const Problem* problem, float* out) {
   if (form == 0) run<SplitFp8Weights>(n, *problem, out);
   if (form == 1) run<Fp8Weights>(n, *problem, out);
   if (form == 2) run<Int4Weights>(n, *problem, out);
+  if (form == 3) run<IntegerInt4Weights>(n, *problem, out);
 }
 
 // Converts all 256 e4m3 numbers to float32.

@@ -21,6 +21,9 @@ using std::max, std::min;
 struct uint2 {
   uint32_t x, y;
 };
+struct uint4 {
+  uint32_t x, y, z, w;
+};
 struct float4 {
   float x, y, z, w;
 };
@@ -85,6 +88,35 @@ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
   });
 }
 
+inline uint4 load_shared(uint32_t address) {
+  uint4 v;
+  std::memcpy(&v, shared_memory + address, 16);
+  return v;
+}
+
+// c[16, 8] += a[16, 32] b[32, 8] in 8-bit integers: of k, a lane holds 4 (lane % 4) to + 3, then the same + 16.
+inline void multiply_16x8x32(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  auto byte = [](const uint32_t* words, int k) { return static_cast<int8_t>(words[k / 16] >> k % 4 * 8); };
+  const int lane = threadIdx.x % 32;
+  uint32_t rows[2][4][2];  // of the lane's two rows: the words of each lane
+  read_lanes(a, [&](const auto& words) {
+    for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < 4; ++i) {
+        for (int w = 0; w < 2; ++w) rows[half][i][w] = words[lane / 4 * 4 + i][2 * w + half];
+      }
+    }
+  });
+  const uint32_t b[4] = {b0, b1};
+  read_lanes(b, [&](const auto& words) {
+    for (int i = 0; i < 4; ++i) {
+      for (int k = 0; k < 32; ++k) {
+        const int from = k % 16 / 4, column = lane % 4 * 2 + i % 2;
+        c[i] += byte(rows[i / 2][from], k) * byte(words[column * 4 + from], k);
+      }
+    }
+  });
+}
+
 inline float from_bf16(uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 inline uint32_t to_bf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
@@ -101,6 +133,11 @@ inline float __bfloat162float(bf16 value) { return from_bf16(value.bits); }
 inline float __half2float(__half value) { return static_cast<float>(value.value); }
 inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+
+inline uint32_t and_xor(uint32_t x, uint32_t mask, uint32_t flipped) { return (x & mask) ^ flipped; }
+inline int __float2int_rn(float value) {
+  return static_cast<int>(std::clamp(std::nearbyint(static_cast<double>(value)), -2147483648.0, 2147483647.0));
+}
 
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
