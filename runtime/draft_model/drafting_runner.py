@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ..api.request import Request
 from ..drafting.coverage import DraftCoverage, in_steps
 from ..program.batch import BatchBuilder, Bucket
 from ..program.device_figures import DeviceFigures
@@ -90,7 +91,9 @@ class DraftingRunner(RunnerBeside):
         self._followed_by = dict(followed_by)
         self._copy = copy
         self._largest = max(self._followed_by, key=lambda bucket: bucket.num_tokens)
-        self._coverage = DraftCoverage(served.num_pages, served.state.cache.shape[4])
+        self._page_size = served.state.cache.shape[4]
+        self._coverage = DraftCoverage(served.num_pages, self._page_size)
+        self._stale_slots: set[int] = set()  # those that got pages while the draft model did not follow
 
     def set_page_row(self, page_row: np.ndarray) -> None:
         super().set_page_row(page_row)
@@ -108,6 +111,8 @@ class DraftingRunner(RunnerBeside):
         """See `engine.ProposingRunner`. Lets the draft model compute what it has missed, if it is to propose."""
         coverage = self._coverage
         missed = coverage.missed(zip(chain.decodes, chain.starts, strict=True)) if chain is not None else []
+        for request, _, _ in missed:
+            self._renew_pages(request, batches)
         for part in in_steps(missed, self._largest.num_tokens, self._largest.num_requests):
             chunks = [Chunk(request, start, num_tokens, False) for request, start, num_tokens in part]
             chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
@@ -118,7 +123,21 @@ class DraftingRunner(RunnerBeside):
         self.is_following = is_drafting or chain is not None
         for request, start, num_tokens, _ in plan.chunks:
             coverage.note(request.pages, start, num_tokens, is_followed=self.is_following)
+            if self.is_following:
+                self._renew_pages(request, batches)
+            elif -start % self._page_size < num_tokens and request.slot is not None:  # begins a page
+                self._stale_slots.add(request.slot)
         return bool(missed)
+
+    def _renew_pages(self, request: Request, batches: BatchBuilder) -> None:
+        """Gives the draft model the pages of a request, some of which it got while the draft model did not follow.
+
+        Else the draft model would write into the pages that the slot's last request had there, which may be another's
+        by now.
+        """
+        if request.slot in self._stale_slots:
+            self._stale_slots.remove(request.slot)
+            self.draft.set_page_row(batches.page_table_row(request, len(request.pages)))
 
     def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         return self.draft.run(bucket, packed)

@@ -181,7 +181,7 @@ class BatchBuilder:
             if (changed_slot := self._processors.admit(request)) is not None:
                 changed_slots.append(changed_slot)
             if num_cached_pages:
-                page_table_rows.append(self._page_table_row(request, num_cached_pages))
+                page_table_rows.append(self.page_table_row(request, num_cached_pages))
         slots = np.array([_slot(request) for request in plan.requests])
         mode = self._processors.mode(slots, is_final=plan.num_steps > 1)
         bucket = self.bucket(plan, mode)
@@ -202,7 +202,8 @@ class BatchBuilder:
         processors = self._processors.build(plan, fields, slots, changed_slots) if plan.num_steps == 1 else None
         return Batch(bucket, packed, page_table_rows, processors)
 
-    def _page_table_row(self, request: Request, num_pages: int) -> np.ndarray:
+    def page_table_row(self, request: Request, num_pages: int) -> np.ndarray:
+        """Returns the row of a running request's first pages; see `Batch.page_table_rows`."""
         row = np.zeros(1 + self._max_request_pages, np.int32)
         row[0] = _slot(request)
         row[1 : 1 + num_pages] = request.pages[:num_pages]

@@ -166,6 +166,11 @@ def test_drafts_that_do_not_pay_leave_the_tokens_as_they_are(
     monkeypatch.setattr(Payoff, "wants_drafts", property(lambda self: next(asked) % 23 < 11))
     names = [serving.submit(*request) for request in (*FREE, *CHANGED)]
     assert serving.wait(*names) == expected
+    monkeypatch.setattr(Payoff, "wants_drafts", True)
+    serving.records.clear()
+    assert serving.alone(FREE) == expected[: len(FREE)]
+    num_drafts = sum(record.num_draft_tokens for record in serving.records)
+    assert sum(record.num_accepted_tokens for record in serving.records) >= 0.95 * num_drafts > 60
 
 
 def test_the_model_info_names_the_draft_model(serving: Serving):
