@@ -5,11 +5,17 @@
 Requests of all lengths and sampling modes arrive as others end, with one or several samples, and with every logits
 processor except grammars, which need a tokenizer. Some are cancelled midway. The compile watch is strict: a compile
 after ready stops the engine and is reported. Exits with 1 if any check fails.
+
+    meshserve bench soak --model demo --cpu-devices 1 --set draft_model=demo-head --set draft_tokens=3 --draft-turns 15
+
+With `--draft-turns`, drafts are switched off and on in turn, so many seconds each, and the tokens a second of both are
+compared: "on" means that the engine decides at each step whether drafts pay, as a server does.
 """
 
 import argparse
 import json
 import random
+import statistics
 import sys
 import threading
 import time
@@ -17,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshserve.benchmarks.lib.drafting_switch import switch_drafts
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
@@ -119,6 +126,48 @@ class Crowd:
             engine.cancel(victim[0], FinishReason.CANCELLED)
 
 
+class DraftTurns:
+    """Switches drafts off and on in turn, and counts the tokens of each turn.
+
+    Args:
+      turn_seconds: Of each turn; 0 leaves drafts as they are.
+    """
+
+    def __init__(self, engine: Engine, crowd: Crowd, turn_seconds: float):
+        self._engine, self._crowd, self._turn_seconds = engine, crowd, turn_seconds
+        self._began, self._num_before = time.monotonic(), 0
+        self._rates: dict[bool, list[float]] = {True: [], False: []}
+        self._is_on = True
+
+    def look(self) -> None:
+        """Ends the turn if it is over."""
+        now = time.monotonic()
+        if not self._turn_seconds or now - self._began < self._turn_seconds:
+            return
+        num_tokens = self._crowd.num_tokens
+        self._rates[self._is_on].append((num_tokens - self._num_before) / (now - self._began))
+        self._is_on = not self._is_on
+        switch_drafts(self._engine, is_on=self._is_on)
+        self._began, self._num_before = now, num_tokens
+
+    def report(self) -> dict[str, object]:
+        """Returns the rates of all turns but the first pair, in which the load begins and drafts are tried."""
+        on, off = self._rates[True][1:], self._rates[False][1:]
+        pairs = [mine / other for mine, other in zip(on, off, strict=False)]
+        if not pairs:
+            return {}
+        speculation = self._engine._scheduler.speculation
+        return {
+            "tokens_per_second_with_drafts": round(statistics.mean(on)),
+            "tokens_per_second_without": round(statistics.mean(off)),
+            "ratio": round(sum(on[: len(pairs)]) / sum(off[: len(pairs)]), 4),
+            "ratio_of_each_pair": [round(pair, 3) for pair in pairs],
+            "ratio_standard_error": round(statistics.stdev(pairs) / len(pairs) ** 0.5, 4) if len(pairs) > 1 else None,
+            "drafts": speculation.num_drafts,
+            "drafts_accepted": speculation.num_accepted,
+        }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     model, make_params = open_model(options.model, random_weights=options.random_weights, quantize=options.quantize)
@@ -133,7 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         attention=options.attention,
         decode_layers=options.decode_layers,
     )
-    config = ServeConfig(model=options.model, **{**settings, **parse_settings(options.set)})
+    settings |= {"random_weights": options.random_weights, **parse_settings(options.set)}
+    config = ServeConfig(model=options.model, **settings)
     crowd = Crowd(model.vocab_size, config.max_context, options.seed, options.controlled)
     started = time.monotonic()
     with CompileWatch(is_strict=True) as watch:
@@ -141,8 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ready_seconds = time.monotonic() - started
         engine.start()
         watch.ready()
-        seconds = _run(engine, crowd, server.limits.max_running, options)
-        report = _report(engine, crowd, watch, ready_seconds, seconds)
+        turns = DraftTurns(engine, crowd, options.draft_turns)
+        seconds = _run(engine, crowd, server.limits.max_running, options, turns)
+        report = _report(engine, crowd, watch, ready_seconds, seconds) | turns.report()
         engine.stop()
     print(json.dumps(report, indent=1))
     if options.json:
@@ -166,13 +217,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--decode-layers", default="auto")
     parser.add_argument("--controlled", type=float, default=0.25, help="share of requests with logits processors")
+    parser.add_argument(
+        "--draft-turns", type=float, default=0.0, metavar="SECONDS", help="switch drafts off and on in turn"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of meshserve serve")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the report to this file")
     return parser
 
 
-def _run(engine: Engine, crowd: Crowd, max_running: int, options: argparse.Namespace) -> float:
+def _run(engine: Engine, crowd: Crowd, max_running: int, options: argparse.Namespace, turns: DraftTurns) -> float:
     """Keeps 1.5 times `max_running` samples open until the time is over, then waits for all of them to end.
 
     Prints the progress every minute. Returns the elapsed seconds.
@@ -187,6 +241,7 @@ def _run(engine: Engine, crowd: Crowd, max_running: int, options: argparse.Names
             crowd.submit_one(engine)
         if draw.random() < 0.05:
             crowd.cancel_one(engine)
+        turns.look()
         time.sleep(0.005)
     end = time.monotonic() + _SETTLE_SECONDS
     while crowd.num_open and engine.failure is None and time.monotonic() < end:

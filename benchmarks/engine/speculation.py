@@ -7,10 +7,10 @@
         --acceptance 2.4 --one-engine
     meshserve bench speculation --model demo --set draft_model=demo-head --draft-tokens 4 --text PLAY.txt
 
-With `--acceptance`, an oracle drafts: it knows the tokens of the run without drafts, and errs so often that a step
-with `--draft-tokens` of a request brings that many of its tokens on average. So speed against acceptance is measured
-without a trained drafter, and without the time that one would take; beside a draft model, its time is included and its
-tokens are replaced. Several numbers of draft tokens may be given; one engine, compiled for the largest, serves all.
+With `--acceptance`, an oracle decides how many draft tokens hold, so that a step with `--draft-tokens` of a request
+brings that many of its tokens on average. So speed against acceptance is measured without a trained drafter, and
+without the time that one would take; a draft model's time is included. The tokens of such a run mean nothing. Several
+numbers of draft tokens may be given; one engine, compiled for the largest, serves all.
 
 The prompts are random tokens, or parts of the text that `--text` names.
 
@@ -30,10 +30,10 @@ from pathlib import Path
 
 import jax
 
+from meshserve.benchmarks.lib.drafting_switch import switch_drafts
 from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for, parse_settings
-from meshserve.benchmarks.lib.oracle import Oracle, Told
+from meshserve.benchmarks.lib.oracle import Oracle
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed
-from meshserve.runtime.api.request import Request
 from meshserve.runtime.draft_model.drafting_runner import RunnerBeside
 from meshserve.runtime.drafting.payoff import Payoffs
 from meshserve.runtime.engine.step_record import StepRecord
@@ -57,7 +57,10 @@ class Case:
     num_drafts: int
     num_accepted: int
     num_verified: int  # times that a request's drafts were verified
-    num_changed: int  # requests that got different tokens
+    num_changed: int  # requests that got different tokens; with an oracle, most do
+    plain_step_ms: float  # mean time between steps of the timed runs, prefill included
+    step_ms: float
+    host_ms: float  # of that, planning and packing, for which the device waits
 
     @property
     def ratio(self) -> float:
@@ -78,6 +81,8 @@ class _Side:
     num_drafts: int
     num_accepted: int
     num_verified: int
+    step_seconds: float
+    host_seconds: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,9 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if key not in plain:
                     plain[key] = _without_drafts(engine, run)
                 if draft_tokens:
-                    cases += _with_drafts(options, engine, workloads[key[0]], key, plain[key], run)
+                    cases += _with_drafts(options, engine, key, plain[key], run)
     print(f"{options.model} tp {options.tp} on {jax.devices()[0].device_kind}, up to {num_drafts} draft tokens")
-    print("requests  temperature  draft tokens  tokens/s without  with  ratio  drafts held  tokens a step  changed")
+    columns = "requests  temperature  draft tokens  tokens/s without  with  ratio  drafts held  tokens a step  changed"
+    print(f"{columns}  step, ms")
     for case in cases:
         print(_row(case))
     if options.json:
@@ -114,44 +120,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _without_drafts(engine: OfflineEngine, run: Callable[[], "_Side"]) -> "_Side":
     """Returns the result without drafts, for which an engine that has some switches them off."""
-    speculation = engine.engine._scheduler.speculation
-    make_drafter = speculation.make_drafter
-    speculation.make_drafter, speculation._wants_drafts = _no_drafter, _never  # type: ignore[method-assign, assignment]
+    switch_drafts(engine.engine, is_on=False)
     try:
         return run()
     finally:
-        del speculation._wants_drafts
-        speculation.make_drafter = make_drafter
-
-
-def _never(num_decodes: int) -> bool:
-    return False
-
-
-def _no_drafter(request: Request) -> None:
-    return None
+        switch_drafts(engine.engine, is_on=True)
 
 
 def _with_drafts(
     options: argparse.Namespace,
     engine: OfflineEngine,
-    works: Sequence[list[Work]],
     key: tuple[int, float],
     plain: "_Side",
     run: Callable[[], "_Side"],
 ) -> Iterator[Case]:
     """Yields a case for each number of draft tokens and each acceptance."""
-    speculation, runner = engine.engine._scheduler.speculation, engine.engine.runner
+    speculation = engine.engine._scheduler.speculation
     speculation.is_always_on = options.always
+    has_draft_model = isinstance(engine.engine.runner, RunnerBeside)
     for acceptance, draft_tokens in itertools.product(options.acceptance or [0.0], options.draft_tokens):
-        if acceptance:
-            has_draft_model = isinstance(runner, RunnerBeside)
-            oracle = Oracle(works, plain.tokens, draft_tokens, acceptance, has_draft_model=has_draft_model)
-            engine.engine.runner = Told(runner) if isinstance(runner, RunnerBeside) else runner
-            speculation.make_drafter = oracle.drafter
-            speculation._payoffs = Payoffs()  # what the last drafter brought says nothing of this one
-        yield _case(*key, draft_tokens, acceptance, plain, run())
-    engine.engine.runner = runner
+        if not acceptance:
+            yield _case(*key, draft_tokens, acceptance, plain, run())
+            continue
+        oracle = Oracle(draft_tokens, acceptance, has_draft_model=has_draft_model)
+        speculation.make_drafter = oracle.drafter
+        speculation._payoffs = Payoffs()  # what the last drafter brought says nothing of this one
+        with oracle.deciding():
+            yield _case(*key, draft_tokens, acceptance, plain, run())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -230,6 +225,8 @@ def _run(engine: OfflineEngine, records: list[StepRecord], works: Sequence[list[
         sum(record.num_draft_tokens for record in records),
         sum(record.num_accepted_tokens for record in records),
         sum(record.num_drafts_at[0] for record in records if record.num_drafts_at),
+        seconds / len(records),
+        sum(record.host_seconds for record in records) / len(records),
     )
 
 
@@ -247,6 +244,9 @@ def _case(
         num_accepted=drafted.num_accepted,
         num_verified=drafted.num_verified,
         num_changed=sum(mine != other for mine, other in zip(plain.tokens, drafted.tokens, strict=True)),
+        plain_step_ms=1000 * plain.step_seconds,
+        step_ms=1000 * drafted.step_seconds,
+        host_ms=1000 * drafted.host_seconds,
     )
 
 
@@ -255,7 +255,8 @@ def _row(case: Case) -> str:
     return (
         f"{case.num_requests:8}  {case.temperature:11g}  {case.draft_tokens:12}  "
         f"{case.plain_tokens_per_second:16,.0f}  {case.tokens_per_second:,.0f}  {case.ratio:5.2f}  {held:>11}  "
-        f"{case.accepted_length:13.2f}  {case.num_changed:7}"
+        f"{case.accepted_length:13.2f}  {case.num_changed:7}  "
+        f"{case.plain_step_ms:.2f} -> {case.step_ms:.2f}, host {case.host_ms:.2f}"
     )
 
 

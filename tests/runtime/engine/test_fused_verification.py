@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from meshserve.benchmarks.lib.oracle import OracleDrafter
 from meshserve.runtime.api.request import Output, Request
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.drafting.draft_counts import Acceptance
 from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import Launched, launch
@@ -16,15 +16,33 @@ from tests.waiting import WAIT_SECONDS
 PARAMS = [SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, seed=seed) for seed in range(3)]
 
 
-class Chance:
-    """Stands for a source of random numbers: every fourth draft token is wrong."""
+class Knowing:
+    """Implements `drafter.Drafter`: knows the whole output, and every fourth draft token is wrong."""
 
-    def __init__(self) -> None:
-        self._num_drawn = 0
+    waits_for_tokens = True
 
-    def random(self) -> float:
+    def __init__(self, output: Sequence[int]):
+        self.acceptance = Acceptance()
+        self._output, self._num_known, self._num_drawn = output, 0, 0
+
+    def fork(self) -> "Knowing":
+        raise AssertionError("each request has one sample")
+
+    def push(self, token_id: int) -> None:
+        self._num_known += 1
+
+    def guess(self, num_pending: int, num_tokens: int) -> list[int]:
+        return [] if num_pending else [self._told(token_id) for token_id in self._next(min(num_tokens, 3))]
+
+    def _next(self, num_tokens: int) -> Sequence[int]:
+        return self._output[self._num_known : self._num_known + num_tokens]
+
+    def _told(self, token_id: int) -> int:
         self._num_drawn += 1
-        return float(self._num_drawn % 4 == 0)
+        return token_id ^ 1 if self._num_drawn % 4 == 0 else token_id
+
+    def judge(self, num_drafts: int, num_accepted: int) -> None:
+        pass
 
 
 class Outputs:
@@ -69,8 +87,8 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(monkeypatch: pytest.Monke
     num_plain = len(buckets)
     buckets.clear()
 
-    def drafter(request: Request) -> OracleDrafter:
-        return OracleDrafter(plain[request.seed], 3, 0.5, Chance())  # type: ignore[arg-type]
+    def drafter(request: Request) -> Knowing:
+        return Knowing(plain[request.seed])
 
     speculation.make_drafter = drafter
     monkeypatch.setattr(Payoff, "wants_drafts", True)
