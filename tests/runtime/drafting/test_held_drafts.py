@@ -14,7 +14,7 @@ from meshserve.runtime.drafting.draft_rows import fill_draft_rows
 from meshserve.runtime.processors.contract import COUNT, ProcessorState
 from meshserve.runtime.program import logits_processors
 from meshserve.runtime.program.processor_batch import ADJUSTS, SAMPLES, ProcessorShape
-from meshserve.runtime.program.sampling import sample
+from meshserve.runtime.program.sampling import SamplingBatch, sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 from tests.runtime.program.test_logits_processors import CASES, STATE_ROWS, Case, check_frequencies, new_case, only
 from tests.runtime.program.test_logits_processors import program as processor_program
@@ -129,15 +129,70 @@ def test_tokens_after_a_draft_that_holds_come_with_their_exact_probability(tp: i
         check_frequencies(observed, expected)
 
 
-def drawn_with_draft(case: Case, tp: int, draft: int, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what requests with these seeds sample, and what they sample after the draft token."""
+@pytest.mark.parametrize("tp", [1, 4, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_that_a_head_draws_change_no_probability(tp: int, name: str, num_draws: int):
+    """It draws from a distribution and a vocabulary of its own, with the noise of the request, as heads do."""
+    if num_draws < 50_000 and (tp != 4 or name not in ("all", "mask")):
+        pytest.skip("two cases are enough in `make test`; `make sample` runs all")
+    case = new_case(**CASES[name])
+    likely = int(np.argmax(case.probabilities()))
+    after = dataclasses.replace(case, counts=case.counts + only(likely))
+    rng = np.random.default_rng(3)
+    of_head = np.sort(np.append(rng.choice(np.delete(np.arange(len(case.logits)), likely), 40, replace=False), likely))
+    logits = case.logits[of_head] + rng.normal(scale=0.7, size=len(of_head))
+    first_counts, counts, num_held = np.zeros(len(case.logits)), np.zeros(len(case.logits)), 0
+    num_requests = 2048 if num_draws < 50_000 else 16_384
+    for call in range(-(-num_draws // num_requests)):
+        seeds = np.arange(num_requests) + num_requests * call
+        drafts = drawn_by_head(tp, of_head, logits, case.temperature, seeds)
+        first, second = drawn_with_draft(case, tp, drafts, seeds)
+        first_counts += np.bincount(first, minlength=len(counts))
+        is_held = first == drafts
+        num_held += is_held.sum()
+        counts += np.bincount(second[is_held & (drafts == likely)], minlength=len(counts))
+    assert num_held >= counts.sum() > 0 or not case.temperature  # a greedy head may be wrong every time
+    for observed, expected in ((first_counts, case.probabilities()), (counts, after.probabilities())):
+        assert observed[expected == 0].sum() == 0, "a dropped token was drawn"
+        if observed.any():
+            check_frequencies(observed, expected)
+
+
+def drawn_by_head(tp: int, of_head: np.ndarray, logits: np.ndarray, temperature: float, seeds: np.ndarray):
+    """Returns the draft token that a head draws for each seed, given the tokens of its vocabulary and their logits."""
+    count, padding = len(seeds), -len(of_head) % tp
+    zeros = np.zeros(count, np.int32)
+    params = SamplingBatch(
+        temperature=np.full(count, temperature, np.float32), top_k=zeros, top_p=np.ones(count, np.float32),
+        min_p=np.zeros(count, np.float32), seed_low=seeds.astype(np.uint32), seed_high=zeros.astype(np.uint32),
+        position=np.full(count, 7, np.int32),
+    )  # fmt: skip
+    rows = np.broadcast_to(np.pad(logits, (0, padding)).astype(np.float32), (count, len(logits) + padding))
+    token_ids = np.pad(of_head, (0, padding), constant_values=len(of_head) + 10**6).astype(np.int32)
+    mode = SamplingMode.FILTERED if temperature else SamplingMode.GREEDY
+    return np.asarray(head_program(tp)(rows, params, np.int32(mode), token_ids))
+
+
+@functools.cache
+def head_program(tp: int):
+    def draw(logits, params, mode, token_ids):
+        return sample(logits, params, mode, vocab_size=10**6, is_unrolled=False, token_ids=token_ids)
+
+    of_shards = PartitionSpec(TENSOR_AXIS)
+    return jax.jit(
+        jax.shard_map(draw, mesh=make_mesh(tp), in_specs=(VOCAB, ANY, ANY, of_shards), out_specs=ANY, check_vma=False)
+    )
+
+
+def drawn_with_draft(case: Case, tp: int, draft: int | np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what requests with these seeds sample, and what they sample after the draft token, one or one each."""
     num_requests, num_rows = len(seeds), 2 * len(seeds)
     shape = ProcessorShape(num_rows, 1)
     positions = np.repeat([7, 8], num_requests)
     packed = case.packed(shape, np.tile(seeds, 2), positions, np.ones(num_rows, np.int32))
     fields = {field: packed[place] for field, place in shape.fields.items()}
     fields["slots"][num_requests:] = STATE_ROWS  # nobody's last token
-    fill_draft_rows(fields, np.ones(num_rows, np.int32), [[draft]] * num_requests)
+    fill_draft_rows(fields, np.ones(num_rows, np.int32), np.broadcast_to(draft, num_requests)[:, None].tolist())
     state, logits, masks = case.operands(tp, num_rows)
     run = processor_program(tp, shape=shape)
     _, _, sampled = run(state, np.zeros(STATE_ROWS, np.int32), logits, packed, masks)
