@@ -66,7 +66,7 @@ class Oracle:
     def deciding(self) -> Iterator[None]:
         """Lets it decide."""
         compared = speculation.count_accepted
-        speculation.count_accepted = self.count_accepted  # type: ignore[assignment]
+        speculation.count_accepted = self.count_accepted
         try:
             yield
         finally:

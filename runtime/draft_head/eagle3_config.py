@@ -45,12 +45,12 @@ class Eagle3Config:
     is_residual_normed: bool  # the residual connection around attention starts from the normalized features
 
 
-def is_head(raw: Mapping[str, Any]) -> bool:
+def is_eagle3(raw: Mapping[str, Any]) -> bool:
     """Returns whether a config.json describes a head."""
     return any(name in ARCHITECTURES for name in raw.get("architectures") or ())
 
 
-def read_head(raw: Mapping[str, Any], served: ModelConfig) -> Eagle3Config:
+def read_eagle3(raw: Mapping[str, Any], served: ModelConfig) -> Eagle3Config:
     """Reads a parsed config.json.
 
     Raises:

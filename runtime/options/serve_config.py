@@ -235,8 +235,8 @@ class ServeConfig:
     draft_model: str = option(
         "",
         _SCHEDULING,
-        "a smaller model with the same tokenizer, given like --model, or an EAGLE-3 head of the served model, which "
-        "proposes draft tokens; it needs --draft-tokens, and memory beside the served model",
+        "a smaller model with the same tokenizer, given like --model, or an EAGLE-3 head or DFlash drafter of the "
+        "served model, which proposes draft tokens; it needs --draft-tokens, and memory beside the served model",
         may_differ=True,
     )
     max_waiting: int = option(

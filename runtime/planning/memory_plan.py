@@ -19,8 +19,7 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import CPU_CACHE_BYTES
 
 from ..api.model_config import ModelConfig, read_json
-from ..draft_head.eagle3_config import is_head, read_head
-from ..draft_head.head_weights import abstract_head, head_layout
+from ..draft_head.head_weights import abstract_head, head_layout, kind_of
 from ..options.serve_config import ServeConfig
 from ..program.batch import Bucket
 from ..program.device_figures import DeviceFigures
@@ -100,16 +99,17 @@ def draft_memory(server: ResolvedServer) -> DraftMemory:
     if not (name := server.requested.draft_model):
         return DraftMemory(0, 0)
     raw, page_size = read_json(find_model(name, random_weights=True).small / "config.json"), server.limits.page_size
-    if not is_head(raw):
+    if (kind := kind_of(raw)) is None:
         model = model_config(raw)
         layout = model_layout(model, server.tp)
         page = cache_page_bytes(model, layout, page_size, server.dtype)
         return DraftMemory(weight_bytes(model, layout, server.dtype), page)
-    head = read_head(raw, server.model)
+    head = kind.config(raw, server.model)
     layout = head_layout(head, server.tp)
-    _, abstract = abstract_head(head, layout, server.dtype, server.layout.vocab_size)
-    weights = [weight for path, weight in nnx.to_flat_state(abstract) if path != ("embedding",)]
-    values = layout.num_groups // server.tp * 2 * head.layer.head_dim + head.layer.embed_dim // server.tp
+    _, abstract = abstract_head(kind, head, layout, server.dtype, server.layout.vocab_size)
+    shared = {"embedding", *kind.shared(head, jnp.zeros(0))}
+    weights = [weight for path, weight in nnx.to_flat_state(abstract) if path[0] not in shared]
+    values = kind.num_kept(head, layout.num_groups // server.tp, head.layer.embed_dim // server.tp)
     return DraftMemory(_shard_bytes(weights, layout), page_size * values * server.dtype.itemsize)
 
 

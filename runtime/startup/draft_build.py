@@ -15,10 +15,10 @@ from meshserve.sharding.memory import shard_bytes
 from ..api.errors import ConfigError
 from ..api.model_config import GENERATE, ModelConfig, read_json
 from ..api.quantisation import NOT_QUANTIZED
-from ..draft_head.eagle3_config import is_head, read_head
+from ..draft_head.block_config import BlockConfig
 from ..draft_head.head_programs import Head, chain_buckets, to_lower
 from ..draft_head.head_runner import HeadRunner
-from ..draft_head.head_weights import head_layout, load_head
+from ..draft_head.head_weights import HeadKind, head_layout, kind_of, load_head
 from ..draft_model.drafting_runner import DraftingRunner, RunnerBeside
 from ..options.serve_config import ServeConfig
 from ..planning.resolved_server import PlacedServer, resolve_here
@@ -207,22 +207,34 @@ def load_drafting(
       MeshserveError, CheckpointError, ValueError, MemoryError: As for the served model.
     """
     files = find_model(config.draft_model, random_weights=config.random_weights)
-    if is_head(read_json(files.small / "config.json")):
-        return _load_head(files, served, params)
+    if (kind := kind_of(read_json(files.small / "config.json"))) is not None:
+        return _load_head(kind, files, served, params)
     return _load_draft_model(config, served, tokenizer_file)
 
 
-def _load_head(files: ModelFiles, served: PlacedServer, params: nnx.State) -> LoadedHead:
+def _load_head(kind: HeadKind, files: ModelFiles, served: PlacedServer, params: nnx.State) -> LoadedHead:
     if served.model.pooling is not None:
         raise ConfigError("--draft-model: embedding and reranking models draft nothing. Omit it.")
     if served.layout.cp > 1:
         raise ConfigError("--draft-model: a trained head does not divide pages among devices yet. Set --cp 1.")
-    config = read_head(read_json(files.small / "config.json"), served.model)
-    embedding = params["embedding"].get_value()
-    structure, head_params = load_head(files.weights, config, served.mesh, served.dtype, embedding)
+    config = kind.config(read_json(files.small / "config.json"), served.model)
+    needs_head = bool(kind.shared(config, jnp.zeros(0)))
+    if needs_head and served.model.head_quantisation is not None:
+        raise ConfigError(
+            "--draft-model: this drafter uses the served model's output head, which is quantised. Set --fp8-head false."
+        )
+    if isinstance(config, BlockConfig) and served.limits.draft_tokens >= config.block_size:
+        raise ConfigError(
+            f"--draft-tokens is {served.limits.draft_tokens}; this drafter was trained for blocks of "
+            f"{config.block_size}, so that {config.block_size - 1} are allowed. Lower it."
+        )
+    tables = {"embedding": params["embedding"].get_value()}
+    if needs_head:
+        tables["head"] = params["embedding" if served.model.is_tied else "head"].get_value()
+    structure, head_params = load_head(kind, files.weights, config, served.mesh, served.dtype, tables)
     layout = head_layout(config, served.mesh.size)
     return LoadedHead(
-        head=Head(
+        head=kind.head(
             config=config,
             layout=layout,
             dtype=served.dtype,

@@ -11,7 +11,7 @@ from meshserve.deploy.demo.export import load_parameters
 from meshserve.deploy.demo.network import NetworkConfig
 from meshserve.deploy.demo.train_head import HeadConfig, Shapes, head_config, measures
 from meshserve.runtime.api.model_config import read_json
-from meshserve.runtime.draft_head.eagle3_config import read_head
+from meshserve.runtime.draft_head.eagle3_config import read_eagle3
 from meshserve.runtime.text.tokenizer import open_tokenizer
 from meshserve.runtime.weights.locate import DEMO_HEAD, find_model
 from meshserve.runtime.weights.registry import read_model
@@ -25,7 +25,7 @@ def test_the_files_are_small_and_are_what_training_writes():
     assert sum(path.stat().st_size for path in HEAD.iterdir()) < 2_000_000
     raw = read_json(HEAD / "config.json")
     assert raw == head_config(NetworkConfig(), HeadConfig())
-    config = read_head(raw, read_model(MODEL / "config.json"))
+    config = read_eagle3(raw, read_model(MODEL / "config.json"))
     assert config.layers_read == (1, 3, 5) and config.layer.vocab_size == 1024
 
 

@@ -127,8 +127,8 @@ class ReferenceHead:
         normed = self._norm(features, "hidden_norm")
         x = np.concatenate([self._norm(embedded, "input_layernorm"), normed], axis=1)
         positions = np.arange(len(x))
-        q = _rotated((x @ self._weight("self_attn.q_proj").T).reshape(len(x), QUERY_HEADS, HEAD_DIM), positions)[-1]
-        k = _rotated((x @ self._weight("self_attn.k_proj").T).reshape(len(x), KV_HEADS, HEAD_DIM), positions)
+        q = rotated((x @ self._weight("self_attn.q_proj").T).reshape(len(x), QUERY_HEADS, HEAD_DIM), positions)[-1]
+        k = rotated((x @ self._weight("self_attn.k_proj").T).reshape(len(x), KV_HEADS, HEAD_DIM), positions)
         v = (x @ self._weight("self_attn.v_proj").T).reshape(len(x), KV_HEADS, HEAD_DIM)
         attended = []
         for head, query in enumerate(q):
@@ -149,7 +149,7 @@ class ReferenceHead:
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPSILON) * self._weight(name)
 
 
-def _rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     angles = positions[:, None, None] * THETA ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     first, second = np.split(x, 2, axis=-1)
     cosine, sine = np.cos(angles), np.sin(angles)
