@@ -269,6 +269,7 @@ class HostCache:
         for index in part.rows.values():
             found.has_arrived[index] = True
         self.counts.num_restored += len(part.rows)
+        self.counts.num_resumed += len(part.rows) if found.request.num_preemptions else 0
 
     def _lose(self, block: int) -> None:
         """Forgets a block that could not be copied, and fails the fetches that need it."""

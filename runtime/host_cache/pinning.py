@@ -1,7 +1,7 @@
 """Pins the host memory of a tier while the server starts, beside the loading of the weights.
 
 In: the sizes of the tier. Out: host memory that jax has pinned and keeps, so that no step waits for it later. Pinning
-takes some 0.4 s a GiB, because the operating system zeroes and locks every page. jax's allocator keeps what was pinned,
+takes 0.4 to 0.8 s a GiB: the operating system zeroes and locks every page. jax's allocator keeps what was pinned,
 so the blocks that are made here are dropped again, and those of `page_copies` take their places.
 """
 

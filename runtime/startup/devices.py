@@ -22,7 +22,7 @@ from ..planning.tp_choice import choose_tp
 from ..program.compile_cache import use_cache
 
 _GIB = 1 << 30
-_STAGING_BYTES = 15 * _GIB  # for weights on their way to the devices, at the start or after a change of the TP size
+_MOVED_BYTES = 24 * _GIB  # of weights that are on their way at a time, at most, after a change of the TP size
 _OTHER_BYTES = 4 * _GIB  # of host memory, which is not pinned
 
 
@@ -41,9 +41,13 @@ def configure_devices(config: ServeConfig) -> None:
 
 
 def _pinned_bytes(host_cache_gib: float, free_bytes: int) -> int:
-    """Returns how much host memory jax may pin: room for the host tier, and for the copies of weights beside it."""
-    tier_bytes = int((host_cache_gib + 1) * _GIB)
-    return max(tier_bytes, min(tier_bytes + _STAGING_BYTES, free_bytes - _OTHER_BYTES))
+    """Returns how much host memory jax may pin: the host tier, and what weights on their way to the devices need.
+
+    They need little beside the tier while they are loaded, and more when they are moved by way of the host, in which
+    case the tier is empty.
+    """
+    least_bytes = int((host_cache_gib + 1) * _GIB)
+    return max(least_bytes, min(max(least_bytes + _GIB, _MOVED_BYTES), free_bytes - _OTHER_BYTES))
 
 
 def _num_gpus() -> int:

@@ -199,20 +199,18 @@ def moved_together(params: nnx.State) -> nnx.State:
     """Moves parameters to host memory and back, so that they lie side by side on each device.
 
     Moved one after another, while others are freed, they can lie so that no free block is as large as the cache. Takes
-    as much host memory as the shards of this process, and consumes `params`.
+    as much host memory as the shards of this process, of which one array at a time is pinned, and consumes `params`.
     """
     leaves, structure = jax.tree.flatten(params)
     shapes = [(leaf.shape, leaf.sharding) for leaf in leaves]
     shards = [[(np.asarray(shard.data), shard.device) for shard in leaf.addressable_shards] for leaf in leaves]
     for leaf in leaves:
         leaf.delete()
-    return jax.tree.unflatten(
-        structure,
-        [
-            jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(*shard) for shard in found])
-            for (shape, sharding), found in zip(shapes, shards, strict=True)
-        ],
-    )
+    moved = []
+    for (shape, sharding), found in zip(shapes, shards, strict=True):
+        placed = jax.block_until_ready([jax.device_put(*shard) for shard in found])
+        moved.append(jax.make_array_from_single_device_arrays(shape, sharding, placed))
+    return jax.tree.unflatten(structure, moved)
 
 
 def _in_granule(grid: jax.Array, old: Granule | None, new: Granule | None) -> jax.Array:

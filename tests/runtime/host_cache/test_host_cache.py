@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
-from meshserve.runtime.api.request import Request
+from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.host_cache.commands import Op
 from meshserve.runtime.host_cache.rates import Rates
 from meshserve.runtime.scheduler.limits import SchedulerLimits
@@ -170,18 +170,31 @@ def test_a_host_without_memory_keeps_what_it_has():
     assert simulation.host.counts.num_failed == num_failed and simulation.host.num_pages == num_pages
 
 
-def test_a_preempted_request_gets_its_pages_back():
+@pytest.mark.parametrize("is_copy_slow", [False, True], ids=["copied", "computed"])
+def test_a_preempted_request_gets_its_pages_back_by_the_faster_way(is_copy_slow: bool):
     """The newcomer takes all pages in one step; they are saved in the same step before it writes to them."""
     simulation = make_simulation(num_pages=8, max_running=2, max_step_tokens=32, priority_seconds=100.0)
+    assert simulation.host is not None
+    if is_copy_slow:
+        simulation.host.rates = slow_copies()
     low = make_request(1, max_tokens=6, ignore_eos=True, prompt=PROMPT)
     simulation.add(low)
     for _ in range(3):
         simulation.step()
     simulation.add(make_request(2, 29, max_tokens=2, ignore_eos=True, priority=1))
     simulation.drain()
-    assert simulation.host is not None and low.num_preemptions == 1
-    assert simulation.host.counts.num_restored == 6
-    assert simulation.num_prefill_tokens < 25 + 29 + 6
+    counts = simulation.host.counts
+    assert low.num_preemptions == 1 and low.finish_reason is FinishReason.LENGTH
+    assert (counts.num_resumed, counts.num_recomputed) == ((0, 6) if is_copy_slow else (6, 0))
+    assert (simulation.num_prefill_tokens >= 25 + 29 + 25) == is_copy_slow
+
+
+def slow_copies() -> Rates:
+    """Returns rates by which computing tokens is much faster than copying their pages."""
+    rates = Rates()
+    rates.copied(1, 100.0)
+    rates.prefill.prefilled(5, 16, 1.0)
+    return rates
 
 
 def test_computing_again_is_chosen_where_it_is_faster():
@@ -189,9 +202,7 @@ def test_computing_again_is_chosen_where_it_is_faster():
     serve(simulation, 1)
     fill(simulation, 10)
     assert simulation.host is not None
-    simulation.host.rates = Rates()
-    simulation.host.rates.copied(1, 100.0)
-    simulation.host.rates.prefill.prefilled(5, 16, 1.0)
+    simulation.host.rates = slow_copies()
     assert serve(simulation, 2).num_cached_tokens == 0
     assert simulation.host.counts.num_recomputed == 6
 

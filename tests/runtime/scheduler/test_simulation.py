@@ -131,6 +131,7 @@ def test_evicted_pages_come_back_from_host_memory(
     print(f"{simulation.num_fetching_steps} steps beside requests that were fetching; {counts}")
     assert counts.num_saved > counts.num_restored > num_simulated / 20
     assert (counts.num_failed > 0) == (failing > 0.0) and simulation.num_fetching_steps > 0
+    assert counts.num_resumed > 0, "preempted requests get their pages from host memory, too"
 
 
 class LateMasks(Simulation):

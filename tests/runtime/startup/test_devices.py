@@ -9,10 +9,10 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("host_cache_gib", "free_gib", "pinned_gib"),
-    [(40, 200, 56), (40, 52, 48), (40, 42, 41), (0.5, 100, 16.5)],
-    ids=["room for weights on their way", "what the host has", "the tier at least", "a small tier"],
+    [(40, 200, 42), (40, 45.5, 41.5), (40, 42, 41), (4, 100, 24), (4, 20, 16)],
+    ids=["a large tier", "what the host has", "the tier at least", "room to move weights", "some of it"],
 )
 def test_jax_may_pin_the_tier_and_what_weights_need_but_leaves_the_host_some(
-    host_cache_gib: float, free_gib: int, pinned_gib: float
+    host_cache_gib: float, free_gib: float, pinned_gib: float
 ) -> None:
     assert _pinned_bytes(host_cache_gib, free_gib * GIB) == pinned_gib * GIB
