@@ -147,7 +147,7 @@ class Worker:
             row = message["rows"][index][0]
             PROGRESS.pack_into(self._memory, 0, row + 1, *process)
             matcher = self._matchers[row].deep_copy()
-            for token_id in drafts:
+            for token_id in drafts[: self._num_masks - 1]:  # a row has no memory for more
                 if not matcher.consume_tokens([token_id]):
                     break
                 state, _ = self._write_mask(matcher, row, 1 + len(found[index]))
