@@ -125,7 +125,9 @@ class Worker:
         if is_new:
             try:
                 self._matchers[row] = self._start(number).deep_copy()
-            except (ValueError, RecursionError, MemoryError) as error:
+            except MemoryError:
+                os.abort()  # as llguidance does where it lacks memory, so that the server knows what the cause is
+            except (ValueError, RecursionError) as error:
                 return HAS_FAILED, str(error) or type(error).__name__
         matcher = self._matchers[row]
         if token_ids and not matcher.consume_tokens(token_ids):

@@ -6,8 +6,8 @@ none for a while, and the others go on.
 
 The fast constraints of a tenant share a few workers, which other tenants do not wait for. A constraint whose masks turn
 out slow moves to a worker of its own, which runs at low priority; of these only some compute at the same time, those
-whose tenants have used the least. When a worker crashes, the sample that it was busy with ends with an error. All
-others start again in another worker.
+whose tenants have used the least. When a shared worker crashes, the sample that it was busy with goes on in a
+worker of its own, where a second crash ends it with an error. All others start again in another worker.
 """
 
 import os
@@ -74,6 +74,14 @@ class Matcher:
             _, self.mask, self._state = self.ahead.pop(0)
         else:
             self.ahead.clear()
+
+    def start_over(self) -> None:
+        """Goes on with a compiled constraint that no other sample has."""
+        shared = self.compiled
+        self.compiled = Compiled(shared.constraint, shared.seconds)
+        self.compiled.is_fast, self.compiled.worker = shared.is_fast, shared.worker
+        self.num_sent = 0
+        self.grammar.grammars.forget(shared)
 
     def fail(self, reason: str) -> None:
         """Gives the sample up."""
@@ -347,10 +355,7 @@ class MaskExchange:
                 return True
             matcher.has_restarted = True
             self.num_restarts += 1
-            fresh = Compiled(matcher.compiled.constraint, matcher.compiled.seconds)
-            fresh.is_fast, fresh.worker = matcher.compiled.is_fast, matcher.compiled.worker
-            matcher.grammar.grammars.forget(matcher.compiled)
-            matcher.compiled, matcher.num_sent = fresh, 0
+            matcher.start_over()
             self._queued.append(matcher)
             return False
         matcher.num_moves = 0
@@ -377,7 +382,11 @@ class MaskExchange:
                 self._recover(followers, answered, is_crash=False)
 
     def _recover(self, followers: _Followers, answered: list[Matcher], *, is_crash: bool = True) -> None:
-        """Moves the samples of a worker that has ended, except the one that it was busy with if it has crashed."""
+        """Moves the samples of a worker that has ended, or fails them if it crashed with a single constraint.
+
+        The sample that a shared worker was busy with may be the cause of a crash, or may only have come when others had
+        used up the memory. A worker of its own will show.
+        """
         worker, rows = followers.worker, followers.rows
         if not rows and not followers.asked:
             worker.kill()
@@ -387,15 +396,18 @@ class MaskExchange:
             self._shared.remove(followers)
         self._own.pop(worker, None)
         culprit = rows.get(worker.progress if worker.progress is not None else -1) if is_crash else None
-        if culprit is not None:
-            culprit.grammar.grammars.forget(culprit.compiled)
         for matcher in rows.values():
-            is_own_crash = is_crash and not followers.is_shared  # all samples there have the same constraint
-            if matcher.failure is None and (matcher is culprit or is_own_crash):
+            if matcher.failure is not None:
+                continue
+            if is_crash and not followers.is_shared:
+                matcher.grammar.grammars.forget(matcher.compiled)
                 matcher.fail("its parser has crashed or has exceeded constraint_memory_mib")
                 answered.append(matcher)
-            elif matcher.failure is None:
-                matcher.place, matcher.num_sent = None, 0
-                if matcher.is_waiting and matcher not in self._queued:
-                    self._queued.append(matcher)
+                continue
+            matcher.place, matcher.num_sent = None, 0
+            if matcher is culprit:
+                matcher.start_over()
+                matcher.compiled.is_fast = False
+            if matcher.is_waiting and matcher not in self._queued:
+                self._queued.append(matcher)
         followers.rows, followers.asked = {}, []

@@ -248,26 +248,55 @@ def test_samples_go_on_when_their_worker_is_lost(grammars: Grammars, how: signal
     assert grammars.num_lost_workers == 1
 
 
-def test_the_sample_that_crashes_a_worker_ends_alone(grammars: Grammars):
+def crash_busy_with(matcher: Matcher, exchange: MaskExchange) -> None:
+    """Ends a sample's worker as if it crashed with the sample's mask, which the sample then awaits."""
+    assert matcher.place is not None
+    worker, row = matcher.place[0].worker, matcher.place[1]
+    pid = process_id(worker)
+    os.kill(pid, signal.SIGSTOP)
+    exchange.advance(matcher, matcher.token_ids[0])
+    exchange.renew(0.0)  # sends
+    _, *rest = PROGRESS.unpack_from(worker._memory, 0)
+    PROGRESS.pack_into(worker._memory, 0, row + 1, *rest)
+    os.kill(pid, signal.SIGKILL)
+    wait_for_masks(exchange, [matcher])
+
+
+def test_a_sample_whose_worker_crashes_goes_on_alone_and_ends_alone(grammars: Grammars):
+    """Others may have used up the memory that its mask needed. A second crash is its own."""
     grammar, exchange = grammars.compile(LETTERS), MaskExchange()
+    expected = letters_of(grammars, Matcher(grammar), 4, exchange)
     matchers = [Matcher(grammar) for _ in range(3)]
     for matcher in matchers:
         letters_of(grammars, matcher, 2, exchange)
-    worker = exchange._shared[0].worker
-    pid = process_id(worker)
-    os.kill(pid, signal.SIGSTOP)
-    for matcher in matchers:
-        exchange.advance(matcher, matcher.token_ids[0])
-    exchange.renew(0.0)  # sends
-    assert matchers[1].place is not None
-    _, *rest = PROGRESS.unpack_from(worker._memory, 0)
-    PROGRESS.pack_into(worker._memory, 0, matchers[1].place[1] + 1, *rest)  # as if busy with the second
-    os.kill(pid, signal.SIGKILL)
-    wait_for_masks(exchange, matchers)
-    assert [matcher.failure is None for matcher in matchers] == [True, False, True]
-    assert "its parser has crashed" in str(matchers[1].failure)
+    crash_busy_with(matchers[1], exchange)
     with pytest.raises(KeyError):  # the next request with it is compiled alone first
         grammars._cached[LETTERS]
+    assert matchers[1].failure is None and matchers[1].mask.tobytes() == expected[2]
+    assert matchers[1].place is not None and not matchers[1].place[0].is_shared
+    for matcher in matchers[::2]:
+        letters_of(grammars, matcher, 2, exchange)
+        assert matcher.mask.tobytes() == expected[3] and matcher.place is not None and matcher.place[0].is_shared
+    crash_busy_with(matchers[1], exchange)
+    assert "its parser has crashed" in str(matchers[1].failure)
+    assert [matcher.failure is None for matcher in matchers] == [True, False, True]
+
+
+def test_constraints_that_use_up_the_memory_together_end_nobody():
+    """Each lexer grows to some 3 MiB, and their worker has memory for a few."""
+    grammars, exchange, rng = new_grammars(memory_mib=16), MaskExchange(), random.Random(1)
+    hungry = [Constraint(kind="regex", text=f"[a-z ]*{letter}[a-z ]{{40}}!") for letter in "abcdefghijklmnopqrstuvwxy"]
+    plain = Constraint(kind="regex", text="[a-z ]*")
+    matchers = [Matcher(grammars.compile(constraint)) for constraint in (plain, *hungry)]
+    expected = matchers[0].mask.tobytes()
+    for _ in range(200):
+        for matcher in matchers:
+            letters = np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder="little"))
+            exchange.advance(matcher, int(rng.choice(letters[5:])))
+        wait_for_masks(exchange, matchers)
+        assert not [matcher.failure for matcher in matchers if matcher.failure]
+    assert grammars.num_lost_workers > 0 and matchers[0].mask.tobytes() == expected
+    grammars.close()
 
 
 def test_the_template_is_started_again(grammars: Grammars):
@@ -288,7 +317,7 @@ def test_the_template_is_started_again(grammars: Grammars):
 
 def test_reports_that_nobody_asks_for_do_not_block_the_template(grammars: Grammars):
     """As many workers end as reports fill a socket."""
-    for _ in range(600):
+    for _ in range(200):
         grammars._template.fork().kill()
     assert grammars.compile(LETTERS).mask.any()
 

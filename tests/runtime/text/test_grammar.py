@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -308,6 +309,35 @@ def test_masks_after_drafts_are_those_of_the_tokens(grammars, tokenizer, drafts:
         wait_for_masks(other, [plain])
         assert (drafted.mask == plain.mask).all() and drafted.may_end == plain.may_end
     assert not drafted.ahead
+
+
+WIDE = "|".join(f"{letter}[a-z {letter.upper()}]{{40}}!" for letter in "abcdefgh")  # each letter has states of its own
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_every_mask_is_right_while_others_fill_the_lexer(tokenizer, monkeypatch, num_ahead: int, seed: int):
+    """Also if a sample has more draft tokens than its row has memory for, and if a draft fills the lexer."""
+    for name in ("grammar._FAST_SECONDS", "mask_exchange._RESTART_SECONDS"):  # however busy the machine is
+        monkeypatch.setattr(f"meshserve.runtime.text.{name}", math.inf)
+    settings = (MODEL / "tokenizer.json", VOCAB_SIZE, tokenizer.eos_token_ids)
+    small, roomy = Grammars(*settings, max_lexer_states=150, num_ahead=num_ahead), Grammars(*settings)
+    exchange, other, rng = MaskExchange(), MaskExchange(), random.Random(seed)
+    pairs = [(Matcher(small.compile(of("regex", WIDE))), Matcher(roomy.compile(of("regex", WIDE)))) for _ in range(8)]
+    while pairs := [pair for pair in pairs if not pair[1].is_complete]:
+        for found, expected in pairs:
+            found.drafts = tokenizer.encode(rng.choice(["", "abc", "bAz", "zzzz", "h!"]))
+            token_id = rng.choice(allowed(expected.mask))
+            exchange.advance(found, token_id)
+            other.advance(expected, token_id)
+        wait_for_masks(exchange, [found for found, _ in pairs])
+        wait_for_masks(other, [expected for _, expected in pairs])
+        for found, expected in pairs:
+            assert found.failure is None and (found.mask == expected.mask).all()
+            assert (found.may_end, found.is_complete) == (expected.may_end, expected.is_complete)
+    assert exchange.num_restarts > 0
+    small.close()
+    roomy.close()
 
 
 def test_an_ambiguous_grammar_is_given_up_before_it_costs_much(grammars):
