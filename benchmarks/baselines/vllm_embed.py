@@ -2,8 +2,9 @@
 
     python -m meshserve.benchmarks.baselines.vllm_embed --model-dir DIRECTORY --texts 10000 --tokens uniform:20:500
 
-DIRECTORY has the config.json of the model. Runs in vLLM's interpreter, so it imports only the standard library and
-what needs no more. One untimed run of other texts comes first, as in `bench embed`.
+DIRECTORY has the config.json and a tokenizer of the model; vLLM pools nothing without one. Runs in vLLM's interpreter,
+so it imports only the standard library and what needs no more. One untimed run of other texts comes first, as in
+`bench embed`.
 """
 
 import argparse
@@ -25,7 +26,6 @@ def run(arguments: Sequence[str]) -> dict[str, object]:
         model=options.model_dir,
         runner="pooling",
         load_format="dummy",
-        skip_tokenizer_init=True,
         dtype="bfloat16",
         enable_prefix_caching=False,
         **settings,
