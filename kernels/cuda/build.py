@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -129,6 +130,17 @@ def _compile(nvcc: str, scratch: Path, library: Path) -> None:
     _run([nvcc, *FLAGS, "-shared", *objects, "-ldl", "-o", str(library)])
 
 
+def _opened() -> ctypes.CDLL:
+    """Builds the library if needed and loads it. A file that does not load, cut short perhaps, is built anew, once."""
+    path = build()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        logging.getLogger(__name__).warning("compiling the CUDA kernels again, because they do not load: %s", error)
+        path.unlink(missing_ok=True)
+    return ctypes.CDLL(str(build()))
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """Builds the library if needed, registers the XLA calls in TARGETS, and loads the kernels onto this process's GPUs.
@@ -140,7 +152,7 @@ def load() -> ctypes.CDLL:
     """
     if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
         raise KernelBuildError("the CUDA kernels need jax's CUDA build: install jax[cuda13]")
-    library = ctypes.CDLL(str(build()))
+    library = _opened()
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="CUDA")
     library.meshserve_scratch_bytes.restype = ctypes.c_size_t
