@@ -317,7 +317,7 @@ def test_the_template_is_started_again(grammars: Grammars):
 
 def test_reports_that_nobody_asks_for_do_not_block_the_template(grammars: Grammars):
     """As many workers end as reports fill a socket."""
-    for _ in range(200):
+    for _ in range(600):
         grammars._template.fork().kill()
     assert grammars.compile(LETTERS).mask.any()
 
