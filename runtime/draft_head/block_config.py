@@ -12,6 +12,7 @@ from typing import Any
 
 from ..api.errors import UnsupportedModelError
 from ..api.model_config import ModelConfig
+from .head_config import check_served
 
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
 
@@ -82,7 +83,7 @@ def read_block_drafter(raw: Mapping[str, Any], served: ModelConfig) -> BlockConf
         raise UnsupportedModelError(
             f"config.json of the block drafter: dflash_config has {key} = {nested[key]!r}, which is not implemented."
         )
-    _check_served(options | {"num_target_layers": values["num_target_layers"]}, served)
+    check_served("block drafter", options | {"num_target_layers": values["num_target_layers"]}, served)
     options.pop("target_hidden_size", None)
     vocab_size = options.pop("draft_vocab_size", None) or served.vocab_size
     for key, value, low, high in (
@@ -106,22 +107,6 @@ def read_block_drafter(raw: Mapping[str, Any], served: ModelConfig) -> BlockConf
         mask_token_id=values["mask_token_id"],
         block_size=values["block_size"],
     )
-
-
-def _check_served(options: Mapping[str, Any], served: ModelConfig) -> None:
-    expected = {
-        "hidden_size": served.embed_dim,
-        "target_hidden_size": served.embed_dim,
-        "vocab_size": served.vocab_size,
-        "num_target_layers": served.num_layers,
-    }
-    for key, allowed in expected.items():
-        found = options.get(key)
-        if found != allowed and (found is not None or key == "hidden_size"):
-            raise UnsupportedModelError(
-                f"config.json of the block drafter: {key} is {found!r} and the served model has {allowed}. Use a "
-                "drafter that was trained for this model."
-            )
 
 
 def _layers_read(by_output: Any, by_input: Any, num_layers: int, served: ModelConfig) -> tuple[int, ...]:

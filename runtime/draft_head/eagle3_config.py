@@ -7,11 +7,12 @@ these are the inputs of the layers 2, n / 2 and n - 3 of n in either.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..api.errors import UnsupportedModelError
 from ..api.model_config import ModelConfig
+from .head_config import check_served
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 NUM_LAYERS_READ = 3
@@ -70,18 +71,7 @@ def read_eagle3(raw: Mapping[str, Any], served: ModelConfig) -> Eagle3Config:
             raise UnsupportedModelError(
                 f"config.json of the head: {key} is {found!r}; meshserve implements only {allowed!r}."
             )
-    expected = {
-        "hidden_size": served.embed_dim,
-        "target_hidden_size": served.embed_dim,
-        "vocab_size": served.vocab_size,
-    }
-    for key, allowed in expected.items():
-        found = options.get(key)
-        if found != allowed and (found is not None or key == "hidden_size"):
-            raise UnsupportedModelError(
-                f"config.json of the head: {key} is {found!r} and the served model has {allowed}. Use a head that was "
-                "trained for this model."
-            )
+    check_served("head", options, served)
     options.pop("target_hidden_size", None)
     vocab_size = options.pop("draft_vocab_size", None) or served.vocab_size
     if not 1 <= vocab_size <= served.vocab_size:
@@ -97,7 +87,7 @@ def read_eagle3(raw: Mapping[str, Any], served: ModelConfig) -> Eagle3Config:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"the draft head: {error}") from None
     return Eagle3Config(
-        layer=replace(layer, rope=layer.rope),
+        layer=layer,
         served_vocab_size=served.vocab_size,
         layers_read=layers_read,
         is_residual_normed=is_residual_normed,
