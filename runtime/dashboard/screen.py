@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.layout import Layout
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..api.engine_api import ModelInfo
@@ -69,7 +69,7 @@ def _header(target: str, info: ModelInfo | None, latest: Reading) -> Panel:
 
 
 def _requests(window: Change, latest: Reading) -> Panel:
-    table = _grid()
+    table = _grid(len("prefix hits"))
     load = latest.load
     table.add_row("running", str(load.num_running) if load else _UNKNOWN)
     table.add_row("waiting", str(load.num_waiting) if load else _UNKNOWN)
@@ -84,11 +84,11 @@ def _requests(window: Change, latest: Reading) -> Panel:
     table.add_row("preempted/s", _number(window.rate("meshserve_preemptions_total"), "{:.1f}"))
     table.add_row("prefix hits", _number(_hits(window), "{:.0%}"))
     used = 1.0 - load.num_free_pages / load.num_pages if load and load.num_pages else None
-    bar: RenderableType = ProgressBar(total=1.0, completed=used, width=24) if used is not None else Text(_UNKNOWN)
-    pages = f" {used:.0%} of {load.num_pages:,} pages" if load and used is not None else ""
-    row = Table.grid()
-    row.add_row(bar, pages)
-    table.add_row("KV cache", row)
+    cache: RenderableType = Text(_UNKNOWN)
+    if load and used is not None:
+        cache = Table.grid(Column(ratio=1), Column(no_wrap=True), expand=True)
+        cache.add_row(ProgressBar(total=1.0, completed=used), f" {used:.0%} of {load.num_pages:,} pages")
+    table.add_row("KV cache", cache)
     return Panel(table, title="requests", title_align="left")
 
 
@@ -98,7 +98,7 @@ def _hits(window: Change) -> float | None:
 
 def _tokens(window: Change, readings: Sequence[Reading]) -> Panel:
     output = "meshserve_output_tokens_total"
-    table = _grid()
+    table = _grid(len("running requests"))
     table.add_row("output tokens/s", _number(window.rate(output), "{:,.0f}"))
     table.add_row("prompt tokens/s", _number(window.rate("meshserve_prompt_tokens_total"), "{:,.0f}"))
     table.add_row("steps/s", _number(window.rate("meshserve_steps_total"), "{:,.0f}"))
@@ -120,11 +120,10 @@ def _times(window: Change) -> Panel:
     return Panel(table, title=f"times, of the last {_WINDOW_SECONDS:.0f} s", title_align="left")
 
 
-def _grid() -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(no_wrap=True)
-    return table
+def _grid(name_columns: int) -> Table:
+    """Returns an empty table of names and figures. Narrow terminals cut the figures, not the names."""
+    names, figures = Column(style="cyan", width=name_columns), Column(no_wrap=True, ratio=1)
+    return Table.grid(names, figures, padding=(0, 2), expand=True)
 
 
 def _spark(changes: Sequence[Change], figure: Callable[[Change], float | None]) -> Text:

@@ -39,8 +39,8 @@ def reading(seconds: float, **numbers: float) -> Reading:
     return with_metrics(Reading(seconds=seconds, state="READY"), PAGE.format(**values))
 
 
-def drawn(*readings: Reading, info=INFO) -> str:
-    console = Console(file=io.StringIO(), width=120, color_system=None)
+def drawn(*readings: Reading, info=INFO, columns: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=columns, color_system=None)
     console.print(screen("host:50051", info, readings), height=SCREEN_LINES)
     return console.file.getvalue()
 
@@ -82,6 +82,8 @@ def test_the_screen_shows_the_load_and_the_times():
     assert "200" in lines["running"], "tokens per second stand beside the running requests"
     assert "stop 2.0" in text
     assert len(text.splitlines()) == SCREEN_LINES
+    narrow = drawn(first, last, columns=80)
+    assert all(name in narrow for name in ("preempted/s", "KV cache", "75% of 100 pages", "running requests"))
 
 
 def test_the_screen_of_a_server_that_tells_nothing():
