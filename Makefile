@@ -189,7 +189,7 @@ bench-gpu:
 
 # Everything of docs/performance.md over 2, 4 or 8 GPUs of one host, in under 25 minutes: tests, all-reduces checked and
 # timed, models through gRPC, and changes of the TP size under load. Writes mesh/table.md. Uses PYTHON directly, not
-# .venv. Options in MESH: a part (--only sums 8b), vLLM beside (--python-vllm), a dry run (--cpu-devices 4).
+# .venv. Options in MESH: a part (--only all-reduces 8b), vLLM beside (--python-vllm), a dry run (--cpu-devices 4).
 bench-scaling:
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	$(PYTHON) -m meshserve bench mesh $(MESH)

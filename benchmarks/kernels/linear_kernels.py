@@ -25,8 +25,8 @@ from meshserve.benchmarks.lib.timing import random_array, timed_ms
 from meshserve.kernels.linear import (
     FP8,
     IMPLEMENTATIONS,
-    Before,
     Matrix,
+    Prologue,
     QuantisedMatrix,
     RMSNorm,
     implementation,
@@ -118,7 +118,7 @@ def random_weights(scheme: str, num_layers: int, rows: int, columns: int) -> Mat
     return QuantisedMatrix(data, scale)
 
 
-def operation_before(options: argparse.Namespace, projection: str, columns: int) -> Before | None:
+def prologue_of(options: argparse.Namespace, projection: str, columns: int) -> Prologue | None:
     """Returns the operation that the model has before a projection."""
     if options.plain or projection == "o":
         return None
@@ -129,21 +129,23 @@ def measure(options: argparse.Namespace, projection: str, num_tokens: int, name:
     """Returns the figures of one implementation for one projection and number of tokens."""
     rows, columns = shape_of(options, projection)
     weights = random_weights(options.quantize, options.layers, rows, columns)
-    before = operation_before(options, projection, columns)
-    x = random_array((num_tokens, (2 if before is silu_product else 1) * columns), 3) * 32
+    prologue = prologue_of(options, projection, columns)
+    x = random_array((num_tokens, (2 if prologue is silu_product else 1) * columns), 3) * 32
     product: Callable[..., jax.Array] = implementation(name)
     if name == "cuda_fp8":
         product = partial(product, candidate=options.candidate)
 
     def products(weights: Matrix, x: jax.Array) -> list[jax.Array]:
         layers = [jax.tree.map(lambda stack, layer=layer: stack[layer], weights) for layer in range(options.layers)]
-        return [product(x, layer, before=before) for layer in layers]
+        return [product(x, layer, prologue=prologue) for layer in layers]
 
     settings = compiler_options(make_mesh(1), has_library_gemms=True)
     program = jax.jit(products).lower(weights, x).compile(compiler_options=settings)
     figures, found = timed_ms(lambda _: program(weights, x), None, options.layers, options.rounds, options.seconds)
     us, p10, p90 = (1e3 * float(np.percentile(figures, rank)) for rank in (50, 10, 90))
-    error = _error(found[-1], x, jax.tree.map(lambda stack: stack[-1], weights), before, name) if options.check else 0.0
+    error = (
+        _error(found[-1], x, jax.tree.map(lambda stack: stack[-1], weights), prologue, name) if options.check else 0.0
+    )
     return {
         "projection": projection, "tokens": num_tokens, "backend": name, "us": us, "p10": p10, "p90": p90,
         "tflops": 2e-6 * num_tokens * rows * columns / us, "error": error,
@@ -151,11 +153,11 @@ def measure(options: argparse.Namespace, projection: str, num_tokens: int, name:
     }  # fmt: skip
 
 
-def _error(found: jax.Array, x: jax.Array, weight: Matrix, before: Before | None, name: str) -> float:
+def _error(found: jax.Array, x: jax.Array, weight: Matrix, prologue: Prologue | None, name: str) -> float:
     """Returns the norm of the error over that of the float32 product."""
 
     def expected(x: jax.Array, weight: Matrix) -> jax.Array:
-        x = x if before is None else before(x)
+        x = x if prologue is None else prologue(x)
         if name in _ROUNDING and isinstance(weight, QuantisedMatrix) and not weight.is_int4:
             numbers, scale = quantised_activations(x, weight.block[1])
             wide = numbers.astype(jnp.float32).reshape(*scale.shape, -1) * scale[..., None]

@@ -3,7 +3,7 @@
     make bench-scaling                                             # on a machine with 2, 4 or 8 GPUs
     meshserve bench mesh --minutes 25 --python-vllm /opt/vllm/bin/python --output mesh
     meshserve bench mesh --list
-    meshserve bench mesh --only mesh-tests sums 8b                 # a part, in this order
+    meshserve bench mesh --only mesh-tests all-reduces 8b          # a part, in this order
     meshserve bench mesh --cpu-devices 4 --minutes 10              # a dry run: the same commands, small
 
 The rows depend on the number of GPUs and their memory; each is a process, or several, with its own time limit, so that
@@ -22,9 +22,9 @@ from typing import Any
 
 from meshserve.runtime.api.errors import ConfigError
 
-from .lines import Line, heading, table
 from .machine import Machine, find_machine, virtual_machine
 from .rows import Plan, Row
+from .table import Line, heading, table
 from .tasks import run_tasks
 
 _MIN_SECONDS = 20.0  # a row with less time left is not started

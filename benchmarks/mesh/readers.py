@@ -10,7 +10,7 @@ from typing import Any
 from meshserve.benchmarks.load.full_load import STEP_MS, WORKLOADS
 from meshserve.benchmarks.load.full_load import TOKENS_PER_SECOND as SERVED_TOKENS_PER_SECOND
 
-from .lines import MS_A_TOKEN, TOKENS_PER_SECOND, Case, Line
+from .table import MS_A_TOKEN, TOKENS_PER_SECOND, Case, Line
 
 # The most milliseconds a token that four H200s shall take (docs/performance.md).
 _AIMS = {
@@ -61,18 +61,18 @@ def read_sums(results: Results) -> list[Line]:
         for kind in ("p2p", "psum"):
             if kind in row:
                 workload = f"all-reduce over {row['tp']:.0f}, {row['kilobytes']:.0f} KB, {kind}"
-                lines.append(Line(row="sums", workload=workload, figure="us", value=round(row[kind], 1)))
+                lines.append(Line(row="all-reduces", workload=workload, figure="us", value=round(row[kind], 1)))
     return lines
 
 
 def read_check_sums(results: Results) -> list[Line]:
     return [
         Line(
-            row="check-sums",
+            row="check-all-reduces",
             workload=f"all-reduces over {row['tp']}, {row['implementation']}",
             figure="wrong elements",
             value=row["num_wrong"],
-            note=f"of {row['num_sums']:,} sums",
+            note=f"of {row['num_sums']:,} all-reduces",
         )
         for row in _loaded(results)
     ]

@@ -16,9 +16,9 @@ from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.weights.registry import named_model
 
 from . import readers
-from .lines import Case, Line
 from .machine import Machine
 from .readers import AIMS_TP, Results, Served
+from .table import Case, Line
 from .tasks import Task
 
 _ROOT = Path(__file__).resolve().parents[2]  # of the repository, which has the tests
@@ -146,9 +146,18 @@ class Plan:
     def _sums(self) -> Row:
         dry = self._dry("--rounds=1", "--steps=1", "--kilobytes", "4", "8")
         tps = sorted({self.tp, min(self.tp, AIMS_TP)})
-        arguments = ("--sums", "--rounds=5", "--steps=20", "--tp", *map(str, tps), "--kilobytes", *_SUM_KILOBYTES, *dry)
+        arguments = (
+            "--all-reduces",
+            "--rounds=5",
+            "--steps=20",
+            "--tp",
+            *map(str, tps),
+            "--kilobytes",
+            *_SUM_KILOBYTES,
+            *dry,
+        )
         tasks = (Task(module=f"{_BENCHMARKS}.engine.scaling", arguments=arguments),)
-        return Row(name="sums", tasks=tasks, limit_seconds=120.0, read=readers.read_sums, is_sums=True)
+        return Row(name="all-reduces", tasks=tasks, limit_seconds=120.0, read=readers.read_sums, is_sums=True)
 
     def _checks(self) -> list[Row]:
         seconds, tp = self.check_seconds / 3, str(self.tp)
@@ -158,9 +167,9 @@ class Plan:
             "--max-step-tokens=32", "--set=dtype=float32", "--set=cache_dir=",
         )  # fmt: skip
         tasks = {
-            "check-sums": Task(
+            "check-all-reduces": Task(
                 module=f"{_BENCHMARKS}.engine.scaling",
-                arguments=("--sums", "--tp", tp, f"--check-seconds={seconds}", *self._dry(*tiny)),
+                arguments=("--all-reduces", "--tp", tp, f"--check-seconds={seconds}", *self._dry(*tiny)),
             ),
             "check-steps": Task(
                 module=f"{_BENCHMARKS}.engine.scaling",
@@ -175,7 +184,7 @@ class Plan:
             ),
         }  # fmt: skip
         read = {
-            "check-sums": readers.read_check_sums,
+            "check-all-reduces": readers.read_check_sums,
             "check-steps": readers.read_check_steps,
             "check-load": readers.read_soak,
         }

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from . import gpu, reference, xla
-from .before import Before, RMSNorm, inverse_rms, rms_norm, silu_product
 from .matrix import (
     FP8,
     FP8_MAX,
@@ -26,12 +25,13 @@ from .matrix import (
     to_fp8,
     unpacked,
 )
+from .prologue import Prologue, RMSNorm, inverse_rms, rms_norm, silu_product
 
 __all__ = [
     "FP8",
     "FP8_MAX",
     "SYMMETRIC_ZERO",
-    "Before",
+    "Prologue",
     "Matrix",
     "QuantisedMatrix",
     "RMSNorm",
@@ -55,16 +55,16 @@ class Linear(Protocol):
         weight: Matrix,
         *,
         out_dtype: jnp.dtype | None = None,
-        before: Before | None = None,
+        prologue: Prologue | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
         """Computes x weight^T, or residual + x weight^T.
 
         Args:
-          x: [T, K] bfloat16 or float32, or what `before` takes.
+          x: [T, K] bfloat16 or float32, or what `prologue` takes.
           weight: [..., N, K]. Leading dimensions are treated as further rows.
           out_dtype: dtype of the result; None means x's.
-          before: Operation on x before the product, such as `RMSNorm` or `silu_product`; None means none.
+          prologue: Operation on x before the product, such as `RMSNorm` or `silu_product`; None means none.
           residual: [T, rows] of the result's dtype; None means none.
 
         Returns:

@@ -13,8 +13,8 @@ import numpy as np
 from meshserve.kernels.cuda import build, cublas_lt, operands
 
 from . import xla
-from .before import Before, RMSNorm, silu_product
 from .matrix import FP8, Matrix, QuantisedMatrix
+from .prologue import Prologue, RMSNorm, silu_product
 
 BLOCK_COLUMNS = 128  # that share a scale of the activations, unless the weights have one scale for each row
 _ROW_MULTIPLE, _COLUMN_MULTIPLE, _TOKEN_MULTIPLE = 16, 16, 16  # for the alignment of cuBLASLt's operands
@@ -68,7 +68,7 @@ def linear(
     weight: Matrix,
     *,
     out_dtype: jnp.dtype | None = None,
-    before: Before | None = None,
+    prologue: Prologue | None = None,
     residual: jax.Array | None = None,
     candidate: int | None = None,
 ) -> jax.Array:
@@ -84,13 +84,13 @@ def linear(
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if not isinstance(weight, QuantisedMatrix) or unsupported_reason(weight, x.dtype) is not None:
-        return xla.linear(x, weight, out_dtype=out_dtype, before=before, residual=residual)
+        return xla.linear(x, weight, out_dtype=out_dtype, prologue=prologue, residual=residual)
     if out_dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"out_dtype is {out_dtype}; products with FP8 weights are bfloat16 or float32")
     cublas_lt.open_library()
-    norm = before if isinstance(before, RMSNorm) else None
-    if before is not None and norm is None and before is not silu_product:
-        x, before = before(x), None
+    norm = prologue if isinstance(prologue, RMSNorm) else None
+    if prologue is not None and norm is None and prologue is not silu_product:
+        x, prologue = prologue(x), None
     scale = weight.scale if weight.scale.dtype == jnp.bfloat16 else weight.scale.astype(jnp.float32)
     columns, num_rows, num_tokens = weight.shape[-1], int(np.prod(weight.shape[:-1])), x.shape[0]
     padded = -(-num_tokens // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
@@ -111,7 +111,7 @@ def linear(
         weight.data,
         scale,
         residual if has_residual else x,
-        before=np.int32(1 if norm is not None else 2 if before is silu_product else 0),
+        before=np.int32(1 if norm is not None else 2 if prologue is silu_product else 0),
         epsilon=np.float32(0.0 if norm is None else norm.epsilon),
         has_residual=np.int32(has_residual),
         is_spread=np.int32(is_spread),

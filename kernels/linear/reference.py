@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from .before import Before
 from .matrix import Matrix, QuantisedMatrix, dequantised
+from .prologue import Prologue
 
 
 def linear(
@@ -12,11 +12,11 @@ def linear(
     weight: Matrix,
     *,
     out_dtype: jnp.dtype | None = None,
-    before: Before | None = None,
+    prologue: Prologue | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """See `Linear`."""
-    x = x if before is None else before(x)
+    x = x if prologue is None else prologue(x)
     matrix = dequantised(weight) if isinstance(weight, QuantisedMatrix) else weight.astype(jnp.float32)
     matrix = matrix.reshape(-1, x.shape[1])
     product = jnp.einsum("tk,nk->tn", x.astype(jnp.float32), matrix, precision="highest")

@@ -7,8 +7,8 @@ the bytes of the full matrix are written and read again.
 import jax
 import jax.numpy as jnp
 
-from .before import Before
 from .matrix import Matrix, QuantisedMatrix, dequantised, quantised_activations
+from .prologue import Prologue
 
 
 def linear(
@@ -16,11 +16,11 @@ def linear(
     weight: Matrix,
     *,
     out_dtype: jnp.dtype | None = None,
-    before: Before | None = None,
+    prologue: Prologue | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """See `Linear`. A dequantised matrix is rounded to the dtype of x; activations keep their precision."""
-    product = _dequantised_product(x if before is None else before(x), weight, out_dtype)
+    product = _dequantised_product(x if prologue is None else prologue(x), weight, out_dtype)
     return product if residual is None else residual + product
 
 
@@ -38,7 +38,7 @@ def linear_fp8(
     weight: Matrix,
     *,
     out_dtype: jnp.dtype | None = None,
-    before: Before | None = None,
+    prologue: Prologue | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
     """See `Linear`. With an FP8 matrix, activations are rounded to FP8, too, as in FP8 checkpoints' own inference code.
@@ -46,7 +46,7 @@ def linear_fp8(
     A token's activations have one scale for the columns of each block of the matrix: 128 for the published block
     format, less where a shard's blocks are smaller; all of a shard's columns for a matrix with a scale per row.
     """
-    product = _rounded_product(x if before is None else before(x), weight, out_dtype)
+    product = _rounded_product(x if prologue is None else prologue(x), weight, out_dtype)
     return product if residual is None else residual + product
 
 

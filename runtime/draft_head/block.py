@@ -87,7 +87,7 @@ class BlockDrafter(nnx.Module):
         for index in range(config.num_layers):
             layer = self._layer(index)
             attention, norm = layer.attention, RMSNorm(layer.attention_norm[...], config.rms_norm_eps)
-            rows = kernels.linear(x, attention.qkv[...], before=norm)
+            rows = kernels.linear(x, attention.qkv[...], prologue=norm)
             q, k, v = split_group(rows.reshape(len(x), attention.qkv.shape[0], -1, config.head_dim))
             q = rotate(rms_norm(q, attention.q_norm[...], config.rms_norm_eps), *angles)
             k = rotate(rms_norm(k, attention.k_norm[...], config.rms_norm_eps), *angles)

@@ -46,7 +46,7 @@ from ..api.model_config import ModelConfig
 from ..layers import fused_decode
 from ..layers.rope import rotate, rotation
 from ..quantisation.declaration import Declare, matrix_of
-from .divided_pages import divide_pages
+from .context_parallel import divide_pages
 
 LARGE_STEP_TOKENS = 512  # from this size on, a step is bound by its matmuls instead of kernel launches
 LIBRARY_TOKENS = 64  # from this size on, library GEMMs are at least as fast as XLA's in steps that are not fused
@@ -60,7 +60,7 @@ class Kernels:
     attend: PagedAttention
     attend_part: PartialAttention | None = None  # `attend` for devices that divide pages among them
     linear: Linear = xla.linear
-    head: Callable[..., jax.Array] = xla.linear  # `linear` of the output head, without `before` and `residual`
+    head: Callable[..., jax.Array] = xla.linear  # `linear` of the output head, without `prologue` and `residual`
     write: WriteKV = write_kv
     prepare: QKNormRope | None = None  # replaces `write` and the norms and rotation before it
     decode: DecodeKernels | None = None  # fused layers for small decode steps
@@ -173,7 +173,7 @@ class Attention(nnx.Module):
         if self.kv_scale is not None and cache.dtype == FP8:  # `prepare` would write without the scales
             scaled = scaled_access(context.attend, context.write, self.kv_scale[...])
             context = context._replace(prepare=None, **scaled)
-        rows = context.linear(x, self.qkv[...], before=norm)
+        rows = context.linear(x, self.qkv[...], prologue=norm)
         if not isinstance(layer, int):  # in a loop, or the TPU compiler splits the weights instead of the rows
             rows = jax.lax.optimization_barrier(rows)
         if context.prepare is not None:
@@ -212,8 +212,8 @@ class MLP(nnx.Module):
         self, x: jax.Array, norm: RMSNorm, linear: Linear, p2p_all_reduce: P2PAllReduce | None = None
     ) -> jax.Array:
         """Adds the MLP, after a norm, to x [T, D]."""
-        halves = linear(x, self.gate_up[...], before=norm)
-        return add_product(x, partial(linear, halves, self.down[...], before=silu_product), p2p_all_reduce)
+        halves = linear(x, self.gate_up[...], prologue=norm)
+        return add_product(x, partial(linear, halves, self.down[...], prologue=silu_product), p2p_all_reduce)
 
 
 class DecoderLayer(nnx.Module):

@@ -33,7 +33,7 @@ from meshserve.sharding.mesh import use_cpu_devices
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
 from ..api.quantisation import NOT_QUANTIZED
-from ..quantisation.making import published_form
+from ..quantisation.quantise import published_form
 from .load import OpenedWeights, is_orbax, open_weights, read_model_with_weights
 from .locate import model_directory, pooling_folders
 from .model_task import with_task

@@ -7,8 +7,8 @@ from meshserve.sharding.layout import ShardLayout
 
 from ..api.model_config import ModelConfig
 from ..quantisation.config_json import is_skipped
-from ..quantisation.making import is_made
 from ..quantisation.published import StoredMatrix, stored_matrix
+from ..quantisation.quantise import is_made
 from .orbax_layout import (
     Pieces,
     StoredArray,

@@ -24,7 +24,7 @@ from meshserve.sharding.mesh import named_sharding
 
 from ..api.model_config import ModelConfig
 from ..api.quantisation import NOT_QUANTIZED
-from ..quantisation.making import QuantisingSource, is_made
+from ..quantisation.quantise import QuantisingSource, is_made
 from ..quantisation.sources import PublishedMatrices, StoredGrids
 from .hf_layout import checkpoint_tensors, hf_pieces, quantised_matrices, tensors_to_ignore
 from .orbax_layout import (

@@ -198,7 +198,7 @@ def with_fp8_head(config: ModelConfig) -> ModelConfig:
     Raises:
       ConfigError: The head is the embedding.
     """
-    from ..quantisation.making import head_quantisation  # not at module level: importing jax takes seconds
+    from ..quantisation.quantise import head_quantisation  # not at module level: importing jax takes seconds
 
     if config.is_tied:
         raise ConfigError(
@@ -209,7 +209,7 @@ def with_fp8_head(config: ModelConfig) -> ModelConfig:
 
 
 def _made(scheme: str, config: ModelConfig) -> Quantisation:
-    from ..quantisation.making import made_quantisation  # not at module level: importing jax takes seconds
+    from ..quantisation.quantise import made_quantisation  # not at module level: importing jax takes seconds
 
     if scheme not in SCHEMES:
         raise ConfigError(f"quantize is {scheme!r}; allowed are {', '.join(SCHEMES)}.")

@@ -10,10 +10,10 @@ import pytest
 
 from meshserve.benchmarks.mesh import machine as machines
 from meshserve.benchmarks.mesh import mesh
-from meshserve.benchmarks.mesh.lines import MS_A_TOKEN, TOKENS_PER_SECOND, Case, Line, sum_microseconds, table
 from meshserve.benchmarks.mesh.machine import Machine, find_machine, virtual_machine
 from meshserve.benchmarks.mesh.readers import Served, read_live_tp, read_served, read_soak, read_tests
 from meshserve.benchmarks.mesh.rows import Plan
+from meshserve.benchmarks.mesh.table import MS_A_TOKEN, TOKENS_PER_SECOND, Case, Line, sum_microseconds, table
 from meshserve.benchmarks.mesh.tasks import NO_MULTICAST, Task, run_tasks
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.weights.registry import named_model
@@ -33,7 +33,9 @@ def test_the_arguments_of_every_row_are_accepted(num_devices: int, is_dry: bool)
     """A wrong argument would cost a row of a day on borrowed machines."""
     machine = virtual_machine(num_devices) if is_dry else gpus(num_devices)
     rows, _ = Plan(machine=machine, check_seconds=60, vllm="" if is_dry else "/opt/python").rows()
-    assert {"mesh-tests", "sums", "check-steps", "check-load", "8b", "30b-a3b-ep", "live-tp"} <= {r.name for r in rows}
+    assert {"mesh-tests", "all-reduces", "check-steps", "check-load", "8b", "30b-a3b-ep", "live-tp"} <= {
+        r.name for r in rows
+    }
     assert len({row.name for row in rows}) == len(rows)
     for task in (task for row in rows for task in row.tasks):
         arguments = [*task.arguments, f"{task.result_flag}result"]
@@ -155,18 +157,18 @@ def test_the_machine_is_found_without_jax(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_dry_run_of_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--cpu-devices=2", f"--output={tmp_path}", "--cache-dir="]
-    assert mesh.main([*options, "--only", "sums", "8b-steps"]) == 0, capsys.readouterr().err
+    assert mesh.main([*options, "--only", "all-reduces", "8b-steps"]) == 0, capsys.readouterr().err
     text = (tmp_path / "table.md").read_text()
     assert "the figures mean nothing" in text
     assert "all-reduce over 2, 4 KB, psum" in text and "steps alone, batch 2" in text
     found = json.loads((tmp_path / "rows.json").read_text())
-    assert found["problems"] == {} and set(found["seconds"]) == {"sums", "8b-steps"}
+    assert found["problems"] == {} and set(found["seconds"]) == {"all-reduces", "8b-steps"}
 
 
 def test_rows_without_time_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mesh.main(["--cpu-devices=4", f"--output={tmp_path}", "--minutes=0"]) == 0
     assert "* not in the table: 8b: not started: no time left" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="there is no such row; rows are mesh-tests, sums"):
+    with pytest.raises(ConfigError, match="there is no such row; rows are mesh-tests, all-reduces"):
         mesh.main(["--cpu-devices=4", "--only", "9b"])
     assert mesh.main(["--cpu-devices=4", "--list"]) == 0
     assert "30b-a3b-ep         at most" in capsys.readouterr().out

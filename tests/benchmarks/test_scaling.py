@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from meshserve.benchmarks.engine import scaling
-from meshserve.benchmarks.kernels import repeats, sums
+from meshserve.benchmarks.kernels import all_reduces, repeats
 from meshserve.runtime.model import qwen3
 from meshserve.runtime.weights.orbax_layout import model_layout
 from meshserve.runtime.weights.registry import named_model
@@ -44,8 +44,8 @@ def test_efficiency_is_relative_to_the_smallest_degree_of_the_same_case() -> Non
 
 
 def test_sums_are_timed_by_size_and_written(tmp_path: Path) -> None:
-    file = tmp_path / "sums.json"
-    options = ["--sums", "--tp", "2", "--kilobytes", "4", "8", "--rounds", "1", "--steps", "1", f"--json={file}"]
+    file = tmp_path / "all_reduces.json"
+    options = ["--all-reduces", "--tp", "2", "--kilobytes", "4", "8", "--rounds", "1", "--steps", "1", f"--json={file}"]
     assert scaling.main(options) == 0
     rows = json.loads(file.read_text())
     assert [(row["tp"], row["kilobytes"]) for row in rows] == [(2, 4.0), (2, 8.0)]
@@ -53,14 +53,14 @@ def test_sums_are_timed_by_size_and_written(tmp_path: Path) -> None:
 
 
 def test_every_sum_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "sums.json"
-    options = ["--sums", "--tp", "2", "4", "--kilobytes", "1", "2", "--check-seconds", "0.01", f"--json={file}"]
+    file = tmp_path / "all_reduces.json"
+    options = ["--all-reduces", "--tp", "2", "4", "--kilobytes", "1", "2", "--check-seconds", "0.01", f"--json={file}"]
     assert scaling.main(options) == 0
     rows = json.loads(file.read_text())
     assert [(row["tp"], row["implementation"], row["num_wrong"]) for row in rows] == [(2, "psum", 0), (4, "psum", 0)]
     assert all(row["num_sums"] >= 2000 for row in rows)
     wrong = {"psum": lambda x: jax.lax.psum(x, "tensor").at[3].add(0.25)}
-    monkeypatch.setattr(sums, "implementations", lambda mesh, all_reduce: wrong)
+    monkeypatch.setattr(all_reduces, "implementations", lambda mesh, all_reduce: wrong)
     assert scaling.main(options) == 1
     rows = json.loads(file.read_text())
     assert all(row["num_wrong"] == row["tp"] * row["num_sums"] for row in rows)

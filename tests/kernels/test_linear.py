@@ -8,7 +8,7 @@ import pytest
 from meshserve.kernels.linear import (
     FP8,
     FP8_MAX,
-    Before,
+    Prologue,
     QuantisedMatrix,
     RMSNorm,
     cases,
@@ -82,16 +82,16 @@ def test_an_unknown_implementation_is_named() -> None:
         implementation("fast")
 
 
-@pytest.mark.parametrize("before", [RMSNorm(jnp.linspace(0.5, 2.0, 256), 1e-6), silu_product], ids=["norm", "silu"])
+@pytest.mark.parametrize("prologue", [RMSNorm(jnp.linspace(0.5, 2.0, 256), 1e-6), silu_product], ids=["norm", "silu"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_operation_before_a_product_is_applied(name: str, before: Before) -> None:
+def test_the_prologue_is_applied(name: str, prologue: Prologue) -> None:
     inputs = cases.make_inputs(next(case for case in cases.CASES if case.name == "fp8-block"), seed=6)
-    x = jnp.concatenate([inputs.x, inputs.x + 1], axis=1) if before is silu_product else inputs.x
-    product = implementation(name)(x, inputs.weight, before=before)
-    expected = cases.expected(cases.Inputs(before(x), inputs.weight), is_fp8=name == "xla_fp8")
+    x = jnp.concatenate([inputs.x, inputs.x + 1], axis=1) if prologue is silu_product else inputs.x
+    product = implementation(name)(x, inputs.weight, prologue=prologue)
+    expected = cases.expected(cases.Inputs(prologue(x), inputs.weight), is_fp8=name == "xla_fp8")
     assert relative_error(product, expected) < BOUNDS["float32"]
     residual = jnp.full(product.shape, 3.0)
-    summed = implementation(name)(x, inputs.weight, before=before, residual=residual)
+    summed = implementation(name)(x, inputs.weight, prologue=prologue, residual=residual)
     np.testing.assert_allclose(summed, product + 3.0, rtol=1e-6)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshserve.kernels.linear import Before, RMSNorm, cases, gpu, silu_product
+from meshserve.kernels.linear import Prologue, RMSNorm, cases, gpu, silu_product
 
 REASON = gpu.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -35,27 +35,27 @@ def test_the_product_is_the_float64_computation(case: cases.Case) -> None:
     assert relative_error(wide, expected) < 2e-4
 
 
-def exact_before(before: Before, x: np.ndarray) -> np.ndarray:
+def exact_prologue(prologue: Prologue, x: np.ndarray) -> np.ndarray:
     """Returns the operation in float64."""
-    if isinstance(before, RMSNorm):
-        inverse = 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + before.epsilon)
-        return x * inverse * np.asarray(before.gain).astype(np.float64)
+    if isinstance(prologue, RMSNorm):
+        inverse = 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + prologue.epsilon)
+        return x * inverse * np.asarray(prologue.gain).astype(np.float64)
     gate, up = np.split(x, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
 
 
 @pytest.mark.parametrize("name", ["norm", "silu"])
 @pytest.mark.parametrize("case", cases.MATRIX_CASES, ids=lambda case: case.name)
-def test_the_operation_before_is_fused(case: cases.Case, name: str) -> None:
+def test_the_prologue_is_fused(case: cases.Case, name: str) -> None:
     inputs = cases.make_inputs(case, seed=2)
     rng = np.random.default_rng(3)
-    before: Before = silu_product
+    prologue: Prologue = silu_product
     x = jnp.asarray(rng.standard_normal((case.tokens, 2 * case.columns)) * 2, "bfloat16")
     if name == "norm":
-        before = RMSNorm(jnp.asarray(rng.uniform(0.5, 2, case.columns), "bfloat16"), 1e-6)
+        prologue = RMSNorm(jnp.asarray(rng.uniform(0.5, 2, case.columns), "bfloat16"), 1e-6)
         x = x[:, : case.columns]
-    product = jax.jit(partial(gpu.linear, before=before))(x, inputs.weight)
-    rounded_once = jnp.asarray(exact_before(before, np.asarray(x).astype(np.float64)), "bfloat16")
+    product = jax.jit(partial(gpu.linear, prologue=prologue))(x, inputs.weight)
+    rounded_once = jnp.asarray(exact_prologue(prologue, np.asarray(x).astype(np.float64)), "bfloat16")
     expected = cases.expected(cases.Inputs(rounded_once, inputs.weight), is_fp8=True)
     assert relative_error(product, expected) < BOUND
 

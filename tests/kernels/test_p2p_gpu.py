@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from meshserve.benchmarks.kernels.sums import shares_of, wrong_elements
+from meshserve.benchmarks.kernels.all_reduces import shares_of, wrong_elements
 from meshserve.kernels.cuda import build
 from meshserve.kernels.decode_layers import cases, gpu
 from meshserve.kernels.decode_layers import reference as layers_reference

@@ -13,7 +13,7 @@ from meshserve.kernels.linear import FP8
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.quantisation import SCHEMES, Quantisation
 from meshserve.runtime.quantisation.grids import dequantised
-from meshserve.runtime.quantisation.making import made_quantisation, quantised
+from meshserve.runtime.quantisation.quantise import made_quantisation, quantised
 from meshserve.runtime.startup.live_reshard import move_params
 from meshserve.runtime.weights.convert import convert, verify
 from meshserve.runtime.weights.load import load_model

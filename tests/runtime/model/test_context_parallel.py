@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from meshserve.kernels.paged_attention import PagedBatch, reference, write_kv
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.request import FinishReason
-from meshserve.runtime.model.divided_pages import divide_pages
+from meshserve.runtime.model.context_parallel import divide_pages
 from meshserve.runtime.model.qwen3 import StepContext
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 from tests import checkpoints

@@ -1,4 +1,4 @@
-"""Operations on activations right before a product, which an implementation can fuse with the rounding to FP8.
+"""Prologues of matrix products: operations on activations that an implementation can fuse with the rounding to FP8.
 
 Called, each computes its result in XLA operations. Dimensions: T tokens, K columns of the matrix.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-Before = Callable[[jax.Array], jax.Array]
+Prologue = Callable[[jax.Array], jax.Array]
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, epsilon: float, inverse: jax.Array | None = None) -> jax.Array:
