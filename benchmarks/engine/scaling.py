@@ -1,8 +1,8 @@
 """Measures how decoding scales over the GPUs of one host: step times at several TP sizes, and the all-reduces alone.
 
     meshserve bench scaling --model qwen3-8b qwen3-32b --tp 1 2 4 --batch 1 32 --context 1024 --plot scaling.png
-    meshserve bench scaling --all-reduces --tp 2 4                     # only the all-reduces: see all_reduces.py
-    meshserve bench scaling --all-reduces --tp 4 --check-seconds 600   # checks every all-reduce
+    meshserve bench scaling --only-all-reduces --tp 2 4                     # only the all-reduces: see all_reduces.py
+    meshserve bench scaling --only-all-reduces --tp 4 --check-seconds 600   # checks every all-reduce
     meshserve bench scaling --tp 4 --check-seconds 600                 # checks whole steps: see repeats.py
 
 A step is the served program of a decode bucket, including sampling, with random weights, keys and values. It is
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif not options.one_dispatcher:
         use_dispatch_threads()
     is_well = True
-    if options.all_reduces:
+    if options.only_all_reduces:
         rows = all_reduces.check(options) if options.check_seconds else all_reduces.measure(options)
         is_well = not any(row.get("num_wrong") for row in rows)
     elif options.check_seconds:
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode-layers", default="auto", help="cuda, reference, off or auto (default: %(default)s)")
     parser.add_argument("--attention", default="auto", help="cuda, reference or auto (default: %(default)s)")
     parser.add_argument(
-        "--all-reduces", action="store_true", help="time the all-reduces over the mesh instead of steps"
+        "--only-all-reduces", action="store_true", help="time the all-reduces over the mesh instead of steps"
     )
     sizes = [*(2.0**power for power in range(2, 13)), 32768.0]
     parser.add_argument(

@@ -147,7 +147,7 @@ class Plan:
         dry = self._dry("--rounds=1", "--steps=1", "--kilobytes", "4", "8")
         tps = sorted({self.tp, min(self.tp, AIMS_TP)})
         arguments = (
-            "--all-reduces",
+            "--only-all-reduces",
             "--rounds=5",
             "--steps=20",
             "--tp",
@@ -169,7 +169,7 @@ class Plan:
         tasks = {
             "check-all-reduces": Task(
                 module=f"{_BENCHMARKS}.engine.scaling",
-                arguments=("--all-reduces", "--tp", tp, f"--check-seconds={seconds}", *self._dry(*tiny)),
+                arguments=("--only-all-reduces", "--tp", tp, f"--check-seconds={seconds}", *self._dry(*tiny)),
             ),
             "check-steps": Task(
                 module=f"{_BENCHMARKS}.engine.scaling",

@@ -79,7 +79,7 @@ class Case:
 
 
 def sum_microseconds(sums: Sequence[Mapping[str, float]], tp: int, kilobytes: float) -> float | None:
-    """Returns the time of an all-reduce of this size from rows of `bench scaling --all-reduces`, or None.
+    """Returns the time of an all-reduce of this size from rows of `bench scaling --only-all-reduces`, or None.
 
     Between two measured sizes the time is interpolated; below the smallest it is that of the smallest.
     """
@@ -100,7 +100,7 @@ def table(lines: Sequence[Line], sums: Sequence[Mapping[str, float]], tp_of: Map
 
     Args:
       lines: In the order of the table.
-      sums: The rows of `bench scaling --all-reduces`.
+      sums: The rows of `bench scaling --only-all-reduces`.
       tp_of: The TP size of each row.
     """
     titles = (

@@ -45,7 +45,19 @@ def test_efficiency_is_relative_to_the_smallest_degree_of_the_same_case() -> Non
 
 def test_sums_are_timed_by_size_and_written(tmp_path: Path) -> None:
     file = tmp_path / "all_reduces.json"
-    options = ["--all-reduces", "--tp", "2", "--kilobytes", "4", "8", "--rounds", "1", "--steps", "1", f"--json={file}"]
+    options = [
+        "--only-all-reduces",
+        "--tp",
+        "2",
+        "--kilobytes",
+        "4",
+        "8",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        f"--json={file}",
+    ]
     assert scaling.main(options) == 0
     rows = json.loads(file.read_text())
     assert [(row["tp"], row["kilobytes"]) for row in rows] == [(2, 4.0), (2, 8.0)]
@@ -54,7 +66,18 @@ def test_sums_are_timed_by_size_and_written(tmp_path: Path) -> None:
 
 def test_every_sum_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "all_reduces.json"
-    options = ["--all-reduces", "--tp", "2", "4", "--kilobytes", "1", "2", "--check-seconds", "0.01", f"--json={file}"]
+    options = [
+        "--only-all-reduces",
+        "--tp",
+        "2",
+        "4",
+        "--kilobytes",
+        "1",
+        "2",
+        "--check-seconds",
+        "0.01",
+        f"--json={file}",
+    ]
     assert scaling.main(options) == 0
     rows = json.loads(file.read_text())
     assert [(row["tp"], row["implementation"], row["num_wrong"]) for row in rows] == [(2, "psum", 0), (4, "psum", 0)]
