@@ -17,7 +17,7 @@ The cache may hold 8-bit floats, which are converted to the dtype of q after the
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -50,49 +50,42 @@ def default_tiling(*, num_tokens: int, kv_heads: int, group: int, page_size: int
     )
 
 
-def paged_attention(
-    q: jax.Array,
-    cache: jax.Array,
-    batch: "PagedBatch",
-    *,
-    layer: int | jax.Array,
-    scale: float,
-    tiling: Tiling | None = None,
-    interpret: Any = False,
-) -> jax.Array:
-    """See `PagedAttention`. `interpret` is passed to `pallas_call`.
+class Options(TypedDict, total=False):
+    """Keyword arguments of `paged_attention` and `partial_attention`."""
+
+    layer: Required[int | jax.Array]
+    scale: Required[float]
+    tiling: Tiling | None  # None selects `default_tiling`
+    interpret: Any  # passed to `pallas_call`
+
+
+def paged_attention(q: jax.Array, cache: jax.Array, batch: "PagedBatch", **options: Unpack[Options]) -> jax.Array:
+    """See `PagedAttention`.
 
     Raises:
       ValueError: the page size or head dim does not fit the chip's tiles.
     """
-    return _attend(q, cache, batch, layer, scale, tiling, interpret, has_sums=False)[0]
+    return _attend(q, cache, batch, has_sums=False, **options)[0]
 
 
 def partial_attention(
-    q: jax.Array,
-    cache: jax.Array,
-    batch: "PagedBatch",
-    *,
-    layer: int | jax.Array,
-    scale: float,
-    tiling: Tiling | None = None,
-    interpret: Any = False,
+    q: jax.Array, cache: jax.Array, batch: "PagedBatch", **options: Unpack[Options]
 ) -> tuple[jax.Array, jax.Array]:
     """See `PartialAttention`; otherwise as `paged_attention`."""
-    attended, sums = _attend(q, cache, batch, layer, scale, tiling, interpret, has_sums=True)
+    attended, sums = _attend(q, cache, batch, has_sums=True, **options)
     return attended, sums[..., 0]
 
 
-def _attend(  # noqa: PLR0913  what the two above pass on
+def _attend(
     q: jax.Array,
     cache: jax.Array,
     batch: "PagedBatch",
+    *,
     layer: int | jax.Array,
     scale: float,
-    tiling: Tiling | None,
-    interpret: Any,
-    *,
     has_sums: bool,
+    tiling: Tiling | None = None,
+    interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Returns the attention and, with `has_sums`, the sums of `PartialAttention`, repeated [T, K, G, _LANES]."""
     num_tokens, kv_heads, group, _ = q.shape
@@ -157,19 +150,57 @@ def _call(  # noqa: PLR0913  operands of the kernel, and the shapes of its resul
 
     The results have `shapes`. All other rows of `out`, if it is not empty, stay unchanged.
     """
-    _, kv_heads, group, head_dim = q.shape
     page = cache.shape[2:]  # [K, 2, S, H]
-    tiling, max_decodes = static["tiling"], static["max_decodes"]
-    tile_rows = tiling.tile_tokens * group
-    heads = (kv_heads, group, head_dim)
     has_sums = len(shapes) > 1
+    scratch = _scratch(q, cache, static["tiling"], static["max_decodes"], has_sums=has_sums)
+    prefetched = (scalars, positions, token_request, table)
+    operands = (q, cache, *out)
+
+    def body(*refs: Ref) -> None:
+        num_inputs = len(prefetched) + len(operands)
+        results, rest = refs[num_inputs : num_inputs + len(shapes)], refs[num_inputs + len(shapes) :]
+        inputs = dict(zip(("scalars", "positions", "token_request", "table", "q", "cache"), refs, strict=False))
+        Kernel(
+            **inputs,
+            out=results[0],
+            sums=results[1] if has_sums else None,
+            scratch=Scratch(**dict(zip(scratch, rest, strict=True))),
+            **static,
+        ).run()
+
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(prefetched),
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(operands),
+            out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(shapes),
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=shapes,
+        input_output_aliases={len(prefetched) + 2 + index: index for index in range(len(out))},
+        # Bounds checks would lengthen an iteration of the decode loop from 1626 to 2130 bundles (v6e). The page numbers
+        # come from the page allocator, and the tests check them with the interpreter.
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES, disable_bounds_checks=True),
+        cost_estimate=_cost(q, math.prod(page) * cache.dtype.itemsize, table.shape[0] // 2),
+        name="paged_attention",
+        interpret=interpret,
+    )(*prefetched, *operands)
+
+
+def _scratch(q: jax.Array, cache: jax.Array, tiling: Tiling, max_decodes: int, *, has_sums: bool) -> dict[str, Any]:
+    """Returns the kernel's buffers in VMEM and its semaphores, by their names in `Scratch`."""
+    _, *heads = q.shape  # [K, G, H]
+    kv_heads, group, head_dim = heads
+    page = cache.shape[2:]  # [K, 2, S, H]
+    tile_rows = tiling.tile_tokens * group
     scratch = dict(
         decode_q=pltpu.VMEM((max_decodes, *heads), q.dtype),
         decode_out=pltpu.VMEM((max_decodes + 1, *heads), q.dtype),  # the last row receives the results of unused items
         decode_pages=pltpu.VMEM((tiling.slots, tiling.items * tiling.block_pages, *page), cache.dtype),
         decode_max=pltpu.VMEM((kv_heads, group, 1), jnp.float32),
         decode_sum=pltpu.VMEM((kv_heads, group, 1), jnp.float32),
-        decode_acc=pltpu.VMEM(heads, jnp.float32),
+        decode_acc=pltpu.VMEM(tuple(heads), jnp.float32),
         tile_q=pltpu.VMEM((2, tiling.tile_tokens, *heads), q.dtype),
         tile_out=pltpu.VMEM((tiling.tile_tokens, *heads), q.dtype),
         tile_rows=pltpu.VMEM((kv_heads, tile_rows, head_dim), q.dtype),
@@ -185,49 +216,7 @@ def _call(  # noqa: PLR0913  operands of the kernel, and the shapes of its resul
     if has_sums:
         scratch["decode_sums"] = pltpu.VMEM((max_decodes + 1, kv_heads, group, _LANES), jnp.float32)
         scratch["tile_sums"] = pltpu.VMEM((tiling.tile_tokens, kv_heads, group, _LANES), jnp.float32)
-    prefetched = (scalars, positions, token_request, table)
-    operands = (q, cache, *out)
-
-    def body(*refs: Ref) -> None:
-        num_inputs = len(prefetched) + len(operands)
-        inputs, results, rest = (
-            refs[:num_inputs],
-            refs[num_inputs : num_inputs + len(shapes)],
-            refs[num_inputs + len(shapes) :],
-        )
-        scalars, positions, token_request, table, q, cache = inputs[:6]
-        Kernel(
-            scalars=scalars,
-            positions=positions,
-            token_request=token_request,
-            table=table,
-            q=q,
-            cache=cache,
-            out=results[0],
-            sums=results[1] if has_sums else None,
-            scratch=Scratch(**dict(zip(scratch, rest, strict=True))),
-            **static,
-        ).run()
-
-    itemsize = cache.dtype.itemsize
-    return pl.pallas_call(
-        body,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(prefetched),
-            grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(operands),
-            out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(shapes),
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=shapes,
-        input_output_aliases={len(prefetched) + 2 + index: index for index in range(len(out))},
-        # Bounds checks would lengthen an iteration of the decode loop from 1626 to 2130 bundles (v6e). The page numbers
-        # come from the page allocator, and the tests check them with the interpreter.
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES, disable_bounds_checks=True),
-        cost_estimate=_cost(q, math.prod(page) * itemsize, table.shape[0] // 2),
-        name="paged_attention",
-        interpret=interpret,
-    )(*prefetched, *operands)
+    return scratch
 
 
 def _cost(q: jax.Array, page_bytes: int, num_pages: int) -> pl.CostEstimate:

@@ -34,7 +34,7 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """References to the scratch memory that `tpu._call` allocates; their shapes are given there."""
+    """References to the scratch memory of `tpu._scratch`; their shapes are given there."""
 
     decode_q: Ref
     decode_out: Ref
