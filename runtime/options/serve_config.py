@@ -80,15 +80,15 @@ class ServeConfig:
     cp: int = option(
         1,
         _MODEL,
-        "context-parallel size, where tp exceeds the model's KV heads: how many of the devices that would repeat a KV "
-        "head divide its pages among them instead, which holds cp times as many tokens; auto is all of them",
+        "context-parallel size, where tp exceeds the model's KV heads: number of devices that divide the pages of a KV "
+        "head instead of repeating it, so that the cache holds cp times as many tokens; auto is as many as possible",
         least=1,
         is_auto=True,
     )
     expert_parallel: bool = option(
         False,
         _MODEL,
-        "of a mixture-of-experts model, give each of the tp devices whole experts instead of a slice of every expert",
+        "split a mixture of experts by expert: each device has whole experts instead of slices of all",
     )
     cpu_devices: int = option(
         0, _MODEL, "number of virtual CPU devices to serve on; 0 uses the accelerators of the machine", least=0
@@ -102,8 +102,8 @@ class ServeConfig:
     task: str = option(
         "auto",
         _MODEL,
-        "what the model does: generate text, embed texts (Embed), or rerank documents (Rerank, Score); auto asks the "
-        "model's files, which name an embedding model (modules.json)",
+        "what the model does: generate text, embed texts (Embed), or rerank documents (Rerank, Score); auto is embed "
+        "if the model's modules.json describes an embedding model, else generate",
         choices=("auto", *TASKS),
     )
     generation_config: str = option(
@@ -127,7 +127,7 @@ class ServeConfig:
         choices=("none", *SCHEMES),
     )
     fp8_head: bool = option(
-        False, _MODEL, "quantise the output head to FP8 while it is loaded, unless it is the model's embedding"
+        False, _MODEL, "quantise the output head to FP8 while it is loaded, unless it is tied to the embedding"
     )
     random_weights: bool = option(
         False,
@@ -284,7 +284,7 @@ class ServeConfig:
     linear: str = option(
         "auto",
         _KERNELS,
-        "products with quantised weights: xla dequantises the weights; xla_fp8 and, on Hopper's FP8 tensor cores, "
+        "GEMMs with quantised weights: xla dequantises the weights; xla_fp8 and, on Hopper's FP8 tensor cores, "
         "cuda_fp8 also round activations to FP8 if the weights are FP8; auto is cuda_fp8 on Hopper GPUs, else xla",
         choices=("auto", "reference", "xla", "xla_fp8", "cuda_fp8"),
     )
@@ -308,16 +308,16 @@ class ServeConfig:
     )
     kv_events: bool = _listening(
         False,
-        "tell gateways at the gateway port which pages the prefix cache holds (SubscribeKvEvents), so that they can "
-        "send requests to the server that has their prefixes",
+        "publish at the gateway port which pages the prefix cache has (SubscribeKvEvents), so that gateways can send "
+        "requests to the server that has their prefixes",
     )
     kv_events_endpoint: str = _listening(
         "",
-        "publish the same over ZeroMQ, as vLLM does, at this address, such as tcp://127.0.0.1:5557 (extra "
+        "publish kv_events over ZeroMQ, as vLLM does, at this address, such as tcp://127.0.0.1:5557 (extra "
         "`kv-events`); sets kv_events",
     )
     kv_events_replay_endpoint: str = _listening(
-        "", "address, such as tcp://127.0.0.1:5558, at which subscribers of kv_events_endpoint ask for what they missed"
+        "", "address, such as tcp://127.0.0.1:5558, at which subscribers of kv_events_endpoint request missed events"
     )
     kv_events_topic: str = _listening(
         "",
@@ -329,7 +329,9 @@ class ServeConfig:
     allow_insecure: bool = _listening(False, "allow a non-loopback address without TLS or without tokens")
     tls_cert: str = _listening("", "PEM file with the server's certificate chain; read again when it changes")
     tls_key: str = _listening("", "PEM file with the private key of tls_cert")
-    tls_client_ca: str = _listening("", "PEM file with the authority that must have signed callers' certificates")
+    tls_client_ca: str = _listening(
+        "", "PEM file with the CA that must have signed callers' certificates; enables mutual TLS"
+    )
     tokens: str = _listening("", "TOML file of tenants and the digests of their tokens; read again when it changes")
     log_format: str = _observability(
         "text", "format of the log on stderr, which has a line for each finished request", choices=("text", "json")
@@ -378,14 +380,14 @@ class ServeConfig:
     draft_min_match: int = option(
         3,
         _SCHEDULING,
-        "tokens at the end of a text that must have occurred in it before, for what followed them to be drafted",
+        "prompt lookup: number of last tokens that must occur earlier in the text; what followed them there is drafted",
         least=1,
         is_expert=True,
     )
     constraint_seconds: float = option(
         10.0,
         _KERNELS,
-        "time in seconds that compiling one constraint, or the masks of one step for it, may take",
+        "time limit in seconds to compile a constraint, or to compute its masks for a step",
         least=0.1,
         may_differ=True,
         is_expert=True,
@@ -393,13 +395,13 @@ class ServeConfig:
     constraint_memory_mib: int = option(
         512,
         _KERNELS,
-        "memory in MiB that the process which compiles and follows one constraint may allocate",
+        "memory limit in MiB of the process that compiles and follows a constraint",
         least=64,
         may_differ=True,
         is_expert=True,
     )
     dispatch_threads: bool = option(
-        True, _KERNELS, "with several GPUs, dispatch to each from a thread of its own", is_expert=True
+        True, _KERNELS, "with several GPUs, dispatch to each from a separate thread", is_expert=True
     )
 
     def __post_init__(self) -> None:

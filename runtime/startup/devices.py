@@ -15,6 +15,7 @@ from meshserve.sharding.mesh import (
     use_dispatch_threads,
 )
 
+from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
 from ..options.serve_config import ServeConfig
 from ..planning.auto_limits import GPU_MEMORY_FRACTION
@@ -27,9 +28,19 @@ _OTHER_BYTES = 4 * _GIB  # of host memory, which is not pinned
 
 
 def configure_devices(config: ServeConfig) -> None:
-    """Applies the options that JAX must know before its devices start. May be called more than once."""
+    """Applies the options that JAX must know before its devices start. May be called more than once.
+
+    Raises:
+      ConfigError: JAX already runs in this process, with another number of CPU devices.
+    """
     if config.cpu_devices:
-        use_cpu_devices(config.cpu_devices)
+        try:
+            use_cpu_devices(config.cpu_devices)
+        except RuntimeError:
+            raise ConfigError(
+                f"cpu_devices is {config.cpu_devices}, but JAX already runs in this process with "
+                f"{jax.local_device_count()} device(s). Use the same number, or another process."
+            ) from None
     else:
         claim_gpu_memory(config.memory_fraction or GPU_MEMORY_FRACTION)
         if config.host_cache_gib:
