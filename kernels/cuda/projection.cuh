@@ -197,10 +197,11 @@ __device__ __forceinline__ float4 transpose_4x4(float4 v, int i) {
 
 // Loads a narrow kernel's activations for its range of k, with all consumers: [blocks, N, 64], swizzled like tiles that
 // the copy engine loads. The input has `row_blocks` blocks in a row. Of the `num_blocks`, only `num_real` exist; the
-// others are zero.
-template <int N>
+// others are zero. Calls `meanwhile` while the activations are on their way.
+template <int N, class Meanwhile>
 __device__ __forceinline__ void load_resident_input(const ProjectionArgs& args, int row_blocks, int first_token,
-                                                    int first_block, int num_blocks, int num_real, uint32_t to) {
+                                                    int first_block, int num_blocks, int num_real, uint32_t to,
+                                                    Meanwhile meanwhile) {
   constexpr int kMost = kMaxResidentBytes / 16 / kConsumers;
   uint4 chunks[kMost];
 #pragma unroll
@@ -212,6 +213,7 @@ __device__ __forceinline__ void load_resident_input(const ProjectionArgs& args, 
       chunks[u] = *reinterpret_cast<const uint4*>(args.resident_input + at);
     }
   }
+  meanwhile();
 #pragma unroll
   for (int u = 0; u < kMost; ++u) {
     int i = threadIdx.x + u * kConsumers, row = i / 8;
@@ -466,23 +468,28 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
   };
   fetch_operands(first_n);
 
-  if constexpr (W::kIsSplit) {
-    const int first_tile = k_begin * kInputTiles, num_tiles = (k_end - k_begin) * kInputTiles;
-    const uint8_t* exponents = args.exponents + static_cast<size_t>(first_token) * args.input_tiles + first_tile;
-    load_exponents<N>(exponents, args.input_tiles, args.batch - first_token,
-                      min(num_tiles, args.input_tiles - first_tile), num_tiles, kConsumers,
-                      ring_address + args.exponent_offset);
-    if (!is_resident) sync_threads(1, kConsumers);
-  }
+  auto fetch_exponents = [&] {
+    if constexpr (W::kIsSplit) {
+      const int first_tile = k_begin * kInputTiles, num_tiles = (k_end - k_begin) * kInputTiles;
+      const uint8_t* exponents = args.exponents + static_cast<size_t>(first_token) * args.input_tiles + first_tile;
+      load_exponents<N>(exponents, args.input_tiles, args.batch - first_token,
+                        min(num_tiles, args.input_tiles - first_tile), num_tiles, kConsumers,
+                        ring_address + args.exponent_offset);
+    }
+  };
   if (is_resident) {
     if constexpr (W::kIsQuantised) {
       const int first_tile = k_begin * kInputTiles, num_tiles = (k_end - k_begin) * kInputTiles;
       load_resident_input<N>(args, args.input_tiles, first_token, first_tile, num_tiles,
-                             min(num_tiles, args.input_tiles - first_tile), resident);
+                             min(num_tiles, args.input_tiles - first_tile), resident, fetch_exponents);
     } else {
-      load_resident_input<N>(args, args.k_blocks, first_token, k_begin, k_end - k_begin, k_end - k_begin, resident);
+      load_resident_input<N>(args, args.k_blocks, first_token, k_begin, k_end - k_begin, k_end - k_begin, resident,
+                             fetch_exponents);
     }
     fence_shared_before_copies();  // wgmma reads through the same proxy as the copy engine
+    sync_threads(1, kConsumers);
+  } else if constexpr (W::kIsSplit) {
+    fetch_exponents();
     sync_threads(1, kConsumers);
   }
 

@@ -15,11 +15,22 @@ namespace meshserve {
 template <int N>
 __device__ __forceinline__ void load_exponents(const uint8_t* exponents, int row_groups, int num_tokens, int num_real,
                                                int num_groups, int num_threads, uint32_t to) {
-#pragma unroll 4
-  for (int i = threadIdx.x; i < num_groups * N; i += num_threads) {
-    const int token = i % N, group = i / N;
-    const bool is_real = token < num_tokens && group < num_real;
-    store_shared_byte(to + i, is_real ? exponents[static_cast<size_t>(token) * row_groups + group] : 0);
+  constexpr int kTogether = 4;  // loads in flight at a time
+  const int total = num_groups * N;
+#pragma unroll 1
+  for (int first = threadIdx.x; first < total; first += kTogether * num_threads) {
+    uint8_t bytes[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int i = first + u * num_threads, token = i % N, group = i / N;
+      const bool is_real = token < num_tokens && group < num_real;
+      bytes[u] = is_real ? exponents[static_cast<size_t>(token) * row_groups + group] : 0;
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int i = first + u * num_threads;
+      if (i < total) store_shared_byte(to + i, bytes[u]);
+    }
   }
 }
 
