@@ -37,6 +37,7 @@ _LIBRARY_READS_IN_PLACE = jax.__version_info__ >= (0, 11)
 # Decode steps of up to so many tokens run on the fused layers. Larger ones take cuBLAS less time, unless a layer's
 # weights stay in the L2 cache of the GPU between the groups of 64 tokens of the fused layers (docs/log/decode.md).
 _MAX_FUSED_TOKENS, _MAX_CACHED_FUSED_TOKENS = 64, 256
+_MAX_INT4_FUSED_TOKENS = 128  # where larger steps dequantise 4-bit weights to bfloat16 in memory, every time
 # Pooling steps of up to so many tokens do, too, if the weights are dense and on one device (docs/log/embeddings.md).
 _MAX_FUSED_PROMPT_TOKENS = 128
 _MAX_FUSED_EXPERT_TOKENS = 128  # of layers with experts, which are most of the time: XLA's router takes many kernels
@@ -120,7 +121,10 @@ def max_fused_tokens(names: KernelNames, shapes: KernelShapes) -> int:
     is_cached = (
         num_devices == 1 and layer_bytes <= decode_layers.gpu.CACHED_LAYER_BYTES
     )  # not measured on several devices
-    return _MAX_CACHED_FUSED_TOKENS if is_cached else _MAX_FUSED_TOKENS
+    if is_cached:
+        return _MAX_CACHED_FUSED_TOKENS
+    has_int4 = model.quantisation is not None and model.quantisation.is_int4
+    return _MAX_INT4_FUSED_TOKENS if has_int4 and num_devices == 1 else _MAX_FUSED_TOKENS
 
 
 def max_fused_prompt_tokens(names: KernelNames, shapes: KernelShapes) -> int:

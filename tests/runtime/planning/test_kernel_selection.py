@@ -338,7 +338,7 @@ def test_the_log_says_which_steps_dequantise(caplog: pytest.LogCaptureFixture) -
     )
     with caplog.at_level(logging.INFO):
         kernel_selection._log_quantisation(names, shapes(1, model=INT4_MODEL))
-    assert "decode steps of up to 64 tokens multiply them in the fused layers" in caplog.text
+    assert "decode steps of up to 128 tokens multiply them in the fused layers" in caplog.text
     assert "linear in other steps: xla, which dequantises" in caplog.text
 
 
@@ -349,6 +349,7 @@ def test_layers_that_stay_in_the_l2_cache_are_told_by_their_quantised_bytes() ->
         return kernel_selection.max_fused_tokens(names, kernel_shapes)
 
     assert [most("qwen3-1.7b", scheme) for scheme in ("none", "fp8-block", "int4")] == [64, 64, 256]
+    assert [most("qwen3-8b", scheme) for scheme in ("none", "fp8-block", "int4")] == [64, 64, 128]
 
 
 def test_small_steps_of_texts_run_on_fused_layers_if_those_are_dense_and_on_one_device() -> None:
