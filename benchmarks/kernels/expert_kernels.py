@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--most-few-tokens",
         type=int,
-        help="of cuda: steps of more tokens are computed in tiles, others by rows of weights",
+        help="of cuda: steps of more tokens are computed in tiles, others by rows of weights where they can be",
     )
     parser.add_argument(
         "--most-fp8-tokens", type=int, help="of cuda: steps of more tokens dequantise the weights of a layer first"

@@ -10,7 +10,7 @@
 //            share * silu(gate) * up, again in the order of weight_formats.cuh
 //   down:    128 rows. It finds its tiles and fetches its first weights while gate_up still runs
 #pragma once
-#include "expert_rows.cuh"
+#include "expert_parts.cuh"
 #include "expert_tiles.cuh"
 
 namespace meshserve {

@@ -1,21 +1,22 @@
-// The experts of a step of at most 8 tokens, with weights by the copy engine: bound by streaming the chosen experts'
-// weights.
+// The experts of a step of at most 8 tokens: bound by streaming the chosen experts' weights.
 //
-// As in expert_rows.cuh a warp multiplies 16 rows of weights by the 8 tokens with mma.m16n8k16, but each warp fetches
-// its weights with the bulk tensor copy engine to a ring of its own in shared memory. It waits for nobody else, its
-// loads stay in flight whatever it computes, and no register holds what has not arrived. Shared memory and registers
-// of both kernels fit an SM together, so that down's ring is full when gate_up ends.
+// A warp multiplies 16 rows of weights by the 8 tokens (expert_parts.cuh). It fetches its weights with the bulk tensor
+// copy engine to a ring of its own in shared memory and waits for no other warp, so its loads stay in flight whatever
+// it computes, and no register holds what has not arrived. Shared memory and registers of both kernels fit an SM
+// together: down's rings are full when gate_up ends.
 //
 //   gate_up_rings_kernel  items of (expert, 16 rows of gate and the same of up) in equal ranges for each block. A warp
-//                         has an eighth of the columns, and the tokens' in registers for all items.
-//   down_rings_kernel     a block owns 16 columns of the output and adds up all experts in registers. A warp takes
-//                         every eighth unit of (expert, two blocks of columns).
+//                         has an eighth of the columns, and the tokens' in registers for all items. With 8-bit weights
+//                         both are f16, to which the GPU converts e4m3. Writes share * silu(gate) * up for each choice,
+//                         at its place (expert_choices.cuh).
+//   down_rings_kernel     a block owns 16 columns of the output and adds up all experts in registers: there is no
+//                         second pass. A warp takes every eighth unit of (expert, two blocks of columns).
 //
 // A copy brings 16 rows of 128 bytes with the 128-byte swizzle. A lane has the pieces 2q and 2q + 1 of 16 bytes of rows
-// r and r + 8, with r = lane / 4 and q = lane % 4: its reads meet no bank conflict, and a sum does not depend on the
-// order of its terms.
+// r and r + 8, with r = lane / 4 and q = lane % 4: its reads meet no bank conflict.
 #pragma once
-#include "expert_rows.cuh"
+#include "expert_choices.cuh"
+#include "expert_parts.cuh"
 
 namespace meshserve {
 namespace experts {
@@ -29,6 +30,8 @@ struct FewChoices {
   uint32_t tokens[kMaxExperts];  // bit t: token t chose the expert
   int first[kMaxExperts];        // place of its first choice
   int active[kMaxExperts];
+  int chosen[kMostFewChoices];    // [T, k]
+  float shares[kMostFewChoices];  // of gate_up: [T, k]
   int num_active;
   int totals[kWarps];
 
@@ -37,12 +40,19 @@ struct FewChoices {
   }
 };
 
-// Computes the choices; `choices.tokens` is zero. All threads call it.
-__device__ __forceinline__ void arrange_few(FewChoices& choices, const RowsArgs& args) {
+// Reads the choices and computes the rest; `choices.tokens` is zero. All threads call it.
+__device__ __forceinline__ void arrange_few(FewChoices& choices, const RowsArgs& args, bool has_shares) {
   constexpr int kActive = 1 << 20;
+  const int num_choices = args.num_tokens * args.num_chosen;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < num_choices; i += kThreads) {
+    choices.chosen[i] = __ldcg(args.experts + i);
+    if (has_shares) choices.shares[i] = __ldcg(args.shares + i);
+  }
   __syncthreads();
-  for (int i = threadIdx.x; i < args.num_tokens * args.num_chosen; i += kThreads) {
-    const int expert = __ldcg(args.experts + i);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < num_choices; i += kThreads) {
+    const int expert = choices.chosen[i];
     if (expert >= 0 && expert < args.num_experts) atomicOr(&choices.tokens[expert], 1u << i / args.num_chosen);
   }
   __syncthreads();
@@ -80,6 +90,51 @@ __device__ __forceinline__ void load_token_block(TokenBlock<W>& to, const bf16* 
   }
 }
 
+// A block of a token in f16, times a power of two for each block, which takes its largest number to 2^14 and more. f16
+// has more bits than bf16, and numbers below 2^-28 of the largest lose some. `back` is the reciprocal of the power.
+// Pairs of columns are in the order of e4m3_to_f16.
+__device__ __forceinline__ void convert_token_block(TokenBlock<Fp8Weights>& tokens, float& back) {
+  constexpr uint32_t kLargest = 14, kBias = 127;
+  uint32_t largest = 0;
+  auto note = [&](uint32_t word) { largest = max(largest, max(word & 0x7FFFu, word >> 16 & 0x7FFFu)); };
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) note(tokens[s][i].x), note(tokens[s][i].y), note(tokens[s][i].z), note(tokens[s][i].w);
+  }
+  largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+  largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+  const uint32_t exponent = max(largest >> 7, kLargest + 1);
+  const float factor = __uint_as_float((2 * kBias + kLargest - exponent) << 23);
+  back = __uint_as_float((exponent - kLargest) << 23);
+  auto convert = [&](uint32_t& even, uint32_t& odd) {  // columns 0 and 2, and 1 and 3, to 0 and 1, and 2 and 3
+    const uint32_t low = pack_f16(__uint_as_float(even << 16) * factor, __uint_as_float(odd << 16) * factor);
+    odd = pack_f16(__uint_as_float(even & 0xFFFF0000u) * factor, __uint_as_float(odd & 0xFFFF0000u) * factor);
+    even = low;
+  };
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    convert(tokens[s][0].x, tokens[s][1].x);
+    convert(tokens[s][0].y, tokens[s][1].y);
+    convert(tokens[s][0].z, tokens[s][1].z);
+    convert(tokens[s][0].w, tokens[s][1].w);
+  }
+}
+
+// c += 16 rows of e4m3 weights times 8 tokens in f16, over a piece.
+__device__ __forceinline__ void multiply_f16(float (&c)[4], uint4 low, uint4 high, const uint4 (&token)[2]) {
+  const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+  const uint32_t first[4] = {token[0].x, token[0].y, token[0].z, token[0].w};
+  const uint32_t second[4] = {token[1].x, token[1].y, token[1].z, token[1].w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint32_t a[4];
+    e4m3_to_f16(lows[j], a[0], a[2]);
+    e4m3_to_f16(highs[j], a[1], a[3]);
+    multiply_16x8x16_f16(c, a, first[j], second[j]);
+  }
+}
+
 // A lane's pieces of a copy: of each of two, rows r and r + 8.
 struct WeightBlock {
   uint4 pieces[2][2];
@@ -94,6 +149,18 @@ struct WeightBlock {
     }
   }
 };
+
+// c += scale * (weights tokens), with tokens as `convert_token_block` has them; `back` is that of the lane's two
+// columns.
+__device__ __forceinline__ void multiply_block_f16(float (&c)[4], const WeightBlock& weights,
+                                                   const TokenBlock<Fp8Weights>& tokens, float scale,
+                                                   const float (&back)[2]) {
+  float part[2][4] = {};
+#pragma unroll
+  for (int s = 0; s < 2; ++s) multiply_f16(part[s], weights.pieces[s][0], weights.pieces[s][1], tokens[s]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c[i] = fmaf(scale * back[i % 2], part[0][i] + part[1][i], c[i]);
+}
 
 // c += scale * (weights tokens)
 template <class W>
@@ -126,7 +193,7 @@ struct GateUpRingsMemory {
   FewChoices choices;
   float shares[kMostFewChoices];  // of each place
   float inverse_rms[kFewTokens];
-  uint64_t full[kWarps][kRingStages];
+  alignas(8) uint64_t full[kWarps][kRingStages];
 };
 
 // Grid: any number of blocks. A row has 8 * kBlocks blocks of 128 bytes.
@@ -148,30 +215,40 @@ __global__ void __launch_bounds__(kThreads, 2)
   touch_parameters(args);
   wait_for_previous_kernel();
   let_next_kernel_start();  // only now, since down reads the choices before its wait
-  arrange_few(choices, args);
+  arrange_few(choices, args, true);
 
   const int tiles = args.rows / kRingRows, num_items = choices.num_active * tiles;
   const int first_item = num_items * static_cast<int>(blockIdx.x) / static_cast<int>(gridDim.x);
   const int last_item = num_items * static_cast<int>(blockIdx.x + 1) / static_cast<int>(gridDim.x);
   if (first_item == last_item) return;
-  // Of an item, the first row of gate in the stack.
-  auto row_of = [&](int item) {
-    return args.first_row + choices.active[item / tiles] * 2 * args.rows + item % tiles * kRingRows;
+  // An item is tile `tile` of rows of an active expert; `index` counts the items.
+  struct Item {
+    int index, active, tile;
   };
-  int fetch_item = first_item, fetch_block = 0;
+  const Item first = {first_item, first_item / tiles, first_item % tiles};
+  auto advance = [&](Item& item) {
+    ++item.index;
+    if (++item.tile == tiles) item.tile = 0, ++item.active;
+  };
+  // Of an item, the first row of gate in the stack.
+  auto row_of = [&](const Item& item) {
+    return args.first_row + choices.active[item.active] * 2 * args.rows + item.tile * kRingRows;
+  };
+  Item next_fetch = first;
+  int fetch_block = 0;
   auto fetch = [&](int stage) {
-    if (fetch_item == last_item) return;
+    if (next_fetch.index == last_item) return;
     if (lane == 0) {
-      const int row = row_of(fetch_item), block = warp * kBlocks + fetch_block;
+      const int row = row_of(next_fetch), block = warp * kBlocks + fetch_block;
       fetch_stage<W>(ring + stage * kRingStageBytes, full + 8 * stage, &weights, row, block, row + args.rows, block,
                      policy);
     }
-    if (++fetch_block == kBlocks) fetch_block = 0, ++fetch_item;
+    if (++fetch_block == kBlocks) fetch_block = 0, advance(next_fetch);
   };
-#pragma unroll
+#pragma unroll 1
   for (int s = 0; s < kRingStages; ++s) fetch(s);
   // Lane 2b + h has the scale of the warp's block b, of gate (h = 0) or up.
-  auto load_scale = [&](int item) {
+  auto load_scale = [&](const Item& item) {
     ScaleInFlight scale = {};
     if constexpr (W::kIsQuantised) {
       const int group = (warp * kBlocks + lane / 2) * W::kBlockColumns >> args.scales.columns_log2;
@@ -180,16 +257,27 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     return scale;
   };
-  ScaleInFlight scale = load_scale(first_item);
+  ScaleInFlight scale = load_scale(first);
   // Lanes of tokens that the step does not have read another one's.
   const bf16* token_row = args.input + static_cast<size_t>(min(lane / 4, args.num_tokens - 1)) * columns;
   TokenBlock<W> tokens[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) load_token_block<W>(tokens[b], token_row, warp * kBlocks + b, args.is_ordered);
+  float back[kBlocks][2];
+  if constexpr (W::kIsQuantised) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      float mine;
+      convert_token_block(tokens[b], mine);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) back[b][i] = __shfl_sync(0xffffffffu, mine, lane % 4 * 8 + 4 * i);
+    }
+  }
+#pragma unroll 1
   for (int i = threadIdx.x; i < args.num_tokens * args.num_chosen; i += kThreads) {
-    const int expert = args.experts[i];
+    const int expert = choices.chosen[i];
     if (expert >= 0 && expert < args.num_experts) {
-      memory.shares[choices.place(expert, i / args.num_chosen)] = args.shares[i];
+      memory.shares[choices.place(expert, i / args.num_chosen)] = choices.shares[i];
     }
   }
   if (warp < args.num_tokens) {
@@ -202,9 +290,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   int stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
-  for (int item = first_item; item < last_item; ++item) {
+  for (Item item = first, next = first; item.index < last_item; item = next) {
     const float my_scale = W::kIsQuantised ? scale.value(args.scales) : 1.0f;
-    if (item + 1 < last_item) scale = load_scale(item + 1);
+    advance(next);
+    if (next.index < last_item) scale = load_scale(next);
     float c[2][4] = {};
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
@@ -217,12 +306,15 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (++stage == kRingStages) stage = 0, parity ^= 1;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        multiply_block<W>(c[m], of[m], tokens[b],
-                          W::kIsQuantised ? __shfl_sync(0xffffffffu, my_scale, 2 * b + m) : 1.0f);
+        if constexpr (W::kIsQuantised) {
+          multiply_block_f16(c[m], of[m], tokens[b], __shfl_sync(0xffffffffu, my_scale, 2 * b + m), back[b]);
+        } else {
+          multiply_block<W>(c[m], of[m], tokens[b], 1.0f);
+        }
       }
     }
 
-    auto& parts = memory.parts[item % 2];  // two, so that one barrier an item suffices
+    auto& parts = memory.parts[item.index % 2];  // two, so that one barrier an item suffices
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       float* to = &parts[warp][m * kRingRows + lane / 4][2 * (lane % 4)];
@@ -230,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       *reinterpret_cast<float2*>(to + 8 * kFewTokens) = make_float2(c[m][2], c[m][3]);
     }
     __syncthreads();
-    const int expert = choices.active[item / tiles], row = threadIdx.x % kRingRows, token = threadIdx.x / kRingRows;
+    const int expert = choices.active[item.active], row = threadIdx.x % kRingRows, token = threadIdx.x / kRingRows;
     if (token < kFewTokens && (choices.tokens[expert] >> token & 1)) {
       float gate = 0.0f, up = 0.0f;
 #pragma unroll
@@ -240,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
       const float inverse = memory.inverse_rms[token];
       const int place = choices.place(expert, token);
-      args.out[static_cast<size_t>(place) * args.rows + ordered_column<W>(item % tiles * kRingRows + row)] =
+      args.out[static_cast<size_t>(place) * args.rows + ordered_column<W>(item.tile * kRingRows + row)] =
           __float2bfloat16(silu(gate * inverse) * (up * inverse) * memory.shares[place]);
     }
   }
@@ -250,7 +342,7 @@ struct DownRingsMemory {
   uint8_t ring[kWarps][kRingStages][kRingStageBytes];
   float parts[kWarps][kRingRows][kFewTokens];
   FewChoices choices;
-  uint64_t full[kWarps][kRingStages];
+  alignas(8) uint64_t full[kWarps][kRingStages];
 };
 
 // Grid: rows / 16 blocks.
@@ -273,32 +365,47 @@ __global__ void __launch_bounds__(kThreads, 2)
   choices.tokens[threadIdx.x] = 0;
   touch_parameters(args);
   // Before the wait: gate_up lets this kernel start when the choices have been written.
-  arrange_few(choices, args);
+  arrange_few(choices, args, false);
 
   const int blocks = (args.columns + W::kBlockColumns - 1) / W::kBlockColumns;
   const int units_each = (blocks + kBlocks - 1) / kBlocks, num_units = choices.num_active * units_each;
   // The warp's unit number i is unit warp + 8 * i.
   const int num_mine = num_units > warp ? (num_units - warp + kWarps - 1) / kWarps : 0;
-  auto expert_of = [&](int i) { return choices.active[(warp + kWarps * i) / units_each]; };
-  auto block_of = [&](int i) { return (warp + kWarps * i) % units_each * kBlocks; };
-  auto row_of = [&](int i) {
-    return args.first_row + expert_of(i) * args.rows + static_cast<int>(blockIdx.x) * kRingRows;
+  struct Unit {
+    int active, part;  // the expert, and which of its units
   };
-  auto fetch = [&](int i, int stage) {
-    if (lane != 0 || i >= num_mine) return;
-    const int row = row_of(i), block = block_of(i);  // columns beyond the matrix are zeros
-    fetch_stage<W>(ring + stage * kRingStageBytes, full + 8 * stage, &weights, row, block, row, block + 1, policy);
+  auto unit_of = [&](int i) { return Unit{(warp + kWarps * i) / units_each, (warp + kWarps * i) % units_each}; };
+  const Unit step = {kWarps / units_each, kWarps % units_each};
+  auto advance = [&](Unit& unit) {  // to the warp's next one
+    unit.active += step.active;
+    unit.part += step.part;
+    if (unit.part >= units_each) unit.part -= units_each, ++unit.active;
   };
-#pragma unroll
-  for (int s = 0; s < kRingStages; ++s) fetch(s, s);
+  auto row_of = [&](const Unit& unit) {
+    return args.first_row + choices.active[unit.active] * args.rows + static_cast<int>(blockIdx.x) * kRingRows;
+  };
+  Unit next_fetch = unit_of(0), next_tokens = next_fetch;
+  int num_fetched = 0;
+  auto fetch = [&](int stage) {
+    if (num_fetched == num_mine) return;
+    if (lane == 0) {
+      const int row = row_of(next_fetch), block = next_fetch.part * kBlocks;  // columns beyond the matrix are zeros
+      fetch_stage<W>(ring + stage * kRingStageBytes, full + 8 * stage, &weights, row, block, row, block + 1, policy);
+    }
+    ++num_fetched;
+    advance(next_fetch);
+  };
+#pragma unroll 1
+  for (int s = 0; s < kRingStages; ++s) fetch(s);
   // Lane 2j + b has the scale of block b of the warp's unit number 16 * n + j.
   auto load_scales = [&](int first) {
     ScaleInFlight scale = {};
     if constexpr (W::kIsQuantised) {
       const int i = first + lane / 2;
       if (i < num_mine) {
-        const int block = min(block_of(i) + lane % 2, blocks - 1);
-        const size_t grid_row = row_of(i) / args.scales.rows_each;
+        const Unit unit = unit_of(i);
+        const int block = min(unit.part * kBlocks + lane % 2, blocks - 1);
+        const size_t grid_row = row_of(unit) / args.scales.rows_each;
         scale.load(args.scales,
                    grid_row * args.scales.grid_columns + (block * W::kBlockColumns >> args.scales.columns_log2));
       }
@@ -306,21 +413,23 @@ __global__ void __launch_bounds__(kThreads, 2)
     return scale;
   };
   ScaleInFlight scale = load_scales(0), next_scale = load_scales(16);
+  const DownAddends addends = load_down_addends(args);
   wait_for_previous_kernel();
 
   TokenBlock<W> tokens[2][kBlocks];
-  auto load_tokens = [&](TokenBlock<W>(&to)[kBlocks], int i) {
+  auto load_tokens = [&](TokenBlock<W>(&to)[kBlocks], int i) {  // of unit number i, the next one
     if (i >= num_mine) return;
-    const int expert = expert_of(i), token = lane / 4;
+    const int expert = choices.active[next_tokens.active], token = lane / 4;
     const bool has_token = choices.tokens[expert] >> token & 1;
     const bf16* row = args.input + static_cast<size_t>(choices.place(expert, token)) * args.columns;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const int block = block_of(i) + b;
+      const int block = next_tokens.part * kBlocks + b;
       // A lane's columns may lie beyond the row.
       const int last_column = block * W::kBlockColumns + (lane % 4 + 1) * W::kBlockColumns / 4;
       load_token_block<W>(to[b], has_token && last_column <= args.columns ? row : nullptr, block, true);
     }
+    advance(next_tokens);
   };
   load_tokens(tokens[0], 0);
   load_tokens(tokens[1], 1);
@@ -338,7 +447,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) of[b].load(ring + stage * kRingStageBytes + b * kRingCopyBytes);
       __syncwarp();  // all lanes have read the stage
-      fetch(first + u + kRingStages, stage);
+      fetch(stage);
       if (++stage == kRingStages) stage = 0, parity ^= 1;
       const float my_scale = W::kIsQuantised ? scale.value(args.scales) : 1.0f;
 #pragma unroll
@@ -353,7 +462,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   *reinterpret_cast<float2*>(to) = make_float2(c[0], c[1]);
   *reinterpret_cast<float2*>(to + 8 * kFewTokens) = make_float2(c[2], c[3]);
   __syncthreads();
-  store_down<W>(args, memory.parts);
+  store_down<W>(args, memory.parts, addends);
 }
 
 }  // namespace experts

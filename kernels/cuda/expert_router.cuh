@@ -1,7 +1,7 @@
 // What lies around the experts' products: the router of a decode step, the copy of tokens in order of their experts,
 // and the sum of each token's experts.
 #pragma once
-#include "expert_rows.cuh"
+#include "expert_parts.cuh"
 
 namespace meshserve {
 namespace experts {

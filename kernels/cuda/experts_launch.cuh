@@ -15,8 +15,7 @@ struct ExpertShapes {
   int tokens = 0, chosen = 0, experts = 0, embed = 0, mlp = 0;
   int choices() const { return tokens * chosen; }
   int chunks() const { return (tokens + kMaxTokens - 1) / kMaxTokens; }
-  int most_few_tokens = kFewTokens;  // of a step by rows
-  bool has_few_tokens() const { return tokens <= std::min(most_few_tokens, kFewTokens); }
+  int most_few_tokens = kFewTokens;  // of a step that is computed by rows of weights
 };
 
 // Intermediate results, all in one buffer.
@@ -64,7 +63,7 @@ struct ExpertCall {
   const bf16* next_gain = nullptr;
   bf16* out;
   bf16* scaled_out = nullptr;
-  float* sums_out = nullptr;  // [T, D / 16] if `has_few_tokens`, else [T, D / 128]
+  float* sums_out = nullptr;  // [T, D / 16] if computed by rows, else [T, D / 128]
 };
 
 template <class W>
@@ -74,7 +73,16 @@ class Launcher {
       : step_(step), shapes_(shapes), scratch_(scratch) {}
 
   void experts(int layer, int layers, const ExpertCall<W>& call) {
-    shapes_.has_few_tokens() ? few_tokens(layer, layers, call) : many_tokens(layer, layers, call);
+    has_rings() ? few_tokens(layer, layers, call) : many_tokens(layer, layers, call);
+  }
+
+  // Whether the step is computed by rows of weights, for which rows of gate and up must be blocks of 128 bytes, an
+  // equal number for each warp.
+  bool has_rings() const {
+    const int blocks = ring_blocks();
+    return shapes_.tokens <= std::min(shapes_.most_few_tokens, kFewTokens) &&
+           shapes_.chosen * kFewTokens <= kMostFewChoices && blocks * kWarps * W::kBlockColumns == shapes_.embed &&
+           (blocks == kFewestBlocks || blocks == 2 * kFewestBlocks);
   }
 
   // Scores and chooses the experts of at most 128.
@@ -85,11 +93,15 @@ class Launcher {
   }
 
  private:
+  static constexpr int kFewestBlocks = W::kIsQuantised ? 2 : 4;
+  int ring_blocks() const { return shapes_.embed / (kWarps * W::kBlockColumns); }
+
   void few_tokens(int layer, int layers, const ExpertCall<W>& call) {
     RowsArgs gate_up = {};
     gate_up.input = call.x;
     gate_up.is_ordered = call.is_ordered;
-    set_weights(gate_up, call.gate_up, layer, 2 * shapes_.experts * shapes_.mlp, shapes_.embed);
+    gate_up.first_row = layer * 2 * shapes_.experts * shapes_.mlp;
+    if constexpr (W::kIsQuantised) gate_up.scales = call.gate_up.scales;
     gate_up.experts = call.experts;
     gate_up.shares = call.shares;
     gate_up.sums = call.sums;
@@ -104,7 +116,8 @@ class Launcher {
     gate_up.columns = shapes_.embed;
     RowsArgs down = gate_up;
     down.input = scratch_.activated;
-    set_weights(down, call.down, layer, shapes_.experts * shapes_.embed, shapes_.mlp);
+    down.first_row = layer * shapes_.experts * shapes_.embed;
+    if constexpr (W::kIsQuantised) down.scales = call.down.scales;
     down.rows = shapes_.embed;
     down.columns = shapes_.mlp;
     down.out = call.out;
@@ -113,27 +126,17 @@ class Launcher {
     down.scaled_out = call.scaled_out;
     down.sums_out = call.sums_out;
     const int most_experts = std::min(shapes_.experts, shapes_.choices());
-    // Rows of gate and up in blocks of 128 bytes, an equal number for each warp.
-    const int row_bytes = shapes_.embed * 128 / W::kBlockColumns, blocks = row_bytes / (128 * kWarps);
-    const bool is_even = row_bytes % (128 * kWarps) == 0 && shapes_.chosen <= kMostFewChoices / kFewTokens;
-    constexpr int kFewest = W::kIsQuantised ? 2 : 4;
-    if (is_even && (blocks == kFewest || blocks == 2 * kFewest)) {
-      CUtensorMap gate_up_map, down_map;
-      if (!encode_rows(&gate_up_map, call.gate_up, gate_up.columns, layers * 2 * shapes_.experts * shapes_.mlp) ||
-          !encode_rows(&down_map, call.down, down.columns, layers * shapes_.experts * shapes_.embed)) {
-        return;
-      }
-      const dim3 grid(std::min(kMultiprocessors, most_experts * (shapes_.mlp / kRingRows)));
-      auto* kernel = blocks == kFewest ? gate_up_rings_kernel<W, kFewest> : gate_up_rings_kernel<W, 2 * kFewest>;
-      step_.launch("expert gate_up", kernel, grid, kThreads, sizeof(GateUpRingsMemory), 1, gate_up_map, gate_up);
-      step_.launch("expert down", down_rings_kernel<W>, dim3(shapes_.embed / kRingRows), kThreads,
-                   sizeof(DownRingsMemory), 1, down_map, down);
+    CUtensorMap gate_up_map, down_map;
+    if (!encode_rows(&gate_up_map, call.gate_up, gate_up.columns, layers * 2 * shapes_.experts * shapes_.mlp) ||
+        !encode_rows(&down_map, call.down, down.columns, layers * shapes_.experts * shapes_.embed)) {
       return;
     }
-    const int most_items = most_experts * (shapes_.mlp / kGateRows);
-    step_.launch("expert gate_up", gate_up_kernel<W>, dim3(std::min(2 * kMultiprocessors, most_items)), kThreads,
-                 gate_up_bytes<W>(shapes_.embed, shapes_.tokens), 1, gate_up);
-    step_.launch("expert down", down_kernel<W>, dim3(shapes_.embed / 16), kThreads, sizeof(DownMemory), 1, down);
+    constexpr int kFewest = kFewestBlocks;
+    const dim3 grid(std::min(kMultiprocessors, most_experts * (shapes_.mlp / kRingRows)));
+    auto* kernel = ring_blocks() == kFewest ? gate_up_rings_kernel<W, kFewest> : gate_up_rings_kernel<W, 2 * kFewest>;
+    step_.launch("expert gate_up", kernel, grid, kThreads, sizeof(GateUpRingsMemory), 1, gate_up_map, gate_up);
+    step_.launch("expert down", down_rings_kernel<W>, dim3(shapes_.embed / kRingRows), kThreads,
+                 sizeof(DownRingsMemory), 1, down_map, down);
   }
 
   // Encodes a stack of matrices for copies of kRingRows rows.
@@ -147,19 +150,6 @@ class Launcher {
     } else {
       return step_.encode(map, matrix, sizes, strides, box);
     }
-  }
-
-  // Sets the weights of a layer, `rows` of the stack.
-  void set_weights(RowsArgs& args, const typename W::Matrix& matrix, int layer, int rows, int columns) const {
-    const uint8_t* stack;
-    if constexpr (W::kIsQuantised) {
-      stack = static_cast<const uint8_t*>(matrix.data);
-      args.scales = matrix.scales;
-    } else {
-      stack = reinterpret_cast<const uint8_t*>(matrix);
-    }
-    args.first_row = layer * rows;
-    args.weights = stack + static_cast<size_t>(args.first_row) * columns * 128 / W::kBlockColumns;
   }
 
   void many_tokens(int layer, int layers, const ExpertCall<W>& call) {
@@ -360,7 +350,7 @@ void run_layers(StepOf<W>& step, const ExpertShapes& shapes, ExpertScratch scrat
     call.sums_out = scratch.sums;
     launcher.experts(layer, layers, call);
     scratch.experts += shapes.choices();
-    step.norm_tiles = shapes.has_few_tokens() ? shapes.embed / 16 : 0;
+    step.norm_tiles = launcher.has_rings() ? shapes.embed / 16 : 0;
   }
 }
 
@@ -369,8 +359,6 @@ template <class W>
 std::vector<const void*> kernels_of() {
   std::vector<const void*> kernels;
   auto add = [&](auto* kernel) { kernels.push_back(reinterpret_cast<const void*>(kernel)); };
-  add(gate_up_kernel<W>);
-  add(down_kernel<W>);
   add(gate_up_rings_kernel < W, W::kIsQuantised ? 2 : 4 >);
   add(gate_up_rings_kernel < W, W::kIsQuantised ? 4 : 8 >);
   add(down_rings_kernel<W>);

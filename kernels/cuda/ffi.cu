@@ -5,6 +5,7 @@
 // filters keep. p2p_all_reduce and p2p_all_gather are single collectives. Every call only launches kernels on XLA's
 // stream, always the same ones for the same shapes, so it can be captured in a command buffer. Weights are stacked over
 // layers, with the layer as an attribute, because a slice would be a copy.
+#include "experts_ffi.cuh"
 #include "ffi_arguments.cuh"
 #include "launch.cuh"
 #include "prefill_launch.cuh"
@@ -311,11 +312,6 @@ ffi::Error p2p_all_gather(cudaStream_t stream, In x, Out out, Ints ordinals) {
 }
 
 }  // namespace
-}  // namespace meshserve
-
-#include "experts_ffi.cuh"
-
-namespace meshserve {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_layers, decode_layers,
                               ffi::Ffi::Bind()
@@ -375,6 +371,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prompt_layers, prompt_layers,
                                   .Attr<float>("rotary_scale")
                                   .Attr<Ints>("tuning"),
                               {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_experts, experts_of_layer<Bf16Weights>, experts_binding(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_expert_layers, decode_expert_layers<Bf16Weights>,
+                              expert_layers_binding(), {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_qkv, decode_qkv,
                               ffi::Ffi::Bind()
@@ -528,6 +530,16 @@ extern "C" size_t meshserve_scratch_bytes(int batch, int embed, int kv_heads, in
   const size_t whole = Scratch::bytes(shapes);
   shapes.batch = (batch + 1) / 2;  // of each half, if they run on two streams
   return std::max(whole, 2 * Scratch::bytes(shapes));
+}
+
+// Returns the bytes of scratch memory that the experts of a layer need.
+extern "C" size_t meshserve_expert_scratch_bytes(int tokens, int chosen, int embed, int mlp) {
+  experts::ExpertShapes shapes;
+  shapes.tokens = tokens;
+  shapes.chosen = chosen;
+  shapes.embed = embed;
+  shapes.mlp = mlp;
+  return experts::ExpertScratch::bytes(shapes);
 }
 
 }  // namespace meshserve

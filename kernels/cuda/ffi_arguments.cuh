@@ -66,6 +66,42 @@ inline ScaledMatrix matrix_of(const In& data, const In& scale, const In& zero) {
   return matrix;
 }
 
+// Reads the operands of a call in order. A matrix is one operand, or with quantised weights three: its numbers, its
+// scales and its zero points (without zero points: the scales again).
+template <class W>
+class Operands {
+ public:
+  explicit Operands(const ffi::RemainingArgs& all) : all_(all) {}
+
+  // Returns an error unless there are so many operands. Nothing may be read otherwise.
+  ffi::Error check(size_t others, size_t matrices) const {
+    const size_t expected = others + matrices * (W::kIsQuantised ? 3 : 1);
+    if (all_.size() == expected) return ffi::Error::Success();
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::to_string(all_.size()) + " operands were given; " +
+                                                            std::to_string(expected) + " are needed");
+  }
+
+  In next() { return *all_.get<In>(next_++); }
+
+  struct Stack {
+    In data;
+    typename W::Matrix matrix;
+  };
+  Stack matrix() {
+    const In values = next();
+    if constexpr (W::kIsQuantised) {
+      const In scale = next(), zero = next();
+      return {values, matrix_of(values, scale, zero)};
+    } else {
+      return {values, meshserve::data<bf16>(values)};
+    }
+  }
+
+ private:
+  const ffi::RemainingArgs& all_;
+  size_t next_ = 0;
+};
+
 inline Tuning tuning_of(Ints values) {
   Tuning t;
   int* fields[] = {&t.qkv_splits,       &t.o_splits,         &t.gate_up_splits, &t.down_splits,

@@ -275,7 +275,7 @@ def _expert_layers(
         first_layer=np.int32(layers.start),
         num_layers=np.int32(len(layers)),
         num_chosen=np.int32(settings.num_chosen),
-        most_few_tokens=np.int32(experts_gpu.few_tokens(stacks)),
+        most_few_tokens=np.int32(experts_gpu.FEW_TOKENS),
         is_normalized=np.int32(settings.is_normalized),
         epsilon=np.float32(settings.epsilon),
         scale=np.float32(settings.softmax_scale),

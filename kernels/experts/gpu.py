@@ -1,9 +1,10 @@
 """Experts on an NVIDIA Hopper GPU, with activations in bfloat16: see ../cuda/experts_launch.cuh.
 
-Two sets of kernels, both of which read the experts that were chosen and no other. For few tokens, warps load the
-weights to registers and add up a token's experts in a single pass. For more, the tokens are copied in order of their
-experts, multiplied in tiles of one expert's tokens, and added up. Which tokens chose which expert is found on the
-device, and launches depend on shapes alone, so that a step can be captured in a command buffer.
+Two sets of kernels, both of which read the experts that were chosen and no other. For few tokens, warps stream rows of
+weights through shared memory and add up a token's experts in a single pass; the embedding size must be 2,048 or 4,096.
+Otherwise, the tokens are copied in order of their experts, multiplied in tiles of one expert's tokens, and added up.
+Which tokens chose which expert is found on the device, and launches depend on shapes alone, so that a step can be
+captured in a command buffer.
 
 Weights may be 8-bit floats with a scale for each block of 128 x 128. In steps of up to `FP8_TOKENS` tokens they stay in
 8 bits until they are in registers. In larger steps, which multiply each weight by many tokens, XLA dequantises the
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
 
 unavailable_reason = build.unavailable_reason
 
-# Of a step on the kernels for few tokens, at most; above, the others are faster (docs/log/experts.md).
+# Of a step by rows of weights, at most; the kernels hold no more, and are faster (docs/log/experts.md).
 FEW_TOKENS = 8
-FEW_FP8_TOKENS = 1  # with 8-bit weights whose rows the copy engine does not fetch: their conversion takes longer
-_RING_COLUMNS = (2048, 4096)  # embedding sizes of which it does
 FP8_TOKENS = 4096  # of a step on the kernels for 8-bit weights, at most
 _MAX_EXPERTS = 256  # of a block
 _FP8_BLOCK = 128  # rows and columns that share a scale
@@ -42,7 +41,7 @@ def experts(
     *,
     layer: int | jax.Array,
     num_experts: int,
-    most_few_tokens: int | None = None,
+    most_few_tokens: int = FEW_TOKENS,
     most_fp8_tokens: int = FP8_TOKENS,
 ) -> jax.Array:
     """See `Experts`. `most_few_tokens` and `most_fp8_tokens` are for benchmarks and tests.
@@ -62,19 +61,12 @@ def experts(
         gate_up, down = (layer_of(stack, slice(layer, layer + 1)).astype(x.dtype) for stack in weights)
         weights, layer = weights._replace(gate_up=gate_up, down=down), 0
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), scratch(x.shape[0], routing.experts.shape[1], weights))
-    few = few_tokens(weights) if most_few_tokens is None else most_few_tokens
     call = jax.ffi.ffi_call("meshserve_experts" if weights.quantised is None else "meshserve_experts_fp8", results)
-    out, _ = call(x, *operands(weights), *routing, layer=np.int32(layer), most_few_tokens=np.int32(few))
+    out, _ = call(x, *operands(weights), *routing, layer=np.int32(layer), most_few_tokens=np.int32(most_few_tokens))
     return out
 
 
 in_tiles = partial(experts, most_few_tokens=0)  # also steps of few tokens, for tests and benchmarks
-
-
-def few_tokens(weights: "ExpertWeights") -> int:
-    """Returns the number of tokens of a step up to which the kernels for few tokens are faster."""
-    has_rings = weights.down.shape[2] in _RING_COLUMNS
-    return FEW_TOKENS if weights.quantised is None or has_rings else FEW_FP8_TOKENS
 
 
 def operands(weights: "ExpertWeights") -> tuple[jax.Array, ...]:

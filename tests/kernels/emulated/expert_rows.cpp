@@ -80,20 +80,14 @@ extern "C" void load_plain(const bf16* row, int columns, uint4* plain) {
   for (int i = 0; i < columns / 8; ++i) plain[i] = experts::load_plain<Fp8Weights>(row, 8 * i);
 }
 
-extern "C" void gate_up(int is_fp8, unsigned blocks, const experts::RowsArgs* args) {
-  run(is_fp8 ? experts::gate_up_kernel<Fp8Weights> : experts::gate_up_kernel<Bf16Weights>, blocks, *args);
-}
-extern "C" void down(int is_fp8, const experts::RowsArgs* args) {
-  run(is_fp8 ? experts::down_kernel<Fp8Weights> : experts::down_kernel<Bf16Weights>, args->rows / 16, *args);
-}
-extern "C" void gate_up_rings(int is_fp8, unsigned blocks, const CUtensorMap* weights, const experts::RowsArgs* args) {
+extern "C" void gate_up(int is_fp8, unsigned blocks, const CUtensorMap* weights, const experts::RowsArgs* args) {
   const bool is_long = args->columns > 2048;
   auto* of_fp8 = is_long ? experts::gate_up_rings_kernel<Fp8Weights, 4> : experts::gate_up_rings_kernel<Fp8Weights, 2>;
   auto* of_bf16 =
       is_long ? experts::gate_up_rings_kernel<Bf16Weights, 8> : experts::gate_up_rings_kernel<Bf16Weights, 4>;
   run(is_fp8 ? of_fp8 : of_bf16, blocks, *weights, *args);
 }
-extern "C" void down_rings(int is_fp8, const CUtensorMap* weights, const experts::RowsArgs* args) {
+extern "C" void down(int is_fp8, const CUtensorMap* weights, const experts::RowsArgs* args) {
   auto* kernel = is_fp8 ? experts::down_rings_kernel<Fp8Weights> : experts::down_rings_kernel<Bf16Weights>;
   run(kernel, args->rows / experts::kRingRows, *weights, *args);
 }

@@ -236,14 +236,28 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline uint64_t evict_first_policy() { return 0; }
 inline uint4 load_weights(const bf16* from, uint64_t) { return *reinterpret_cast<const uint4*>(from); }
 
-// c[16, 8] += a[16, 16] b[16, 8], in the fragments of mma.m16n8k16.
-inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+inline float from_f16(uint32_t bits) {
+  const uint16_t low = static_cast<uint16_t>(bits);
+  return static_cast<float>(std::bit_cast<_Float16>(low));
+}
+inline uint32_t pack_f16(float low, float high) {
+  return std::bit_cast<uint16_t>(static_cast<_Float16>(low)) |
+         static_cast<uint32_t>(std::bit_cast<uint16_t>(static_cast<_Float16>(high))) << 16;
+}
+inline void e4m3_to_f16(uint32_t word, uint32_t& low, uint32_t& high) {
+  low = pack_f16(from_e4m3(word & 255), from_e4m3(word >> 8 & 255));
+  high = pack_f16(from_e4m3(word >> 16 & 255), from_e4m3(word >> 24));
+}
+
+// c[16, 8] += a[16, 16] b[16, 8], in the fragments of mma.m16n8k16, of elements that `convert` turns into floats.
+inline void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                               float (*convert)(uint32_t)) {
   const int lane = threadIdx.x % 32;
   Block::Warp& warp = block->warps[threadIdx.x / 32];
   const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
   std::copy(mine, mine + 6, warp.fragments[lane]);
   warp.meet.arrive_and_wait();
-  auto element = [](uint32_t pair, int k) { return from_bf16(k % 2 ? pair >> 16 : pair & 0xFFFF); };
+  auto element = [=](uint32_t pair, int k) { return convert(k % 2 ? pair >> 16 : pair & 0xFFFF); };
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8, column = 2 * (lane % 4) + i % 2;
     for (int k = 0; k < 16; ++k) {
@@ -253,6 +267,12 @@ inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
     }
   }
   warp.meet.arrive_and_wait();
+}
+inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  multiply_fragments(c, a, b0, b1, from_bf16);
+}
+inline void multiply_16x8x16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  multiply_fragments(c, a, b0, b1, from_f16);
 }
 
 // ---- the copy engine: a copy is finished when it is issued -------------------------------------------------------
