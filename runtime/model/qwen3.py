@@ -306,40 +306,14 @@ class Qwen3(nnx.Module):
             wanted = moved.places.at[wanted].get(mode="fill", fill_value=len(token_ids))
             token_ids, batch = token_ids[moved.order], moved.batch
         x = self.embed(token_ids, kernels.p2p_all_reduce)
-        fused = kernels.fused(x.shape[0], is_decode=wanted is None)
-        if fused is not None:
+        if (fused := kernels.fused(x.shape[0], is_decode=wanted is None)) is not None:
             weights = layer_weights(nnx.state(self.layers))
             kind = "prompts" if wanted is not None else "drafts" if kernels.has_drafts else "decodes"
             options = fused_decode.Options(kernels.p2p, kind, captured)
             x, cache, choices, inputs = fused_decode.run_layers(self.config, weights, x, cache, batch, fused, options)
             output = x if wanted is None else x[wanted]
             return Forward(output, None, cache, [] if choices is None else [choices], inputs)
-        cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
-        attend, prepare = kernels.attend, None
-        if wanted is None and kernels.decode is not None and not kernels.has_drafts:
-            attend = fused_decode.attention_of_decodes(self.config, batch, kernels.decode)
-        if kernels.prepare is not None:
-            norms = self.layers.attention.q_norm[...], self.layers.attention.k_norm[...]
-            settings = RopeSettings(*norms, cos, sin, self.config.rms_norm_eps)
-            prepare = partial(kernels.prepare, settings=settings)
-        is_apart = kernels.has_statistics_apart and x.shape[0] >= LARGE_STEP_TOKENS
-        context = StepContext(
-            batch,
-            cos,
-            sin,
-            attend,
-            kernels.linear,
-            kernels.write,
-            prepare,
-            kernels.p2p_all_reduce,
-            is_apart,
-            kernels.experts,
-            [],
-        )
-        if self.cp > 1:
-            assert kernels.attend_part is not None
-            context = divide_pages(context, self.cp, kernels.attend_part)
-
+        context = self._context(batch, kernels, is_decode=wanted is None)
         is_loop = not kernels.is_unrolled and len(self.config.stacks) == 1
         x, cache, inputs = self._before_last(x, cache, context, captured, is_loop=is_loop)
         last: int | jax.Array = self.config.num_layers - 1
@@ -352,6 +326,34 @@ class Qwen3(nnx.Module):
         output = self.after_last_mlp(hidden[wanted], context.mlp._replace(positions=positions))
         hidden = hidden if moved is None else hidden[moved.places]
         return Forward(output, hidden, cache, chosen, inputs)
+
+    def _context(self, batch: PagedBatch, kernels: Kernels, *, is_decode: bool) -> StepContext:
+        """Returns what the layers of a step share, if they are not fused."""
+        cos, sin = rotation(self.config.rope, self.config.head_dim, batch.positions)
+        attend, prepare = kernels.attend, None
+        if is_decode and kernels.decode is not None and not kernels.has_drafts:
+            attend = fused_decode.attention_of_decodes(self.config, batch, kernels.decode)
+        if kernels.prepare is not None:
+            norms = self.layers.attention.q_norm[...], self.layers.attention.k_norm[...]
+            settings = RopeSettings(*norms, cos, sin, self.config.rms_norm_eps)
+            prepare = partial(kernels.prepare, settings=settings)
+        context = StepContext(
+            batch,
+            cos,
+            sin,
+            attend,
+            linear=kernels.linear,
+            write=kernels.write,
+            prepare=prepare,
+            p2p_all_reduce=kernels.p2p_all_reduce,
+            has_statistics_apart=kernels.has_statistics_apart and batch.positions.shape[0] >= LARGE_STEP_TOKENS,
+            experts=kernels.experts,
+            chosen=[],
+        )
+        if self.cp == 1:
+            return context
+        assert kernels.attend_part is not None
+        return divide_pages(context, self.cp, kernels.attend_part)
 
     def _before_last(
         self, x: jax.Array, cache: jax.Array, context: StepContext, captured: tuple[int, ...], *, is_loop: bool

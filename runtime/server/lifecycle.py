@@ -148,11 +148,7 @@ async def serve(
     edge.queues.bind(edge.cancel)
     servers = [server]
     if listen.gateway_port is not None:
-        assert listen.add_gateway is not None, "a gateway port has services"
-        interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room)
-        servers.append(grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor]))
-        listen.add_gateway(edge, servers[-1])
-        health_pb2_grpc.add_HealthServicer_to_server(health_service, servers[-1])
+        servers.append(_gateway(edge, listen, health_service))
     await server.start()
     say(f"meshserve listens on {address_of(listen.host, handle.port)}")
     if handle.http_port is not None:
@@ -247,6 +243,16 @@ def _state(edge: Edge) -> ServerState:
         num_open=edge.queues.num_open,
         is_ready=edge.state == pb.SERVER_STATE_READY,
     )
+
+
+def _gateway(edge: Edge, listen: Listen, health_service: HealthService) -> grpc.aio.Server:
+    """Returns the server of the gateway port, which is not bound yet."""
+    assert listen.add_gateway is not None, "a gateway port has services"
+    interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room)
+    gateway = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
+    listen.add_gateway(edge, gateway)
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, gateway)
+    return gateway
 
 
 async def _watch(edge: Edge, handle: ServerHandle) -> None:
