@@ -156,7 +156,11 @@ def _tenant(name: str, raw: Mapping[str, Any]) -> Iterator[Credential]:
 
 
 def new_token(tenant: str, *, expires: datetime | None = None) -> tuple[str, str]:
-    """Returns a new token, and the lines of the tokens file that admit it."""
+    """Returns a new token, and the lines of the tokens file that admit it.
+
+    Raises:
+      ConfigError: The tenant's name is too long or contains other characters than letters, digits, and _.-
+    """
     if not _TENANT_NAME.fullmatch(tenant):
         raise ConfigError(f"tenant {tenant!r}: a name has 1 to 64 letters, digits, or any of _.-")
     token = secrets.token_urlsafe(32)

@@ -41,7 +41,11 @@ class Ranked:
 
 
 def embed_calls(texts: Sequence[str | Sequence[int]], fields: EmbedFields) -> Iterator["RetrievalCall"]:
-    """Yields the calls for texts, or their token ids, in order."""
+    """Yields the calls for texts, or their token ids, in order.
+
+    Raises:
+      TypeError: `texts` is a single string.
+    """
     if isinstance(texts, str):
         raise TypeError(f"texts is the string {texts!r}; it takes a list of texts.")
     for part in _parts(texts, [len(text) for text in texts]):
