@@ -54,10 +54,6 @@ class SamplingBatch(NamedTuple):
         return cls(**params, position=fields["sample_position"])
 
 
-# Takes logits [B, V / shards] and parameters; returns the smallest key [B] uint32 (see `_sortable`) of the kept tokens.
-_Threshold = Callable[[jax.Array, SamplingBatch], jax.Array]
-
-
 def sample(
     logits: jax.Array,
     params: SamplingBatch,
@@ -91,33 +87,32 @@ def sample(
     if named is not None or logits.shape[1] * jax.lax.axis_size(TENSOR_AXIS) > vocab_size:
         logits = jnp.where(token_ids < vocab_size, logits, -jnp.inf)
 
-    def best_of(threshold: _Threshold | None) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-        def best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-            if threshold is None:
-                score, token_id = _largest(_nan_if_infinite(logits, logits), token_ids)
-            else:
-                least, is_named = threshold(logits, params), named is not None
-                score, token_id = _random_best(logits, params, token_ids, least, is_named=is_named)
-            return score, jnp.where(jnp.isnan(score), NO_TOKEN, token_id)
+    def greedy() -> tuple[jax.Array, jax.Array]:
+        return _largest(_nan_if_infinite(logits, logits), token_ids)
 
-        return best
+    def random(threshold: Callable[[], jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return _random_best(logits, params, token_ids, threshold(), is_named=named is not None)
 
-    top_p: _Threshold = partial(_top_p_threshold, is_unrolled=is_unrolled)
-    all_filters: _Threshold = partial(_threshold_of_all, is_unrolled=is_unrolled)
-    if find_threshold is not None and jax.lax.axis_size(TENSOR_AXIS) == 1:
-        top_p = all_filters = _by_kernel(
-            find_threshold, logits, params, is_chosen_later=not isinstance(mode, SamplingMode)
-        )
-    thresholds: dict[SamplingMode, _Threshold | None] = {
-        SamplingMode.GREEDY: None,
-        SamplingMode.RANDOM: _no_threshold,
-        SamplingMode.TOP_P: top_p,
-        SamplingMode.FILTERED: all_filters,
+    thresholds: dict[SamplingMode, Callable[[], jax.Array]] = {
+        SamplingMode.RANDOM: lambda: _no_threshold(logits),
+        SamplingMode.TOP_P: lambda: _top_p_threshold(logits, params, _no_threshold(logits), is_unrolled=is_unrolled),
+        SamplingMode.FILTERED: lambda: _threshold_of_all(logits, params, is_unrolled=is_unrolled),
     }
-    if isinstance(mode, SamplingMode):
-        score, token_id = best_of(thresholds[mode])(logits)
-    else:
-        score, token_id = jax.lax.switch(mode, [best_of(thresholds[mode]) for mode in SamplingMode], logits)
+    if find_threshold is not None and jax.lax.axis_size(TENSOR_AXIS) == 1:
+        by_kernel = partial(_threshold_by_kernel, find_threshold, logits, params)
+        thresholds |= {SamplingMode.TOP_P: by_kernel, SamplingMode.FILTERED: by_kernel}
+        if not isinstance(mode, SamplingMode):
+            # Before the branch, so that no branch contains a kernel. It returns at once for requests without filters.
+            found = by_kernel()
+            thresholds = {SamplingMode.RANDOM: lambda: found}
+    if mode is SamplingMode.GREEDY:
+        score, token_id = greedy()
+    elif isinstance(mode, SamplingMode):
+        score, token_id = random(thresholds[mode])
+    else:  # the modes differ in their thresholds, so that the noise is compiled once
+        found_for_mode = partial(jax.lax.switch, mode - SamplingMode.RANDOM, list(thresholds.values()))
+        score, token_id = jax.lax.cond(mode == SamplingMode.GREEDY, greedy, partial(random, found_for_mode))
+    token_id = jnp.where(jnp.isnan(score), NO_TOKEN, token_id)
     return _best_of_shards(score, token_id, exchange)
 
 
@@ -186,28 +181,15 @@ def _largest(scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return score, token_id
 
 
-def _no_threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
+def _no_threshold(logits: jax.Array) -> jax.Array:
     return jnp.zeros(logits.shape[0], jnp.uint32)
 
 
-def _by_kernel(
-    find_threshold: FindThreshold, logits: jax.Array, params: SamplingBatch, *, is_chosen_later: bool
-) -> _Threshold:
-    """Returns a function that applies all filters by the kernel.
-
-    Where the device chooses the mode, the kernel runs before the branch, so that no branch contains a kernel. It
-    returns at once for requests without filters.
-    """
-
-    def threshold(logits: jax.Array, params: SamplingBatch) -> jax.Array:
-        return find_threshold(
-            logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
-        )
-
-    if not is_chosen_later:
-        return threshold
-    found = threshold(logits, params)
-    return lambda logits, params: found
+def _threshold_by_kernel(find_threshold: FindThreshold, logits: jax.Array, params: SamplingBatch) -> jax.Array:
+    """Applies all filters by the kernel."""
+    return find_threshold(
+        logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+    )
 
 
 def _threshold_of_all(logits: jax.Array, params: SamplingBatch, *, is_unrolled: bool) -> jax.Array:
@@ -231,11 +213,8 @@ def _top_k_threshold(logits: jax.Array, params: SamplingBatch, least: jax.Array,
     return jnp.where(params.top_k > 0, jnp.maximum(threshold, least), least)
 
 
-def _top_p_threshold(
-    logits: jax.Array, params: SamplingBatch, least: jax.Array | None = None, *, is_unrolled: bool
-) -> jax.Array:
+def _top_p_threshold(logits: jax.Array, params: SamplingBatch, least: jax.Array, *, is_unrolled: bool) -> jax.Array:
     """Keeps the smallest set of most likely tokens, of those from `least` on, whose probability reaches p. 1 is off."""
-    least = _no_threshold(logits, params) if least is None else least
     keys = _sortable(logits)
     weights = jnp.exp((logits - _highest(logits)[:, None]) / _temperature(params)[:, None])
     weights = jnp.where(keys >= least[:, None], weights, 0.0)

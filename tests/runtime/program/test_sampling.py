@@ -215,7 +215,7 @@ def keeper(tp: int, name: str) -> Callable[[np.ndarray, np.ndarray], jax.Array]:
 
     def kept(logits: jax.Array, values: jax.Array, *, is_unrolled: bool) -> jax.Array:
         params = SamplingBatch(*[jnp.ones(len(logits))] * 7)._replace(**{name: values})
-        least = find(logits, params, sampling._no_threshold(logits, params), is_unrolled=is_unrolled)
+        least = find(logits, params, sampling._no_threshold(logits), is_unrolled=is_unrolled)
         return jnp.where(sampling._sortable(logits) >= least[:, None], logits, -jnp.inf)
 
     looped, unrolled = (over_shards(tp, functools.partial(kept, is_unrolled=way), 1) for way in (False, True))
