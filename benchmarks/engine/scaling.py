@@ -124,6 +124,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layers", type=int, default=0, help="number of layers of each model, 0 for all (default: %(default)s)"
     )
+    parser.add_argument(
+        "--vocab", type=int, default=0, help="vocabulary of each model, 0 for its own (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=100, help="steps per round (default: %(default)s)")
     parser.add_argument("--alone", action="store_true", help="also time one shard alone")
@@ -201,7 +204,8 @@ def check_steps(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _model(options: argparse.Namespace, name: str) -> ModelConfig:
     model = named_model(name)
-    return dataclasses.replace(model, num_layers=options.layers) if options.layers else model
+    changes = {"num_layers": options.layers, "vocab_size": options.vocab}
+    return dataclasses.replace(model, **{field: value for field, value in changes.items() if value})
 
 
 def _kernels(options: argparse.Namespace, model: ModelConfig, mesh: Mesh, batch: int) -> Kernels:

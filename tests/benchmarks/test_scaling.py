@@ -90,7 +90,8 @@ def test_every_sum_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_step_is_timed_and_traced_on_weights_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    workload = ["--model", "qwen3-0.6b", "--layers", "1", "--tp", "2", "--batch", "1", "2", "--context", "16"]
+    workload = ["--model", "qwen3-0.6b", "--layers", "1", "--vocab", "2048", "--tp", "2", "--batch", "1", "2"]
+    workload += ["--context", "16"]
     kernels = ["--attention", "reference", "--decode-layers", "off", "--rounds", "1", "--steps", "1"]
     file, traces = tmp_path / "steps.json", tmp_path / "traces"
     assert scaling.main([*workload, *kernels, f"--json={file}", f"--profile={traces}"]) == 0
@@ -108,7 +109,8 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
 def test_steps_are_compared_with_the_first_and_among_the_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workload = ["--model", "qwen3-0.6b", "--layers", "2", "--tp", "2", "--batch", "1", "3", "--context", "16"]
+    workload = ["--model", "qwen3-0.6b", "--layers", "2", "--vocab", "2048", "--tp", "2", "--batch", "1", "3"]
+    workload += ["--context", "16"]
     kernels = ["--attention", "reference", "--decode-layers", "off"]
     monkeypatch.setattr(repeats, "_REPEATS", 2)
     file = tmp_path / "steps.json"

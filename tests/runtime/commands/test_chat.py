@@ -57,8 +57,19 @@ def test_the_conversation_is_kept_until_it_is_reset(server):
     assert done.stderr.count("INVALID_ARGUMENT") == 1
 
 
-def test_a_server_that_is_not_there(server):
-    done = piped("127.0.0.1:1", "hi\n")
+# Runs the command line with a client that does not wait for a server to open its port.
+WITHOUT_WAITING = """
+import sys
+from meshserve.runtime.client import readiness
+from meshserve.runtime.commands.cli import main
+readiness._UNREACHABLE_SECONDS = 0.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_server_that_is_not_there():
+    command = [sys.executable, "-c", WITHOUT_WAITING, *CHAT[3:], "--target=127.0.0.1:1"]
+    done = subprocess.run(command, input="hi\n", capture_output=True, text=True, timeout=WAIT_SECONDS)
     assert "UNAVAILABLE" in done.stderr and "Traceback" not in done.stderr and done.returncode == 1
 
 
