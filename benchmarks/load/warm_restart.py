@@ -43,37 +43,49 @@ class Result(NamedTuple):
     num_files: int
 
 
-def restart(
-    settings: Mapping[str, Any],
-    num_prompts: int,
-    num_tokens: int,
-    num_damaged: int = 0,
-    changes: Mapping[str, Any] = {},
-) -> Result:
-    """Runs a server twice with these options, the second time with `changes` to them."""
-    prompts = [np.random.default_rng(seed).integers(300, 1800, num_tokens).tolist() for seed in range(num_prompts)]
-    directory = Path(settings["host_cache_dir"])
+def restart(settings: Mapping[str, Any], num_prompts: int, num_tokens: int, num_damaged: int = 0) -> Result:
+    """Runs a server twice with these options."""
+    prompts = random_prompts(num_prompts, num_tokens)
+    before, stop_seconds = serve(settings, prompts, num_passes=2)
+    num_files = damage(Path(settings["host_cache_dir"]), num_damaged)
+    after, _ = serve(settings, prompts)
+    return Result(before, after, stop_seconds, num_files)
 
-    async def send(server: ServerProcess, num_passes: int) -> Pass:
+
+def random_prompts(num_prompts: int, num_tokens: int) -> list[list[int]]:
+    """Returns the prompts, which are always the same."""
+    return [np.random.default_rng(seed).integers(300, 1800, num_tokens).tolist() for seed in range(num_prompts)]
+
+
+def serve(settings: Mapping[str, Any], prompts: Sequence[Sequence[int]], num_passes: int = 1) -> tuple[Pass, float]:
+    """Starts a server, sends it the prompts `num_passes` times, and stops it by SIGTERM.
+
+    Returns:
+      The last pass, and the seconds from SIGTERM to the end of the process.
+    """
+
+    async def send(server: ServerProcess) -> Pass:
         async with await server.connect() as client:
             for _ in range(num_passes):
                 done = await _send(client, prompts)
         return done
 
     with ServerProcess(settings) as server:
-        before = asyncio.run(send(server, 2))
+        last = asyncio.run(send(server))
         began = time.monotonic()
         server.process.terminate()
         server.process.wait()
-        stop_seconds = time.monotonic() - began
+        return last, time.monotonic() - began
+
+
+def damage(directory: Path, num_files: int) -> int:
+    """Changes a byte in each of `num_files` files of a kept tier, and returns how many files the tier has."""
     files = sorted(directory.glob("*.kv"))
-    for path in files[:num_damaged]:
+    for path in files[:num_files]:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    with ServerProcess({**settings, **changes}) as server:
-        after = asyncio.run(send(server, 1))
-    return Result(before, after, stop_seconds, len(files))
+    return len(files)
 
 
 async def _send(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> Pass:
