@@ -3,9 +3,11 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-_TRIAL_STEPS = 16  # steps with drafts, then as many without, before the faster is chosen
-_PROBE_EVERY = 512  # steps after which the slower alternative is measured again
-_PROBE_STEPS = 8  # length of that measurement
+_TRIAL_STEPS = 16  # planned in the first trial of drafts
+_PROBE_STEPS = 8  # planned in each later trial of the alternative
+_PROBE_EVERY = 512  # steps from a trial to the next; twice as many after each that changes nothing
+_MAX_PROBE_EVERY = 1024
+_LEAST_STEPS = 8  # measured with drafts, and as many without, before the faster is chosen
 _FADE = 0.95  # decay of the measurements per step
 
 
@@ -25,25 +27,45 @@ class _Rate:
 
 @dataclass
 class Payoff:
-    """Compares the throughput with and without draft tokens, for steps with a similar number of decodes."""
+    """Compares the throughput with and without draft tokens, for steps of a similar number of requests.
+
+    Steps with prefill chunks cannot be compared, and under load they may be nearly all. A trial therefore lasts for so
+    many steps that drafts affect, whether they can be measured or not.
+    """
 
     # Includes steps that a request sat out because of drafts, and the step after each, whose time they also affect.
     drafted: _Rate = field(default_factory=_Rate)
     plain: _Rate = field(default_factory=_Rate)
+    _num_planned: int = 0
+    _trial: range = range(_TRIAL_STEPS)  # the steps in which the alternative is measured
+    _every: int = _PROBE_EVERY
+    _pays: bool = False  # as found by the last trial
+
+    def plan(self, *, is_drafted: bool) -> None:
+        """Records a planned step, and whether it has drafts or a request sits it out."""
+        if not is_drafted and self.wants_drafts and self._num_planned in self._trial:
+            return  # nothing is tried
+        self._num_planned += 1
+        if self._num_planned == self._trial.stop:
+            self._every = min(2 * self._every, _MAX_PROBE_EVERY) if self._pays == self._drafts_pay else _PROBE_EVERY
+            self._pays = self._drafts_pay
+            start = self._num_planned + self._every
+            self._trial = range(start, start + _PROBE_STEPS)
 
     @property
     def wants_drafts(self) -> bool:
-        if self.drafted.num_steps < _TRIAL_STEPS:
-            return True
-        if self.plain.num_steps < _TRIAL_STEPS:
+        """Whether a step that is planned now gets the drafts that there are."""
+        return self._drafts_pay != (self._num_planned in self._trial)
+
+    @property
+    def _drafts_pay(self) -> bool:
+        if min(self.drafted.num_steps, self.plain.num_steps) < _LEAST_STEPS:
             return False
-        pays = self.drafted.num_tokens * self.plain.seconds >= self.plain.num_tokens * self.drafted.seconds
-        num_steps = self.drafted.num_steps + self.plain.num_steps
-        return pays != (num_steps % _PROBE_EVERY < _PROBE_STEPS)
+        return self.drafted.num_tokens * self.plain.seconds >= self.plain.num_tokens * self.drafted.seconds
 
     def saved_seconds(self, num_tokens: int, seconds: float) -> float:
         """Returns how much longer a step's tokens would have taken without drafts; 0 if that is not known yet."""
-        if self.plain.num_steps < _TRIAL_STEPS:
+        if self.plain.num_steps < _LEAST_STEPS:
             return 0.0
         return num_tokens * self.plain.seconds / max(self.plain.num_tokens, 1e-9) - seconds
 

@@ -142,6 +142,7 @@ class Scheduler:
         self._shares.end_awaiting()
         while (late := self._deadlines.first) is not None and late.deadline_seconds <= now:
             self._expire(late, now)
+        self.speculation.begin_plan()
         draft = Draft(now=now, num_tokens_left=self.limits.max_step_tokens)
         prefilling = self._plan_decodes(draft)
         draft.num_tokens_left -= len(draft.decodes)

@@ -37,11 +37,13 @@ class Speculation:
         self.num_drafts_at, self.num_accepted_at = [0] * limits.draft_tokens, [0] * limits.draft_tokens
         self.make_drafter: MakeDrafter = self._drafter
         self.is_always_on = False  # makes drafts whether they pay or not, and as many as fit; for measurements
+        self.is_always_off = False  # makes none; for measurements
         self._limits = limits
         self._pages = pages
         self._running = running
         self._excluded: StepPlan | None = None  # from the measurements; the last such plan
         self._payoffs, self._costs = Payoffs(), StepCosts(limits.draft_sizes)
+        self._payoff = self._payoffs.of(0)
 
     def drafter(self, request: Request) -> Drafter | None:
         """Returns a drafter for a new request; None if drafting is off."""
@@ -59,11 +61,12 @@ class Speculation:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether steps of as many decodes as there are running requests get draft tokens now."""
-        return self._wants_drafts(len(self._running))
+        """Whether the step that is being planned gets draft tokens, if its requests have any."""
+        return self.is_always_on or (self._payoff.wants_drafts and not self.is_always_off)
 
-    def _wants_drafts(self, num_decodes: int) -> bool:
-        return self.is_always_on or self._payoffs.of(num_decodes).wants_drafts
+    def begin_plan(self) -> None:
+        """Chooses, for all that is asked about the next plan, whether it gets draft tokens."""
+        self._payoff = self._payoffs.of(len(self._running))
 
     def exclude(self, plan: StepPlan) -> None:
         """Makes the time of a dispatched plan count for nothing, because it included what happens once."""
@@ -87,8 +90,11 @@ class Speculation:
 
     def extend(self, draft: Draft) -> list[list[int]]:
         """Proposes and books draft tokens for each decode of an otherwise complete plan; [] if there are none."""
-        if not self._wants_drafts(len(draft.decodes) + draft.num_sitting_out):
-            return []
+        drafts = self._extend(draft) if self.is_drafting else []
+        self._payoff.plan(is_drafted=bool(drafts or draft.num_sitting_out))
+        return drafts
+
+    def _extend(self, draft: Draft) -> list[list[int]]:
         # Each draft token takes a token and a request index of the bucket. Drafts never cause a larger bucket.
         _, num_places = self._limits.sizes_around(draft.num_tokens)
         num_requests = len(draft.decodes) + len(draft.single_prefills) + len(draft.long_prefills)
