@@ -143,6 +143,8 @@ class Scheduler:
         while (late := self._deadlines.first) is not None and late.deadline_seconds <= now:
             self._expire(late, now)
         self.speculation.begin_plan()
+        if self.limits.draft_tokens and self.speculation.keeps_step(self.num_waiting):
+            return None
         draft = Draft(now=now, num_tokens_left=self.limits.max_step_tokens)
         prefilling = self._plan_decodes(draft)
         draft.num_tokens_left -= len(draft.decodes)

@@ -88,6 +88,17 @@ class Speculation:
             return False
         return self.is_drafting
 
+    def keeps_step(self, num_queued: int) -> bool:
+        """Returns whether the next step waits for the tokens in flight, because half of the requests or more need them.
+
+        A step of few requests takes as long as one of all, and else those that came one step apart would take turns.
+        """
+        if num_queued and self._running.has_free_slot:
+            return False
+        is_prefilling = any(request.num_computed_tokens < request.num_prefill_tokens for request in self._running)
+        num_held_up = sum(request.num_drafts > 0 or self.awaits(request) for request in self._running)
+        return not is_prefilling and 2 * num_held_up >= len(self._running) > 0
+
     def extend(self, draft: Draft) -> list[list[int]]:
         """Proposes and books draft tokens for each decode of an otherwise complete plan; [] if there are none."""
         drafts = self._extend(draft) if self.is_drafting else []

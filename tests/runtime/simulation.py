@@ -259,8 +259,13 @@ class Simulation:
         self.in_flight.append((plan, self.device.run(self.device.batches.build(plan))))
         return plan
 
+    def _sits_out(self, request: Request) -> bool:
+        return bool(request.num_drafts) or self.scheduler.speculation.awaits(request)
+
     def _check_first(self, unfinished: list[Request], plan: StepPlan | None) -> None:
-        """Checks that the highest-ranked request is in every step, unless it waits for its own tokens in flight.
+        """Checks that the highest-ranked request is in every step, unless it waits for tokens in flight.
+
+        These are its own, or with drafts those of others.
 
         With several tenants this holds for the running ones that decode; `_check_shares` checks the others.
         """
@@ -275,7 +280,8 @@ class Simulation:
         first = min(alive, key=lambda request: request.rank)
         planned = {chunk.request for chunk in plan.chunks} if plan is not None else set()
         is_parked = first.is_blocked or first.is_fetching
-        is_awaited = is_parked or (first.num_pending_tokens and (first.slot is None or first.num_drafts))
+        is_awaited = is_parked or (first.num_pending_tokens and (first.slot is None or self._sits_out(first)))
+        is_awaited = is_awaited or (plan is None and any(map(self._sits_out, alive)))
         assert first in planned or is_awaited, first
 
     def _check_precedence(self, plan: StepPlan, running: list[Request]) -> None:
@@ -287,7 +293,7 @@ class Simulation:
             is_prefilling = request.num_computed_tokens < request.num_prefill_tokens
             is_stalled = request is last and not self.allocator.num_free_pages
             lacks_page = request.num_computed_tokens == request.num_page_positions and self._has_tenants()
-            is_parked = request.num_drafts or request.is_blocked or request.is_fetching
+            is_parked = self._sits_out(request) or request.is_blocked or request.is_fetching
             assert is_prefilling or is_stalled or lacks_page or is_parked, request
         for victim in plan.preempted:
             own = [request for request in planned if request.tenant == victim.tenant]

@@ -114,6 +114,25 @@ def packed_fields(device: FakeDevice, plan: StepPlan) -> dict:
     return {name: batch.packed[place] for name, place in batch.bucket.fields.items()}
 
 
+def test_requests_that_came_one_step_apart_are_verified_together() -> None:
+    """Else they would take turns: a step for each, which takes as long as one for both."""
+    limits = make_limits(page_size=8, max_context=128, draft_tokens=3, draft_min_match=2, has_draft_model=True)
+    simulation = Simulation(limits, num_pages=64)
+    simulation.scheduler.speculation.is_always_on = True
+    simulation.add(repetitive(60))
+    simulation.dispatch()
+    simulation.add(repetitive(60, seed=6))
+    shared = []
+    while simulation.scheduler.has_work:
+        plan = simulation.dispatch()
+        if plan is not None and plan.drafts:
+            plan.drafts[:] = [[1] * len(drafts) for drafts in plan.drafts]
+            shared.append(len(plan.decodes))
+        while simulation.in_flight and (plan is None or len(simulation.in_flight) > 1):
+            simulation.collect()
+    assert shared[1:40] == [2] * 39, shared
+
+
 def test_requests_with_processors_have_drafts_as_well() -> None:
     simulation = Simulation(make_limits(page_size=8, max_context=128, draft_tokens=3, draft_min_match=2), num_pages=32)
     fields = [{"presence_penalty": 0.5}, {"constraint": Constraint(kind="json_object")}, {"logprobs": 0}]
