@@ -49,11 +49,14 @@ class LeadingRunner:
         return self._lead("run", bucket, packed)
 
     def prepare(self, plan: StepPlan, chain: StepPlan | None, batches: BatchBuilder, *, is_drafting: bool) -> bool:
-        """See `engine.ProposingRunner`. Over processes a draft model runs every step, so that nothing is missed."""
+        """See `ProposingRunner`. Over processes a draft model runs every step, so that nothing is missed."""
         return False
 
     def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
         return self._lead("propose", bucket, packed)
+
+    def run_drafted(self, bucket: Bucket, packed: np.ndarray, places: np.ndarray) -> jax.Array | np.ndarray:
+        return self._lead("run_drafted", bucket, packed, places)
 
     def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
         self._lead("set_slot_adjustments", slot, history, bias)

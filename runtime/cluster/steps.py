@@ -15,7 +15,9 @@ OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 # Methods of a runner that process 0 sends and followers replay.
-REPLAYED_METHODS = ("set_page_row", "run", "propose", "set_slot_adjustments", "sample", "prompt_logprobs", "copy_pages")
+REPLAYED_METHODS = (
+    "set_page_row", "run", "propose", "run_drafted", "set_slot_adjustments", "sample", "prompt_logprobs", "copy_pages"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

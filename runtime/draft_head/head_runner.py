@@ -17,6 +17,7 @@ from flax import nnx
 
 from meshserve.sharding.memory import added_bytes, shard_bytes
 
+from ..draft_model.draft_filling import DraftFilling
 from ..draft_model.drafting_runner import RunnerBeside
 from ..program.batch import BatchBuilder, Bucket
 from ..program.device_figures import DeviceFigures
@@ -25,29 +26,33 @@ from ..scheduler.step_plan import StepPlan
 
 
 class HeadRunner(RunnerBeside):
-    """Implements `engine.Runner` and `engine.ProposingRunner`.
+    """Runs a head beside the served model.
 
     Args:
       served: The runner of the served model, started with the head's weights.
+      fill: See `RunnerBeside`.
       weights: The head's weights.
       chains: The compiled dispatches that propose draft tokens; see `head_programs`.
     """
 
     def __init__(
-        self, served: StepRunner, weights: tuple[jax.Array, ...], chains: Mapping[Bucket, jax.stages.Compiled]
+        self,
+        served: StepRunner,
+        fill: DraftFilling,
+        weights: tuple[jax.Array, ...],
+        chains: Mapping[Bucket, jax.stages.Compiled],
     ):
-        super().__init__(served)
+        super().__init__(served, fill)
         self._weights, self._chains = weights, dict(chains)
 
     def prepare(self, plan: StepPlan, chain: StepPlan | None, batches: BatchBuilder, *, is_drafting: bool) -> bool:
-        """See `engine.ProposingRunner`. Steps keep what the head needs, so that nothing is ever missing."""
+        """Does nothing. Steps keep what the head needs, so that nothing is ever missing."""
         return False
 
-    def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+    def _propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         state = self.served.state
         followed, proposed = self._chains[bucket](self._weights, state.followed, state.page_table, packed)
         self.served.set_followed(followed)
-        proposed.copy_to_host_async()
         return proposed
 
     def release(self) -> nnx.State:

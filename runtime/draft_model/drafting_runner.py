@@ -10,6 +10,7 @@ input. It draws with the noise of the request's seed and position, as the served
 often as their distributions allow (docs/decisions/058).
 """
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 
@@ -24,22 +25,42 @@ from ..program.device_figures import DeviceFigures
 from ..program.processor_batch import Logprobs, Sampled
 from ..program.step_runner import StepRunner
 from ..scheduler.step_plan import Chunk, StepPlan
+from .draft_filling import DraftFilling
 
 
-class RunnerBeside:
-    """Implements `engine.Runner` by the runner of the served model, beside which something drafts.
+class RunnerBeside(abc.ABC):
+    """Implements `engine.Runner` and `ProposingRunner` by the runner of the served model, and what drafts.
 
     Args:
       served: The runner, started.
+      fill: Moves proposed draft tokens into steps.
     """
 
-    def __init__(self, served: StepRunner):
+    def __init__(self, served: StepRunner, fill: DraftFilling):
         self.served = served
+        self._fill = fill
+        self._proposed: jax.Array  # the last draft tokens
+
+    @abc.abstractmethod
+    def prepare(self, plan: StepPlan, chain: StepPlan | None, batches: BatchBuilder, *, is_drafting: bool) -> bool:
+        """See `ProposingRunner`."""
+
+    @abc.abstractmethod
+    def _propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        """Dispatches what proposes draft tokens, and returns them [bucket.num_steps, B]."""
+
+    def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        self._proposed = self._propose(bucket, packed)
+        self._proposed.copy_to_host_async()
+        return self._proposed
+
+    def run_drafted(self, bucket: Bucket, packed: np.ndarray, places: np.ndarray) -> jax.Array:
+        return self.run(bucket, self._fill(packed, self._proposed, places))
 
     def set_page_row(self, page_row: np.ndarray) -> None:
         self.served.set_page_row(page_row)
 
-    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+    def run(self, bucket: Bucket, packed: np.ndarray | jax.Array) -> jax.Array:
         return self.served.run(bucket, packed)
 
     def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
@@ -78,14 +99,20 @@ class DraftingRunner(RunnerBeside):
 
     Args:
       served, draft: The runners, started, with equally many pages.
+      fill: See `RunnerBeside`.
       followed_by: For each bucket of the served model's steps, the bucket of the draft model's with the same fields.
       copy: The compiled program that copies the table of last tokens, which each runner consumes.
     """
 
     def __init__(
-        self, served: StepRunner, draft: StepRunner, followed_by: Mapping[Bucket, Bucket], copy: jax.stages.Compiled
+        self,
+        served: StepRunner,
+        draft: StepRunner,
+        fill: DraftFilling,
+        followed_by: Mapping[Bucket, Bucket],
+        copy: jax.stages.Compiled,
     ):
-        super().__init__(served)
+        super().__init__(served, fill)
         self.draft = draft
         self.is_following = True  # whether the draft model runs each step, too
         self._followed_by = dict(followed_by)
@@ -99,7 +126,7 @@ class DraftingRunner(RunnerBeside):
         super().set_page_row(page_row)
         self.draft.set_page_row(page_row)
 
-    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+    def run(self, bucket: Bucket, packed: np.ndarray | jax.Array) -> jax.Array:
         if not self.is_following:
             return self.served.run(bucket, packed)
         self.draft.last_tokens = self._copy(self.served.last_tokens)
@@ -108,7 +135,7 @@ class DraftingRunner(RunnerBeside):
         return sampled
 
     def prepare(self, plan: StepPlan, chain: StepPlan | None, batches: BatchBuilder, *, is_drafting: bool) -> bool:
-        """See `engine.ProposingRunner`. Lets the draft model compute what it has missed, if it is to propose."""
+        """Lets the draft model compute what it has missed, if it is to propose."""
         coverage = self._coverage
         missed = coverage.missed(zip(chain.decodes, chain.starts, strict=True)) if chain is not None else []
         for request, _, _ in missed:
@@ -139,7 +166,7 @@ class DraftingRunner(RunnerBeside):
             self._stale_slots.remove(request.slot)
             self.draft.set_page_row(batches.page_table_row(request, len(request.pages)))
 
-    def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+    def _propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         return self.draft.run(bucket, packed)
 
     def release(self) -> nnx.State:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from ..api.engine_api import Deliver
 from ..api.errors import EngineStoppedError
 from ..api.request import DEFAULT_OPTIONS, FinishReason, Load, Request, RequestOptions
 from ..api.sampling_params import MAX_SEED, SamplingParams
+from ..draft_model.proposing_runner import ProposingRunner, propose_and_run
 from ..drafting.model_drafter import fill_unknown
 from ..host_cache.host_cache import HostCache
 from ..pooling.pooled_rows import PooledRows
@@ -67,20 +68,6 @@ class Runner(Protocol):
         """Dispatches a command of the host cache; see `host_cache.commands`."""
 
 
-@runtime_checkable
-class ProposingRunner(Protocol):
-    """What a runner has in addition, if there is a draft model; see `draft_model.drafting_runner`."""
-
-    def prepare(self, plan: StepPlan, chain: StepPlan | None, batches: BatchBuilder, *, is_drafting: bool) -> bool:
-        """Prepares for a step, and for `chain`, whose draft tokens it gets, if any. Called before its dispatches.
-
-        `is_drafting` tells whether steps get draft tokens now. Returns whether it took an additional dispatch.
-        """
-
-    def propose(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
-        """Dispatches steps of the draft model, and returns the draft tokens [bucket.num_steps, B]."""
-
-
 @dataclass(frozen=True)
 class _Flight:
     """A dispatched step whose tokens have not been collected."""
@@ -92,6 +79,7 @@ class _Flight:
     logprobs: StepLogprobs | None = None
     # How many of its samples count, by the index of a request; 0 if it was withdrawn. Of other requests, all count.
     num_valid: Mapping[int, int] = field(default_factory=dict)
+    proposed: jax.Array | np.ndarray | None = None  # the plan's draft tokens, if they are yet to be filled in
 
 
 def _reason_of(error: BaseException) -> str:
@@ -366,6 +354,8 @@ class Engine:
         flight, processors = self._dispatch() or (None, None)
         if self._flight is not None:
             self._collect(self._flight)
+            if flight is None and not self._open.constrained.has_work:
+                flight, processors = self._dispatch() or (None, None)  # all waited for the tokens of drafts
         elif flight is None and self.host_cache is not None:
             self.host_cache.wait()
         flight = self._renew_masks(flight, processors, is_idle=flight is None and self._flight is None)
@@ -405,10 +395,10 @@ class Engine:
             self.runner.set_page_row(page_row)
         if proposing is not None:
             assert isinstance(self.runner, ProposingRunner), self.runner
-            proposed = np.asarray(self.runner.propose(proposing.bucket, proposing.packed))
-            fill_unknown(plan.drafts, proposed.tolist())
-            batch.fill_drafts(plan)
-        flight = _Flight(plan, self.runner.run(batch.bucket, batch.packed), dispatched, record)
+            sampled, proposed = propose_and_run(self.runner, plan, proposing, batch)
+        else:
+            sampled, proposed = self.runner.run(batch.bucket, batch.packed), None
+        flight = _Flight(plan, sampled, dispatched, record, proposed=proposed)
         if batch.processors is None or any(request.is_constrained for request in plan.requests):
             return flight, batch.processors
         return self._control(flight, batch.processors), None
@@ -434,6 +424,8 @@ class Engine:
         """Waits for the tokens of a dispatch, books them and adds them to the outputs."""
         plan = flight.plan
         tokens, pooled = np.asarray(flight.sampled), None
+        if flight.proposed is not None:
+            fill_unknown(plan.drafts, np.asarray(flight.proposed).tolist())
         if tokens.dtype == np.float32:
             pooled = PooledRows(plan, tokens)
             tokens = pooled.tokens

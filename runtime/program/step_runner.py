@@ -167,7 +167,7 @@ class StepRunner:
         """Dispatches the replacement of a row of the page table; see `Batch.page_table_rows`."""
         self._state = self._state._replace(page_table=self._set_page_row(self._state.page_table, page_row))
 
-    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+    def run(self, bucket: Bucket, packed: np.ndarray | jax.Array) -> jax.Array:
         """Dispatches one step and returns its sampled tokens, which the device may still be computing."""
         self._output = None  # frees its memory for this step, unless it is an output buffer
         keys = self._output_buffer_keys[bucket]

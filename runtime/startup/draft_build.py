@@ -19,6 +19,7 @@ from ..draft_head.block_config import BlockConfig
 from ..draft_head.head_programs import Head, chain_buckets, to_lower
 from ..draft_head.head_runner import HeadRunner
 from ..draft_head.head_weights import HeadKind, head_layout, kind_of, load_head
+from ..draft_model.draft_filling import DraftFilling
 from ..draft_model.drafting_runner import DraftingRunner, RunnerBeside
 from ..options.serve_config import ServeConfig
 from ..planning.resolved_server import PlacedServer, resolve_here
@@ -89,7 +90,8 @@ class DraftModel:
         draft.start(self.params)
         table = served.last_tokens
         copy = jax.jit(jnp.copy, out_shardings=table.sharding).lower(table).compile()
-        return DraftingRunner(served, draft, self.followed_by, copy)
+        fill = DraftFilling(self.chain_buckets(), self.followed_by, server.mesh, server.compile_threads)
+        return DraftingRunner(served, draft, fill, self.followed_by, copy)
 
 
 def _load_draft_model(config: ServeConfig, served: PlacedServer, tokenizer_file: Path | None) -> DraftModel:
@@ -188,7 +190,8 @@ class LoadedHead:
         programs = to_lower(self.head, self.chain_buckets(), shape, served.state.page_table)
         lowered = (lower() for lower in programs.values())
         compiled = compile_all(lowered, len(programs), self.server.compile_threads)
-        return HeadRunner(served, self.head.weights, dict(zip(programs, compiled, strict=True)))
+        fill = DraftFilling(self.chain_buckets(), self.server.buckets, self.server.mesh, self.server.compile_threads)
+        return HeadRunner(served, fill, self.head.weights, dict(zip(programs, compiled, strict=True)))
 
 
 def load_drafting(

@@ -13,7 +13,8 @@ from meshserve.runtime.cluster.steps import REPLAYED_METHODS, Security
 from meshserve.runtime.cluster.stream_client import Follower
 from meshserve.runtime.cluster.stream_server import Leader
 from meshserve.runtime.cluster.watchdog import Limits, Watch
-from meshserve.runtime.engine.engine import ProposingRunner, Runner
+from meshserve.runtime.draft_model.proposing_runner import ProposingRunner
+from meshserve.runtime.engine.engine import Runner
 from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.processor_batch import Sampled
 from tests.waiting import WAIT_SECONDS, wait_for
@@ -99,7 +100,7 @@ def test_a_followers_metrics_tell_what_it_replayed_and_how_long_ago():
         return registry.get_sample_value(name, labels)
 
     assert value("meshserve_follower_ready") == 0 and value("meshserve_followed_done_total") == 0
-    assert [value("meshserve_followed_calls_total", method=method) for method in REPLAYED_METHODS] == [0] * 7
+    assert not any(value("meshserve_followed_calls_total", method=method) for method in REPLAYED_METHODS)
     assert value("meshserve_leader_silence_seconds") is None, "process 0 was not reached"
     pair = Pair()
     for _ in range(3):

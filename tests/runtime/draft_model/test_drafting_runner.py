@@ -63,7 +63,8 @@ def test_what_is_believed_of_a_draft_model_is_in_its_cache(seed: int):
     processors = ProcessorBatchBuilder(max_running=3, vocab_size=1000, eos_token_ids=frozenset())
     batches = BatchBuilder(buckets, **sizes, max_request_pages=16, processors=processors, has_drafts=True)
     served, draft = Device(), Device()
-    runner: Any = DraftingRunner(served, draft, {bucket: bucket for bucket in buckets}, lambda table: table)  # type: ignore[arg-type]
+    followed_by = {bucket: bucket for bucket in buckets}
+    runner: Any = DraftingRunner(served, draft, None, followed_by, lambda table: table)  # type: ignore[arg-type]
     num_added, num_pauses = 0, 0
     is_drafting = True
     for _ in range(300):
