@@ -14,6 +14,10 @@ numbers of draft tokens may be given; one engine, compiled for the largest, serv
 
 The prompts are random tokens, or parts of the text that `--text` names.
 
+The last columns say where the time between two steps with drafts goes: planning and packing, the calls that dispatch,
+waiting until the sampled tokens are known, and the rest (booking and delivering). With `--profile`, one more run of
+each case is traced, and the device's kernels and the gaps between them are printed.
+
 The two temperatures cover both extremes. At temperature 0, models (especially with random weights) begin to repeat
 themselves, and most drafts are accepted. At temperature 1 with random weights nothing repeats, so the loss is the price
 of the option. The tokens must be the same with and without drafts, except for near ties, which may be broken
@@ -24,18 +28,22 @@ import argparse
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from meshserve.benchmarks.lib.drafting_switch import switch_drafts
+from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for, parse_settings
 from meshserve.benchmarks.lib.oracle import Oracle
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed
 from meshserve.runtime.draft_model.drafting_runner import RunnerBeside
 from meshserve.runtime.drafting.payoff import Payoffs
+from meshserve.runtime.engine.engine import Runner
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.startup.launch import open_model
 from meshserve.runtime.text.tokenizer import open_tokenizer
@@ -61,6 +69,8 @@ class Case:
     plain_step_ms: float  # mean time between steps of the timed runs, prefill included
     step_ms: float
     host_ms: float  # of that, planning and packing, for which the device waits
+    dispatch_ms: float  # the calls that dispatch a step, and those that dispatch its draft tokens
+    wait_ms: float  # from there until the sampled tokens are known
 
     @property
     def ratio(self) -> float:
@@ -83,6 +93,29 @@ class _Side:
     num_verified: int
     step_seconds: float
     host_seconds: float
+    dispatch_seconds: float
+    wait_seconds: float
+
+
+class _Dispatches:
+    """Adds up the time of a runner's calls that dispatch work."""
+
+    def __init__(self, runner: Runner):
+        self.seconds = 0.0
+        for name in ("run", "propose", "run_drafted"):
+            if hasattr(runner, name):
+                setattr(runner, name, partial(self._timed, getattr(runner, name)))
+        self._is_timing = False
+
+    def _timed(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if self._is_timing:  # `run_drafted` calls `run`
+            return method(*arguments)
+        self._is_timing, started = True, time.perf_counter()
+        try:
+            return method(*arguments)
+        finally:
+            self.seconds += time.perf_counter() - started
+            self._is_timing = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,15 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not draft_tokens:
             chosen.pop("draft_model", None)
         with OfflineEngine(config_for(works, chosen), model, make_params, records.append) as engine:
+            dispatches = _Dispatches(engine.engine.runner)
             for key in itertools.product(workloads, options.temperature):
-                run = partial(_run, engine, records, workloads[key[0]], key[1])
+                run = partial(_run, engine, records, dispatches, workloads[key[0]], key[1])
                 if key not in plain:
                     plain[key] = _without_drafts(engine, run)
                 if draft_tokens:
                     cases += _with_drafts(options, engine, key, plain[key], run)
     print(f"{options.model} tp {options.tp} on {jax.devices()[0].device_kind}, up to {num_drafts} draft tokens")
     columns = "requests  temperature  draft tokens  tokens/s without  with  ratio  drafts held  tokens a step  changed"
-    print(f"{columns}  step, ms")
+    print(f"{columns}  step, ms: plan, dispatch, wait, rest")
     for case in cases:
         print(_row(case))
     if options.json:
@@ -140,13 +174,24 @@ def _with_drafts(
     has_draft_model = isinstance(engine.engine.runner, RunnerBeside)
     for acceptance, draft_tokens in itertools.product(options.acceptance or [0.0], options.draft_tokens):
         if not acceptance:
-            yield _case(*key, draft_tokens, acceptance, plain, run())
+            yield _case(*key, draft_tokens, acceptance, plain, _profiled(options.profile, run))
             continue
         oracle = Oracle(draft_tokens, acceptance, has_draft_model=has_draft_model)
         speculation.make_drafter = oracle.drafter
         speculation._payoffs = Payoffs()  # what the last drafter brought says nothing of this one
         with oracle.deciding():
-            yield _case(*key, draft_tokens, acceptance, plain, run())
+            yield _case(*key, draft_tokens, acceptance, plain, _profiled(options.profile, run))
+
+
+def _profiled(folder: Path | None, run: Callable[[], "_Side"]) -> "_Side":
+    """Returns the result of a run. With a folder, traces another one and prints where the device's time went."""
+    side = run()
+    if folder is not None:
+        its_folder = folder / str(time.monotonic_ns())
+        with jax.profiler.trace(str(its_folder), create_perfetto_trace=False):
+            run()
+        print(kernel_table(its_folder, num_rows=12), flush=True)
+    return side
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -168,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         "the device's memory",
     )  # fmt: skip
     parser.add_argument("--always", action="store_true", help="make as many drafts as fit, whether they pay or not")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="also trace a run of each case into this folder")
     parser.add_argument("--text", type=Path, help="a text whose parts are the prompts, instead of random tokens")
     parser.add_argument("--input-tokens", type=int, default=256, help="input tokens of each request")
     parser.add_argument("--output-tokens", type=int, default=512, help="output tokens of each request")
@@ -210,12 +256,18 @@ def _parts(
     return [works[start : start + num_requests] for start in range(0, count, num_requests)]
 
 
-def _run(engine: OfflineEngine, records: list[StepRecord], works: Sequence[list[Work]], temperature: float) -> _Side:
+def _run(
+    engine: OfflineEngine,
+    records: list[StepRecord],
+    dispatches: _Dispatches,
+    works: Sequence[list[Work]],
+    temperature: float,
+) -> _Side:
     warm_up, *timed = works
     engine.run(warm_up, temperature)
     tokens, num_warm_up = list(engine.tokens), len(warm_up)
     records.clear()
-    seconds = 0.0
+    seconds = dispatches.seconds = 0.0
     for batch in timed:
         seconds += engine.run(batch, temperature).seconds
         tokens += engine.tokens
@@ -227,6 +279,8 @@ def _run(engine: OfflineEngine, records: list[StepRecord], works: Sequence[list[
         sum(record.num_drafts_at[0] for record in records if record.num_drafts_at),
         seconds / len(records),
         sum(record.host_seconds for record in records) / len(records),
+        dispatches.seconds / len(records),
+        (sum(record.step_seconds for record in records) - dispatches.seconds) / len(records),
     )
 
 
@@ -247,16 +301,20 @@ def _case(
         plain_step_ms=1000 * plain.step_seconds,
         step_ms=1000 * drafted.step_seconds,
         host_ms=1000 * drafted.host_seconds,
+        dispatch_ms=1000 * drafted.dispatch_seconds,
+        wait_ms=1000 * drafted.wait_seconds,
     )
 
 
 def _row(case: Case) -> str:
+    rest_ms = case.step_ms - case.host_ms - case.dispatch_ms - case.wait_ms
     held = f"{case.num_accepted / case.num_drafts:.0%}" if case.num_drafts else "none made"
     return (
         f"{case.num_requests:8}  {case.temperature:11g}  {case.draft_tokens:12}  "
         f"{case.plain_tokens_per_second:16,.0f}  {case.tokens_per_second:,.0f}  {case.ratio:5.2f}  {held:>11}  "
         f"{case.accepted_length:13.2f}  {case.num_changed:7}  "
-        f"{case.plain_step_ms:.2f} -> {case.step_ms:.2f}, host {case.host_ms:.2f}"
+        f"{case.plain_step_ms:.2f} -> {case.step_ms:.2f}: {case.host_ms:.2f}, {case.dispatch_ms:.2f}, "
+        f"{case.wait_ms:.2f}, {rest_ms:.2f}"
     )
 
 

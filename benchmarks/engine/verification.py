@@ -4,10 +4,11 @@
     meshserve bench verification --model deploy/demo/model --cpu-devices 1 --context 128
     meshserve bench verification --model qwen3-8b --random-weights --set draft_model=qwen3-0.6b --profile /tmp/trace
 
-Only the device is timed: the same step runs again and again, one dispatched behind the other, and the host waits at the
-end of each run. What the host needs between two steps, and how many draft tokens are accepted, is the subject of
-`speculation`. The requests are as long as `--context` says; steps are greedy. With a draft model, the dispatches that
-propose draft tokens are timed as well.
+The device is timed: the same step runs again and again, one dispatched behind the other, and the host waits at the end
+of each run. A second time is that of steps that are dispatched only when the tokens of the last are known, as those
+with drafts are: the difference is what a dispatch and the way of the tokens to the host take, without the engine's own
+work. That, and how many draft tokens are accepted, is the subject of `speculation`. The requests are as long as
+`--context` says. With a draft model, the dispatches that propose draft tokens are timed as well.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import numpy as np
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.runtime.api.sampling_params import SamplingMode
-from meshserve.runtime.engine.engine import ProposingRunner
+from meshserve.runtime.draft_model.proposing_runner import ProposingRunner
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.program.batch import ANY_MODE, Bucket
 from meshserve.runtime.startup.launch import build_runner, open_model
@@ -44,6 +45,7 @@ class Case:
     num_tokens: int  # of the step's shape
     step_ms: float  # median over the runs
     ratio: float  # to the step of as many requests without draft tokens
+    awaited_ms: float  # the same where each step waits for the tokens of the last
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,21 +70,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for num_requests in options.requests:
         plain_ms = 0.0
         for num_drafts in (0, *options.draft_tokens):
-            bucket = _bucket(server.buckets, num_requests * (1 + num_drafts))
+            bucket = _bucket(server.buckets, num_requests * (1 + num_drafts), options.mode)
             packed = _packed(bucket, num_requests, num_drafts, options.context, server.limits.max_running)
-            step_ms = _median_ms(partial(runner.run, bucket, packed), options.steps, options.runs)
+            packed[bucket.fields["mode"]] = options.mode
+            packed[bucket.fields["temperature"]] = np.ones(1, np.float32).view(np.int32)
+            step = partial(runner.run, bucket, packed)
+            step_ms = _median_ms(step, options.steps, options.runs)
             plain_ms = plain_ms or step_ms
             cases.append(
                 Case(
                     num_requests=num_requests, num_drafts=num_drafts, kind=bucket.kind, num_tokens=bucket.num_tokens,
                     step_ms=step_ms, ratio=step_ms / plain_ms,
+                    awaited_ms=_median_ms(partial(_awaited, step), options.steps, options.runs),
                 )
             )  # fmt: skip
     print(f"{options.model} tp {options.tp} on {jax.devices()[0].device_kind}, {options.context} tokens of context")
-    print("requests  drafts of each  shape                step, ms  ratio")
+    print("requests  drafts of each  shape                step, ms  ratio  awaited, ms")
     for case in cases:
-        shape = f"{case.kind} {case.num_tokens}"
-        print(f"{case.num_requests:8}  {case.num_drafts:14}  {shape:20} {case.step_ms:8.3f}  {case.ratio:5.2f}")
+        shape, times = f"{case.kind} {case.num_tokens}", f"{case.step_ms:8.3f}  {case.ratio:5.2f}"
+        print(f"{case.num_requests:8}  {case.num_drafts:14}  {shape:20} {times}  {case.awaited_ms:11.3f}")
     if isinstance(runner, ProposingRunner):
         _time_chains(options, runner, chain_buckets, server.limits.max_running)
     if options.json:
@@ -122,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32], help="numbers of requests in a step")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[1, 3, 7], help="draft tokens of each request")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each request before the step")
+    parser.add_argument(
+        "--mode", type=lambda name: SamplingMode[name.upper()], default=SamplingMode.GREEDY, metavar="MODE",
+        help="how steps sample: greedy or random",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=30, help="steps in a run")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tp", type=int, default=1)
@@ -134,11 +144,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _bucket(buckets: Sequence[Bucket], num_tokens: int) -> Bucket:
+def _bucket(buckets: Sequence[Bucket], num_tokens: int, mode: SamplingMode) -> Bucket:
     """Returns the smallest shape for a step of so many tokens, each of which is sampled after."""
     for bucket in buckets:
         fits = min(bucket.num_tokens, bucket.num_requests) >= num_tokens and bucket.num_steps == 1
-        if fits and bucket.mode in (ANY_MODE, SamplingMode.GREEDY) and (bucket.has_drafts or not bucket.is_decode):
+        if fits and bucket.mode in (ANY_MODE, mode) and (bucket.has_drafts or not bucket.is_decode):
             return bucket
     raise ValueError(f"no shape holds {num_tokens} tokens that are sampled after")
 
@@ -158,6 +168,10 @@ def _packed(bucket: Bucket, num_requests: int, num_drafts: int, context: int, no
     fields["last_index"][:num_tokens] = np.argsort(np.arange(num_tokens) % length > 0, kind="stable")
     fields["sample_position"][:num_tokens] = 1 + fields["positions"][fields["last_index"][:num_tokens]]
     return packed
+
+
+def _awaited(run: Callable[[], jax.Array | np.ndarray]) -> np.ndarray:
+    return np.asarray(run())
 
 
 def _median_ms(run: Callable[[], jax.Array | np.ndarray], num_steps: int, num_runs: int) -> float:
