@@ -10,7 +10,7 @@ CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests
 export PYTHONSAFEPATH := 1
 
 .PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-fleet test-gateway test-package first-hour docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
-    structured sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scaling bench-scheduler protos clean
+    structured traffic sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scaling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
 	$(BIN)/meshserve demo
@@ -20,7 +20,7 @@ demo-cluster: $(VENV)/.demo
 	$(BIN)/meshserve demo --processes 2
 
 # Compute much, so their programs are compiled with optimisation; see tests/conftest.py.
-fuzz sample simulate structured test-cluster test-fleet test-gateway check-tpu: export XLA_FLAGS ?= --xla_backend_optimization_level=3
+fuzz sample simulate structured traffic test-cluster test-fleet test-gateway check-tpu: export XLA_FLAGS ?= --xla_backend_optimization_level=3
 
 # All tests, on 8 virtual CPU devices.
 test: $(VENV)/.test
@@ -127,6 +127,11 @@ simulate: $(VENV)/.test
 # 1.5.
 structured: $(VENV)/.test
 	$(BIN)/pytest -q --timeout 3600 --structured 1000 tests/runtime/engine/test_structured.py
+
+# 1,000 random greedy requests with each drafter (lookup, a draft model, an EAGLE-3 head, a block drafter), preempted,
+# cancelled, stopped, constrained and resumed: the tokens are those without drafts.
+traffic: $(VENV)/.test
+	$(BIN)/pytest -q --timeout 3600 --every-case --random-requests 1000 tests/runtime/drafting/test_random_traffic.py
 
 # Host time per step for planning, batch building and accounting, on one core, without a device.
 bench-scheduler: $(VENV)/.demo

@@ -51,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=24,
         help="number of schemas, and of regular expressions, in test_structured.py",
     )
+    parser.addoption("--random-requests", type=int, default=30, help="requests to each drafter (make traffic: 1,000)")
     parser.addoption("--draws", type=int, default=8192, help="draws per case of sampling (make sample: 100,000)")
     parser.addoption("--tutorial", action="store_true", help="run the commands of the tutorial (make docs)")
     parser.addoption("--packages", action="store_true", help="build and install the packages (make test-package)")
@@ -92,6 +93,12 @@ def num_simulated(pytestconfig: pytest.Config) -> int:
 def every_case(pytestconfig: pytest.Config) -> bool:
     """Whether to run the cases that take too long for `make test`."""
     return pytestconfig.getoption("--every-case")
+
+
+@pytest.fixture
+def num_random_requests(pytestconfig: pytest.Config) -> int:
+    """Number of requests to each drafter in test_random_traffic.py."""
+    return pytestconfig.getoption("--random-requests")
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Tests a draft model in the real engine: it changes no token, and one that agrees is believed."""
 
 import json
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,70 +11,27 @@ from safetensors.numpy import load_file, save_file
 from meshserve.deploy import demo
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.api.request import DEFAULT_OPTIONS, FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.drafting.payoff import Payoff
-from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.startup.launch import launch
-from meshserve.runtime.text.grammar import compiled
 from tests.checkpoints import save_checkpoint
-from tests.waiting import WAIT_SECONDS
+from tests.runtime.drafting.serving import Serving
 
 DEMO = Path(demo.__file__).with_name("model")
-NUM_PAGES, PAGE_SIZE, DRAFT_TOKENS = 60, 8, 3
+DRAFT_TOKENS = 3
 
 
-class Serving:
-    """An engine with a draft model, and what it has delivered."""
-
-    def __init__(self, draft_model: str, tp: int):
-        config = ServeConfig(
-            model="demo", draft_model=draft_model, draft_tokens=DRAFT_TOKENS, tp=tp, cpu_devices=8, dtype="float32",
-            page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_running=4, max_step_tokens=8, max_context=200, cache_dir="",
-            draft_min_match=2,
-        )  # fmt: skip
-        self.records: list[StepRecord] = []
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, Output] = {}
-        self._changed = threading.Condition()
-        self.launched = launch(config, self._deliver, self.records.append)
-        self.launched.engine.start()
-
-    def _deliver(self, outputs: Sequence[Output]) -> None:
-        with self._changed:
-            for output in outputs:
-                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
-                if output.finish_reason is not None:
-                    self.ends[output.request_id] = output
-            self._changed.notify_all()
-
-    def submit(self, prompt: str, params: SamplingParams) -> str:
-        name = str(len(self.tokens))
-        self.tokens[name] = []
-        grammar = compiled(params.constraint, self.launched.grammars)
-        token_ids = self.launched.tokenizer.encode(prompt)
-        self.launched.engine.submit(name, token_ids, params, DEFAULT_OPTIONS, grammar)
-        return name
-
-    def wait(self, *names: str) -> list[list[int]]:
-        with self._changed:
-            is_done = self._changed.wait_for(lambda: all(name in self.ends for name in names), WAIT_SECONDS)
-            assert is_done, self.launched.engine.failure
-        return [self.tokens[name] for name in names]
-
-    def alone(self, requests: Sequence[tuple[str, SamplingParams]]) -> list[list[int]]:
-        return [self.wait(self.submit(*request))[0] for request in requests]
-
-    def preempt_all(self) -> None:
-        engine = self.launched.engine
-        engine.rebuild(lambda: (engine.runner, NUM_PAGES))
+def serving_with(draft_model: str, tp: int) -> Serving:
+    return Serving(
+        model="demo", draft_model=draft_model, draft_tokens=DRAFT_TOKENS, tp=tp, page_size=8, num_pages=60,
+        max_running=4, max_step_tokens=8, max_context=200, draft_min_match=2,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Serving]:
     """The draft model is the served model itself, over two devices."""
-    serving = Serving("demo", tp=2)
+    serving = serving_with("demo", tp=2)
     yield serving
     serving.launched.close()
 
@@ -105,7 +61,7 @@ def expected(serving: Serving) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Payoff, "wants_drafts", False)
         tokens = serving.alone([*FREE, *CHANGED])
-    assert not sum(record.num_draft_tokens for record in serving.records)
+    assert not serving.num_drafts
     return tokens
 
 
@@ -117,8 +73,7 @@ def test_a_draft_model_that_agrees_is_believed_at_every_temperature(
     for request, tokens in zip(FREE, expected, strict=False):
         serving.records.clear()
         assert serving.alone([request]) == [tokens]
-        num_drafts = sum(record.num_draft_tokens for record in serving.records)
-        num_accepted = sum(record.num_accepted_tokens for record in serving.records)
+        num_drafts, num_accepted = serving.num_drafts, serving.num_accepted
         assert num_accepted >= 0.95 * num_drafts > 20
         num_decodes = sum(record.num_decodes for record in serving.records)
         assert num_decodes <= 2 + 40 / (1 + DRAFT_TOKENS) + num_drafts - num_accepted
@@ -133,18 +88,17 @@ def test_a_draft_model_changes_no_token(serving: Serving, expected: list[list[in
         if is_preempted:
             serving.preempt_all()
         for name in leaving:
-            serving.launched.engine.cancel(name, FinishReason.CANCELLED)
+            serving.cancel(name)
         assert serving.wait(*names) == expected
         serving.wait(*leaving)
-    load = serving.launched.engine.load()
-    assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, NUM_PAGES)
+    serving.check_all_is_free()
 
 
 def test_a_draft_model_does_nothing_in_a_pause_and_makes_up_for_it(
     serving: Serving, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
     """Also of a prefix that was computed meanwhile, and where drafting begins in the middle of a request."""
-    draft, buckets = serving.launched.engine.runner.draft, []
+    draft, buckets = serving.engine.runner.draft, []
     run = draft.run
     monkeypatch.setattr(draft, "run", lambda bucket, packed: buckets.append(bucket) or run(bucket, packed))
     monkeypatch.setattr(Payoff, "wants_drafts", False)
@@ -154,8 +108,7 @@ def test_a_draft_model_does_nothing_in_a_pause_and_makes_up_for_it(
     asked = iter(range(10**9))
     monkeypatch.setattr(Payoff, "wants_drafts", property(lambda self: next(asked) > 60))
     assert serving.alone(FREE) == expected[: len(FREE)]
-    num_drafts = sum(record.num_draft_tokens for record in serving.records)
-    assert sum(record.num_accepted_tokens for record in serving.records) >= 0.95 * num_drafts > 60
+    assert serving.num_accepted >= 0.95 * serving.num_drafts > 60
 
 
 def test_drafts_that_do_not_pay_leave_the_tokens_as_they_are(
@@ -164,13 +117,11 @@ def test_drafts_that_do_not_pay_leave_the_tokens_as_they_are(
     """Drafting begins and ends many times, at any step."""
     asked = iter(range(10**9))
     monkeypatch.setattr(Payoff, "wants_drafts", property(lambda self: next(asked) % 23 < 11))
-    names = [serving.submit(*request) for request in (*FREE, *CHANGED)]
-    assert serving.wait(*names) == expected
+    assert serving.together([*FREE, *CHANGED]) == expected
     monkeypatch.setattr(Payoff, "wants_drafts", True)
     serving.records.clear()
     assert serving.alone(FREE) == expected[: len(FREE)]
-    num_drafts = sum(record.num_draft_tokens for record in serving.records)
-    assert sum(record.num_accepted_tokens for record in serving.records) >= 0.95 * num_drafts > 60
+    assert serving.num_accepted >= 0.95 * serving.num_drafts > 60
 
 
 def test_the_model_info_names_the_draft_model(serving: Serving):
@@ -202,18 +153,16 @@ def test_a_draft_model_that_errs_changes_no_token(
     if not pytestconfig.getoption("--every-case"):
         pytest.skip("one draft model is enough in `make test`")
     monkeypatch.setattr(Payoff, "wants_drafts", True)
-    serving = Serving(str(truncated(tmp_path, 5)), tp=1)
-    names = [serving.submit(*request) for request in (*FREE, *CHANGED)]
-    assert serving.wait(*names) == expected
-    num_drafts = sum(record.num_draft_tokens for record in serving.records)
-    assert 0 < sum(record.num_accepted_tokens for record in serving.records) < num_drafts
+    serving = serving_with(str(truncated(tmp_path, 5)), tp=1)
+    assert serving.together([*FREE, *CHANGED]) == expected
+    assert 0 < serving.num_accepted < serving.num_drafts
     serving.launched.close()
 
 
 def test_a_model_with_another_vocabulary_is_refused(tmp_path: Path):
     save_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="has a vocabulary of 320 tokens and the served model one of 2048"):
-        Serving(str(tmp_path), tp=1)
+        serving_with(str(tmp_path), tp=1)
 
 
 @pytest.mark.parametrize(
@@ -235,4 +184,4 @@ def test_another_tokenizer_is_refused(tmp_path: Path):
     content["model"]["vocab"] |= {first[0]: second[1], second[0]: first[1]}
     (directory / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="has another tokenizer than the served model"):
-        Serving(str(directory), tp=1)
+        serving_with(str(directory), tp=1)
