@@ -61,7 +61,9 @@ class Speculation:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether the step that is being planned gets draft tokens, if its requests have any."""
+        """Whether the step that is being planned gets draft tokens, if its requests have any and slots are left."""
+        if len(self._running) >= self._limits.max_running:
+            return False
         return self.is_always_on or (self._payoff.wants_drafts and not self.is_always_off)
 
     def begin_plan(self) -> None:
@@ -102,7 +104,8 @@ class Speculation:
     def extend(self, draft: Draft) -> list[list[int]]:
         """Proposes and books draft tokens for each decode of an otherwise complete plan; [] if there are none."""
         drafts = self._extend(draft) if self.is_drafting else []
-        self._payoff.plan(is_drafted=bool(drafts or draft.num_sitting_out))
+        has_waited = self._limits.has_draft_model and self.is_drafting  # also if there was no room for drafts then
+        self._payoff.plan(is_drafted=bool(drafts or draft.num_sitting_out or has_waited))
         return drafts
 
     def _extend(self, draft: Draft) -> list[list[int]]:
@@ -169,7 +172,7 @@ class Speculation:
         seconds = self._payoffs.measure(
             len(plan.decodes) + plan.num_sitting_out,
             num_tokens,
-            is_drafted=bool(plan.drafts or plan.num_sitting_out),
+            is_drafted=bool(plan.drafts or plan.num_sitting_out) or (self._limits.has_draft_model and self.is_drafting),
             started=plan.planned_seconds,
             now=now,
         )

@@ -212,6 +212,7 @@ class Simulation:
         self.ended_outside: set[Request] = set()
         # By the identity of a plan in flight, how many samples count of some of its requests.
         self.num_valid: dict[int, dict[int, int]] = {}
+        self.held_up: set[Request] = set()  # by drafts, when the last step was planned
         self.now = 0.0
         self.num_steps = 0
         self.num_prefill_tokens = 0
@@ -239,6 +240,9 @@ class Simulation:
         for arrival in self.host.arrivals(self.now) if self.host is not None else ():
             self.scheduler.arrived(*arrival)
         self.scheduler.audit()
+        self.scheduler.speculation.begin_plan()
+        awaits = self.scheduler.speculation.awaits
+        self.held_up = {request for request in running if request.num_drafts or awaits(request)}
         plan = self.scheduler.plan(self.now)
         if self.host is not None and self.copies is not None:
             for command in self.host.take_commands(self.now, plan):
@@ -259,9 +263,6 @@ class Simulation:
         self.in_flight.append((plan, self.device.run(self.device.batches.build(plan))))
         return plan
 
-    def _sits_out(self, request: Request) -> bool:
-        return bool(request.num_drafts) or self.scheduler.speculation.awaits(request)
-
     def _check_first(self, unfinished: list[Request], plan: StepPlan | None) -> None:
         """Checks that the highest-ranked request is in every step, unless it waits for tokens in flight.
 
@@ -280,8 +281,8 @@ class Simulation:
         first = min(alive, key=lambda request: request.rank)
         planned = {chunk.request for chunk in plan.chunks} if plan is not None else set()
         is_parked = first.is_blocked or first.is_fetching
-        is_awaited = is_parked or (first.num_pending_tokens and (first.slot is None or self._sits_out(first)))
-        is_awaited = is_awaited or (plan is None and any(map(self._sits_out, alive)))
+        is_awaited = is_parked or (first.num_pending_tokens and (first.slot is None or first in self.held_up))
+        is_awaited = is_awaited or (plan is None and bool(self.held_up))
         assert first in planned or is_awaited, first
 
     def _check_precedence(self, plan: StepPlan, running: list[Request]) -> None:
@@ -293,7 +294,7 @@ class Simulation:
             is_prefilling = request.num_computed_tokens < request.num_prefill_tokens
             is_stalled = request is last and not self.allocator.num_free_pages
             lacks_page = request.num_computed_tokens == request.num_page_positions and self._has_tenants()
-            is_parked = self._sits_out(request) or request.is_blocked or request.is_fetching
+            is_parked = request in self.held_up or request.is_blocked or request.is_fetching
             assert is_prefilling or is_stalled or lacks_page or is_parked, request
         for victim in plan.preempted:
             own = [request for request in planned if request.tenant == victim.tenant]

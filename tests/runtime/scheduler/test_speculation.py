@@ -189,3 +189,21 @@ def test_drafts_stop_where_they_do_not_pay() -> None:
     """A step with three drafts makes four tokens, and costs a turn: it pays up to 3 s or so."""
     assert count_drafted(0.5) > 500
     assert 16 <= count_drafted(20.0) < 100
+
+
+@pytest.mark.parametrize(("num_requests", "step_sizes"), [(4, (4, 8)), (3, (3, 8))], ids=["no slot", "no place"])
+def test_nobody_waits_for_drafts_for_which_there_is_no_room(num_requests: int, step_sizes: tuple[int, ...]) -> None:
+    """Without places in the compiled step this takes a trial, in which waiting turns out to be slower."""
+    limits = make_limits(
+        page_size=8, max_context=256, max_running=4, max_step_tokens=8, draft_tokens=3, has_draft_model=True,
+        step_sizes=step_sizes,
+    )  # fmt: skip
+    simulation = Simulation(limits, num_pages=128)
+    simulation.add(*[repetitive(200, seed) for seed in range(num_requests)])
+    waited = []
+    while simulation.scheduler.num_running < num_requests or simulation.num_steps < 150:
+        plan = simulation.dispatch()
+        waited.append(plan is None)
+        while simulation.in_flight and (plan is None or len(simulation.in_flight) > 1):
+            simulation.collect()
+    assert sum(waited) <= 40 and not any(waited[-50:])
