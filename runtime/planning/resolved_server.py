@@ -179,7 +179,8 @@ class PlacedServer(ResolvedServer):
     def on_mesh(self, mesh: Mesh) -> "PlacedServer":
         """Resolves the requested options for another mesh of this process, to which the running server moves.
 
-        The kernels of the layers stay, because the buckets and the tokens depend on them, and the all-reduce is
+        The limits and the shapes of steps stay, which `auto` would choose otherwise for another number of devices: the
+        engine plans by them. So do the kernels of the layers, because the tokens depend on them. The all-reduce is
         selected anew from the requested option and what was learned about P2P at startup.
 
         Raises:
@@ -195,7 +196,9 @@ class PlacedServer(ResolvedServer):
             moe_backend=names.moe_backend,
         )
         found = resolve_here(config, self.model, mesh, self.findings)
-        return dataclasses.replace(found, requested=requested)
+        return dataclasses.replace(
+            found, requested=requested, limits=self.limits, step_limits=self.step_limits, buckets=self.buckets
+        )
 
 
 def resolve_for(config: ServeConfig, model: ModelConfig, *, chip: Chip, num_devices: int) -> ResolvedServer:

@@ -8,6 +8,7 @@ import pytest
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning import resolved_server
+from meshserve.runtime.planning.auto_limits import StepLimits
 from meshserve.runtime.planning.kernel_selection import P2PFindings
 from meshserve.runtime.planning.resolved_server import PlacedServer, ResolvedServer, resolve_for, resolve_here
 from meshserve.runtime.weights.registry import named_model
@@ -83,6 +84,27 @@ def test_another_tp_size_is_resolved_from_the_requested_options(monkeypatch: pyt
     assert moved.kernel_names.decode_layers == "reference" and moved.kernel_names.all_reduce == "xla"
     assert (asked[0].decode_layers, asked[0].all_reduce) == ("reference", "auto")
     assert moved.requested == dataclasses.replace(CONFIG, tp=4)
+
+
+def test_another_tp_size_keeps_the_shapes_by_which_the_engine_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, `auto` chooses otherwise for more devices: a decode of an 8B takes each of four H200s under a ms."""
+    alone, divided = (
+        resolve_for(ServeConfig(model="random"), named_model("qwen3-8b"), chip=CHIPS["h200"], num_devices=tp)
+        for tp in (1, 4)
+    )
+    assert (alone.step_limits.max_decode_steps, divided.step_limits.max_decode_steps) == (1, 4)
+    choose_limits = resolved_server.choose_limits
+
+    def choose(config: ServeConfig, *arguments: object, **details: object) -> StepLimits:
+        limits = choose_limits(config, *arguments, **details)
+        return dataclasses.replace(limits, max_decode_steps=details["num_devices"])
+
+    monkeypatch.setattr(resolved_server, "choose_limits", choose)
+    for tp in (1, 4):
+        server = resolve_here(CONFIG, MODEL, make_mesh(tp))
+        moved = server.on_mesh(make_mesh(5 - tp))
+        kept = ("buckets", "limits", "step_limits")
+        assert [getattr(moved, name) for name in kept] == [getattr(server, name) for name in kept]
 
 
 def test_parameters_have_the_shardings_of_the_mesh() -> None:
