@@ -129,6 +129,7 @@ class HostCache:
         self._adopted: deque[tuple[object, tuple[bytes, ...], Any]] = deque()
         self.epoch = object()  # another one after every change after which blocks of before must not be adopted
         self._is_decoding = False
+        self._num_waits = 0  # for copies to the device, since the last step
         self.is_behind = False  # whether pages are to be saved for which `take_commands` had no room
 
     @property
@@ -224,7 +225,9 @@ class HostCache:
             if not found.has_failed:
                 self._lose(part.block)
         if num_blocks:
-            self.rates.copied(num_blocks * self._size.block_bytes, max(now - self._flying_since, 1e-9))
+            seconds = max(now - self._flying_since, 1e-9)
+            # The first wait may have begun while a step ended.
+            self.rates.copied(num_blocks * self._size.block_bytes, seconds, is_exact=self._num_waits > 1)
             self._flying_since = now
         arrivals = []
         for request, found in list(self._fetches.items()):
@@ -240,7 +243,8 @@ class HostCache:
         num_prefill_tokens = plan.num_prefill_tokens if plan is not None else 0
         self._is_decoding = plan is not None and bool(plan.decodes) and num_prefill_tokens < self._page_size
         self._save(-(-num_prefill_tokens // self._page_size))
-        self._send(now)
+        self._send(now, is_beside_step=plan is not None)
+        self._num_waits = 0 if plan is not None else self._num_waits
         self.counts.num_pages = self._index.num_pages
         commands, self._commands = self._commands, []
         return commands
@@ -251,6 +255,7 @@ class HostCache:
         """
         oldest = next(iter(tuple(self._flying)), None)  # a copy, because another thread may cancel a request meanwhile
         if oldest is not None:
+            self._num_waits += 1
             self._copier.wait(oldest)
         elif self.is_behind:
             self._copier.wait_saved()
@@ -294,9 +299,13 @@ class HostCache:
             if found.num_told == len(found.keys):
                 self._index.demote(part.block)
 
-    def _send(self, now: float) -> None:
-        """Sends blocks to the device while there is staging memory."""
-        while self._queue and len(self._flying) < self._size.max_fetches:
+    def _send(self, now: float, *, is_beside_step: bool) -> None:
+        """Sends blocks to the device while there is staging memory.
+
+        Beside decodes, only as many as are written after one step: the next step's inputs take the same link.
+        """
+        most = self._size.blocks_beside_decodes if self._is_decoding else self._size.max_fetches
+        while self._queue and len(self._flying) < most:
             found = self._queue[0]
             if found.has_failed or found.num_sent == len(found.parts):
                 self._queue.popleft()
@@ -306,7 +315,7 @@ class HostCache:
             if not self._flying:
                 self._flying_since = now
             self._flying[ticket] = found, part
-            self._commands.append(fetch(ticket, part.block))
+            self._commands.append(fetch(ticket, part.block, is_beside_step=is_beside_step))
 
     def _save(self, num_prompt_pages: int) -> None:
         """Saves pages that this plan has evicted, then those that would be evicted next.

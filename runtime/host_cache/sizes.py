@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 _BLOCK_BYTES = 32 << 20  # of a block on one device: a command takes the host 0.1 ms or more, the copy 0.7 ms
 _MAX_BLOCK_PAGES = 64
-_FETCH_BYTES = 512 << 20  # on each device, for blocks on their way to it
-_SAVE_BYTES = 1 << 30  # on each device, at most, for blocks on their way to host memory
+_FETCH_BYTES = 512 << 20  # on each device, at least, for blocks on their way to it
+_STEP_BYTES = 1 << 30  # on each device, at most, for the pages of a step's prompts on their way, each way
 _BYTES_BESIDE_DECODES = 128 << 20  # each way, between two steps that decode: of 6 ms they take less than 0.2
 
 
@@ -50,7 +50,8 @@ def host_cache_size(
       num_local_devices: The devices of one process, each of which has its part of every page.
       max_request_pages: The pages of the longest request; blocks are small enough that its prefixes fill several.
       max_step_pages: The pages that the prompts of a step fill. As many can be saved between two steps, so that a
-        stream of long prompts loses none of the pages that it evicts.
+        stream of long prompts loses none of the pages that it evicts, and as many restored, so that copying them takes
+        no more steps than computing them.
 
     Raises:
       ValueError: There is no room for two blocks.
@@ -66,10 +67,11 @@ def host_cache_size(
             f"host_cache_gib is {host_bytes / (1 << 30):.3f}; two blocks of {block_pages} pages take {needed:.3f} GiB. "
             "Raise it, or set it to 0 to keep no pages in host memory."
         )
+    step_blocks = min(_STEP_BYTES // block_bytes, -(-max_step_pages // block_pages) + 1)
     return HostCacheSize(
         num_blocks=num_blocks,
         block_pages=block_pages,
         page_bytes=page_bytes,
-        max_fetches=max(2, min(_FETCH_BYTES // block_bytes, 64)),
-        max_saves=max(2, min(_SAVE_BYTES // block_bytes, -(-max_step_pages // block_pages) + 1)),
+        max_fetches=max(2, min(_FETCH_BYTES // block_bytes, 64), step_blocks),
+        max_saves=max(2, step_blocks),
     )

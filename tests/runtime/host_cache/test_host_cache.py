@@ -192,7 +192,7 @@ def test_a_preempted_request_gets_its_pages_back_by_the_faster_way(is_copy_slow:
 def slow_copies() -> Rates:
     """Returns rates by which computing tokens is much faster than copying their pages."""
     rates = Rates()
-    rates.copied(1, 100.0)
+    rates.copied(1, 100.0, is_exact=True)
     rates.prefill.prefilled(5, 16, 1.0)
     return rates
 
@@ -207,10 +207,43 @@ def test_computing_again_is_chosen_where_it_is_faster():
     assert simulation.host.counts.num_recomputed == 6
 
 
+def test_copies_that_are_seen_late_do_not_look_slow():
+    """Computing the prefix would take half a step, and a copy is seen to have ended after one."""
+    simulation = make_simulation()
+    assert simulation.host is not None
+    rates = simulation.host.rates
+    rates.prefill.prefilled(5, 48, 1.0)
+    for seed in range(1, 4):
+        serve(simulation, seed)
+        fill(simulation, 10 * seed)
+    assert simulation.host.counts.num_restored >= 12 and simulation.host.counts.num_recomputed == 0
+    assert rates.copy_bytes_per_second == 0.0  # unknown
+    rates.copied(1000, 1.0, is_exact=True)
+    rates.copied(1000, 4.0, is_exact=False)
+    assert rates.copy_seconds(1000) == 1.0
+    rates.copied(1000, 0.5, is_exact=False)
+    assert rates.copy_seconds(1000) == 0.5
+
+
+def test_copies_are_timed_while_the_engine_waits_for_nothing_else():
+    simulation = make_simulation()
+    serve(simulation, 1)
+    fill(simulation, 10)
+    host, copies = simulation.host, simulation.copies
+    assert host is not None and copies is not None
+    copies.max_polls = 9
+    simulation.add(make_request(2, max_tokens=2, ignore_eos=True, prompt=PROMPT))
+    num_waits = 0
+    while simulation.dispatch() is None:  # as the engine does
+        host.wait()
+        num_waits += 1
+    assert num_waits > 2 and 0.0 < host.rates.copy_bytes_per_second <= 3 * host.size.block_bytes
+
+
 def test_rates_depend_on_the_length():
     rates = Rates()
     assert rates.is_copy_faster(1000, 0, 1)  # nothing is known
-    rates.copied(1000, 1.0)
+    rates.copied(1000, 1.0, is_exact=True)
     rates.prefill.prefilled(1000, 100, 0.1)
     rates.prefill.prefilled(30_000, 100, 0.4)
     assert rates.prefill.seconds(0, 1000) == pytest.approx(1.0)

@@ -58,6 +58,18 @@ def test_a_block_keeps_what_the_pages_held_when_it_was_saved() -> None:
     assert np.array_equal(bits_of(cache, bits)[:, 5], bits[:, 0])
 
 
+def test_a_block_beside_a_step_waits_until_the_inputs_of_the_step_are_sent() -> None:
+    copies, cache, bits = make_copies(jnp.dtype(jnp.float32))
+    cache = copies.run(commands.save(0, [5], BLOCK_PAGES), cache)
+    cache = copies.run(commands.fetch(7, 0, is_beside_step=True), cache)
+    assert copies.has_waiting and not copies._fetched[7]
+    copies.dispatch_waiting()
+    copies.wait(7)
+    assert copies.has_arrived(7) and not copies.has_waiting
+    cache = copies.run(commands.write(7, {0: 1}, BLOCK_PAGES, NUM_PAGES), cache)
+    assert np.array_equal(bits_of(cache, bits)[:, 1], bits[:, 5])
+
+
 def test_copies_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, cache, _ = make_copies(jnp.dtype(jnp.float32))
 
@@ -89,11 +101,12 @@ def test_blocks_are_large_and_fit_into_host_memory() -> None:
     shape = {"max_request_pages": 1024, "max_step_pages": 256}
     size = host_cache_size(64 << 30, page_bytes=page_bytes, num_local_devices=1, **shape)
     assert size is not None and size.block_pages == 8 and 32 << 20 <= size.block_bytes < 40 << 20
-    assert size.num_pages * page_bytes <= 64 << 30 and size.staging_bytes < 3 << 29
+    assert size.num_pages * page_bytes <= 64 << 30 and size.staging_bytes < 2 << 30
     assert size.max_saves * size.block_pages > 200, "of 256 pages that prompts fill in a step, most can be saved"
+    assert size.max_fetches == size.max_saves, "and restored"
     split = host_cache_size(64 << 30, page_bytes=page_bytes // 8, num_local_devices=8, **shape)
     assert split is not None and split.block_pages == 57 and abs(split.num_pages / size.num_pages - 1) < 0.01
-    assert split.max_saves == 6
+    assert (split.max_saves, split.max_fetches) == (6, 15)
     assert host_cache_size(0, page_bytes=page_bytes, num_local_devices=1, **shape) is None
     with pytest.raises(ValueError, match=r"host_cache_gib is 0.010; two blocks of 8 pages take 0.070 GiB"):
         host_cache_size(10 << 20, page_bytes=page_bytes, num_local_devices=1, **shape)

@@ -43,7 +43,7 @@ def test_a_host_cache_holds_tokens_and_takes_staging_memory(capsys):
     without, found = plan(capsys, *flags), plan(capsys, *flags, "--host-cache-gib=64")
     assert 62 << 30 < found["host_pages"] * found["page_bytes"] * 2 <= 64 << 30  # two devices share it
     staging = (without["served_pages"] - found["served_pages"]) * found["page_bytes"]
-    assert 512 << 20 < staging < 1536 << 20 and without["host_pages"] == 0
+    assert 512 << 20 < staging <= 2 << 30 and without["host_pages"] == 0
 
 
 def test_devices_that_divide_pages_hold_more_tokens(capsys):
