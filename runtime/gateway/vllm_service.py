@@ -57,7 +57,8 @@ def add_gateway(edge: Edge, server: grpc.aio.Server) -> None:
     except ImportError as error:
         raise ConfigError(f"--gateway-port needs meshserve with the extra [gateway]: {error}.") from error
     add_native(edge, server)
-    pb_grpc.add_VllmEngineServicer_to_server(_servicer(pb_grpc.VllmEngineServicer)(edge, pb, common_pb2), server)
+    servicer = type("VllmEngine", (_VllmEngine, pb_grpc.VllmEngineServicer), {})
+    pb_grpc.add_VllmEngineServicer_to_server(servicer(edge, pb, common_pb2), server)
 
 
 def refuse_others(request: Any) -> None:
@@ -104,81 +105,8 @@ def _constraint(message: Any) -> Constraint | None:
     return Constraint(kind=kind, text="" if kind == "json_object" else getattr(message, kind))
 
 
-def _servicer(base: type) -> type:
-    """Returns the service class, whose base class exists only if the extra is installed."""
-
-    class VllmEngine(_Generation, base):
-        async def HealthCheck(self, request: Any, context: Any) -> Any:
-            try:
-                self.edge.serving()
-            except EngineStoppedError as error:
-                return self.pb.HealthCheckResponse(healthy=False, message=str(error))
-            return self.pb.HealthCheckResponse(healthy=self.edge.failure is None, message=self.edge.failure or "")
-
-        async def GetModelInfo(self, request: Any, context: Any) -> Any:
-            backend = await self.backend(context)
-            info = backend.info
-            return self.pb.GetModelInfoResponse(
-                model_path=info.name,  # not a directory, so the gateway asks for the tokenizer
-                served_model_name=info.name,
-                is_generation=info.task == GENERATE,
-                max_context_length=info.max_context_tokens,
-                max_req_input_len=info.max_context_tokens - 1,
-                vocab_size=info.vocab_size,
-                model_type="qwen3",
-                architectures=[info.architecture],
-                eos_token_ids=info.eos_token_ids,
-            )
-
-        async def GetServerInfo(self, request: Any, context: Any) -> Any:
-            info = (await self.backend(context)).info
-            return self.pb.GetServerInfoResponse(
-                active_requests=self.edge.queues.num_open,
-                uptime_seconds=time.monotonic() - self.started,
-                server_type="meshserve",
-                data_parallel_size=1,
-                block_size=info.page_size_tokens,
-                model_dtype=info.dtype,
-            )
-
-        async def GetLoads(self, request: Any, context: Any) -> Any:
-            backend = await self.backend(context)
-            load, page_size = backend.engine.load(), backend.info.page_size_tokens
-            num_used_pages = load.num_pages - load.num_free_pages
-            row = self.pb.SchedulerLoad(
-                num_running_reqs=load.num_running,
-                num_waiting_reqs=load.num_waiting,
-                num_total_reqs=load.num_running + load.num_waiting,
-                num_used_tokens=num_used_pages * page_size,
-                max_total_num_tokens=load.num_pages * page_size,
-                token_usage=num_used_pages / max(load.num_pages, 1),
-            )
-            now = datetime.now(UTC).isoformat()
-            return self.pb.GetLoadsResponse(
-                timestamp=now, version=backend.info.server_version, dp_rank_count=1, loads=[row]
-            )
-
-        async def FlushCache(self, request: Any, context: Any) -> Any:
-            backend = await self.backend(context)
-            num_pages = await asyncio.to_thread(backend.engine.flush_prefix_cache)
-            return self.common.FlushCacheResponse(success=True, message=f"{num_pages} pages flushed")
-
-        async def GetTokenizer(self, request: Any, context: Any) -> None:
-            try:
-                directory = (await self.backend(context)).tokenizer.directory
-            except UnavailableFeatureError as error:
-                await abort(context, error)
-            data, digest = await asyncio.to_thread(_tokenizer_zip, directory)
-            for start in range(0, len(data), _CHUNK_BYTES):
-                is_last = start + _CHUNK_BYTES >= len(data)
-                chunk = data[start : start + _CHUNK_BYTES]
-                await context.write(self.common.GetTokenizerChunk(data=chunk, sha256=digest if is_last else ""))
-
-    return VllmEngine
-
-
-class _Generation:
-    """The service's state, and its methods for requests."""
+class _VllmEngine:
+    """The methods of the service, without the generated base class, which exists only if the extra is installed."""
 
     def __init__(self, edge: Edge, pb: Any, common: Any):
         self.edge = edge
@@ -190,6 +118,72 @@ class _Generation:
         if self.edge.backend is None:
             await abort(context, EngineStoppedError(f"the server is starting ({self.edge.progress})"))
         return self.edge.backend
+
+    async def HealthCheck(self, request: Any, context: Any) -> Any:
+        try:
+            self.edge.serving()
+        except EngineStoppedError as error:
+            return self.pb.HealthCheckResponse(healthy=False, message=str(error))
+        return self.pb.HealthCheckResponse(healthy=self.edge.failure is None, message=self.edge.failure or "")
+
+    async def GetModelInfo(self, request: Any, context: Any) -> Any:
+        backend = await self.backend(context)
+        info = backend.info
+        return self.pb.GetModelInfoResponse(
+            model_path=info.name,  # not a directory, so the gateway asks for the tokenizer
+            served_model_name=info.name,
+            is_generation=info.task == GENERATE,
+            max_context_length=info.max_context_tokens,
+            max_req_input_len=info.max_context_tokens - 1,
+            vocab_size=info.vocab_size,
+            model_type="qwen3",
+            architectures=[info.architecture],
+            eos_token_ids=info.eos_token_ids,
+        )
+
+    async def GetServerInfo(self, request: Any, context: Any) -> Any:
+        info = (await self.backend(context)).info
+        return self.pb.GetServerInfoResponse(
+            active_requests=self.edge.queues.num_open,
+            uptime_seconds=time.monotonic() - self.started,
+            server_type="meshserve",
+            data_parallel_size=1,
+            block_size=info.page_size_tokens,
+            model_dtype=info.dtype,
+        )
+
+    async def GetLoads(self, request: Any, context: Any) -> Any:
+        backend = await self.backend(context)
+        load, page_size = backend.engine.load(), backend.info.page_size_tokens
+        num_used_pages = load.num_pages - load.num_free_pages
+        row = self.pb.SchedulerLoad(
+            num_running_reqs=load.num_running,
+            num_waiting_reqs=load.num_waiting,
+            num_total_reqs=load.num_running + load.num_waiting,
+            num_used_tokens=num_used_pages * page_size,
+            max_total_num_tokens=load.num_pages * page_size,
+            token_usage=num_used_pages / max(load.num_pages, 1),
+        )
+        now = datetime.now(UTC).isoformat()
+        return self.pb.GetLoadsResponse(
+            timestamp=now, version=backend.info.server_version, dp_rank_count=1, loads=[row]
+        )
+
+    async def FlushCache(self, request: Any, context: Any) -> Any:
+        backend = await self.backend(context)
+        num_pages = await asyncio.to_thread(backend.engine.flush_prefix_cache)
+        return self.common.FlushCacheResponse(success=True, message=f"{num_pages} pages flushed")
+
+    async def GetTokenizer(self, request: Any, context: Any) -> None:
+        try:
+            directory = (await self.backend(context)).tokenizer.directory
+        except UnavailableFeatureError as error:
+            await abort(context, error)
+        data, digest = await asyncio.to_thread(_tokenizer_zip, directory)
+        for start in range(0, len(data), _CHUNK_BYTES):
+            is_last = start + _CHUNK_BYTES >= len(data)
+            chunk = data[start : start + _CHUNK_BYTES]
+            await context.write(self.common.GetTokenizerChunk(data=chunk, sha256=digest if is_last else ""))
 
     async def Abort(self, request: Any, context: Any) -> Any:
         try:
