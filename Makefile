@@ -47,7 +47,7 @@ check-cuda:
 	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.checks.check_cuda $(CHECK)
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/benchmarks/test_check_cuda.py
 
-# The attacks of tests/hostile at length: 100,000 mutated requests, 2,060 valid ones, 2,000 constraints, each flood beside
+# The attacks of tests/hostile at length: 100,000 mutated requests, 2,020 valid ones, 2,000 constraints, each flood beside
 # six streams of a neighbour, slow masks beside 60, whose gaps must stay within bounds, and ten minutes of everything
 # with memory flat. Needs an otherwise idle machine, and about half an hour.
 fuzz: $(VENV)/.test

@@ -27,8 +27,8 @@ from tests.hostile.neighbour import Neighbour
 from tests.hostile.processes import Process, worker_processes
 from tests.waiting import wait_for
 
-MAX_CONTEXT = 512
-NUM_NEIGHBOUR_TOKENS = 64  # of each of its streams, prompt and output
+MAX_CONTEXT = 256
+NUM_NEIGHBOUR_TOKENS = 32  # of each of its streams, prompt and output
 # Of the tenant "attacker". All of its quota must be free again after an attack.
 MAX_REQUESTS = 32
 MAX_TOKENS = MAX_REQUESTS * MAX_CONTEXT
@@ -44,7 +44,7 @@ TENANTS = {
     "operator": 'permissions = ["admin", "info", "inference"]',
 }
 _OPTIONS = (
-    "--port=0", "--gateway-port=0", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--num-pages=128",
+    "--port=0", "--gateway-port=0", "--cpu-devices=1", "--dtype=float32", "--page-size=16", "--num-pages=64",
     "--max-running=8", "--max-step-tokens=32", f"--max-context={MAX_CONTEXT}", "--max-waiting=256",
     f"--constraint-memory-mib={MAX_WORKER_BYTES >> 20}", "--cache-dir=",
 )  # fmt: skip

@@ -17,7 +17,7 @@ from meshserve.runtime.options.serve_config import ServeConfig
 from tests import checkpoints
 
 SERVE: dict[str, Any] = {
-    "dtype": "float32", "max_running": 4, "max_step_tokens": 16, "page_size": 16, "num_pages": 64, "cache_dir": "",
+    "dtype": "float32", "max_running": 4, "max_step_tokens": 4, "page_size": 16, "num_pages": 64, "cache_dir": "",
 }  # fmt: skip
 SAMPLING = (
     {"temperature": 0.0},
