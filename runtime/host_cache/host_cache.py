@@ -242,8 +242,9 @@ class HostCache:
         """Returns the commands to carry out before the step of the plan just made, or now if there is none."""
         num_prefill_tokens = plan.num_prefill_tokens if plan is not None else 0
         self._is_decoding = plan is not None and bool(plan.decodes) and num_prefill_tokens < self._page_size
-        self._save(-(-num_prefill_tokens // self._page_size))
-        self._send(now, is_beside_step=plan is not None)
+        num_prompt_pages = -(-num_prefill_tokens // self._page_size)
+        self._save(num_prompt_pages)
+        self._send(now, None if plan is None else num_prompt_pages)
         self._num_waits = 0 if plan is not None else self._num_waits
         self.counts.num_pages = self._index.num_pages
         commands, self._commands = self._commands, []
@@ -299,12 +300,15 @@ class HostCache:
             if found.num_told == len(found.keys):
                 self._index.demote(part.block)
 
-    def _send(self, now: float, *, is_beside_step: bool) -> None:
+    def _send(self, now: float, num_prompt_pages: int | None) -> None:
         """Sends blocks to the device while there is staging memory.
 
-        Beside decodes, only as many as are written after one step: the next step's inputs take the same link.
+        Beside a step, whose prompts fill so many pages, only as many as are copied meanwhile: the inputs of the next
+        one take the same link.
         """
-        most = self._size.blocks_beside_decodes if self._is_decoding else self._size.max_fetches
+        is_beside_step, most = num_prompt_pages is not None, self._size.max_fetches
+        if num_prompt_pages is not None:
+            most = min(most, self._num_beside(num_prompt_pages))
         while self._queue and len(self._flying) < most:
             found = self._queue[0]
             if found.has_failed or found.num_sent == len(found.parts):
@@ -330,7 +334,7 @@ class HostCache:
             num_left -= 1
         self.counts.num_lost += len(evicted)
         if self._is_decoding or num_prompt_pages:
-            num_left = min(num_left, self._size.blocks_beside_decodes + 2 * num_prompt_pages // size)
+            num_left = min(num_left, self._num_beside(num_prompt_pages))
         self.is_behind = False
         while self._pages.num_clean_pages < self._num_ahead:
             found = self._pages.unsaved(size)
@@ -348,6 +352,10 @@ class HostCache:
             for page, key in known or found:
                 self._index.touch(key)
                 self._pages.mark_saved(page)
+
+    def _num_beside(self, num_prompt_pages: int) -> int:
+        """Returns how many blocks may be copied each way beside a step whose prompts fill so many pages."""
+        return self._size.blocks_beside_decodes + 2 * num_prompt_pages // self._size.block_pages
 
     def _save_block(self, pages: Sequence[tuple[int, bytes]]) -> bool:
         block = self._index.add([key for _, key in pages])
