@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--structured",
         type=int,
-        default=24,
+        default=12,
         help="number of schemas, and of regular expressions, in test_structured.py",
     )
     parser.addoption("--random-requests", type=int, default=30, help="requests to each drafter (make traffic: 1,000)")

@@ -60,7 +60,7 @@ def refusals(slice_name: str) -> list[str]:
     shape = CacheShape(num_pages=256, page_size=PAGE_SIZE, max_running=64, max_request_pages=256)
     tiling = tpu.default_tiling(num_tokens=64, kv_heads=1, group=2, page_size=PAGE_SIZE)
     large = tpu.default_tiling(num_tokens=1, kv_heads=1, group=2, page_size=256)
-    over_vmem = dataclasses.replace(large, slots=128)  # 256 MiB
+    over_vmem = dataclasses.replace(large, tile_pages=1024)  # 256 MiB; slots would be unrolled
     over_smem = dataclasses.replace(tiling, table_bytes=1 << 30)
     planted = {
         "HBM": (bucket, shape._replace(num_pages=plan.plan().max_pages * 11 // 10), tiling),

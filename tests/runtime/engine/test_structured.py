@@ -144,13 +144,13 @@ def test_company_does_not_change_a_token(serving: Serving):
 
 
 REPETITIVE = [
-    held_to("regex", "([0-9]{3};){30}", seed=6, temperature=0.0),
-    held_to("regex", "(to be or not; ?){20}", seed=7, temperature=1.0),
+    held_to("regex", "([0-9]{3};){15}", seed=6, temperature=0.0),
+    held_to("regex", "(to be or not; ?){10}", seed=7, temperature=1.0),
     held_to(
-        "json_schema", '{"type": "array", "items": {"enum": ["aye", "no"]}, "minItems": 40}', seed=10, max_tokens=120
+        "json_schema", '{"type": "array", "items": {"enum": ["aye", "no"]}, "minItems": 20}', seed=10, max_tokens=60
     ),
-    held_to("regex", "([ab]c){50}", seed=8, temperature=0.3, frequency_penalty=0.02, ignore_eos=True),
-    SamplingParams(temperature=0.2, seed=9, max_tokens=150, repetition_penalty=1.01, ignore_eos=True),
+    held_to("regex", "([ab]c){25}", seed=8, temperature=0.3, frequency_penalty=0.02, ignore_eos=True),
+    SamplingParams(temperature=0.2, seed=9, max_tokens=80, repetition_penalty=1.01, ignore_eos=True),
 ]
 
 
@@ -261,8 +261,9 @@ def test_a_grammar_that_is_given_up_says_so(serving: Serving):
 
 def test_min_tokens_may_be_more_than_any_output_has(serving: Serving):
     params = SamplingParams(temperature=0.0, max_tokens=2**32 - 1, min_tokens=2**31 - 2)
-    [(_, tokens, end)] = serving.run(params)
-    assert end.finish_reason is FinishReason.LENGTH and len(tokens) > 900
+    name = serving.submit(params, resumed=[300] * 900)  # so that the context is soon full
+    serving.wait()
+    assert serving.ends[name].finish_reason is FinishReason.LENGTH and 30 < len(serving.tokens[name]) < 100
 
 
 def test_min_tokens_holds_off_every_kind_of_stop(serving: Serving):

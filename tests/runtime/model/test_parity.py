@@ -23,7 +23,7 @@ from meshserve.sharding.layout import shard_layout
 from meshserve.sharding.mesh import make_mesh, partition_spec
 from tests import checkpoints
 
-PROMPT_LENGTHS = (1, 2, 15, 16, 17, 64, 150, 300)
+PROMPT_LENGTHS = (1, 2, 15, 16, 17, 64, 150)
 MAX_TOKENS = 12
 YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128,
@@ -87,27 +87,42 @@ def test_sharded_files_are_sharded(name: str, models: dict[str, Path]) -> None:
     assert (models[name] / "model.safetensors.index.json").exists() == (name == "sharded_files")
 
 
+# Each degree with some shape, and each shape at the degrees that make a difference to it: compiling takes the time.
+DEGREES = {
+    "tied": (1, 2, 4, 8),  # 4 KV heads: several of a device, one, and one on two devices
+    "untied_2_kv_heads": (1, 8),  # whole, and each KV head on four devices
+    "8_kv_heads": (2, 8),  # as many KV heads as query heads
+    "odd_vocab_and_mlp": (2, 8),  # padding of the vocabulary, and of the MLP too
+    "sharded_files": (2,),  # their programs are those of "tied"
+    "yarn": (4,),
+}
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_same_tokens_as_hugging_face(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     prompts = checkpoints.random_prompts(PROMPT_LENGTHS, vocab_size=320)
     expected = checkpoints.greedy(models[name], prompts, MAX_TOKENS)
-    options = SMALL if name == "tied" else SMALL | WITHOUT_PROCESSORS
-    for tp in (2,) if name == "sharded_files" else (1, 2, 4, 8):  # its programs are those of "tied"
+    for tp in DEGREES[name]:
+        options = SMALL if (name, tp) == ("tied", 2) else SMALL | WITHOUT_PROCESSORS
         assert run_generate(models[name], tmp_path, prompts, tp=tp, **options) == expected, f"tp {tp}"
 
 
-@pytest.mark.parametrize("tp", [1, 8])
-def test_alone_chunked_and_preempted(tp: int, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tp", "options"),
+    [
+        (1, {"max_running": 1, "max_step_tokens": 128}),  # alone, each prompt in one chunk
+        (8, {"max_running": 4, "max_step_tokens": 64}),  # whole short prompts beside decodes
+        (1, {"num_pages": 9}),  # of 16 tokens: about one request, so the others are preempted
+        (8, {"num_pages": 9}),
+    ],
+    ids=["alone", "chunked", "preempted", "preempted at TP 8"],
+)
+def test_alone_chunked_and_preempted(tp: int, options: dict, models: dict[str, Path], tmp_path: Path) -> None:
     """One request at a time, one chunk or many, and a cache that is too small for all: the same tokens."""
     prompts = checkpoints.random_prompts((3, 40, 100, 120), vocab_size=320)
     expected = checkpoints.greedy(models["tied"], prompts, MAX_TOKENS)
-    for options in (
-        {**SMALL, "max_running": 1, "max_step_tokens": 256},  # alone, each prompt in one chunk
-        {**SMALL, "max_running": 4, "max_step_tokens": 64},  # whole short prompts beside decodes
-        {**SMALL, "num_pages": 9},  # of 16 tokens: about one request, so the others are preempted
-    ):
-        found = run_generate(models["tied"], tmp_path, prompts, tp=tp, **options | WITHOUT_PROCESSORS)
-        assert found == expected
+    found = run_generate(models["tied"], tmp_path, prompts, tp=tp, **SMALL | WITHOUT_PROCESSORS | options)
+    assert found == expected
 
 
 def test_any_degree_that_divides_the_query_heads(tmp_path: Path) -> None:
@@ -128,10 +143,10 @@ def test_a_stored_head_of_a_tied_model(is_changed: bool, tmp_path: Path) -> None
     checkpoints.add_head(model, is_changed=is_changed)
     expected = checkpoints.greedy(model, prompts, MAX_TOKENS)
     assert (expected == tied) != is_changed
-    assert run_generate(model, tmp_path, prompts, tp=2, **SMALL) == expected
+    assert run_generate(model, tmp_path, prompts, tp=2, **SMALL, **WITHOUT_PROCESSORS) == expected
     convert(model, tmp_path / "orbax", devices=jax.devices("cpu"))
     assert read_model(tmp_path / "orbax" / "config.json").is_tied != is_changed
-    assert run_generate(tmp_path / "orbax", tmp_path, prompts, tp=2, **SMALL) == expected
+    assert run_generate(tmp_path / "orbax", tmp_path, prompts, tp=2, **SMALL, **WITHOUT_PROCESSORS) == expected
 
 
 @pytest.mark.parametrize("name", ["tied", "untied_2_kv_heads", "yarn"])

@@ -26,7 +26,7 @@ from meshserve.runtime.weights.convert import convert
 from tests import checkpoints
 from tests.waiting import WAIT_SECONDS
 
-LENGTHS = (1, 2, 15, 16, 17, 33, 64, 150, 300)
+LENGTHS = (1, 2, 15, 16, 17, 33, 64, 150)
 SHAPES: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied_2_kv_heads": {"tie_word_embeddings": False, "num_key_value_heads": 2},

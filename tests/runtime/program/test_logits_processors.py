@@ -199,6 +199,8 @@ def test_bans_do_not_hide_logits_that_are_not_finite(tp: int, value: float):
 @pytest.mark.parametrize("tp", TP_SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_come_with_their_exact_probability(tp: int, name: str, num_draws: int):
+    if num_draws < 50_000 and tp != 4:
+        pytest.skip("one TP size is enough in `make test`, where the next test compares them; `make sample` runs all")
     case = new_case(**CASES[name])
     expected, counts = case.probabilities(), np.zeros(VOCAB_SIZE)
     num_rows = NUM_ROWS if num_draws < 50_000 else 8 * NUM_ROWS
