@@ -1,4 +1,4 @@
-"""Runs the TPU kernels in Pallas' interpreter on 8 virtual devices; tests start it as a separate process.
+"""Runs the TPU kernels in Pallas' interpreter on 4 virtual devices; tests start it as a separate process.
 
 The interpreter's callbacks wait for each other. With as few threads as a small machine has cores they deadlock, so the
 process must be started with NPROC=16 in its environment (seen with jax 0.10.2 on 2 cores).
@@ -26,7 +26,7 @@ from meshserve.kernels.paged_attention import PagedBatch, cases, tpu, tpu_body, 
 from meshserve.kernels.paged_attention.context_split import by_remainder, held_by, merged, packed, seen_by
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh, use_cpu_devices
 
-NUM_DEVICES = 8
+NUM_DEVICES = 4
 # jax 0.12 raises on races that earlier versions only counted.
 ON_RACE = {"on_race": "warn"} if "on_race" in {f.name for f in dataclasses.fields(pltpu.InterpretParams)} else {}
 CHECKED = pltpu.InterpretParams(detect_races=True, **ON_RACE)  # a copy completes when it is awaited, at the latest

@@ -1,4 +1,4 @@
-"""Tests the TPU kernels in Pallas' interpreter on 8 devices: results, races, bounds, and detection of injected
+"""Tests the TPU kernels in Pallas' interpreter on 4 devices: results, races, bounds, and detection of injected
 faults.
 """
 
