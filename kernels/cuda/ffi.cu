@@ -5,71 +5,17 @@
 // filters keep. p2p_all_reduce and p2p_all_gather are single collectives. Every call only launches kernels on XLA's
 // stream, always the same ones for the same shapes, so it can be captured in a command buffer. Weights are stacked over
 // layers, with the layer as an attribute, because a slice would be a copy.
+#include "decode_ffi.cuh"
 #include "experts_ffi.cuh"
 #include "ffi_arguments.cuh"
 #include "launch.cuh"
 #include "prefill_launch.cuh"
 #include "preload.cuh"
 #include "qk_norm_rope.cuh"
-#include "side_stream.cuh"
 #include "threshold.cuh"
 
 namespace meshserve {
 namespace {
-
-ffi::Error decode_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_norm, In k_norm, In o, In post_norm,
-                         In gate_up, In down, In cache, In page_table, In positions, In inverse_frequencies, Out x_out,
-                         Out cache_out, Out scratch, int32_t first_layer, int32_t num_layers, float epsilon,
-                         float scale, float rotary_scale, Ints ordinals, Ints tuning) {
-  Shapes shapes;
-  add_cache(shapes, cache, page_table);
-  shapes.batch = size(x, 0);
-  shapes.embed = size(x, 1);
-  shapes.group = size(qkv, 2) / shapes.head_dim - 2;
-  shapes.mlp = size(gate_up, 2);
-  const bool is_mesh = ordinals.size() > 1;
-  P2PGroup p2p = {};
-  if (is_mesh) {
-    ffi::Error error = find_p2p_group(ordinals, Channel::kLayers, x.size_bytes(), &p2p);
-    if (error.failure()) return error;
-  }
-  // Two halves of the batch, side by side: one half's attention uses the memory while the other's projections, whose
-  // weights are in the L2, wait for each other. A block of a projection takes the next free place, before attention's.
-  const Tuning tuned = tuning_of(tuning);
-  const int num_parts = tuned.streams == 2 && !is_mesh && shapes.batch > 1 ? 2 : 1;
-  const int part_tokens = (shapes.batch + num_parts - 1) / num_parts, num_tokens = shapes.batch;
-  size_t needed = 0;
-  std::string error;
-  // Launches the layers for the tokens of one part of the batch.
-  const auto run_part = [&](int part, cudaStream_t on) {
-    const int first = part * part_tokens;
-    shapes.batch = std::min(part_tokens, num_tokens - first);
-    Step step(shapes, tuned, on);
-    step.weights = {data<bf16>(input_norm), data<bf16>(qkv),       data<bf16>(q_norm),  data<bf16>(k_norm),
-                    data<bf16>(o),          data<bf16>(post_norm), data<bf16>(gate_up), data<bf16>(down)};
-    step.cache = {data<void>(cache_out), is_fp8(cache),
-                  data<int>(page_table) + static_cast<size_t>(first) * shapes.max_pages, data<int>(positions) + first};
-    step.inverse_frequencies = data<float>(inverse_frequencies);
-    step.epsilon = epsilon;
-    step.scale = scale;
-    step.rotary_scale = rotary_scale;
-    if (num_parts > 1) step.product_priority = kPreferred;
-    needed += step.scratch.carve(shapes, data<uint8_t>(scratch) + needed);
-    if (needed > scratch->element_count()) return;
-    const size_t row = static_cast<size_t>(first) * shapes.embed;
-    step.layers(data<bf16>(x) + row, data<bf16>(x_out) + row, first_layer, num_layers, is_mesh ? &p2p : nullptr);
-    if (error.empty()) error = step.error();
-  };
-  cudaError_t status = cudaSuccess;
-  if (num_parts == 1) {
-    run_part(0, stream);
-  } else {
-    status = SideStreams::all().run(
-        stream, [&](cudaStream_t side) { run_part(1, side); }, [&](cudaStream_t own) { run_part(0, own); });
-  }
-  if (needed > scratch->element_count()) return too_small(needed);
-  return error.empty() ? result(status) : result(error);
-}
 
 // Describes prefill attention of a step. Its queries, its result and the pages of a layer are set by the caller.
 prefill::Call attention_call(const Shapes& shapes, const In& parts, const In& page_table, const In& positions,
@@ -129,29 +75,6 @@ ffi::Error prompt_layers(cudaStream_t stream, In x, In input_norm, In qkv, In q_
   return result(step);
 }
 
-ffi::Error decode_qkv(cudaStream_t stream, In x, In norm, In qkv, In q_norm, In k_norm, In cache, In page_table,
-                      In positions, In inverse_frequencies, Out q, Out cache_out, Out scratch, int32_t layer,
-                      float epsilon, float rotary_scale, Ints tuning) {
-  Shapes shapes;
-  add_cache(shapes, cache, page_table);
-  shapes.batch = size(x, 0);
-  shapes.embed = size(x, 1);
-  shapes.group = size(qkv, 2) / shapes.head_dim - 2;
-  Step step(shapes, tuning_of(tuning), stream);
-  step.weights.qkv = data<bf16>(qkv);
-  step.weights.q_norm = data<bf16>(q_norm);
-  step.weights.k_norm = data<bf16>(k_norm);
-  step.cache = {data<void>(cache_out), is_fp8(cache), data<int>(page_table), data<int>(positions)};
-  step.inverse_frequencies = data<float>(inverse_frequencies);
-  step.epsilon = epsilon;
-  step.rotary_scale = rotary_scale;
-  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
-  if (needed > scratch->element_count()) return too_small(needed);
-  step.prepare(data<bf16>(x), data<bf16>(norm) + static_cast<size_t>(layer) * shapes.embed, true);
-  step.qkv(layer, data<bf16>(q));
-  return result(step);
-}
-
 ffi::Error paged_attention(cudaStream_t stream, In q, In cache, In page_table, In positions, Out out, Out scratch,
                            int32_t layer, float scale, Ints tuning) {
   Shapes shapes;
@@ -170,46 +93,10 @@ ffi::Error paged_attention(cudaStream_t stream, In q, In cache, In page_table, I
   return result(step);
 }
 
-// out = [residual +] input weights^T. If has_residual is 0, `residual` is not read or added.
-ffi::Error project_residual(cudaStream_t stream, In input, In weights, In residual, Out out, int32_t layer,
-                            int32_t has_residual, int32_t is_down, Ints tuning) {
-  Shapes shapes;
-  shapes.layers = size(weights, 0);
-  shapes.embed = size(weights, 1);
-  shapes.batch = size(input, 0);
-  const bf16* added = has_residual ? data<bf16>(residual) : nullptr;
-  if (is_down) {
-    shapes.mlp = size(weights, 2);
-  } else {
-    shapes.kv_heads = shapes.group = 1;
-    shapes.head_dim = size(weights, 2);
-  }
-  Step step(shapes, tuning_of(tuning), stream);
-  if (is_down) {
-    step.weights.down = data<bf16>(weights);
-    step.down(layer, data<bf16>(input), added, data<bf16>(out), nullptr);
-  } else {
-    step.weights.o = data<bf16>(weights);
-    step.output(layer, data<bf16>(input), added, data<bf16>(out), nullptr);
-  }
-  return result(step);
-}
-
-ffi::Error decode_gate_up(cudaStream_t stream, In x, In norm, In gate_up, Out out, Out scratch, int32_t layer,
-                          float epsilon, Ints tuning) {
-  Shapes shapes;
-  shapes.layers = size(gate_up, 0);
-  shapes.batch = size(x, 0);
-  shapes.embed = size(x, 1);
-  shapes.mlp = size(gate_up, 2);
-  Step step(shapes, tuning_of(tuning), stream);
-  step.weights.gate_up = data<bf16>(gate_up);
-  step.epsilon = epsilon;
-  size_t needed = step.scratch.carve(shapes, data<uint8_t>(scratch));
-  if (needed > scratch->element_count()) return too_small(needed);
-  step.prepare(data<bf16>(x), data<bf16>(norm) + static_cast<size_t>(layer) * shapes.embed, false);
-  step.gate_up(layer, data<bf16>(out));
-  return result(step);
+// Its operands are those of `project`.
+ffi::Error project_residual(cudaStream_t stream, ffi::RemainingArgs all, Out out, int32_t layer, int32_t has_residual,
+                            int32_t is_down, Ints tuning) {
+  return project<Bf16Weights>(stream, all, out, nullptr, layer, has_residual != 0, is_down != 0, tuning);
 }
 
 ffi::Error prefill_attention(cudaStream_t stream, In q, In cache, In parts, In page_table, In positions, Out out,
@@ -313,32 +200,7 @@ ffi::Error p2p_all_gather(cudaStream_t stream, In x, Out out, Ints ordinals) {
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_layers, decode_layers,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<In>()  // x
-                                  .Arg<In>()  // input_norm
-                                  .Arg<In>()  // qkv
-                                  .Arg<In>()  // q_norm
-                                  .Arg<In>()  // k_norm
-                                  .Arg<In>()  // o
-                                  .Arg<In>()  // post_norm
-                                  .Arg<In>()  // gate_up
-                                  .Arg<In>()  // down
-                                  .Arg<In>()  // cache, aliased with the second result
-                                  .Arg<In>()  // page_table
-                                  .Arg<In>()  // positions
-                                  .Arg<In>()  // inverse_frequencies
-                                  .Ret<In>()  // x
-                                  .Ret<In>()  // cache
-                                  .Ret<In>()  // scratch
-                                  .Attr<int32_t>("first_layer")
-                                  .Attr<int32_t>("num_layers")
-                                  .Attr<float>("epsilon")
-                                  .Attr<float>("scale")
-                                  .Attr<float>("rotary_scale")
-                                  .Attr<Ints>("ordinals")  // CUDA devices of the mesh by rank; one: no mesh
-                                  .Attr<Ints>("tuning"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_layers, decode_layers<Bf16Weights>, decode_layers_binding(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_prompt_layers, prompt_layers,
@@ -378,25 +240,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_experts, experts_of_layer<Bf16Weights>, 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_expert_layers, decode_expert_layers<Bf16Weights>,
                               expert_layers_binding(), {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_qkv, decode_qkv,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<In>()  // x
-                                  .Arg<In>()  // input_norm
-                                  .Arg<In>()  // qkv
-                                  .Arg<In>()  // q_norm
-                                  .Arg<In>()  // k_norm
-                                  .Arg<In>()  // cache, aliased with the second result
-                                  .Arg<In>()  // page_table
-                                  .Arg<In>()  // positions
-                                  .Arg<In>()  // inverse_frequencies
-                                  .Ret<In>()  // q
-                                  .Ret<In>()  // cache
-                                  .Ret<In>()  // scratch
-                                  .Attr<int32_t>("layer")
-                                  .Attr<float>("epsilon")
-                                  .Attr<float>("rotary_scale")
-                                  .Attr<Ints>("tuning"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_qkv, decode_qkv<Bf16Weights>, decode_qkv_binding(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_paged_attention, paged_attention,
@@ -450,9 +294,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_qk_norm_rope, qk_norm_rope,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_project_residual, project_residual,
                               ffi::Ffi::Bind()
                                   .Ctx<Stream>()
-                                  .Arg<In>()  // input
-                                  .Arg<In>()  // weights
-                                  .Arg<In>()  // residual
+                                  .RemainingArgs()
                                   .Ret<In>()
                                   .Attr<int32_t>("layer")
                                   .Attr<int32_t>("has_residual")
@@ -460,17 +302,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_project_residual, project_residual,
                                   .Attr<Ints>("tuning"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_gate_up, decode_gate_up,
-                              ffi::Ffi::Bind()
-                                  .Ctx<Stream>()
-                                  .Arg<In>()  // x
-                                  .Arg<In>()  // post_norm
-                                  .Arg<In>()  // gate_up
-                                  .Ret<In>()  // activated
-                                  .Ret<In>()  // scratch
-                                  .Attr<int32_t>("layer")
-                                  .Attr<float>("epsilon")
-                                  .Attr<Ints>("tuning"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_decode_gate_up, decode_gate_up<Bf16Weights>, decode_gate_up_binding(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(meshserve_sampling_threshold, sampling_threshold,
