@@ -6,7 +6,7 @@
 step       embedding, all layers, final norm, head, argmax; the token is fed back on the device
 stack      all layers, in one call
 splits     the same with every number of ranges that a projection can be split into, one projection at a time
-parts      each projection as a separate call, as on a mesh: a sequence of L calls
+parts      each projection as a separate call, as on a mesh: a sequence of L calls; not of a model with experts
 
 --weights times quantised weights, in the formats of the tests' cases.
 
@@ -40,7 +40,7 @@ from meshserve.kernels import decode_layers as kernels
 from meshserve.kernels.decode_layers import DecodeBatch, LayerSettings, LayerWeights, cases, gpu, reference
 from meshserve.kernels.linear import FP8, Matrix, QuantisedMatrix
 
-SETTINGS = LayerSettings(epsilon=1e-6, softmax_scale=128**-0.5)
+SETTINGS = LayerSettings(epsilon=1e-6, softmax_scale=128**-0.5, num_chosen=8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ class Model:
     head_dim: int
     mlp: int
     vocab: int = 151936
+    num_experts: int = 0  # in place of the MLP; `mlp` is the size of one, and a token goes through 8
     weights: str = "bfloat16"  # or one of `cases.FORMATS`
 
     @property
@@ -75,12 +76,22 @@ class Model:
 
     def part_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the matrices of one layer."""
+        experts = (self.num_experts,) if self.num_experts else ()
         return {
             "qkv": (self.kv_heads, (self.group + 2) * self.head_dim, self.embed),
             "o": (self.embed, self.q_columns),
-            "gate_up": (2, self.mlp, self.embed),
-            "down": (self.embed, self.mlp),
+            "gate_up": (*experts, 2, self.mlp, self.embed),
+            "down": (*experts, self.embed, self.mlp),
         }
+
+    def read_bytes(self, batch: int) -> float:
+        """Returns the weight bytes that a layer reads: each expert once that a token is expected to choose."""
+        part_bytes = self.part_bytes()
+        if not self.num_experts:
+            return sum(part_bytes.values())
+        share = 1 - (1 - SETTINGS.num_chosen / self.num_experts) ** batch
+        router = 2 * self.num_experts * self.embed
+        return part_bytes["qkv"] + part_bytes["o"] + router + share * (part_bytes["gate_up"] + part_bytes["down"])
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a quantised matrix's scales."""
@@ -110,6 +121,7 @@ MODELS = {
     "qwen3-8b": Model(layers=36, embed=4096, kv_heads=8, group=4, head_dim=128, mlp=12288),
     "qwen3-14b": Model(layers=40, embed=5120, kv_heads=8, group=5, head_dim=128, mlp=17408),
     "qwen3-32b": Model(layers=64, embed=5120, kv_heads=8, group=8, head_dim=128, mlp=25600),
+    "qwen3-30b-a3b": Model(layers=48, embed=2048, kv_heads=4, group=8, head_dim=128, mlp=768, num_experts=128),
 }
 
 
@@ -145,6 +157,7 @@ def random_weights(model: Model) -> LayerWeights:
         post_norm=jnp.ones((n, m.embed), jnp.bfloat16),
         gate_up=random_matrix(m, "gate_up", 3),
         down=random_matrix(m, "down", 4),
+        router=random_array((n, m.num_experts, m.embed), 9) if m.num_experts else None,
     )
 
 
@@ -212,7 +225,7 @@ class Bench:
 
     def layer_bytes(self, batch: int, context: int) -> int:
         model, num_tokens = self.model, sum(self.lengths(batch, context))
-        return model.layers * (sum(model.part_bytes().values()) + model.page_bytes(num_tokens))
+        return round(model.layers * (model.read_bytes(batch) + model.page_bytes(num_tokens)))
 
     def time(self, run: Callable[[Any], Any], state: Any, per_state: int = 1) -> list[float]:
         figures, _ = timed_ms(run, state, per_state, self.arguments.rounds, self.arguments.seconds)
@@ -232,7 +245,7 @@ class Bench:
         self.record("stack", batch, context, self.layer_bytes(batch, context), figures, **more)
 
     def splits(self, batch: int, context: int) -> None:
-        for part in self.model.part_bytes():
+        for part in ("qkv", "o") if self.model.num_experts else self.model.part_bytes():
             for num in range(1, 9):
                 self.stack(batch, context, gpu.LaunchShape(**{f"{part}_splits": num}), **{part: num})
 
@@ -272,6 +285,8 @@ class Bench:
     def parts(self, batch: int) -> None:
         """Times sequences of one projection over the layers; each output feeds the next call through a narrow sum."""
         model = self.model
+        if model.num_experts:
+            raise SystemExit(f"--what parts: {self.name} has experts")
         cache, where = random_cache(model, model.layers, [1] * batch, self.arguments.page_size)
         inputs = {"qkv": model.embed, "o": model.q_columns, "gate_up": model.embed, "down": model.mlp}
 
