@@ -83,6 +83,75 @@ __device__ __forceinline__ void arrange(Choices& choices, const int* experts, in
   __syncthreads();
 }
 
+// ---- the choice --------------------------------------------------------------------------------------------------
+constexpr int kMostRouted = 128;  // experts of a router
+
+// An unsigned integer that orders as the float does.
+__device__ __forceinline__ uint32_t order_of(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float value_of(uint32_t order) {
+  return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
+}
+
+constexpr int kScoresEach = kMostRouted / 32;  // of a lane: those of experts kScoresEach * lane + i
+
+// Chooses a token's experts [k] by its scores, with one warp. Among equal scores, the lower expert comes first. Padding
+// chooses -1. Lane j returns the score of choice j.
+__device__ __forceinline__ float choose(const float (&scores)[kScoresEach], int num_experts, int num_chosen,
+                                        bool is_padding, int* experts) {
+  constexpr int kEach = kScoresEach;
+  static_assert(kEach == 4);
+  const int lane = threadIdx.x % 32;
+  uint32_t keys[kEach], ids[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    ids[i] = kEach * lane + i;
+    keys[i] = static_cast<int>(ids[i]) < num_experts ? order_of(scores[i]) : 0;
+  }
+  // Sorts the lane's experts, so that one comparison a choice suffices.
+  auto sort = [&](int i, int j) {
+    const bool is_later = keys[i] < keys[j] || (keys[i] == keys[j] && ids[i] > ids[j]);
+    const uint32_t key = keys[i], id = ids[i];
+    keys[i] = is_later ? keys[j] : key, ids[i] = is_later ? ids[j] : id;
+    keys[j] = is_later ? key : keys[j], ids[j] = is_later ? id : ids[j];
+  };
+  sort(0, 1), sort(2, 3), sort(0, 2), sort(1, 3), sort(1, 2);
+  float chosen = 0.0f;
+#pragma unroll 1
+  for (int j = 0; j < num_chosen; ++j) {
+    const uint32_t best = __reduce_max_sync(0xffffffffu, keys[0]);
+    const bool is_mine = lane == __ffs(__ballot_sync(0xffffffffu, keys[0] == best)) - 1;
+    if (is_mine) experts[j] = is_padding ? -1 : ids[0];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      keys[i] = !is_mine ? keys[i] : i + 1 < kEach ? keys[i + 1] : 0;
+      if (i + 1 < kEach) ids[i] = is_mine ? ids[i + 1] : ids[i];
+    }
+    if (lane == j) chosen = value_of(best);
+  }
+  return chosen;
+}
+
+// Returns, to lane j, the share of choice j: of a softmax over the scores times `factor`, or if `is_normalized`, over
+// those of the choices. `chosen` is what `choose` returned.
+__device__ __forceinline__ float share_of_choice(const float (&scores)[kScoresEach], float chosen, float factor,
+                                                 int num_experts, int num_chosen, bool is_normalized) {
+  const int lane = threadIdx.x % 32;
+  const float top = __shfl_sync(0xffffffffu, chosen, 0);
+  const float mine = lane < num_chosen ? __expf((chosen - top) * factor) : 0.0f;
+  float sum = mine;
+  if (!is_normalized) {
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kScoresEach; ++i) {
+      if (kScoresEach * lane + i < num_experts) sum += __expf((scores[i] - top) * factor);
+    }
+  }
+  return mine / sum_over_lanes(sum, 32);
+}
+
 // ---- steps of many tokens ----------------------------------------------------------------------------------------
 // Two kernels, with a block for each chunk of kMaxTokens tokens: the first counts, the second assigns places. Steps of
 // a single chunk take neither: every block that copies tokens finds the places itself (expert_router.cuh).

@@ -39,6 +39,12 @@ struct RowsArgs {
   const bf16* next_gain;  // null: scaled_out and sums_out are not written
   bf16* scaled_out;
   float* sums_out;  // [T, rows / 16]
+  // The kernels choose by themselves if they are given scores; `experts` and `shares` are not read then.
+  const float* scores;  // parts that add up [T, num_parts, kMostRouted]; null: the choices are given
+  int num_parts;
+  const int* positions;  // [T]: -1 is padding
+  int* chosen;           // gate_up: the choices, written if scores are given [T, k]
+  bool is_normalized;    // the shares of a token add up to 1
 };
 
 // c += 16 rows of weights (rows `low`, then rows `high`) times 8 tokens, over the columns of a step.
@@ -83,11 +89,20 @@ __device__ __forceinline__ void store_token(uint8_t* row, int column, uint4 v, b
 
 __device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
 
-// Computes 1 / rms of a token with one warp.
+// Returns a lane's sum of a token's sums of squares. Of few, the load stays in flight.
+__device__ __forceinline__ float lane_squares(const float* sums, int norm_tiles) {
+  const int lane = threadIdx.x % 32;
+  float sum = lane < norm_tiles ? sums[lane] : 0.0f;
+#pragma unroll 1
+  for (int i = lane + 32; i < norm_tiles; i += 32) sum += sums[i];
+  return sum;
+}
+// Computes 1 / rms of a token with one warp, of which each lane has a sum of squares.
+__device__ __forceinline__ float inverse_rms_of(float squares, float inverse_dim, float epsilon) {
+  return rsqrtf(sum_over_lanes(squares, 32) * inverse_dim + epsilon);
+}
 __device__ __forceinline__ float inverse_rms_of(const float* sums, int norm_tiles, float inverse_dim, float epsilon) {
-  float sum = 0.0f;
-  for (int i = threadIdx.x % 32; i < norm_tiles; i += 32) sum += sums[i];
-  return rsqrtf(sum_over_lanes(sum, 32) * inverse_dim + epsilon);
+  return inverse_rms_of(lane_squares(sums, norm_tiles), inverse_dim, epsilon);
 }
 
 // What a thread adds to, and multiplies, its number of the output with: thread 16 * t + r has column r of token t.

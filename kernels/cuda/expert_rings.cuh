@@ -9,8 +9,8 @@
 //                         has an eighth of the columns, and the tokens' in registers for all items. With 8-bit weights
 //                         both are f16, to which the GPU converts e4m3. Writes share * silu(gate) * up for each choice,
 //                         at its place (expert_choices.cuh).
-//   down_rings_kernel     a block owns 16 columns of the output and adds up all experts in registers: there is no
-//                         second pass. A warp takes every eighth unit of (expert, two blocks of columns).
+//   down_rings_kernel     a block owns 16 columns of the output and adds up all experts in registers, without a second
+//                         pass. A warp takes every eighth unit of (expert, two blocks of columns).
 //
 // A copy brings 16 rows of 128 bytes with the 128-byte swizzle. A lane has the pieces 2q and 2q + 1 of 16 bytes of rows
 // r and r + 8, with r = lane / 4 and q = lane % 4: its reads meet no bank conflict.
@@ -22,46 +22,119 @@ namespace meshserve {
 namespace experts {
 
 constexpr int kRingStages = 3, kRingRows = 16, kRingCopyBytes = kRingRows * 128, kRingStageBytes = 2 * kRingCopyBytes;
-constexpr int kRingBytes = kWarps * kRingStages * kRingStageBytes;
 constexpr int kMostFewChoices = kFewTokens * 32;
 
 // Choices of at most 8 tokens.
 struct FewChoices {
-  uint32_t tokens[kMaxExperts];  // bit t: token t chose the expert
-  int first[kMaxExperts];        // place of its first choice
+  alignas(16) uint32_t tokens[kMaxExperts];  // bit t: token t chose the expert
+  int first[kMaxExperts];                    // place of its first choice
   int active[kMaxExperts];
-  int chosen[kMostFewChoices];    // [T, k]
-  float shares[kMostFewChoices];  // of gate_up: [T, k]
+  int chosen[kMostFewChoices];  // [T, k]
   int num_active;
-  int totals[kWarps];
 
   __device__ __forceinline__ int place(int expert, int token) const {
     return first[expert] + __popc(tokens[expert] & ((1u << token) - 1));
   }
 };
 
-// Reads the choices and computes the rest; `choices.tokens` is zero. All threads call it.
-__device__ __forceinline__ void arrange_few(FewChoices& choices, const RowsArgs& args, bool has_shares) {
-  constexpr int kActive = 1 << 20;
-  const int num_choices = args.num_tokens * args.num_chosen;
+// The scores of the token that a warp chooses for.
+struct FewScores {
+  float each[kScoresEach];  // of experts kScoresEach * lane + i
+  float chosen;             // of choice `lane`
+};
+
+// Adds up the parts of a token's scores with one warp: those of experts 4 * lane to 4 * lane + 3.
+__device__ __forceinline__ float4 sum_scores(const RowsArgs& args, int token) {
+  constexpr int kTogether = 16;  // loads in flight at a time
+  const float* scores = args.scores + static_cast<size_t>(token) * args.num_parts * kMostRouted;
+  const float4* from = reinterpret_cast<const float4*>(scores) + threadIdx.x % 32;
+  float4 sum = {};
 #pragma unroll 1
-  for (int i = threadIdx.x; i < num_choices; i += kThreads) {
-    choices.chosen[i] = __ldcg(args.experts + i);
-    if (has_shares) choices.shares[i] = __ldcg(args.shares + i);
+  for (int first = 0; first < args.num_parts; first += kTogether) {
+    float4 parts[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      parts[u] = {};
+      if (first + u < args.num_parts) parts[u] = __ldcg(from + (first + u) * (kMostRouted / 4));
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) sum = add(sum, parts[u]);
+  }
+  return sum;
+}
+
+// All threads call it, before the wait for the previous kernel where that matters.
+__device__ __forceinline__ void clear(FewChoices& choices) {
+  choices.tokens[threadIdx.x] = 0;
+  __syncthreads();
+}
+
+// Chooses or reads the choices, and computes the rest of what is cleared. All threads call it. No weights are fetched
+// before it ends, so it is short: a warp for each token, then one for all of the experts, and two barriers.
+__device__ __forceinline__ FewScores arrange_few(FewChoices& choices, const RowsArgs& args, bool is_padding) {
+  constexpr int kActive = 1 << 20;  // counted in the upper bits of the same sum
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  FewScores scores = {};
+  if (warp < args.num_tokens) {
+    int* chosen = choices.chosen + warp * args.num_chosen;
+    if (args.scores == nullptr) {
+      if (lane < args.num_chosen) chosen[lane] = __ldcg(args.experts + warp * args.num_chosen + lane);
+    } else {
+      const float4 found = sum_scores(args, warp);
+      scores = {{found.x, found.y, found.z, found.w}, 0.0f};
+      scores.chosen = choose(scores.each, args.num_experts, args.num_chosen, is_padding, chosen);
+    }
+    __syncwarp();
+    const int expert = lane < args.num_chosen ? chosen[lane] : -1;
+    if (expert >= 0 && expert < args.num_experts) atomicOr(&choices.tokens[expert], 1u << warp);
   }
   __syncthreads();
+  if (warp == 0) {
+    int before = 0;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < num_choices; i += kThreads) {
-    const int expert = choices.chosen[i];
-    if (expert >= 0 && expert < args.num_experts) atomicOr(&choices.tokens[expert], 1u << i / args.num_chosen);
+    for (int first = 4 * lane; first - 4 * lane < args.num_experts; first += 128) {
+      const uint4 tokens = *reinterpret_cast<const uint4*>(choices.tokens + first);
+      const int counts[4] = {__popc(tokens.x), __popc(tokens.y), __popc(tokens.z), __popc(tokens.w)};
+      int all = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) all += counts[i] == 0 ? 0 : counts[i] + kActive;
+      int sum = all;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int lower = __shfl_up_sync(0xffffffffu, sum, offset);
+        if (lane >= offset) sum += lower;
+      }
+      int place = before + sum - all;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        choices.first[first + i] = place % kActive;
+        if (counts[i] > 0) choices.active[place / kActive] = first + i;
+        place += counts[i] == 0 ? 0 : counts[i] + kActive;
+      }
+      before += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    if (lane == 0) choices.num_active = before / kActive;
   }
   __syncthreads();
-  const int expert = threadIdx.x, count = __popc(choices.tokens[expert]);
-  const int before = sum_of_lower(count == 0 ? 0 : count + kActive, choices.totals);
-  choices.first[expert] = before % kActive;
-  if (count > 0) choices.active[before / kActive] = expert;
-  if (expert == kThreads - 1) choices.num_active = before / kActive + (count > 0);
-  __syncthreads();
+  return scores;
+}
+
+// Divides numbers below 2^32 / divisor by a positive divisor.
+class Divisor {
+ public:
+  __device__ __forceinline__ explicit Divisor(uint32_t divisor) : factor_(0xffffffffu / divisor + 1) {}
+  __device__ __forceinline__ uint32_t divide(uint32_t number) const {
+    return factor_ == 0 ? number : __umulhi(number, factor_);  // 0: the divisor is 1
+  }
+
+ private:
+  uint32_t factor_;  // 2^32 / divisor, rounded up
+};
+
+// Returns whether the token that a warp chooses for is padding.
+__device__ __forceinline__ bool is_padding_token(const RowsArgs& args) {
+  const int token = threadIdx.x / 32;
+  return args.scores != nullptr && token < args.num_tokens && args.positions[token] < 0;
 }
 
 // The tokens' columns that meet a lane's pieces of a block of weights: for piece s, what `multiply` takes.
@@ -178,22 +251,67 @@ __device__ __forceinline__ void multiply_block(float (&c)[4], const WeightBlock&
   }
 }
 
-// Fetches two copies to a stage of the warp's ring, with one lane.
+// Of all warps of a block.
+struct RingMemory {
+  uint8_t stages[kWarps][kRingStages][kRingStageBytes];
+  uint64_t full[kWarps][kRingStages];
+};
+
+// A warp's ring. A stage has two copies, of 16 rows and a block of columns each.
 template <class W>
-__device__ __forceinline__ void fetch_stage(uint32_t stage, uint32_t barrier, const CUtensorMap* map, int row,
-                                            int block, int second_row, int second_block, uint64_t policy) {
-  barrier_expect_bytes(barrier, kRingStageBytes);
-  copy_bytes(stage, map, row, block * W::kBlockColumns, barrier, policy);
-  copy_bytes(stage + kRingCopyBytes, map, second_row, second_block * W::kBlockColumns, barrier, policy);
-}
+class WarpRing {
+ public:
+  __device__ __forceinline__ WarpRing(RingMemory& memory, const CUtensorMap& map)
+      : map_(map),
+        policy_(evict_first_policy()),
+        stages_(shared_address(memory.stages[threadIdx.x / 32])),
+        full_(shared_address(memory.full[threadIdx.x / 32])) {
+    if (threadIdx.x % 32 != 0) return;
+    prefetch_map(&map_);
+    for (int s = 0; s < kRingStages; ++s) barrier_init(full_ + 8 * s, 1);
+    barrier_init_fence();
+  }
+
+  // Fetches a stage, with one lane.
+  __device__ __forceinline__ void fetch(int stage, int row, int block, int second_row, int second_block) {
+    const uint32_t to = stages_ + stage * kRingStageBytes, barrier = full_ + 8 * stage;
+    barrier_expect_bytes(barrier, kRingStageBytes);
+    copy_bytes(to, &map_, row, block * W::kBlockColumns, barrier, policy_);
+    copy_bytes(to + kRingCopyBytes, &map_, second_row, second_block * W::kBlockColumns, barrier, policy_);
+  }
+
+  // Fills the ring: `fetch_next(stage)` fetches what comes next, if there is more.
+  template <class FetchNext>
+  __device__ __forceinline__ void fill(FetchNext fetch_next) {
+#pragma unroll 1
+    for (int s = 0; s < kRingStages; ++s) fetch_next(s);
+  }
+
+  // Takes the weights of a stage, which is then free for what comes next.
+  template <class FetchNext>
+  __device__ __forceinline__ void take(WeightBlock (&weights)[2], FetchNext fetch_next) {
+    barrier_wait(full_ + 8 * stage_, parity_);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) weights[i].load(stages_ + stage_ * kRingStageBytes + i * kRingCopyBytes);
+    __syncwarp();  // all lanes have read the stage
+    fetch_next(stage_);
+    if (++stage_ == kRingStages) stage_ = 0, parity_ ^= 1;
+  }
+
+ private:
+  const CUtensorMap& map_;
+  const uint64_t policy_;
+  const uint32_t stages_, full_;
+  int stage_ = 0;
+  uint32_t parity_ = 0;
+};
 
 struct GateUpRingsMemory {
-  uint8_t ring[kWarps][kRingStages][kRingStageBytes];
+  RingMemory rings;
   float parts[2][kWarps][2 * kRingRows][kFewTokens];
   FewChoices choices;
   float shares[kMostFewChoices];  // of each place
   float inverse_rms[kFewTokens];
-  alignas(8) uint64_t full[kWarps][kRingStages];
 };
 
 // Grid: any number of blocks. A row has 8 * kBlocks blocks of 128 bytes.
@@ -203,29 +321,26 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& memory = *reinterpret_cast<GateUpRingsMemory*>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, columns = args.columns;
-  const uint64_t policy = evict_first_policy();
-  const uint32_t full = shared_address(memory.full[warp]), ring = shared_address(memory.ring[warp]);
   FewChoices& choices = memory.choices;
-  if (lane == 0) {
-    prefetch_map(&weights);
-    for (int s = 0; s < kRingStages; ++s) barrier_init(full + 8 * s, 1);
-    barrier_init_fence();
-  }
-  choices.tokens[threadIdx.x] = 0;
+  WarpRing<W> ring(memory.rings, weights);
+  clear(choices);
   touch_parameters(args);
+  const bool is_padding = is_padding_token(args);
+  const int tiles = args.rows / kRingRows;
+  const Divisor by_blocks(gridDim.x), by_tiles(tiles);
   wait_for_previous_kernel();
-  let_next_kernel_start();  // only now, since down reads the choices before its wait
-  arrange_few(choices, args, true);
+  let_next_kernel_start();  // only now, since down reads the choices or scores before its wait
+  const FewScores scores = arrange_few(choices, args, is_padding);
 
-  const int tiles = args.rows / kRingRows, num_items = choices.num_active * tiles;
-  const int first_item = num_items * static_cast<int>(blockIdx.x) / static_cast<int>(gridDim.x);
-  const int last_item = num_items * static_cast<int>(blockIdx.x + 1) / static_cast<int>(gridDim.x);
-  if (first_item == last_item) return;
+  const int num_items = choices.num_active * tiles;
+  const int first_item = by_blocks.divide(num_items * blockIdx.x);
+  const int last_item = by_blocks.divide(num_items * (blockIdx.x + 1));
   // An item is tile `tile` of rows of an active expert; `index` counts the items.
   struct Item {
     int index, active, tile;
   };
-  const Item first = {first_item, first_item / tiles, first_item % tiles};
+  const int first_active = by_tiles.divide(first_item);
+  const Item first = {first_item, first_active, first_item - first_active * tiles};
   auto advance = [&](Item& item) {
     ++item.index;
     if (++item.tile == tiles) item.tile = 0, ++item.active;
@@ -240,13 +355,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (next_fetch.index == last_item) return;
     if (lane == 0) {
       const int row = row_of(next_fetch), block = warp * kBlocks + fetch_block;
-      fetch_stage<W>(ring + stage * kRingStageBytes, full + 8 * stage, &weights, row, block, row + args.rows, block,
-                     policy);
+      ring.fetch(stage, row, block, row + args.rows, block);
     }
     if (++fetch_block == kBlocks) fetch_block = 0, advance(next_fetch);
   };
+  ring.fill(fetch);
+  if (args.scores != nullptr && blockIdx.x == 0) {
 #pragma unroll 1
-  for (int s = 0; s < kRingStages; ++s) fetch(s);
+    for (int i = threadIdx.x; i < args.num_tokens * args.num_chosen; i += kThreads) args.chosen[i] = choices.chosen[i];
+  }
+  if (first_item == last_item) return;
   // Lane 2b + h has the scale of the warp's block b, of gate (h = 0) or up.
   auto load_scale = [&](const Item& item) {
     ScaleInFlight scale = {};
@@ -258,6 +376,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     return scale;
   };
   ScaleInFlight scale = load_scale(first);
+  // The norm of the token of which this warp computes the shares, and shares that are given.
+  float squares = 0.0f, share = 0.0f;
+  if (warp < args.num_tokens) {
+    if (args.sums != nullptr) squares = lane_squares(args.sums + warp * args.norm_tiles, args.norm_tiles);
+    if (args.scores == nullptr && lane < args.num_chosen) share = __ldcg(args.shares + warp * args.num_chosen + lane);
+  }
   // Lanes of tokens that the step does not have read another one's.
   const bf16* token_row = args.input + static_cast<size_t>(min(lane / 4, args.num_tokens - 1)) * columns;
   TokenBlock<W> tokens[kBlocks];
@@ -273,22 +397,19 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = 0; i < 2; ++i) back[b][i] = __shfl_sync(0xffffffffu, mine, lane % 4 * 8 + 4 * i);
     }
   }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < args.num_tokens * args.num_chosen; i += kThreads) {
-    const int expert = choices.chosen[i];
-    if (expert >= 0 && expert < args.num_experts) {
-      memory.shares[choices.place(expert, i / args.num_chosen)] = choices.shares[i];
+  if (warp < args.num_tokens) {
+    const float inverse = args.sums == nullptr ? 1.0f : inverse_rms_of(squares, args.inverse_dim, args.epsilon);
+    if (lane == 0) memory.inverse_rms[warp] = inverse;
+    if (args.scores != nullptr) {
+      share =
+          share_of_choice(scores.each, scores.chosen, inverse, args.num_experts, args.num_chosen, args.is_normalized);
+    }
+    if (lane < args.num_chosen) {
+      const int expert = choices.chosen[warp * args.num_chosen + lane];
+      if (expert >= 0 && expert < args.num_experts) memory.shares[choices.place(expert, warp)] = share;
     }
   }
-  if (warp < args.num_tokens) {
-    const float* sums = args.sums + warp * args.norm_tiles;
-    const float inverse =
-        args.sums == nullptr ? 1.0f : inverse_rms_of(sums, args.norm_tiles, args.inverse_dim, args.epsilon);
-    if (lane == 0) memory.inverse_rms[warp] = inverse;
-  }
   // The barrier of the first item orders the stores above before they are read.
-  int stage = 0;
-  uint32_t parity = 0;
 #pragma unroll 1
   for (Item item = first, next = first; item.index < last_item; item = next) {
     const float my_scale = W::kIsQuantised ? scale.value(args.scales) : 1.0f;
@@ -298,12 +419,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       WeightBlock of[2];
-      barrier_wait(full + 8 * stage, parity);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) of[m].load(ring + stage * kRingStageBytes + m * kRingCopyBytes);
-      __syncwarp();  // all lanes have read the stage
-      fetch(stage);
-      if (++stage == kRingStages) stage = 0, parity ^= 1;
+      ring.take(of, fetch);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         if constexpr (W::kIsQuantised) {
@@ -339,10 +455,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 struct DownRingsMemory {
-  uint8_t ring[kWarps][kRingStages][kRingStageBytes];
+  RingMemory rings;
   float parts[kWarps][kRingRows][kFewTokens];
   FewChoices choices;
-  alignas(8) uint64_t full[kWarps][kRingStages];
 };
 
 // Grid: rows / 16 blocks.
@@ -353,19 +468,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& memory = *reinterpret_cast<DownRingsMemory*>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint64_t policy = evict_first_policy();
-  const uint32_t full = shared_address(memory.full[warp]), ring = shared_address(memory.ring[warp]);
   FewChoices& choices = memory.choices;
   let_next_kernel_start();
-  if (lane == 0) {
-    prefetch_map(&weights);
-    for (int s = 0; s < kRingStages; ++s) barrier_init(full + 8 * s, 1);
-    barrier_init_fence();
-  }
-  choices.tokens[threadIdx.x] = 0;
+  WarpRing<W> ring(memory.rings, weights);
+  clear(choices);
   touch_parameters(args);
-  // Before the wait: gate_up lets this kernel start when the choices have been written.
-  arrange_few(choices, args, false);
+  // Before the wait: gate_up lets this kernel start when the choices or scores have been written.
+  arrange_few(choices, args, is_padding_token(args));
 
   const int blocks = (args.columns + W::kBlockColumns - 1) / W::kBlockColumns;
   const int units_each = (blocks + kBlocks - 1) / kBlocks, num_units = choices.num_active * units_each;
@@ -390,13 +499,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (num_fetched == num_mine) return;
     if (lane == 0) {
       const int row = row_of(next_fetch), block = next_fetch.part * kBlocks;  // columns beyond the matrix are zeros
-      fetch_stage<W>(ring + stage * kRingStageBytes, full + 8 * stage, &weights, row, block, row, block + 1, policy);
+      ring.fetch(stage, row, block, row, block + 1);
     }
     ++num_fetched;
     advance(next_fetch);
   };
-#pragma unroll 1
-  for (int s = 0; s < kRingStages; ++s) fetch(s);
+  ring.fill(fetch);
   // Lane 2j + b has the scale of block b of the warp's unit number 16 * n + j.
   auto load_scales = [&](int first) {
     ScaleInFlight scale = {};
@@ -434,8 +542,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   load_tokens(tokens[0], 0);
   load_tokens(tokens[1], 1);
   float c[4] = {};
-  int stage = 0;
-  uint32_t parity = 0;
 #pragma unroll 1
   for (int first = 0; first < num_mine; first += 2) {
     if (first > 0 && first % 16 == 0) scale = next_scale, next_scale = load_scales(first + 16);
@@ -443,12 +549,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int u = 0; u < 2; ++u) {
       if (first + u >= num_mine) break;
       WeightBlock of[kBlocks];
-      barrier_wait(full + 8 * stage, parity);
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) of[b].load(ring + stage * kRingStageBytes + b * kRingCopyBytes);
-      __syncwarp();  // all lanes have read the stage
-      fetch(stage);
-      if (++stage == kRingStages) stage = 0, parity ^= 1;
+      ring.take(of, fetch);
       const float my_scale = W::kIsQuantised ? scale.value(args.scales) : 1.0f;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {

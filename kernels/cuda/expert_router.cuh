@@ -10,7 +10,7 @@ namespace experts {
 constexpr int kRouterBlocks = 8;    // of a cluster, which has 8 tokens
 constexpr int kRouterTokens = 8;    // a block chooses for one of them
 constexpr int kRouterExperts = 16;  // a block scores so many experts
-constexpr int kMostRouted = kRouterBlocks * kRouterExperts;
+static_assert(kRouterBlocks * kRouterExperts == kMostRouted);
 
 struct RouterArgs {
   const bf16* scaled;    // [T, D]: tokens times the gain of the norm, in the order that the layers' weights need
@@ -21,59 +21,9 @@ struct RouterArgs {
   float inverse_dim, epsilon;
   int num_tokens, num_experts, num_chosen, columns;
   bool is_normalized;  // the shares of a token add up to 1
-  int* experts;        // [T, k]
-  float* shares;       // [T, k]
+  int* experts;        // written [T, k]
+  float* shares;       // written [T, k]
 };
-
-// An unsigned integer that orders as the float does.
-__device__ __forceinline__ uint32_t order_of(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float value_of(uint32_t order) {
-  return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
-}
-
-// Chooses a token's experts by their scores, with one warp. Among equal scores, the lower expert comes first.
-__device__ __forceinline__ void choose(const RouterArgs& args, const float* scores, int token, float inverse_rms) {
-  constexpr int kEach = kMostRouted / 32;
-  const int lane = threadIdx.x % 32;
-  uint32_t keys[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int expert = lane + 32 * i;
-    keys[i] = expert < args.num_experts ? order_of(scores[expert] * inverse_rms) : 0;
-  }
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) largest = max(largest, keys[i]);
-  largest = __reduce_max_sync(0xffffffffu, largest);
-  const float top = value_of(largest);
-  float all = 0.0f, chosen_sum = 0.0f, my_share = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) all += keys[i] != 0 ? __expf(value_of(keys[i]) - top) : 0.0f;
-  all = sum_over_lanes(all, 32);
-  int my_expert = -1;  // lane j has choice j
-  for (int j = 0; j < args.num_chosen; ++j) {
-    uint32_t best = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) best = max(best, keys[i]);
-    best = __reduce_max_sync(0xffffffffu, best);
-    uint32_t expert = 0xffffffffu;
-#pragma unroll
-    for (int i = kEach - 1; i >= 0; --i) expert = keys[i] == best ? lane + 32 * i : expert;
-    expert = __reduce_min_sync(0xffffffffu, expert);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) keys[i] = expert == static_cast<uint32_t>(lane + 32 * i) ? 0 : keys[i];
-    const float share = __expf(value_of(best) - top) / all;
-    chosen_sum += share;
-    if (lane == j) my_expert = expert, my_share = share;
-  }
-  if (lane >= args.num_chosen) return;
-  const size_t at = static_cast<size_t>(token) * args.num_chosen + lane;
-  args.experts[at] = args.positions[token] < 0 ? -1 : my_expert;
-  args.shares[at] = args.is_normalized ? my_share / chosen_sum : my_share;
-}
 
 // Loads 8 columns of a token for the router, whose weights are never quantised: in their own order.
 template <class W>
@@ -88,11 +38,11 @@ __device__ __forceinline__ uint4 load_plain(const bf16* row, int column) {
   }
 }
 
-// Grid: 8 blocks for each 8 tokens, which are a cluster. A block scores 16 experts for all 8 tokens, its warps
-// splitting the columns, and sends each token's scores to the block that chooses for it.
+// Grid: a cluster of 8 blocks for each 8 tokens. A block scores 16 experts for all 8 tokens, its warps splitting the
+// columns, and sends each token's scores to the block that chooses for it.
 struct RouterMemory {
   float parts[kWarps][kRouterExperts][kRouterTokens];
-  float scores[kMostRouted];
+  alignas(16) float scores[kMostRouted];
 };
 
 template <class W>
@@ -120,11 +70,12 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
   uint4 a[U][2];
 #pragma unroll
   for (int u = 0; u < U; ++u) fetch(a[u], begin + u);
+  const int chooser = first_token + rank;  // the token that this block chooses for
+  const bool is_padding = chooser < args.num_tokens && args.positions[chooser] < 0;
   cluster_arrive();
   wait_for_previous_kernel();
   const int token = first_token + lane / 4;
   const bf16* row = args.scaled + token * columns;
-  const int chooser = first_token + rank;  // the token that this block chooses for
   float inverse_rms = 0.0f;
   if (warp == 0 && chooser < args.num_tokens) {
     const float* sums = args.sums + chooser * args.norm_tiles;
@@ -152,15 +103,23 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
   __syncthreads();
   cluster_wait();  // all blocks have started
   if (threadIdx.x < kRouterExperts * kRouterTokens) {
-    const int expert = threadIdx.x / kRouterTokens, to_rank = threadIdx.x % kRouterTokens;
+    const int expert = threadIdx.x % kRouterExperts, local = threadIdx.x / kRouterExperts;
     float score = 0.0f;
 #pragma unroll
-    for (int p = 0; p < kWarps; ++p) score += memory.parts[p][expert][to_rank];
-    const uint32_t at = shared_address(&memory.scores[rank * kRouterExperts + expert]);
-    store_cluster(address_in_cluster(at, to_rank), score);
+    for (int p = 0; p < kWarps; ++p) score += memory.parts[p][expert][local];
+    const uint32_t to = shared_address(&memory.scores[rank * kRouterExperts + expert]);
+    store_cluster(address_in_cluster(to, local), score);
   }
   cluster_sync_shared();
-  if (warp == 0 && chooser < args.num_tokens) choose(args, memory.scores, chooser, inverse_rms);
+  if (warp == 0 && chooser < args.num_tokens) {
+    const size_t at = static_cast<size_t>(chooser) * args.num_chosen;
+    const float4 found = *reinterpret_cast<const float4*>(memory.scores + kScoresEach * lane);
+    const float scores[kScoresEach] = {found.x, found.y, found.z, found.w};
+    const float chosen = choose(scores, args.num_experts, args.num_chosen, is_padding, args.experts + at);
+    const float share =
+        share_of_choice(scores, chosen, inverse_rms, args.num_experts, args.num_chosen, args.is_normalized);
+    if (lane < args.num_chosen) args.shares[at + lane] = share;
+  }
 }
 
 // ---- tokens in order of their experts ----------------------------------------------------------------------------

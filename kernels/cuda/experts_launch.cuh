@@ -22,7 +22,7 @@ struct ExpertShapes {
 struct ExpertScratch {
   bf16 *activated, *rows;  // [choices, F], [choices, D]: tokens in order of their experts, then the experts' results
   int *places, *counts, *first, *token_of, *experts;
-  float *share_of, *shares, *sums;
+  float *share_of, *shares, *sums, *scores;
 
   static size_t bytes(const ExpertShapes& s) {
     ExpertScratch none;
@@ -45,6 +45,7 @@ struct ExpertScratch {
     take(experts, choices);
     take(shares, choices);
     take(sums, static_cast<size_t>(s.tokens) * (s.embed / 16));
+    take(scores, static_cast<size_t>(std::min(s.tokens, kFewTokens)) * (s.embed / kPartColumns) * kMostRouted);
     return used;
   }
 };
@@ -57,6 +58,10 @@ struct ExpertCall {
   typename W::Matrix gate_up, down;  // stacks of all layers
   const int* experts;
   const float* shares;
+  const float* scores = nullptr;  // given in place of the choices: see RowsArgs
+  const int* positions = nullptr;
+  int* chosen = nullptr;
+  bool is_normalized = false;
   const float* sums = nullptr;  // [T, D / 128]
   float epsilon = 0.0f;
   const bf16* residual = nullptr;
@@ -84,8 +89,7 @@ class Launcher {
            shapes_.chosen * kFewTokens <= kMostFewChoices && blocks * kWarps * W::kBlockColumns == shapes_.embed &&
            (blocks == kFewestBlocks || blocks == 2 * kFewestBlocks);
   }
-
-  // Scores and chooses the experts of at most 128.
+  // Scores at most 128 experts, and chooses.
   void route(const RouterArgs& args) {
     const int groups = (args.num_tokens + kRouterTokens - 1) / kRouterTokens;
     step_.launch("router", router_kernel<W>, dim3(groups * kRouterBlocks), kThreads, sizeof(RouterMemory),
@@ -114,6 +118,11 @@ class Launcher {
     gate_up.num_experts = shapes_.experts;
     gate_up.rows = shapes_.mlp;
     gate_up.columns = shapes_.embed;
+    gate_up.scores = call.scores;
+    gate_up.num_parts = shapes_.embed / kPartColumns;
+    gate_up.positions = call.positions;
+    gate_up.chosen = call.chosen;
+    gate_up.is_normalized = call.is_normalized;
     RowsArgs down = gate_up;
     down.input = scratch_.activated;
     down.first_row = layer * shapes_.experts * shapes_.embed;
@@ -316,25 +325,35 @@ void run_layers(StepOf<W>& step, const ExpertShapes& shapes, ExpertScratch scrat
   for (int layer = first; layer < first + num_layers; ++layer) {
     step.qkv(layer, s.q);
     step.attention(layer, s.q, s.attended);
-    step.output(layer, s.attended, x, out, gain(step.weights.post_norm, layer));
-    x = out;
-    RouterArgs router = {};
-    router.scaled = s.scaled;
-    router.router = stacks.router + static_cast<size_t>(layer) * shapes.experts * shapes.embed;
-    router.sums = scratch.sums;
-    router.positions = positions;
-    router.norm_tiles = shapes.embed / kTileRows;
-    router.inverse_dim = 1.0f / static_cast<float>(shapes.embed);
-    router.epsilon = step.epsilon;
-    router.num_tokens = shapes.tokens;
-    router.num_experts = shapes.experts;
-    router.num_chosen = shapes.chosen;
-    router.columns = shapes.embed;
-    router.is_normalized = is_normalized;
-    router.experts = scratch.experts;
-    router.shares = scratch.shares;
-    launcher.route(router);
+    const bf16* router = stacks.router + static_cast<size_t>(layer) * shapes.experts * shapes.embed;
+    const bf16* post_gain = gain(step.weights.post_norm, layer);
     ExpertCall<W> call = {};
+    if (launcher.has_rings()) {  // whose kernels choose the experts themselves
+      step.routed_output(layer, s.attended, x, out, post_gain, {router, scratch.scores, shapes.experts});
+      call.scores = scratch.scores;
+      call.positions = positions;
+      call.chosen = scratch.experts;
+      call.is_normalized = is_normalized;
+    } else {
+      step.output(layer, s.attended, x, out, post_gain);
+      RouterArgs args = {};
+      args.scaled = s.scaled;
+      args.router = router;
+      args.sums = scratch.sums;
+      args.positions = positions;
+      args.norm_tiles = shapes.embed / kTileRows;
+      args.inverse_dim = 1.0f / static_cast<float>(shapes.embed);
+      args.epsilon = step.epsilon;
+      args.num_tokens = shapes.tokens;
+      args.num_experts = shapes.experts;
+      args.num_chosen = shapes.chosen;
+      args.columns = shapes.embed;
+      args.is_normalized = is_normalized;
+      args.experts = scratch.experts;
+      args.shares = scratch.shares;
+      launcher.route(args);
+    }
+    x = out;
     call.x = s.scaled;
     call.is_ordered = true;
     call.gate_up = stacks.gate_up;
@@ -379,6 +398,7 @@ std::vector<const void*> kernels_of() {
   add(place_and_gather_kernel<W>);
   add(combine_kernel<W>);
   add(router_kernel<W>);
+  add(projection_kernel<width_of(kFewTokens), Epilogue::kRouted, W>);
   return kernels;
 }
 

@@ -89,7 +89,9 @@ struct Tuning {
 
 // The widest product of a format. An output head is read once by all tokens of a step, whatever their number.
 template <Epilogue E, class W>
-constexpr int most_width = E == Epilogue::kLogits ? 64 : W::kMost;
+constexpr int most_width = E == Epilogue::kLogits   ? 64
+                           : E == Epilogue::kRouted ? 8
+                                                    : W::kMost;
 
 // W: the format of the weights.
 template <class W>
@@ -235,6 +237,15 @@ class StepOf {
                                  shapes_.embed / kTileRows, tuning_.o_splits);
   }
 
+  // The same of at most 8 tokens, with a router's scores.
+  void routed_output(int layer, const bf16* attended, const bf16* residual, bf16* out, const bf16* next_gain,
+                     const experts::RouterPart& part) {
+    auto args = residual_args<ArgsOf<Epilogue::kRouted, W>>(layer, residual, out, next_gain);
+    args.part = part;
+    project<Epilogue::kRouted>("o", args, weights.o, shapes_.embed, shapes_.q_columns(), attended,
+                               shapes_.embed / kTileRows, tuning_.o_splits);
+  }
+
   void gate_up(int layer, bf16* activated) {
     auto args = normed();
     if constexpr (W::kIsQuantised) args.has_plain_output = has_plain_output;
@@ -323,8 +334,9 @@ class StepOf {
     return args;
   }
 
-  Args residual_args(int layer, const bf16* residual, bf16* out, const bf16* next_gain) const {
-    Args args = base();
+  template <class AnyArgs = Args>
+  AnyArgs residual_args(int layer, const bf16* residual, bf16* out, const bf16* next_gain) const {
+    auto args = base<AnyArgs>();
     args.row_base = layer * shapes_.embed;
     args.residual = residual;
     args.out = out;

@@ -22,6 +22,7 @@
 #include "e4m3_cache.cuh"
 #include "integer_product.cuh"
 #include "p2p.cuh"
+#include "router_part.cuh"
 #include "wgmma.cuh"
 
 namespace meshserve {
@@ -49,7 +50,10 @@ constexpr int kOtherBytes = 16 * kMaxStages + 16 + N * 16;
 // Returns the maximum number of tokens that each split of a tile finishes; tokens are assigned round-robin.
 __host__ __device__ constexpr int split_tokens(int tokens, int splits) { return (tokens + splits - 1) / splits; }
 
-enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare, kLogits };
+enum class Epilogue : int { kQkv, kResidual, kGateUp, kShare, kLogits, kRouted };
+
+template <Epilogue E>
+constexpr bool kAddsResidual = E == Epilogue::kResidual || E == Epilogue::kRouted;
 
 struct ProjectionArgs {
   int batch;
@@ -91,8 +95,14 @@ struct ShareArgs : ProjectionArgs {
   int round;
 };
 
+// kRouted: kResidual, with a router that is multiplied by scaled_out.
+struct RoutedArgs : ProjectionArgs {
+  experts::RouterPart part;
+};
+
 template <Epilogue E>
-using PlainArgsOf = std::conditional_t<E == Epilogue::kShare, ShareArgs, ProjectionArgs>;
+using PlainArgsOf = std::conditional_t<E == Epilogue::kShare, ShareArgs,
+                                       std::conditional_t<E == Epilogue::kRouted, RoutedArgs, ProjectionArgs>>;
 
 template <class Base>
 struct QuantisedArgs : Base {
@@ -128,7 +138,7 @@ struct EpilogueOperands {
 template <Epilogue E>
 __device__ __forceinline__ LaneRows lane_rows(const ProjectionArgs& args, int tile, int lane) {
   LaneRows rows = {};
-  if constexpr (E == Epilogue::kResidual) {
+  if constexpr (kAddsResidual<E>) {
     if (args.next_gain != nullptr) {
       rows.gain = *reinterpret_cast<const uint2*>(args.next_gain + tile * kTileRows + 4 * lane);
     }
@@ -156,7 +166,7 @@ template <Epilogue E>
 __device__ __forceinline__ EpilogueOperands load_operands(const ProjectionArgs& args, int tile, int token, int lane) {
   EpilogueOperands operands = {};
   if (token >= args.batch) return operands;
-  if constexpr (E == Epilogue::kResidual) {
+  if constexpr (kAddsResidual<E>) {
     size_t at = static_cast<size_t>(token) * args.out_columns + tile * kTileRows + 4 * lane;
     if (args.residual != nullptr) operands.residual = *reinterpret_cast<const uint2*>(args.residual + at);
   } else if constexpr (E == Epilogue::kQkv) {
@@ -168,17 +178,40 @@ __device__ __forceinline__ EpilogueOperands load_operands(const ProjectionArgs& 
   return operands;
 }
 
-// Computes 1 / rms of N tokens' inputs with one warp: a few neighboring lanes per token.
+__device__ __forceinline__ float total_of(float v) { return v; }
+__device__ __forceinline__ float total_of(float4 v) { return (v.x + v.y) + (v.z + v.w); }
+
+// Adds up every kLanes-th of `count` elements from `first` on, with kTogether loads in flight.
+template <int kLanes, int kTogether, class Element>
+__device__ __forceinline__ float sum_of(const Element* elements, int first, int count) {
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int i = first; i < count; i += kTogether * kLanes) {
+    Element found[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      found[u] = {};
+      if (i + u * kLanes < count) found[u] = elements[i + u * kLanes];
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) sum += total_of(found[u]);
+  }
+  return sum;
+}
+
+// Computes 1 / rms of N tokens' inputs with one warp: a few neighboring lanes per token. Experts' kernels leave a sum
+// for each 16 columns.
 template <int N>
 __device__ __forceinline__ void load_inverse_rms(const ProjectionArgs& args, int first_token, int lane,
                                                  float* inverse_rms) {
-  constexpr int kLanes = N < 32 ? 32 / N : 1;
+  constexpr int kLanes = N < 32 ? 32 / N : 1, kTogether = N < 64 ? 8 : 2;  // as registers allow
   for (int n = lane / kLanes; n < N; n += 32 / kLanes) {
     const float* sums = args.sums_in + static_cast<size_t>(first_token + n) * args.norm_tiles;
     float sum = 0.0f;
     if (first_token + n < args.batch) {
-#pragma unroll 8
-      for (int i = lane % kLanes; i < args.norm_tiles; i += kLanes) sum += sums[i];
+      sum = args.norm_tiles % 4 == 0
+                ? sum_of<kLanes, kTogether>(reinterpret_cast<const float4*>(sums), lane % kLanes, args.norm_tiles / 4)
+                : sum_of<kLanes, kTogether>(sums, lane % kLanes, args.norm_tiles);
     }
     sum = sum_over_lanes(sum, kLanes);
     if (lane % kLanes == 0) inverse_rms[n] = rsqrtf(sum * args.inverse_dim + args.epsilon);
@@ -233,14 +266,15 @@ __device__ __forceinline__ float4 shuffle_xor(float4 v, int lanes) {
 }
 
 // out = residual + sum, rounded to bf16 like the residual stream. The inputs of the next norm use the rounded value.
+// Returns scaled_out, if it is written.
 template <class W>
-__device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int tile, int token, int lane, float4 sum,
-                                                const LaneRows& rows, const EpilogueOperands& operands) {
+__device__ __forceinline__ float4 finish_residual(const ProjectionArgs& args, int tile, int token, int lane, float4 sum,
+                                                  const LaneRows& rows, const EpilogueOperands& operands) {
   float4 x = unpack_bf16(operands.residual);
   uint2 rounded = make_uint2(pack_bf16(x.x + sum.x, x.y + sum.y), pack_bf16(x.z + sum.z, x.w + sum.w));
   size_t at = static_cast<size_t>(token) * args.out_columns + tile * kTileRows + 4 * lane;
   *reinterpret_cast<uint2*>(args.out + at) = rounded;
-  if (args.next_gain == nullptr) return;
+  if (args.next_gain == nullptr) return {};
   x = unpack_bf16(rounded);
   float4 gain = unpack_bf16(rows.gain);
   float4 scaled = make_float4(x.x * gain.x, x.y * gain.y, x.z * gain.z, x.w * gain.w);
@@ -253,6 +287,7 @@ __device__ __forceinline__ void finish_residual(const ProjectionArgs& args, int 
   }
   float squares = sum_over_lanes(sum_of_squares(x), 32);
   if (lane == 0) args.sums_out[token * (args.out_columns / kTileRows) + tile] = squares;
+  return scaled;
 }
 
 __device__ __forceinline__ void finish_share(const ShareArgs& args, int tile, int token, int lane, float4 sum) {
@@ -458,6 +493,10 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       sync_threads(1, kConsumers);
     }
   }
+  experts::RouterRows router;
+  if constexpr (E == Epilogue::kRouted) {
+    if (split < args.batch) router.load(args.part, warp, tile, args.out_columns);
+  }
   wait_for_previous_kernel();
   EpilogueOperands operands[kTogether] = {};
   auto fetch_operands = [&](int n) {
@@ -592,8 +631,12 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       float scale = inverse_rms[n];
       sum = make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
     }
-    if constexpr (E == Epilogue::kResidual) {
-      finish_residual<W>(args, tile, token, lane, sum, rows, fetched);
+    if constexpr (kAddsResidual<E>) {
+      const float4 scaled = finish_residual<W>(args, tile, token, lane, sum, rows, fetched);
+      if constexpr (E == Epilogue::kRouted) {  // the ring is not needed any more
+        *experts::part_columns(ring, n, lane) =
+            make_uint2(pack_bf16(scaled.x, scaled.y), pack_bf16(scaled.z, scaled.w));
+      }
     } else if constexpr (E == Epilogue::kGateUp) {
       finish_gate_up<W>(args, tile, token, lane, sum);
     } else if constexpr (E == Epilogue::kShare) {
@@ -620,6 +663,12 @@ __global__ void __launch_bounds__(kProjectionThreads, 2)
       finish(n, total, operands[0]);
       n += token_step;
       fetch_operands(n);
+    }
+    if constexpr (E == Epilogue::kRouted) {  // a step has at most N tokens
+      if (split >= args.batch) return;
+      sync_threads(1, kConsumers);
+      router.score(args.part, ring, warp, tile, gridDim.z,
+                   [&](int token) { return token < args.batch && token % splits == split; });
     }
     return;
   }

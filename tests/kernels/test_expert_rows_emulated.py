@@ -46,6 +46,10 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in _SIZES),
         ("is_ordered", ctypes.c_bool),
         *((name, ctypes.c_void_p) for name in ("residual", "next_gain", "scaled_out", "sums_out")),
+        ("scores", ctypes.c_void_p),
+        ("num_parts", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("positions", "chosen")),
+        ("is_normalized", ctypes.c_bool),
     ]
 
 
@@ -101,7 +105,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
     sources = (
         "weight_formats.cuh", "quantised.cuh", "expert_choices.cuh", "expert_parts.cuh", "expert_rings.cuh",
-        "expert_tiles.cuh", "expert_fp8_tiles.cuh", "expert_router.cuh",
+        "router_part.cuh", "expert_tiles.cuh", "expert_fp8_tiles.cuh", "expert_router.cuh",
     )  # fmt: skip
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     return on_host.compiled(folder, "emulated", "expert_rows.cpp", *sources, flags=flags)
@@ -258,6 +262,64 @@ def test_the_router_reads_tokens_in_any_order(library: ctypes.CDLL) -> None:
     plain, row = np.empty_like(x), ordered(x)
     library.load_plain(row.ctypes.data_as(ctypes.c_void_p), 128, plain.ctypes.data_as(ctypes.c_void_p))
     np.testing.assert_array_equal(plain, x)
+
+
+class RouterPart(ctypes.Structure):
+    """Mirrors the struct in router_part.cuh."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("router", "scores")), ("num_experts", ctypes.c_int)]
+
+
+@pytest.mark.parametrize(
+    ("is_fp8", "tokens", "splits", "num_experts"),
+    [(False, 5, 4, 20), (True, 5, 1, 20), (True, 1, 3, 128), (False, 8, 8, 128)],
+)
+def test_scores_and_the_kernels_that_choose_by_them(
+    library: ctypes.CDLL, is_fp8: bool, tokens: int, splits: int, num_experts: int
+) -> None:
+    """The router's products with tokens, in parts; gate and up, and down, choose the same experts by them."""
+    bfloat16, num_chosen, embed, mlp = ml_dtypes.bfloat16, 3, 2048, 128
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((tokens, embed)).astype(bfloat16)
+    router = (rng.standard_normal((num_experts, embed)) * embed**-0.5).astype(bfloat16)
+    sums = np.abs(rng.standard_normal((tokens, 4), np.float32)) + 1
+    positions = np.array([3, 0, -1, 7, 1, 5, 6, 8], np.int32)[:tokens]
+    parts = embed // 128
+    scores = np.full((tokens, parts, 128), np.nan, np.float32)
+    row = ordered(x) if is_fp8 else x
+    norm = (4, 1 / 16, 0.5)
+    part = RouterPart(router.ctypes.data, scores.ctypes.data, num_experts)
+    library.score(x.ctypes.data_as(ctypes.c_void_p), tokens, embed, splits, ctypes.byref(part))
+    x_parts, router_parts = (array.astype(np.float32).reshape(-1, parts, 128) for array in (x, router))
+    expected = np.einsum("tpd,epd->tpe", x_parts, router_parts)
+    np.testing.assert_allclose(scores[:, :, :num_experts], expected, rtol=1e-3, atol=1e-4)
+
+    normed_scores = scores.sum(axis=1) / np.sqrt(sums.sum(axis=1, keepdims=True) / 16 + 0.5)
+    shares, experts = jax.lax.top_k(jax.nn.softmax(normed_scores[:, :num_experts], axis=-1), num_chosen)
+    experts = np.where(positions[:, None] < 0, -1, experts).astype(np.int32)
+    shares = np.asarray(shares / shares.sum(axis=1, keepdims=True))
+    gate_up = stack(rng.standard_normal((1, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, is_fp8)
+    down = stack(rng.standard_normal((1, num_experts, embed, mlp), np.float32) * mlp**-0.5, is_fp8)
+    results = []
+    for choice in ({"experts": experts, "shares": shares}, {"scores": scores, "positions": positions}):
+        activated = np.full((tokens * num_chosen, mlp), np.nan, bfloat16)
+        out, chosen = np.full((tokens, embed), np.nan, bfloat16), np.full_like(experts, -7)
+        sizes = {"num_tokens": tokens, "num_chosen": num_chosen, "num_experts": num_experts, "is_normalized": True}
+        for name, weights, source, to in (("gate_up", gate_up, row, activated), ("down", down, activated, out)):
+            columns = source.shape[1]
+            args = Args(
+                **sizes, **dict(zip(("norm_tiles", "inverse_dim", "epsilon"), norm, strict=True)), is_ordered=is_fp8,
+                rows=to.shape[1], columns=columns, scales=weights.scales, input=source.ctypes.data, out=to.ctypes.data,
+                sums=sums.ctypes.data, chosen=chosen.ctypes.data, num_parts=parts,
+                **{key: array.ctypes.data for key, array in choice.items()},
+            )  # fmt: skip
+            weights_map = tensor_map(weights.data, (columns, weights.data.size // columns, 1), 16)
+            blocks = (2,) if name == "gate_up" else ()
+            getattr(library, name)(is_fp8, *blocks, ctypes.byref(weights_map), ctypes.byref(args))
+        results.append(out.astype(np.float32))
+    np.testing.assert_array_equal(chosen, experts)
+    assert np.isfinite(results[0]).all()
+    np.testing.assert_allclose(results[1], results[0], rtol=0.02, atol=0.02)
 
 
 class ArrangeArgs(ctypes.Structure):

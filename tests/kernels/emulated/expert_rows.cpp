@@ -3,6 +3,7 @@
 #include "expert_rings.cuh"
 #include "expert_router.cuh"
 #include "expert_tiles.cuh"
+#include "router_part.cuh"
 
 #include <vector>
 
@@ -69,11 +70,39 @@ extern "C" void combine(const experts::CombineArgs* args) {
 namespace {
 void choose_all(const experts::RouterArgs args) {  // `sums` holds the scores [T, kMostRouted]
   for (int token = 0; token < args.num_tokens; ++token) {
-    if (threadIdx.x < 32) experts::choose(args, args.sums + token * experts::kMostRouted, token, 0.5f);
+    if (threadIdx.x >= 32) continue;
+    float scores[experts::kScoresEach];
+    for (int i = 0; i < experts::kScoresEach; ++i) {
+      scores[i] = args.sums[token * experts::kMostRouted + experts::kScoresEach * threadIdx.x + i];
+    }
+    const int at = token * args.num_chosen;
+    const float chosen =
+        experts::choose(scores, args.num_experts, args.num_chosen, args.positions[token] < 0, args.experts + at);
+    const float share =
+        experts::share_of_choice(scores, chosen, 0.5f, args.num_experts, args.num_chosen, args.is_normalized);
+    if (static_cast<int>(threadIdx.x) < args.num_chosen) args.shares[at + threadIdx.x] = share;
   }
 }
 }  // namespace
 extern "C" void choose(const experts::RouterArgs* args) { run(choose_all, 1, *args); }
+
+// What the output projection does with a tile of tokens x [T, columns] that it has computed, split by split.
+extern "C" void score(const bf16* x, int num_tokens, int columns, int splits, const experts::RouterPart* part) {
+  const int tiles = columns / experts::kPartColumns;
+  run(experts::kThreads, tiles * splits, [&] {
+    const int tile = blockIdx.x / splits, split = blockIdx.x % splits, warp = threadIdx.x / 32;
+    experts::RouterRows router;
+    router.load(*part, warp, tile, columns);
+    auto is_mine = [&](int token) { return token < num_tokens && token % splits == split; };
+    for (int token = split + splits * warp; token < num_tokens; token += splits * experts::kWarps) {
+      const int lane = threadIdx.x % 32;
+      const bf16* from = x + token * columns + tile * experts::kPartColumns + 4 * lane;
+      *experts::part_columns(experts::shared, token, lane) = *reinterpret_cast<const uint2*>(from);
+    }
+    __syncthreads();
+    router.score(*part, experts::shared, warp, tile, tiles, is_mine);
+  });
+}
 
 // Reads a row of activations, stored in the order that 8-bit weights need, in the columns' own order.
 extern "C" void load_plain(const bf16* row, int columns, uint4* plain) {
