@@ -225,9 +225,8 @@ class HostCache:
             if not found.has_failed:
                 self._lose(part.block)
         if num_blocks:
-            seconds = max(now - self._flying_since, 1e-9)
-            # The first wait may have begun while a step ended.
-            self.rates.copied(num_blocks * self._size.block_bytes, seconds, is_exact=self._num_waits > 1)
+            if self._num_waits > 1:  # the copies that the first wait finds may have waited for a step or ended in one
+                self.rates.copied(num_blocks * self._size.block_bytes, max(now - self._flying_since, 1e-9))
             self._flying_since = now
         arrivals = []
         for request, found in list(self._fetches.items()):

@@ -21,17 +21,11 @@ class Rates:
         """The rate of copies to the device, without what they wait for steps; 0 while unknown."""
         return 1.0 / self._seconds_per_byte if self._seconds_per_byte else 0.0
 
-    def copied(self, num_bytes: int, seconds: float, *, is_exact: bool) -> None:
-        """Records a copy to the device.
-
-        With `is_exact`, it took all of the time. Else it may have waited for a step, or have ended long before a step
-        let it be seen: then it only tells that copies are at least as fast.
-        """
-        latest, known = seconds / num_bytes, self._seconds_per_byte
-        if is_exact:
-            self._seconds_per_byte = known + _WEIGHT * (latest - known) if known else latest
-        else:
-            self._seconds_per_byte = min(known, latest)
+    def copied(self, num_bytes: int, seconds: float) -> None:
+        """Records a copy to the device that took all of the time: it did not wait for a step, nor end unseen in one."""
+        latest = seconds / num_bytes
+        known = self._seconds_per_byte or latest
+        self._seconds_per_byte = known + _WEIGHT * (latest - known)
 
     def copy_seconds(self, num_bytes: int) -> float:
         """Returns how long a copy takes; 0 while unknown, so that it is tried."""

@@ -192,7 +192,7 @@ def test_a_preempted_request_gets_its_pages_back_by_the_faster_way(is_copy_slow:
 def slow_copies() -> Rates:
     """Returns rates by which computing tokens is much faster than copying their pages."""
     rates = Rates()
-    rates.copied(1, 100.0, is_exact=True)
+    rates.copied(1, 100.0)
     rates.prefill.prefilled(5, 16, 1.0)
     return rates
 
@@ -218,11 +218,6 @@ def test_copies_that_are_seen_late_do_not_look_slow():
         fill(simulation, 10 * seed)
     assert simulation.host.counts.num_restored >= 12 and simulation.host.counts.num_recomputed == 0
     assert rates.copy_bytes_per_second == 0.0  # unknown
-    rates.copied(1000, 1.0, is_exact=True)
-    rates.copied(1000, 4.0, is_exact=False)
-    assert rates.copy_seconds(1000) == 1.0
-    rates.copied(1000, 0.5, is_exact=False)
-    assert rates.copy_seconds(1000) == 0.5
 
 
 def test_copies_are_timed_while_the_engine_waits_for_nothing_else():
@@ -243,7 +238,7 @@ def test_copies_are_timed_while_the_engine_waits_for_nothing_else():
 def test_rates_depend_on_the_length():
     rates = Rates()
     assert rates.is_copy_faster(1000, 0, 1)  # nothing is known
-    rates.copied(1000, 1.0, is_exact=True)
+    rates.copied(1000, 1.0)
     rates.prefill.prefilled(1000, 100, 0.1)
     rates.prefill.prefilled(30_000, 100, 0.4)
     assert rates.prefill.seconds(0, 1000) == pytest.approx(1.0)
