@@ -21,12 +21,9 @@ def save(block: int, pages: Sequence[int], block_pages: int) -> np.ndarray:
     return np.array([Op.SAVE, block, *pages, *[pages[-1]] * (block_pages - len(pages))], np.int32)
 
 
-def fetch(ticket: int, block: int, *, is_beside_step: bool = False) -> np.ndarray:
-    """Fetches a block. `ticket` is the number under which it is written or forgotten.
-
-    With `is_beside_step`, a step follows, whose inputs are sent to the devices before the block.
-    """
-    return np.array([Op.FETCH, ticket, block, is_beside_step], np.int32)
+def fetch(ticket: int, block: int) -> np.ndarray:
+    """Fetches a block. `ticket` is the number under which it is written or forgotten."""
+    return np.array([Op.FETCH, ticket, block], np.int32)
 
 
 def write(ticket: int, rows: Mapping[int, int], block_pages: int, num_pages: int) -> np.ndarray:

@@ -305,7 +305,7 @@ class HostCache:
         Beside a step, whose prompts fill so many pages, only as many as are copied meanwhile: the inputs of the next
         one take the same link.
         """
-        is_beside_step, most = num_prompt_pages is not None, self._size.max_fetches
+        most = self._size.max_fetches
         if num_prompt_pages is not None:
             most = min(most, self._num_beside(num_prompt_pages))
         while self._queue and len(self._flying) < most:
@@ -318,7 +318,7 @@ class HostCache:
             if not self._flying:
                 self._flying_since = now
             self._flying[ticket] = found, part
-            self._commands.append(fetch(ticket, part.block, is_beside_step=is_beside_step))
+            self._commands.append(fetch(ticket, part.block))
 
     def _save(self, num_prompt_pages: int) -> None:
         """Saves pages that this plan has evicted, then those that would be evicted next.

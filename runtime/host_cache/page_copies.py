@@ -117,8 +117,7 @@ class PageCopies:
         # One process's failure would leave the others with other contents, so in a cluster it ends the server.
         self._is_alone = len({device.process_index for device in shape.sharding.mesh.devices.flat}) == 1
         self._blocks: dict[int, _Shards] = {}
-        self._fetched: dict[int, _Shards | None] = {}  # by ticket; None if the copy failed or has not been dispatched
-        self._waiting: list[tuple[int, int]] = []  # tickets and blocks whose copies the next step dispatches
+        self._fetched: dict[int, _Shards | None] = {}  # by ticket; None if the copy failed
         self._saving: deque[_Shards] = deque()
         self._failed: list[tuple[int, bool]] = []
 
@@ -128,11 +127,9 @@ class PageCopies:
         if op == Op.SAVE:
             self._try(partial(self._save, cache, numbers[0], command[2:]), numbers[0])
         elif op == Op.FETCH:
-            ticket, block, is_beside_step = numbers
+            ticket, block = numbers
             self._fetched[ticket] = None
-            self._waiting.append((ticket, block))
-            if not (is_beside_step and self._is_alone):  # jax compares what several processes put on their devices
-                self.dispatch_waiting()
+            self._try(partial(self._fetch, ticket, block))
         elif op == Op.WRITE:
             shards = self._fetched.pop(numbers[0])
             assert shards is not None, "a block that could not be fetched is written"
@@ -149,21 +146,6 @@ class PageCopies:
         shards = self.to_host([shard.data for shard in gathered.addressable_shards])
         self._blocks[block] = shards
         self._saving.append(shards)
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether fetched blocks wait for a step, whose inputs go to the devices before them."""
-        return bool(self._waiting)
-
-    def dispatch_waiting(self) -> None:
-        """Dispatches the copies of the blocks that wait for a step. Call it before the step is dispatched.
-
-        Copies to a device run one after another, and perhaps only once the steps dispatched before them have ended. So
-        a step whose inputs came behind blocks would wait for them.
-        """
-        waiting, self._waiting = self._waiting, []
-        for ticket, block in waiting:
-            self._try(partial(self._fetch, ticket, block))
 
     def _fetch(self, ticket: int, block: int) -> None:
         self._fetched[ticket] = self.to_device(self._blocks[block])
@@ -254,5 +236,4 @@ class PageCopies:
         """Frees all blocks."""
         self._blocks.clear()
         self._fetched.clear()
-        self._waiting.clear()
         self._saving.clear()

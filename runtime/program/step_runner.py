@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes, told_memory
-from meshserve.sharding.mesh import named_sharding
 
 from ..expert_counts.expert_tokens import ExpertTokens
 from ..host_cache.page_copies import PageCopies
@@ -173,9 +172,6 @@ class StepRunner:
         self._output = None  # frees its memory for this step, unless it is an output buffer
         keys = self._output_buffer_keys[bucket]
         buffers = tuple(self._output_buffers[key] for key in keys)
-        if self.copies is not None and self.copies.has_waiting:
-            packed = jax.device_put(packed, named_sharding(self._mesh, ()))
-            self.copies.dispatch_waiting()
         self._state, self._output = self._programs[bucket](self._weights, self._state, buffers, packed)
         if keys:
             self._output_buffers.update(zip(keys, self._output.buffers, strict=True))

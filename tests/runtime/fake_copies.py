@@ -46,7 +46,7 @@ class FakeCopies:
             else:
                 self.blocks[block] = cache[pages].copy()
         elif op == Op.FETCH:
-            ticket, block, _ = numbers
+            ticket, block = numbers
             content = None if self._draw.random() < self.failing else self.blocks[block].copy()
             self.fetched[ticket] = content, self._draw.randint(0, self.max_polls)
             assert len(self.fetched) <= self.size.max_fetches

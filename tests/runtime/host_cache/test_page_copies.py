@@ -58,18 +58,6 @@ def test_a_block_keeps_what_the_pages_held_when_it_was_saved() -> None:
     assert np.array_equal(bits_of(cache, bits)[:, 5], bits[:, 0])
 
 
-def test_a_block_beside_a_step_waits_until_the_inputs_of_the_step_are_sent() -> None:
-    copies, cache, bits = make_copies(jnp.dtype(jnp.float32))
-    cache = copies.run(commands.save(0, [5], BLOCK_PAGES), cache)
-    cache = copies.run(commands.fetch(7, 0, is_beside_step=True), cache)
-    assert copies.has_waiting and not copies._fetched[7]
-    copies.dispatch_waiting()
-    copies.wait(7)
-    assert copies.has_arrived(7) and not copies.has_waiting
-    cache = copies.run(commands.write(7, {0: 1}, BLOCK_PAGES, NUM_PAGES), cache)
-    assert np.array_equal(bits_of(cache, bits)[:, 1], bits[:, 5])
-
-
 def test_copies_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, cache, _ = make_copies(jnp.dtype(jnp.float32))
 
