@@ -42,6 +42,14 @@ class StepCosts:
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}  # the step that measured each size last
         self._num_steps = 0
+        self._met: set[int] = set()
+
+    def is_first(self, num_tokens: int) -> bool:
+        """Returns whether a step is the first of its size. Its time includes what a GPU does once for a program."""
+        size = self.size_of(num_tokens)
+        is_first = size not in self._met
+        self._met.add(size)
+        return is_first
 
     def size_of(self, num_tokens: int) -> int:
         """Returns the size to which a step is padded."""

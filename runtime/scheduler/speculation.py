@@ -165,7 +165,8 @@ class Speculation:
         rounds = self._accept(plan, sampled[0], num_valid) if plan.drafts or num_valid else sampled
         if not self._limits.draft_tokens:
             return rounds
-        num_tokens, is_measured = None, not plan.prefills and plan is not self._excluded
+        is_first = bool(plan.drafts) and self._costs.is_first(plan.num_batch_tokens)
+        num_tokens, is_measured = None, not (plan.prefills or plan is self._excluded or is_first)
         if is_measured:
             tokens = itertools.chain(*rounds)
             num_tokens = sum(plan.decode_lengths if plan.num_steps > 1 else (token is not None for token in tokens))

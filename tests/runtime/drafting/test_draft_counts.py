@@ -67,3 +67,8 @@ def test_the_share_follows_what_was_accepted_lately():
     assert acceptance_of(*[(4, 0)] * 30).share < 0.05
     assert acceptance_of(*[(4, 1)] * 50).share == pytest.approx(0.5, abs=0.02)  # one held, the next did not
     assert acceptance_of(*[(4, 4)] * 30, *[(4, 0)] * 30).share < 0.3
+
+
+def test_the_first_step_of_each_size_is_known():
+    costs = StepCosts((4, 8))
+    assert [costs.is_first(num_tokens) for num_tokens in (3, 4, 5, 8, 2)] == [True, False, True, False, False]
