@@ -29,7 +29,7 @@ PROMPT = "HAMLET:\nTo be, or not to be, that is the"
 def python(pytestconfig: pytest.Config) -> str:
     if not (found := pytestconfig.getoption("--routers")):
         pytest.skip("--routers is not given")
-    return found
+    return str(Path(found).absolute())  # the routers run in folders of their own
 
 
 @contextlib.contextmanager
