@@ -75,6 +75,13 @@ class Engine(Protocol):
     def flush_prefix_cache(self) -> int:
         """Drops all evictable pages from the prefix cache and returns their number."""
 
+    def between_steps(self, action: Callable[[], None]) -> None:
+        """Runs `action` while no step is in flight, and waits for it. If it raises, the engine fails.
+
+        Raises:
+          EngineStoppedError: The engine is not running, or is already pausing for another action.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:

@@ -90,10 +90,10 @@ def _reason_of(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class _Change:
-    """A requested change of the mesh."""
+class _Pause:
+    """Something to do between two steps."""
 
-    make_runner: Callable[[], tuple[Runner, int]]
+    action: Callable[[], None]
     done: Future[None] = field(default_factory=Future)
 
 
@@ -134,7 +134,7 @@ class Engine:
         self._clock = clock
         self._open = OpenSamples(scheduler, tokenizer)
         self._flight: _Flight | None = None
-        self._change: _Change | None = None
+        self._pause: _Pause | None = None
         self._is_stopping = False
         self.failure: str | None = None  # why the loop failed; None while the engine is healthy
         # Guards everything above except `_flight`, which only the engine's thread uses. Held for under a millisecond.
@@ -262,7 +262,7 @@ class Engine:
     def rebuild(self, make_runner: Callable[[], tuple[Runner, int]]) -> None:
         """Replaces the runner between two steps, and waits until it is replaced.
 
-        The steps in flight are collected first. Running requests lose their pages and recompute their tokens
+        Running requests lose their pages and recompute their tokens
         afterwards; their streams pause. New requests are accepted throughout.
 
         Args:
@@ -273,28 +273,44 @@ class Engine:
           EngineStoppedError: The engine is not running, or is already being rebuilt.
           Exception: Whatever `make_runner` raises.
         """
-        change = _Change(make_runner)
-        with self._changed:
-            if self._is_stopping or self.failure is not None or not self._thread.is_alive() or self._change is not None:
-                raise EngineStoppedError("the engine is not running, or its mesh is already being changed.")
-            self._change = change
-            self._changed.notify()
-        change.done.result()
 
-    def _rebuild(self, change: _Change) -> None:
+        def replace() -> None:
+            with self._changed:
+                self._scheduler.preempt_all()
+            runner, num_pages = make_runner()
+            with self._changed:
+                self.runner = runner
+                self._pages.reset(num_pages)
+                self._end_too_large()
+
+        self.between_steps(replace)
+
+    def between_steps(self, action: Callable[[], None]) -> None:
+        """Runs `action` on the engine's thread while no step is in flight, and waits for it.
+
+        If it raises, the engine fails.
+
+        Raises:
+          EngineStoppedError: The engine is not running, or is already pausing for another action.
+          Exception: Whatever `action` raises.
+        """
+        pause = _Pause(action)
+        with self._changed:
+            if self._is_stopping or self.failure is not None or not self._thread.is_alive() or self._pause is not None:
+                raise EngineStoppedError("the engine is not running, or its mesh is being changed.")
+            self._pause = pause
+            self._changed.notify()
+        pause.done.result()
+
+    def _run_pause(self, pause: _Pause) -> None:
         if self._flight is not None:
             self._collect(self._flight)
             self._flight = None
         self._flush()
+        pause.action()
         with self._changed:
-            self._scheduler.preempt_all()
-        runner, num_pages = change.make_runner()
-        with self._changed:
-            self.runner = runner
-            self._pages.reset(num_pages)
-            self._end_too_large()
-            self._change = None
-        change.done.set_result(None)
+            self._pause = None
+        pause.done.set_result(None)
 
     def _end_too_large(self) -> None:
         """Ends the requests that do not fit in the whole cache."""
@@ -307,8 +323,8 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                if self._change is not None:
-                    self._rebuild(self._change)
+                if self._pause is not None:
+                    self._run_pause(self._pause)
                 else:
                     self._step()
         except BaseException as error:  # any failure, also a panic in a library, must end every open request
@@ -316,17 +332,17 @@ class Engine:
             with self._changed:
                 self.failure = self.failure or _reason_of(error)
                 self._open.end_all(FinishReason.ERROR, self._clock(), self.failure)
-                self._refuse_change(error)
+                self._refuse_pause(error)
         else:
             with self._changed:
                 self._open.end_all(FinishReason.CANCELLED, self._clock(), "the server is stopping")
-                self._refuse_change(EngineStoppedError("the engine is stopping."))
+                self._refuse_pause(EngineStoppedError("the engine is stopping."))
         self._flush()
 
-    def _refuse_change(self, error: BaseException) -> None:
-        """Fails a pending change of the mesh with `error`."""
-        if self._change is not None:
-            self._change.done.set_exception(error)
+    def _refuse_pause(self, error: BaseException) -> None:
+        """Fails what is to be done between two steps with `error`."""
+        if self._pause is not None:
+            self._pause.done.set_exception(error)
 
     def _wait_for_work(self) -> bool:
         """Waits until there is work. Returns False when the engine is to stop."""
@@ -334,7 +350,7 @@ class Engine:
             self._changed.wait_for(
                 lambda: (
                     self._is_stopping
-                    or self._change
+                    or self._pause
                     or self._scheduler.has_work
                     or (self.host_cache is not None and self.host_cache.is_behind)
                     or self._flight

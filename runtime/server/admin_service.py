@@ -53,14 +53,17 @@ class Admin(pb_grpc.AdminServiceServicer):
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Any) -> pb.StartProfileResponse:
         try:
-            self._edge.serving()
-            return pb.StartProfileResponse(directory=await asyncio.to_thread(self._checked_profiler().start))
+            backend, _ = self._edge.serving()
+            start = self._checked_profiler().start
+            return pb.StartProfileResponse(directory=await asyncio.to_thread(start, backend.engine.between_steps))
         except Exception as error:
             await abort(context, error)
 
     async def StopProfile(self, request: pb.StopProfileRequest, context: Any) -> pb.StopProfileResponse:
         try:
-            return pb.StopProfileResponse(directory=await asyncio.to_thread(self._checked_profiler().stop))
+            backend, _ = self._edge.serving()
+            stop = self._checked_profiler().stop
+            return pb.StopProfileResponse(directory=await asyncio.to_thread(stop, backend.engine.between_steps))
         except Exception as error:
             await abort(context, error)
 

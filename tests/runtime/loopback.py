@@ -136,6 +136,9 @@ class FakeEngine:
     def flush_prefix_cache(self) -> int:
         return 7
 
+    def between_steps(self, action: Callable[[], None]) -> None:
+        action()
+
     def last(self, job: Job, reason: FinishReason, **rest: Any) -> Output:
         self.ends.append(job.request_id)
         usage = {"num_prompt_tokens": len(job.prompt), "num_output_tokens": job.num_output}

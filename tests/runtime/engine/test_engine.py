@@ -260,6 +260,23 @@ def test_each_step_is_dispatched_before_the_one_before_it_is_collected(start: St
     ]  # fmt: skip
 
 
+def test_what_runs_between_steps_sees_an_idle_device_and_the_streams_go_on(start: Start):
+    serving = start()
+    serving.submit("r", max_tokens=40)
+    seen = []
+    for _ in range(5):
+        serving.engine.between_steps(
+            lambda: seen.append((threading.current_thread().name, list(serving.device.events)))
+        )
+    assert serving.result("r")[2] is FinishReason.LENGTH
+    for thread, events in seen:
+        assert thread == "engine"
+        assert sum("dispatch" in event for event in events) == sum("collect" in event for event in events)
+    serving.engine.stop()
+    with pytest.raises(EngineStoppedError):
+        serving.engine.between_steps(lambda: None)
+
+
 def test_logits_that_are_not_finite_end_their_request_alone(start: Start):
     serving = start()
     serving.device.spoils = "d"

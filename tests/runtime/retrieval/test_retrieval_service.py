@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,9 @@ class PoolingEngine:
 
     def flush_prefix_cache(self) -> int:
         return 0
+
+    def between_steps(self, action: Callable[[], None]) -> None:
+        action()
 
 
 @contextlib.contextmanager

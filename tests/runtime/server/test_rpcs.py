@@ -37,6 +37,7 @@ from meshserve.runtime.server.lifecycle import Listen, _probes, run_server
 from meshserve.runtime.server.method_permissions import QUEUED_METHODS, SERVICE_NAME
 from meshserve.runtime.server.output_queue import OutputQueues
 from meshserve.runtime.telemetry.metrics import METHODS, REFUSAL_CODES
+from meshserve.runtime.telemetry.profiler import BetweenSteps
 from tests.runtime.loopback import INFO, FakeEngine, Running, edge_of, running
 from tests.waiting import WAIT_SECONDS, wait_for
 
@@ -47,13 +48,13 @@ class Profiler:
     def __init__(self) -> None:
         self.is_recording = False
 
-    def start(self) -> str:
+    def start(self, between_steps: BetweenSteps) -> str:
         if self.is_recording:
             raise UnavailableFeatureError("a profile is being recorded")
         self.is_recording = True
         return "/profiles/1"
 
-    def stop(self) -> str:
+    def stop(self, between_steps: BetweenSteps) -> str:
         self.is_recording = False
         return "/profiles/1"
 

@@ -86,7 +86,7 @@ def rebuild_meanwhile(
     is_over = threading.Event()
 
     def go_on() -> None:
-        wait_for(lambda: engine._change is not None or is_over.is_set())
+        wait_for(lambda: engine._pause is not None or is_over.is_set())
         streams.go_on(stop_at)
 
     with ThreadPoolExecutor(1) as other:
