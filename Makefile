@@ -207,7 +207,7 @@ bench-sampling:
 # 100,000 draws for each case of the samplers, at TP 1, 4 and 8.
 sample: $(VENV)/.test
 	$(BIN)/pytest -q --timeout 3600 --draws 100000 tests/runtime/program/test_sampling.py \
-	    tests/runtime/program/test_logits_processors.py tests/runtime/drafting/test_held_drafts.py
+	    tests/runtime/program/test_logits_processors.py tests/runtime/drafting/test_accepted_drafts.py
 
 clean:
 	rm -rf $(VENV) build dist

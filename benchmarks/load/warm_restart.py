@@ -79,7 +79,7 @@ def serve(settings: Mapping[str, Any], prompts: Sequence[Sequence[int]], num_pas
 
 
 def damage(directory: Path, num_files: int) -> int:
-    """Changes a byte in each of `num_files` files of a kept tier, and returns how many files the tier has."""
+    """Changes a byte in each of `num_files` files of a stored host cache, and returns how many files it has."""
     files = sorted(directory.glob("*.kv"))
     for path in files[:num_files]:
         content = bytearray(path.read_bytes())

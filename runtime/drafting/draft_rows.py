@@ -3,7 +3,7 @@
 A sampler's batch has one row for each request and one for each draft token, in this order. The row of a draft token
 must count it and the drafts before it as output, but the state of the slot may count a sampled token only if all drafts
 before it hold. The host packs which drafts precede each row; the device decides which hold, because the host learns
-the tokens only after the next step is dispatched; see `held_drafts`.
+the tokens only after the next step is dispatched; see `accepted_drafts`.
 """
 
 from collections.abc import Mapping, Sequence

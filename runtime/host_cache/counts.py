@@ -13,5 +13,5 @@ class HostCacheCounts:
     num_resumed: int = 0  # of these, for requests that had been preempted
     num_lost: int = 0  # evicted without a copy
     num_recomputed: int = 0  # in host memory, but faster to compute again
-    num_kept: int = 0  # read from the files of the last run
+    num_loaded: int = 0  # read from the files of the last run
     num_failed: int = 0  # copies of blocks that failed, either way

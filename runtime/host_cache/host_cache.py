@@ -383,7 +383,7 @@ class HostCache:
             assert block is not None
             self._index.demote(block)
             self._copier.adopt(block, shards)
-            self.counts.num_kept += len(keys)
+            self.counts.num_loaded += len(keys)
 
     def save_rest(self, run: Callable[[np.ndarray], None]) -> None:
         """Saves the pages that only the devices hold, when the engine has ended. `run` carries out a command."""

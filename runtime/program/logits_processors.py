@@ -29,7 +29,7 @@ from meshserve.kernels.linear import Linear
 from meshserve.sharding.mesh import TENSOR_AXIS
 
 from ..api.sampling_params import MAX_LOGPROBS
-from ..drafting.held_drafts import DraftRows
+from ..drafting.accepted_drafts import DraftRows
 from ..model.qwen3 import MLPContext
 from ..processors import PROCESSORS
 from ..processors.contract import ProcessorState
@@ -84,7 +84,7 @@ def sample_processed(
         tokens,
     )
     is_here = (tokens >= token_ids[0]) & (tokens <= token_ids[-1])
-    counts = (flags & SAMPLES != 0) & (flags & ADJUSTS != 0) & is_here & rows.hold(tokens)
+    counts = (flags & SAMPLES != 0) & (flags & ADJUSTS != 0) & is_here & rows.are_accepted(tokens)
     column = jnp.where(counts, tokens - token_ids[0], logits.shape[1])  # others lie outside and are dropped
     history = state.history.at[rows.state_slots, column].add(1, mode="drop")
     last_tokens = last_tokens.at[slots].set(tokens, mode="drop")

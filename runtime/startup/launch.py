@@ -55,9 +55,9 @@ from ..weights.random_weights import random_model
 from ..weights.registry import architecture_of
 from .devices import start_devices
 from .draft_build import load_drafting
-from .kept_tier import KeptTier
 from .kv_event_feed import open_feed
 from .live_reshard import Resharder
+from .persistent_host_cache import PersistentHostCache
 from .runner_build import compile_runner
 from .summary import log_summary, warn_of_cache
 
@@ -78,13 +78,13 @@ class Launched:
     limits: SchedulerLimits
     grammars: Grammars | None  # None if constraints are not supported
     kv_events: KvEventFeed | None = None  # started; None unless the options ask for it
-    kept_tier: KeptTier | None = None  # likewise
+    persistent_host_cache: PersistentHostCache | None = None  # likewise
 
     def close(self) -> None:
         """Stops the engine, the feed of KV cache events and the processes for constraints, and keeps the host tier."""
         self.engine.stop()
-        if self.kept_tier is not None:
-            self.kept_tier.close()
+        if self.persistent_host_cache is not None:
+            self.persistent_host_cache.close()
         if self.kv_events is not None:
             self.kv_events.stop()
         if self.grammars is not None:
@@ -139,11 +139,11 @@ def launch(
     info = dataclasses.replace(_model_info(server, tokenizer), default_sampling=default_sampling)
     if feed is not None:
         feed.start()
-    resharder, kept_tier = Resharder(engine, server), None
+    resharder, persistent_host_cache = Resharder(engine, server), None
     if config.host_cache_dir:
-        kept_tier = KeptTier(Path(config.host_cache_dir).expanduser(), engine, resharder)
-        kept_tier.begin()
-    return Launched(engine, tokenizer, info, resharder, server.limits, grammars, feed, kept_tier)
+        persistent_host_cache = PersistentHostCache(Path(config.host_cache_dir).expanduser(), engine, resharder)
+        persistent_host_cache.begin()
+    return Launched(engine, tokenizer, info, resharder, server.limits, grammars, feed, persistent_host_cache)
 
 
 def launch_follower(config: ServeConfig, cluster: Cluster, progress: Callable[[str], None] = _log.info) -> Runner:

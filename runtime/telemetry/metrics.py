@@ -316,7 +316,7 @@ def _host_cache_metrics(counts: HostCacheCounts) -> Iterator[Metric]:
         ("saved_pages", "Cached KV pages that were copied to host memory.", counts.num_saved),
         ("restored_pages", "KV pages that were copied from host memory to the devices.", counts.num_restored),
         ("resumed_pages", "KV pages that were copied back for requests that had been preempted.", counts.num_resumed),
-        ("kept_pages", "KV pages that were read from the files of the server's last run.", counts.num_kept),
+        ("loaded_pages", "KV pages that were read from the files of the server's last run.", counts.num_loaded),
         ("lost_pages", "Cached KV pages that were evicted without a copy in host memory.", counts.num_lost),
         (
             "recomputed_pages",

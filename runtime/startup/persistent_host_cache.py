@@ -25,8 +25,8 @@ import numpy as np
 from flax import nnx
 
 from ..engine.engine import Engine
+from ..host_cache.block_files import BlockFiles, StoredBlock
 from ..host_cache.host_cache import HostCache
-from ..host_cache.tier_files import KeptBlock, TierFiles
 from ..planning.resolved_server import PlacedServer
 from ..program.step_runner import StepRunner
 from .live_reshard import Resharder
@@ -37,7 +37,7 @@ _WAIT_SECONDS = 20.0
 _NUM_THREADS = 4  # SHA-256 takes about 1.5 GB/s of each
 
 
-class KeptTier:
+class PersistentHostCache:
     """The files of one engine's host tier.
 
     Args:
@@ -52,9 +52,9 @@ class KeptTier:
     def __init__(self, directory: Path, engine: Engine, resharder: Resharder):
         assert engine.host_cache is not None
         self._engine, self._host, self._resharder = engine, engine.host_cache, resharder
-        self._files = TierFiles(directory)
+        self._files = BlockFiles(directory)
         self._is_stopping = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(self._identity(),), name="kept-tier")
+        self._thread = threading.Thread(target=self._read, args=(self._identity(),), name="persistent-host-cache")
         self._host.on_clear = self._forget
 
     def begin(self) -> None:
@@ -121,7 +121,7 @@ class KeptTier:
             if paths[block].exists() or has_failed.is_set():
                 return False
             try:
-                self._files.write(identity, KeptBlock(keys, copies.content(block)))
+                self._files.write(identity, StoredBlock(keys, copies.content(block)))
             except (OSError, KeyError, jax.errors.JaxRuntimeError) as error:
                 _log.warning("the rest of the host tier is not written: %s", error)
                 has_failed.set()
@@ -132,7 +132,7 @@ class KeptTier:
             num_written = sum(pool.map(write, *zip(*reversed(oldest_first), strict=True))) if oldest_first else 0
         self._files.keep_only(paths.values())
         _log.info(
-            "host tier: kept %d pages in %d files, of which %d are new, in %.1f s",
+            "host tier: stored %d pages in %d files, of which %d are new, in %.1f s",
             self._host.num_pages, len(paths), num_written, time.monotonic() - started,
         )  # fmt: skip
 

@@ -5,24 +5,24 @@ from pathlib import Path
 import pytest
 
 from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.host_cache.tier_files import KeptBlock, TierFiles
+from meshserve.runtime.host_cache.block_files import BlockFiles, StoredBlock
 
-BLOCK = KeptBlock((b"a" * 32, b"b" * 32), (bytes(range(200)), bytes(range(50, 250))))
+BLOCK = StoredBlock((b"a" * 32, b"b" * 32), (bytes(range(200)), bytes(range(50, 250))))
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> TierFiles:
-    return TierFiles(tmp_path / "tier")
+def files(tmp_path: Path) -> BlockFiles:
+    return BlockFiles(tmp_path / "tier")
 
 
-def test_a_block_is_read_as_it_was_written(files: TierFiles) -> None:
+def test_a_block_is_read_as_it_was_written(files: BlockFiles) -> None:
     files.write("model", BLOCK)
     (path,) = files.newest_first()
     assert path == files.path_of("model", BLOCK.keys) and path.stat().st_mode & 0o777 == 0o600
     assert files.read("model", path) == BLOCK
 
 
-def test_every_damaged_byte_is_noticed(files: TierFiles) -> None:
+def test_every_damaged_byte_is_noticed(files: BlockFiles) -> None:
     files.write("model", BLOCK)
     (path,) = files.newest_first()
     content = path.read_bytes()
@@ -34,14 +34,14 @@ def test_every_damaged_byte_is_noticed(files: TierFiles) -> None:
         assert files.read("model", path) is None, length
 
 
-def test_another_identity_is_refused(files: TierFiles, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_identity_is_refused(files: BlockFiles, caplog: pytest.LogCaptureFixture) -> None:
     files.write("model", BLOCK)
     assert files.read("other", files.newest_first()[0]) is None
     assert "another model, layout, page size or version" in caplog.text
 
 
-def test_only_named_files_stay_in_their_order(files: TierFiles, tmp_path: Path) -> None:
-    blocks = [KeptBlock((bytes([index]) * 32,), (b"content",)) for index in range(4)]
+def test_only_named_files_stay_in_their_order(files: BlockFiles, tmp_path: Path) -> None:
+    blocks = [StoredBlock((bytes([index]) * 32,), (b"content",)) for index in range(4)]
     for block in blocks:
         files.write("model", block)
     (tmp_path / "tier" / "cut off.unfinished").write_bytes(b"")
@@ -57,4 +57,4 @@ def test_only_named_files_stay_in_their_order(files: TierFiles, tmp_path: Path) 
 def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="has mode 777; it must be writable for this user and for no other"):
-        TierFiles(tmp_path)
+        BlockFiles(tmp_path)

@@ -26,14 +26,14 @@ _SUFFIX = ".kv"
 _UNFINISHED = ".unfinished"
 
 
-class KeptBlock(NamedTuple):
+class StoredBlock(NamedTuple):
     """A block as it is in a file."""
 
     keys: tuple[bytes, ...]  # of its pages, one a row
     parts: tuple[bytes, ...]  # the bytes of each local device's part
 
 
-class TierFiles:
+class BlockFiles:
     """The files of one process in a directory, which is created if needed.
 
     Args:
@@ -65,7 +65,7 @@ class TierFiles:
         name = hashlib.sha256(b"".join([identity.encode(), *keys])).hexdigest()
         return self._directory / f"{name}{_SUFFIX}"
 
-    def write(self, identity: str, block: KeptBlock) -> None:
+    def write(self, identity: str, block: StoredBlock) -> None:
         """Writes a block to its file.
 
         Raises:
@@ -92,7 +92,7 @@ class TierFiles:
             unfinished.unlink(missing_ok=True)
             raise
 
-    def read(self, identity: str, path: Path) -> KeptBlock | None:
+    def read(self, identity: str, path: Path) -> StoredBlock | None:
         """Reads a block; None, with a warning, if the file is damaged or was written for another identity."""
         try:
             content = memoryview(path.read_bytes())
@@ -110,7 +110,7 @@ class TierFiles:
             for num_bytes in fields["part_bytes"]:
                 parts.append(bytes(body[end : end + num_bytes]))
                 end += num_bytes
-            return KeptBlock(tuple(map(bytes.fromhex, fields["keys"])), tuple(parts))
+            return StoredBlock(tuple(map(bytes.fromhex, fields["keys"])), tuple(parts))
         except (OSError, ValueError, KeyError) as error:
             _log.warning("%s is not used: %s", path, error)
             return None

@@ -1,4 +1,4 @@
-"""Decides on the device which draft tokens hold, so that logits processors sample after them. Serves step 7 of 10."""
+"""Finds on the device which draft tokens are accepted, so that processors sample after them. Serves step 7 of 10."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Self
@@ -32,6 +32,6 @@ class DraftRows(NamedTuple):
         column = jnp.where(is_here, column, history.shape[1])
         return history.at[jnp.arange(len(history))[:, None], column].add(1, mode="drop")
 
-    def hold(self, tokens: jax.Array) -> jax.Array:
-        """Returns whether all drafts before each row hold, [B] bool, given the sample [B] of each row."""
+    def are_accepted(self, tokens: jax.Array) -> jax.Array:
+        """Returns whether all drafts before each row are accepted, [B] bool, given the sample [B] of each row."""
         return ((self.drafts < 0) | (self.drafts == tokens[self.sampled_rows])).all(axis=1)
