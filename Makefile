@@ -75,7 +75,7 @@ bench-cluster: $(VENV)/.test
 # Off-the-shelf clients through the gateway `smg`; also aiperf if it is on the PATH.
 test-gateway: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[gateway-test]"
-	$(BIN)/pytest -q tests/test_gateway.py
+	$(BIN)/pytest -q tests/test_gateway.py tests/test_gateway_embeddings.py
 
 # What Dynamo's frontend and sidecar need; the whole package also wants one that is on NVIDIA's index only.
 DYNAMO := aiohttp certifi "kubernetes<33" msgspec prometheus-client "pydantic<=2.13.5" pyzmq "redis<9" tqdm transformers uvloop zstandard

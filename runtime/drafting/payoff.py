@@ -3,8 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-_TRIAL_STEPS = 16  # planned in the first trial of drafts
-_PROBE_STEPS = 8  # planned in each later trial of the alternative
+_TRIAL_STEPS = 16  # steps with drafts in the first trial
+_PROBE_STEPS = 8  # steps in each later trial of the alternative
 _PROBE_EVERY = 512  # steps from a trial to the next; twice as many after each that changes nothing
 _MAX_PROBE_EVERY = 1024
 _LEAST_STEPS = 8  # measured with drafts, and as many without, before the faster is chosen

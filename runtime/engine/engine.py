@@ -297,7 +297,7 @@ class Engine:
         pause = _Pause(action)
         with self._changed:
             if self._is_stopping or self.failure is not None or not self._thread.is_alive() or self._pause is not None:
-                raise EngineStoppedError("the engine is not running, or its mesh is being changed.")
+                raise EngineStoppedError("the engine is not running, or its mesh is being changed or profiled.")
             self._pause = pause
             self._changed.notify()
         pause.done.result()

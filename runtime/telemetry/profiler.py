@@ -61,8 +61,12 @@ class Profiler:
             if self._current is None:
                 raise UnavailableFeatureError("no profile is being recorded; start one with StartProfile.")
             folder = self._current
-            _do(between_steps, jax.profiler.stop_trace)
-            self._current = None
+
+            def stop_trace() -> None:
+                self._current = None  # also if writing it fails
+                jax.profiler.stop_trace()
+
+            _do(between_steps, stop_trace)
             return str(folder)
 
 

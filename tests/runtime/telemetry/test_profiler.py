@@ -31,6 +31,11 @@ def test_an_error_of_the_recorder_is_the_callers_and_does_not_end_the_engine(tmp
     profiler.start(between_steps)
     profiler.stop(between_steps)
     assert calls == ["between", "start", "between", "stop", "between"]
+    profiler.start(between_steps)
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+    with pytest.raises(RuntimeError, match="no profiler here"):
+        profiler.stop(between_steps)
+    profiler.start(between_steps)  # what could not be written does not stand in the way
 
 
 def test_a_folder_that_cannot_be_is_refused_by_name_and_nothing_is_recorded(tmp_path):
