@@ -115,6 +115,7 @@ WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
     "qwen3-32b": {"one": _alike(1, 128, 256), "32": _alike(32, 1024, 256), "128": _alike(128, 1024, 256)},
     "qwen3-30b-a3b": {
         "one": _alike(1, 128, 256),
+        "8": _alike(8, 1024, 256),
         "32": _alike(32, 1024, 256),
         "128": _alike(128, 1024, 256),
         "256": _alike(256, 1024, 256),
