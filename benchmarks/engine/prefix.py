@@ -6,8 +6,8 @@
 
 The second form measures prefixes that have left the devices, on whatever devices the machine has: the time of the first
 token computed, kept and restored from host memory, the rates of copies, and decodes beside copies. The third serves
-conversations that grow turn by turn to twice what the devices hold, with and without host memory. The first form
-runs the demo model on one CPU device. The ideal computes the prefix once and, for each request, only its own tokens.
+conversations that grow turn by turn to twice what the devices hold, with and without host memory (`--sides`), and says
+how long steps of each kind took. The first form runs the demo model on one CPU device. The ideal computes the prefix once and, for each request, only its own tokens.
 Each request computes a page that the prefix fills only partly, which explains the difference at page sizes that do not
 divide the prefix.
 """
@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from meshserve.benchmarks.lib.conversations import measure_conversations
+from meshserve.benchmarks.lib.conversations import SIDES, measure_conversations
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.restored_prefix import EngineClock, measure_prefix
 from meshserve.runtime.api.request import Output
@@ -48,6 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     host.add_argument("--turns", type=int, default=8, help="turns of each conversation")
     host.add_argument("--turn-tokens", type=int, default=2000, help="tokens by which a turn is longer than the last")
+    host.add_argument(
+        "--sides",
+        nargs="+",
+        choices=SIDES,
+        default=SIDES,
+        help="measure conversations with host memory and without, in this order",
+    )
     host.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the server")
     options = parser.parse_args(arguments)
     if options.host_cache_gib:
@@ -80,7 +87,7 @@ def _measure_host_cache(options: argparse.Namespace) -> None:
     if options.prefix:
         measure_prefix(server, options.prefix, options.decodes, options.decode_tokens)
     if options.users:
-        measure_conversations(server, options.users, options.turns, options.turn_tokens)
+        measure_conversations(server, options.users, options.turns, options.turn_tokens, options.sides)
     server.engine.stop()
 
 

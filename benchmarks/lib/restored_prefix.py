@@ -17,6 +17,8 @@ from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import launch
 
+from .step_seconds import StepSeconds
+
 _GB = 1e9
 _LINK_BYTES = 4 << 30  # copied each way when the link is measured
 _REPEATS = 3
@@ -57,7 +59,8 @@ class EngineClock:
 
     def __init__(self, config: ServeConfig):
         self.clock = _Clock()
-        self.engine = launch(config, self.clock.deliver).engine
+        self.steps = StepSeconds()
+        self.engine = launch(config, self.clock.deliver, self.steps.record).engine
         self.engine.start()
         assert self.engine.host_cache is not None and isinstance(self.engine.runner, StepRunner)
         self.host: HostCache = self.engine.host_cache
@@ -69,11 +72,16 @@ class EngineClock:
         self.engine.submit(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
         return name
 
-    def stop_keeping(self) -> None:
-        """Makes the engine, which is idle, go on as one without host memory."""
+    def keep_pages(self, is_kept: bool) -> None:
+        """Makes the engine, which is idle, go on with empty caches, and with host memory or without."""
         self.engine.flush_prefix_cache()
-        self.host.detach()
-        self.engine.host_cache = None
+        time.sleep(_IDLE_SECONDS)
+
+        def switch() -> None:
+            self.host.attach() if is_kept else self.host.detach()
+            self.engine.host_cache = self.host if is_kept else None
+
+        self.engine.between_steps(switch)
 
     def first_token_seconds(self, prompt: Sequence[int]) -> float:
         """Returns the time from the submission of a request, with nothing else running, to its first token."""

@@ -112,7 +112,7 @@ class HostCache:
         self._tickets = itertools.count()
         self._last_collected = 0.0
         self.on_clear: Callable[[], None] = lambda: None  # replaced by what keeps pages elsewhere, too
-        pages.host = self
+        self.attach()
         self.reset(copier)
 
     def reset(self, copier: Copier) -> None:
@@ -409,6 +409,10 @@ class HostCache:
     def detach(self) -> None:
         """Takes the tier away from an engine in which no request runs, and which is to go on without it."""
         self._pages.host = None
+
+    def attach(self) -> None:
+        """Gives the tier back to an engine from which it was taken away, and in which no request runs."""
+        self._pages.host = self
 
     def audit(self) -> None:
         self._index.audit(Counter(part.block for found in self._fetches.values() for part in found.parts))
