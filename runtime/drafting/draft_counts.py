@@ -42,13 +42,16 @@ class StepCosts:
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}  # the step that measured each size last
         self._num_steps = 0
-        self._met: set[int] = set()
+        self._met: set[tuple[int, int]] = set()
 
-    def is_first(self, num_tokens: int) -> bool:
-        """Returns whether a step is the first of its size. Its time includes what a GPU does once for a program."""
-        size = self.size_of(num_tokens)
-        is_first = size not in self._met
-        self._met.add(size)
+    def is_first(self, num_tokens: int, num_steps: int) -> bool:
+        """Returns whether a step, with drafts or without, is the first of its shape.
+
+        Its time includes what a GPU does once for a program.
+        """
+        shape = self.size_of(num_tokens), num_steps
+        is_first = shape not in self._met
+        self._met.add(shape)
         return is_first
 
     def size_of(self, num_tokens: int) -> int:

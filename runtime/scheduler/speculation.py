@@ -165,9 +165,9 @@ class Speculation:
         rounds = self._accept(plan, sampled[0], num_valid) if plan.drafts or num_valid else sampled
         if not self._limits.draft_tokens:
             return rounds
-        is_first = bool(plan.drafts) and self._costs.is_first(plan.num_batch_tokens)
-        num_tokens, is_measured = None, not (plan.prefills or plan is self._excluded or is_first)
-        if is_measured:
+        is_comparable = not (plan.prefills or plan is self._excluded)
+        num_tokens = None
+        if is_comparable and not self._costs.is_first(plan.num_batch_tokens, plan.num_steps):
             tokens = itertools.chain(*rounds)
             num_tokens = sum(plan.decode_lengths if plan.num_steps > 1 else (token is not None for token in tokens))
         seconds = self._payoffs.measure(

@@ -69,6 +69,7 @@ def test_the_share_follows_what_was_accepted_lately():
     assert acceptance_of(*[(4, 4)] * 30, *[(4, 0)] * 30).share < 0.3
 
 
-def test_the_first_step_of_each_size_is_known():
+def test_the_first_step_of_each_shape_is_known():
     costs = StepCosts((4, 8))
-    assert [costs.is_first(num_tokens) for num_tokens in (3, 4, 5, 8, 2)] == [True, False, True, False, False]
+    shapes = [(3, 1), (4, 1), (5, 1), (8, 1), (2, 1), (2, 4)]
+    assert [costs.is_first(*shape) for shape in shapes] == [True, False, True, False, False, True]

@@ -1,6 +1,7 @@
 """Drafts: what is guessed, what is kept of it, and when guessing stops because it does not pay."""
 
 import dataclasses
+import random
 
 import pytest
 from hypothesis import given
@@ -8,8 +9,12 @@ from hypothesis import strategies as st
 
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.request import Request
+from meshserve.runtime.drafting.draft_counts import Acceptance
 from meshserve.runtime.drafting.prompt_lookup import PromptLookup
 from meshserve.runtime.program.batch import ON_DEVICE
+from meshserve.runtime.scheduler import speculation
+from meshserve.runtime.scheduler.page_allocator import PageAllocator
+from meshserve.runtime.scheduler.scheduler import Scheduler
 from meshserve.runtime.scheduler.step_plan import StepPlan
 from tests.runtime.simulation import FakeDevice, Simulation, make_limits, make_request
 
@@ -207,3 +212,60 @@ def test_nobody_waits_for_drafts_for_which_there_is_no_room(num_requests: int, s
         while simulation.in_flight and (plan is None or len(simulation.in_flight) > 1):
             simulation.collect()
     assert sum(waited) <= 40 and not any(waited[-50:])
+
+
+class LikelyDrafter:
+    """Proposes three tokens, when the last one is known, and is judged by a test."""
+
+    waits_for_tokens = True
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+
+    def push(self, token_id: int) -> None: ...
+
+    def guess(self, num_pending: int, num_tokens: int) -> list[int]:
+        return [] if num_pending else [A] * min(num_tokens, 3)
+
+    def judge(self, num_drafts: int, num_accepted: int) -> None: ...
+
+
+def drafted_share(first_seconds: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The share of steps with drafts, of 32 requests, as timed on an H100: 5.97 ms without drafts, 7.46 ms for 128
+    tokens and 1.46 ms between two such steps. The first step of each size takes `first_seconds` more."""
+    draw = random.Random(0)
+    hold = lambda drafts, _: next((n for n in range(len(drafts)) if draw.random() > 0.68), len(drafts))  # noqa: E731
+    monkeypatch.setattr(speculation, "count_accepted", hold)
+    sizes = (16, 32, 64, 96, 128)
+    limits = make_limits(
+        page_size=64, max_running=128, max_step_tokens=1024, max_waiting=64, max_context=900, draft_tokens=3,
+        draft_sizes=sizes, has_prefix_cache=False,
+    )  # fmt: skip
+    scheduler = Scheduler(limits, PageAllocator(600), frozenset())
+    scheduler.speculation.make_drafter = lambda request: LikelyDrafter()
+    requests = [make_request(seed, max_tokens=800, ignore_eos=True) for seed in range(32)]
+    for request in requests:
+        scheduler.prepare([request])
+        scheduler.add(request)
+    now, met, flight, drafted = 0.0, set(), None, []
+    while len(drafted) < 300:
+        plan = scheduler.plan(now)
+        if flight is not None:
+            size = next(size for size in (*sizes, 1024) if size >= flight.num_batch_tokens)
+            now += 0.00746 * (size / 128) ** 0.2 + 0.00146 if flight.drafts else 0.00597
+            now += first_seconds * (size not in met)
+            met.add(size)
+            for step, booked in enumerate(scheduler.speculation.accept(flight, [[A] * flight.num_samples], now)):
+                scheduler.account(flight, booked, now, step)
+        flight = plan or scheduler.plan(now)
+        drafted.append(flight is not None and bool(flight.drafts))
+    return sum(drafted) / len(drafted)
+
+
+@pytest.mark.parametrize("first_seconds", [0.0, 0.05, 0.5])
+def test_32_requests_keep_their_drafts_however_long_a_program_takes_at_first(
+    first_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 2.4 tokens a step they pay, by a half. The first step without drafts, which follows one with drafts, once
+    counted as slow because of them."""
+    assert drafted_share(first_seconds, monkeypatch) > 0.9
