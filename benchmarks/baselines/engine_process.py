@@ -16,6 +16,7 @@ from .job import Job, Report, read_report, write_job
 
 NOT_INSTALLED = "not installed"
 _SAMPLE_SECONDS = 0.5
+_EXCERPT_CHARACTERS = 4000
 _OURS = ("ours", "ours_served")
 
 
@@ -39,16 +40,24 @@ def run_engine(module: str, interpreter: str, job: Job, folder: Path, timeout: f
     report = folder / "report.json"
     report.unlink(missing_ok=True)
     arguments = ["-m", f"meshserve.benchmarks.baselines.{module}", str(folder / "job.json"), str(report)]
-    with (folder / "log").open("w+") as log, _watched_memory() as watch:
+    with (folder / "log").open("w+", errors="replace") as log, _watched_memory() as watch:
         process = subprocess.Popen(
             [interpreter, *arguments], env=_environment(folder, module), stdout=log, stderr=subprocess.STDOUT
         )
         peak_bytes = _wait(process, timeout, watch)
-        log.seek(max(0, log.tell() - 4000))
-        tail = log.read()
+        log.seek(0)
+        text = log.read()
     if process.returncode != 0 or not report.is_file():
-        return f"failed with exit status {process.returncode}:\n{tail}"
+        return f"failed with exit status {process.returncode}:\n{_excerpt(text)}"
     return read_report(report), peak_bytes
+
+
+def _excerpt(log: str) -> str:
+    """Returns the log's last traceback, after which a server may have logged much, and the log's end."""
+    start = log.rfind("Traceback (most recent call last)")
+    if start < 0 or start >= len(log) - _EXCERPT_CHARACTERS:
+        return log[-_EXCERPT_CHARACTERS:]
+    return f"{log[start : start + _EXCERPT_CHARACTERS]}\n...\n{log[-_EXCERPT_CHARACTERS:]}"
 
 
 def _environment(folder: Path, module: str) -> dict[str, str]:

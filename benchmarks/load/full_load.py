@@ -151,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"{model}, {engines[key].title}: {result}", file=sys.stderr, flush=True)
                     continue
                 found.setdefault(model, {})[key] = _results(result, chosen, watch)
-                print(f"{model}, {engines[key].title}: done", file=sys.stderr, flush=True)
+                done = {model: {key: found[model][key]}}  # shown at once, in case a later engine does not end
+                print(table(done, {key: engines[key].title}), file=sys.stderr, flush=True)
     text = _heading(arguments, found) + "\n\n" + table(found, {key: engines[key].title for key in options.engines})
     print(text)
     if options.markdown:

@@ -176,6 +176,18 @@ def test_a_baseline_that_fails_is_named_with_its_error(tiny: Path, capsys: pytes
     assert "exit status 3:\nno torch here" in capsys.readouterr().err
 
 
+def test_a_failed_baseline_is_shown_with_its_traceback_however_much_is_logged_after_it(
+    tiny: Path, capsys: pytest.CaptureFixture
+):
+    log = "printf 'Traceback (most recent call last)\\n  the cause\\n\\226'; seq 10000"  # \\226 is no UTF-8
+    (tiny / "talkative").write_text(f"#!/bin/sh\n{log}; exit 1\n")
+    (tiny / "talkative").chmod(0o755)
+    assert compare.main([f"--model={tiny}", "--engines", "hf-single", f"--python-hf={tiny / 'talkative'}"]) == 1
+    said = capsys.readouterr().err
+    assert "exit status 1:\nTraceback (most recent call last)\n  the cause" in said
+    assert "10000" in said and len(said) < 10_000
+
+
 @pytest.mark.parametrize("is_single", [False, True])
 def test_hugging_face_ends_each_row_at_its_length(tiny: Path, is_single: bool):
     pytest.importorskip("torch")
