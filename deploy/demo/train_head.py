@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,26 +25,18 @@ import optax
 from safetensors.flax import load_file, save_file
 
 from . import __file__ as _here
+from .head_network import EPSILON, LAYERS_READ, PREFIX, HeadSizes, draft_logits
 from .network import NetworkConfig, Parameters, forward_with_inputs
 from .train import load_splits
 
-_PREFIX = "midlayer."
-_EPSILON = 1e-6
 _STEP_WEIGHT = 0.8  # of the loss of each further draft token
 _HELD_OUT_WINDOWS = 32
-_Keys = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadConfig:
+class HeadConfig(HeadSizes):
     """The head's sizes and the training settings; each field is an option."""
 
-    vocabulary_tokens: int = 1024  # the most frequent ones of the training text
-    mlp_dim: int = 512
-    num_query_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 32
-    rope_theta: float = 10_000.0
     steps: int = 1200
     steps_per_report: int = 100
     draft_tokens: int = 4
@@ -54,9 +46,6 @@ class HeadConfig:
     warmup_steps: int = 60
     weight_decay: float = 0.1
     seed: int = 0
-
-
-LAYERS_READ = (1, 3, 5)  # of the demo model's six, those whose inputs the head reads
 
 
 class Shapes(NamedTuple):
@@ -74,7 +63,7 @@ def init_head(key: jax.Array, served: NetworkConfig, config: HeadConfig, embeddi
         config.num_query_heads * config.head_dim,
         config.num_kv_heads * config.head_dim,
     )
-    attention, mlp = f"{_PREFIX}self_attn.", f"{_PREFIX}mlp."
+    attention, mlp = f"{PREFIX}self_attn.", f"{PREFIX}mlp."
     matrices = {
         "fc.weight": (embed, len(LAYERS_READ) * embed),
         f"{attention}q_proj.weight": (queries, 2 * embed),
@@ -86,79 +75,10 @@ def init_head(key: jax.Array, served: NetworkConfig, config: HeadConfig, embeddi
         f"{mlp}down_proj.weight": (embed, config.mlp_dim),
     }
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    parameters = {f"{_PREFIX}{name}.weight": jnp.ones(embed) for name in norms} | {"norm.weight": jnp.ones(embed)}
+    parameters = {f"{PREFIX}{name}.weight": jnp.ones(embed) for name in norms} | {"norm.weight": jnp.ones(embed)}
     for (name, shape), its_key in zip(matrices.items(), jax.random.split(key, len(matrices)), strict=True):
         parameters[name] = shape[1] ** -0.5 * jax.random.normal(its_key, shape)
     return parameters | {"lm_head.weight": embedding}
-
-
-def draft_logits(
-    head: Parameters, states: Sequence[jax.Array], embedded: jax.Array, shapes: Shapes, num_drafts: int
-) -> list[jax.Array]:
-    """Returns the logits of each draft token after each position, [B, R, v].
-
-    Args:
-      head: The head's parameters.
-      states: Of each layer read, its inputs [B, T, D].
-      embedded: [B, T, D], the embedded tokens.
-      shapes: The sizes.
-      num_drafts: How many draft tokens; R is T - num_drafts - 1.
-    """
-    config, num_roots = shapes.config, embedded.shape[1] - num_drafts - 1
-    feature = jnp.concatenate(states, axis=-1)[:, :num_roots] @ head["fc.weight"].T
-    chain: list[_Keys] = []
-    logits = []
-    for step in range(num_drafts):
-        tokens = embedded[:, step + 1 : step + 1 + num_roots]
-        x = jnp.concatenate(
-            [_norm(tokens, head, f"{_PREFIX}input_layernorm"), _norm(feature, head, f"{_PREFIX}hidden_norm")], axis=-1
-        )
-        positions = jnp.arange(num_roots) + step
-        q, k, v = (_heads(x, head, name, config) for name in "qkv")
-        q, k = _rotate(q, positions, config), _rotate(k, positions, config)
-        chain.append((k, v))
-        attended = _attend(q, chain, config) @ head[f"{_PREFIX}self_attn.o_proj.weight"].T
-        feature = feature + attended
-        normed = _norm(feature, head, f"{_PREFIX}post_attention_layernorm")
-        gate = jax.nn.silu(normed @ head[f"{_PREFIX}mlp.gate_proj.weight"].T)
-        feature = (
-            feature
-            + (gate * (normed @ head[f"{_PREFIX}mlp.up_proj.weight"].T)) @ head[f"{_PREFIX}mlp.down_proj.weight"].T
-        )
-        logits.append(_norm(feature, head, "norm") @ head["lm_head.weight"].T)
-    return logits
-
-
-def _heads(x: jax.Array, head: Parameters, name: str, config: HeadConfig) -> jax.Array:
-    rows = x @ head[f"{_PREFIX}self_attn.{name}_proj.weight"].T
-    return rows.reshape(*x.shape[:2], -1, config.head_dim)
-
-
-def _attend(q: jax.Array, chain: Sequence[_Keys], config: HeadConfig) -> jax.Array:
-    """Attends to the first keys of the chain up to the own position, and to the further ones at the own position."""
-    (k, v), *further = chain
-    batch, num_roots = q.shape[:2]
-    grouped = q.reshape(batch, num_roots, config.num_kv_heads, -1, config.head_dim) * config.head_dim**-0.5
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k)
-    scores = jnp.where(jnp.tri(num_roots, dtype=bool), scores, -jnp.inf)
-    own = [jnp.einsum("btkgh,btkh->bkgt", grouped, key)[..., None] for key, _ in further]
-    weights = jax.nn.softmax(jnp.concatenate([scores, *own], axis=-1), axis=-1)
-    attended = jnp.einsum("bkgts,bskh->btkgh", weights[..., :num_roots], v)
-    for index, (_, value) in enumerate(further):
-        attended += jnp.einsum("bkgt,btkh->btkgh", weights[..., num_roots + index], value)
-    return attended.reshape(batch, num_roots, -1)
-
-
-def _norm(x: jax.Array, head: Parameters, name: str) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + _EPSILON) * head[f"{name}.weight"]
-
-
-def _rotate(x: jax.Array, positions: jax.Array, config: HeadConfig) -> jax.Array:
-    frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2) / config.head_dim)
-    angles = positions[:, None, None] * frequencies
-    first, second = jnp.split(x, 2, axis=-1)
-    cosine, sine = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 
 
 class Measures(NamedTuple):
@@ -174,7 +94,7 @@ def measures(head: Parameters, served: Parameters, ids: jax.Array, shapes: Shape
     logits, inputs = forward_with_inputs(served, ids, shapes.served)
     states, embedded = [inputs[layer] for layer in LAYERS_READ], served["model.embed_tokens.weight"][ids]
     num_drafts = shapes.config.draft_tokens
-    drafted = draft_logits(head, states, embedded, shapes, num_drafts)
+    drafted = draft_logits(head, states, embedded, shapes.config, num_drafts)
     found = []
     for step, mine in enumerate(drafted):
         target = logits[:, step + 1 : step + 1 + mine.shape[1]]
@@ -266,7 +186,7 @@ def head_config(served: NetworkConfig, config: HeadConfig) -> Mapping[str, objec
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": _EPSILON,
+        "rms_norm_eps": EPSILON,
         "rope_theta": config.rope_theta,
         "max_position_embeddings": served.max_context_tokens,
         "tie_word_embeddings": False,
