@@ -304,7 +304,7 @@ class Engine:
 
     def _run_pause(self, pause: _Pause) -> None:
         if self._flight is not None:
-            self._collect(self._flight)
+            self._complete(self._flight, self._collect(self._flight))
             self._flight = None
         self._flush()
         pause.action()
@@ -369,9 +369,10 @@ class Engine:
         """
         flight, processors = self._dispatch() or (None, None)
         if self._flight is not None:
-            self._collect(self._flight)
+            seconds = self._collect(self._flight)
             if flight is None and not self._open.constrained.has_work:
                 flight, processors = self._dispatch() or (None, None)  # all waited for the tokens of drafts
+            self._complete(self._flight, seconds)
         elif flight is None and self.host_cache is not None:
             self.host_cache.wait()
         flight = self._renew_masks(flight, processors, is_idle=flight is None and self._flight is None)
@@ -436,8 +437,8 @@ class Engine:
         logprobs = StepLogprobs(flight.plan, sampled, prompt, processors.prompt_targets)
         return replace(flight, sampled=tokens, logprobs=logprobs)
 
-    def _collect(self, flight: _Flight) -> None:
-        """Waits for the tokens of a dispatch, books them and adds them to the outputs."""
+    def _collect(self, flight: _Flight) -> float:
+        """Waits for the tokens of a dispatch, books them and adds them to the outputs. Returns the step's seconds."""
         plan = flight.plan
         tokens, pooled = np.asarray(flight.sampled), None
         if flight.proposed is not None:
@@ -456,8 +457,13 @@ class Engine:
                     self._open.stream(progress, now, flight.logprobs, pooled)
             if self.host_cache is not None:
                 self.host_cache.collected(plan, flight.dispatched, now)
-            if self._recorder is not None and flight.record is not None:
-                self._recorder.collected(flight.record, now - flight.dispatched)
+        return now - flight.dispatched
+
+    def _complete(self, flight: _Flight, step_seconds: float) -> None:
+        """Completes the record of a collected step, behind the dispatch of the next, for which a device may wait."""
+        if self._recorder is not None and flight.record is not None:
+            with self._changed:
+                self._recorder.collected(flight.record, step_seconds)
 
     def _renew_masks(
         self, flight: _Flight | None, processors: ProcessorBatch | None, *, is_idle: bool

@@ -114,27 +114,15 @@ class _DecodeTokens(NamedTuple):
     def drafts(self) -> np.ndarray:
         return np.delete(np.arange(len(self.request)), self.first)
 
-    def fill_tokens(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
-        """Fills the token fields, with the id of a decode's token if the host knows it.
 
-        The device's table of last tokens is out of date after drafts, because the device does not know how many of them
-        were accepted.
-        """
-        token_ids: list[int] = []
-        all_drafts: Sequence[Sequence[int]] = plan.drafts or [()] * len(plan.decodes)
-        for request, start, drafts in zip(plan.decodes, plan.starts, all_drafts, strict=True):
-            token_ids += [*(request.tokens(start, start + 1) or [ON_DEVICE]), *drafts]
-        count = len(token_ids)
-        fields["token_ids"][:count] = token_ids
-        fields["positions"][:count] = (np.array(plan.starts, int) - self.first)[self.request] + np.arange(count)
-        fields["token_request"][:count] = self.request
+class _Layout(NamedTuple):
+    """What steps of the same requests, decodes with as many draft tokens each, have in common."""
 
-    def fill_samples(self, plan: StepPlan, fields: dict[str, np.ndarray]) -> None:
-        """Fills the sampling places of the drafts, which follow those of all requests."""
-        fields["last_index"][: len(self.first)] = self.first
-        samples = slice(plan.num_requests, plan.num_samples)
-        fields["last_index"][samples] = self.drafts
-        fields["sample_position"][samples] = fields["positions"][self.drafts] + 1
+    bucket: Bucket
+    slots: np.ndarray  # of each sample
+    packed: np.ndarray  # [bucket.size] int32, with positions of decodes from 0 on, and without new pages
+    moving: np.ndarray  # the places in `packed` of those positions
+    decode: np.ndarray  # for each of them, the index of its decode
 
 
 class BatchBuilder:
@@ -162,6 +150,7 @@ class BatchBuilder:
         # Writes to this slot fall outside the device's tables and are dropped.
         self._no_slot = max_running
         self._params = np.zeros((len(PARAM_FIELDS), max_running), np.int32)
+        self._layouts: dict[int, tuple[object, _Layout]] = {}  # the last of so many steps, and what it was made for
 
     def bucket(self, plan: StepPlan, mode: int) -> Bucket:
         """Returns the smallest bucket that holds the plan and samples in this mode."""
@@ -182,25 +171,64 @@ class BatchBuilder:
                 changed_slots.append(changed_slot)
             if num_cached_pages:
                 page_table_rows.append(self.page_table_row(request, num_cached_pages))
-        slots = np.array([_slot(request) for request in plan.requests])
+        layout = self._layout(plan)
+        bucket, slots, packed = layout.bucket, layout.slots, layout.packed.copy()
+        fields = {name: packed[place] for name, place in bucket.fields.items()}
+        starts = np.array(plan.starts, np.int32)
+        packed[layout.moving] += starts[layout.decode]
+        if self._has_drafts:
+            token_ids = self._known_tokens(plan)
+            fields["token_ids"][: len(token_ids)] = token_ids
+        self._fill_pages(plan, starts, fields)
+        processors = self._processors.build(plan, fields, slots, changed_slots) if plan.num_steps == 1 else None
+        return Batch(bucket, packed, page_table_rows, processors)
+
+    @staticmethod
+    def _known_tokens(plan: StepPlan) -> list[int]:
+        """Returns the token ids of the decodes and their draft tokens, as far as the host knows them.
+
+        The device's table of last tokens is out of date after drafts, because the device does not know how many of them
+        were accepted.
+        """
+        token_ids: list[int] = []
+        all_drafts: Sequence[Sequence[int]] = plan.drafts or [()] * len(plan.decodes)
+        for request, start, drafts in zip(plan.decodes, plan.starts, all_drafts, strict=True):
+            token_ids += [*(request.tokens(start, start + 1) or [ON_DEVICE]), *drafts]
+        return token_ids
+
+    def _layout(self, plan: StepPlan) -> _Layout:
+        """Returns the layout of a plan, that of the last one if it fits: the device waits while drafts are packed."""
+        slots = [_slot(request) for request in plan.requests]
+        if plan.prefills or plan.admitted:
+            self._layouts.clear()  # a slot may have another request from now on
+            return self._new_layout(plan, np.array(slots))
+        shape = slots, list(plan.decode_lengths)
+        made_for, layout = self._layouts.get(plan.num_steps, (None, None))
+        if layout is None or made_for != shape:
+            layout = self._new_layout(plan, np.array(slots))
+            self._layouts[plan.num_steps] = shape, layout
+        return layout
+
+    def _new_layout(self, plan: StepPlan, slots: np.ndarray) -> _Layout:
         mode = self._processors.mode(slots, is_final=plan.num_steps > 1)
         bucket = self.bucket(plan, mode)
         packed = np.zeros(bucket.size, np.int32)
         fields = {name: packed[place] for name, place in bucket.fields.items()}
-        decodes = _DecodeTokens.of(plan) if self._has_drafts else None
-        starts = np.array(plan.starts, np.int32)
-        self._fill_tokens(plan, starts, decodes, fields)
-        self._fill_requests(plan, slots, starts, fields)
-        if decodes is not None:
-            decodes.fill_samples(plan, fields)
-            slots = np.concatenate([slots, slots[decodes.request[decodes.drafts]]])
+        tokens = _DecodeTokens.of(plan)
+        drafts = tokens.drafts
+        self._fill_tokens(plan, tokens, fields)
+        self._fill_requests(plan, slots, tokens, fields)
+        slots = np.concatenate([slots, slots[tokens.request[drafts]]])
         first = bucket.fields[_REQUEST_FIELDS[0]].start
         by_request = packed[first : first + len(_REQUEST_FIELDS) * bucket.num_requests].reshape(-1, bucket.num_requests)
         by_request[_PARAMS_START : _PARAMS_START + len(PARAM_FIELDS), : len(slots)] = self._params[:, slots]
-        self._fill_pages(plan, starts, fields)
+        fields["page_slot"][:] = self._no_slot
         fields["mode"][0] = mode
-        processors = self._processors.build(plan, fields, slots, changed_slots) if plan.num_steps == 1 else None
-        return Batch(bucket, packed, page_table_rows, processors)
+        decodes, behind = np.arange(len(plan.decodes)), plan.num_requests + np.arange(len(drafts))
+        position, sample = (bucket.fields[name].start for name in ("positions", "sample_position"))
+        moving = np.concatenate([position + np.arange(len(tokens.request)), sample + decodes, sample + behind])
+        decode = np.concatenate([tokens.request, decodes, tokens.request[drafts]])
+        return _Layout(bucket, slots, packed, moving, decode)
 
     def page_table_row(self, request: Request, num_pages: int) -> np.ndarray:
         """Returns the row of a running request's first pages; see `Batch.page_table_rows`."""
@@ -210,16 +238,11 @@ class BatchBuilder:
         return row
 
     @staticmethod
-    def _fill_tokens(
-        plan: StepPlan, starts: np.ndarray, decodes: _DecodeTokens | None, fields: dict[str, np.ndarray]
-    ) -> None:
-        count = len(plan.decodes) + plan.num_drafts
-        if decodes is not None:
-            decodes.fill_tokens(plan, fields)
-        else:
-            fields["token_ids"][:count] = ON_DEVICE
-            fields["positions"][:count] = starts
-            fields["token_request"][:count] = np.arange(count)
+    def _fill_tokens(plan: StepPlan, tokens: _DecodeTokens, fields: dict[str, np.ndarray]) -> None:
+        count = len(tokens.request)
+        fields["token_ids"][:count] = ON_DEVICE
+        fields["positions"][:count] = np.arange(count) - tokens.first[tokens.request]
+        fields["token_request"][:count] = tokens.request
         for index, (request, start, num_tokens, _) in enumerate(plan.prefills, start=len(plan.decodes)):
             place = slice(count, count + num_tokens)
             fields["token_ids"][place] = request.tokens(start, start + num_tokens)
@@ -229,29 +252,31 @@ class BatchBuilder:
         fields["positions"][count:] = -1
 
     def _fill_requests(
-        self, plan: StepPlan, slots: np.ndarray, starts: np.ndarray, fields: dict[str, np.ndarray]
+        self, plan: StepPlan, slots: np.ndarray, tokens: _DecodeTokens, fields: dict[str, np.ndarray]
     ) -> None:
-        """Fills the fields of the requests except the sampling parameters."""
+        """Fills the fields of the requests except the sampling parameters, and of the draft tokens behind them."""
         num_decodes, num_requests = len(plan.decodes), plan.num_requests
         fields["slots"][:num_requests] = slots
         fields["slots"][num_requests:] = self._no_slot
-        fields["last_index"][:num_decodes] = np.arange(num_decodes)
-        fields["sample_position"][:num_decodes] = starts + 1
+        fields["last_index"][:num_decodes] = tokens.first
+        fields["sample_position"][:num_decodes] = 1
         if plan.prefills:
             prefills = slice(num_decodes, num_requests)
             num_before = num_decodes + plan.num_drafts
             fields["last_index"][prefills] = np.cumsum([chunk.num_tokens for chunk in plan.prefills]) + num_before - 1
             fields["sample_position"][prefills] = [chunk.start + chunk.num_tokens for chunk in plan.prefills]
+        samples, drafts = slice(num_requests, plan.num_samples), tokens.drafts
+        fields["last_index"][samples] = drafts
+        fields["sample_position"][samples] = fields["positions"][drafts] + 1
         if plan.num_steps > 1:
             fields["num_steps"][:num_decodes] = plan.decode_lengths
 
     def _fill_pages(self, plan: StepPlan, starts: np.ndarray, fields: dict[str, np.ndarray]) -> None:
         new_pages = list(self._new_pages(plan, starts))
-        count = len(new_pages)
-        if count:
+        if new_pages:
             slot, index, page = zip(*new_pages, strict=True)
+            count = len(new_pages)
             fields["page_slot"][:count], fields["page_index"][:count], fields["page"][:count] = slot, index, page
-        fields["page_slot"][count:] = self._no_slot
 
     def _new_pages(self, plan: StepPlan, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """Yields (slot, index in the request's pages, page) of the pages whose first position the step computes."""

@@ -12,7 +12,7 @@ from meshserve.runtime.api.errors import InvalidRequestError
 from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
 from meshserve.runtime.planning.buckets import declare_buckets
-from meshserve.runtime.program.batch import ANY_MODE, ON_DEVICE, BatchBuilder, Bucket
+from meshserve.runtime.program.batch import ANY_MODE, ON_DEVICE, Batch, BatchBuilder, Bucket
 from meshserve.runtime.program.processor_batch import SAMPLES, ProcessorBatchBuilder, ProcessorShape
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from meshserve.runtime.scheduler.page_allocator import PageAllocator
@@ -46,10 +46,18 @@ class Loop:
         """The next step: its bucket and fields."""
         self.plan = self.scheduler.plan(0.0)
         assert self.plan is not None
-        bucket, packed, page_rows, self.processors = self.builder.build(self.plan)
+        bucket, packed, page_rows, self.processors = self.build(self.plan)
         self.page_rows = [page_row.tolist() for page_row in page_rows]
         assert packed.dtype == np.int32 and packed.shape == (bucket.size,)
         return bucket, {name: packed[place] for name, place in bucket.fields.items()}
+
+    def build(self, plan: StepPlan) -> Batch:
+        """Packs a plan, and checks that what is kept of the last one makes no difference."""
+        batch = self.builder.build(plan)
+        layouts, self.builder._layouts = self.builder._layouts, {}
+        assert np.array_equal(self.builder.build(plan).packed, batch.packed), "the last step's layout does not fit"
+        self.builder._layouts = layouts
+        return batch
 
     def account(self, plan: StepPlan, *tokens: int) -> None:
         for step in range(plan.num_steps):
@@ -288,7 +296,7 @@ def test_every_plan_fits_its_bucket(limits_and_pages: tuple[SchedulerLimits, int
     while loop.scheduler.has_work:
         plan = loop.scheduler.plan(0.0)
         if plan is not None:
-            bucket, packed, *_ = loop.builder.build(plan)  # raises if a field is too short
+            bucket, packed, *_ = loop.build(plan)  # raises if a field is too short
             fields = {name: packed[place] for name, place in bucket.fields.items()}
             assert bucket in loop.buckets and bucket.num_requests >= len(plan.chunks)
             assert (fields["positions"] >= 0).sum() == plan.num_batch_tokens
