@@ -34,16 +34,18 @@ def run_engine(module: str, interpreter: str, job: Job, folder: Path, timeout: f
     """
     if shutil.which(interpreter) is None:
         return f"interpreter {interpreter} not found"
-    if module == "vllm_engine" and not _has_vllm(interpreter):
+    if module.startswith("vllm") and not _has_vllm(interpreter):
         return NOT_INSTALLED
     write_job(job, folder / "job.json")
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    arguments = ["-m", f"meshserve.benchmarks.baselines.{module}", str(folder / "job.json"), str(report)]
-    with (folder / "log").open("w+", errors="replace") as log, _watched_memory() as watch:
+    command = [interpreter, "-m", f"meshserve.benchmarks.baselines.{module}", str(folder / "job.json"), str(report)]
+    environment = _environment(folder, module)
+    with (folder / "log").open("w+", errors="replace") as log, _watched_memory() as watch, _progress(job) as progress:
         process = subprocess.Popen(
-            [interpreter, *arguments], env=_environment(folder, module), stdout=log, stderr=subprocess.STDOUT
-        )
+            [*command, *(f"--progress-fd={number}" for number in progress)],
+            env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=progress,
+        )  # fmt: skip
         peak_bytes = _wait(process, timeout, watch)
         log.seek(0)
         text = log.read()
@@ -58,6 +60,17 @@ def _excerpt(log: str) -> str:
     if start < 0 or start >= len(log) - _EXCERPT_CHARACTERS:
         return log[-_EXCERPT_CHARACTERS:]
     return f"{log[start : start + _EXCERPT_CHARACTERS]}\n...\n{log[-_EXCERPT_CHARACTERS:]}"
+
+
+@contextlib.contextmanager
+def _progress(job: Job) -> Iterator[tuple[int, ...]]:
+    """Gives an open loop a descriptor for its progress: this process's stderr, because the engine's own is the log."""
+    progress = () if job.open_loop is None else (os.dup(2),)
+    try:
+        yield progress
+    finally:
+        for number in progress:
+            os.close(number)
 
 
 def _environment(folder: Path, module: str) -> dict[str, str]:

@@ -1,16 +1,17 @@
-"""Runs `meshserve serve` with random weights and sends it whole batches through gRPC from this process."""
+"""Runs `meshserve serve` with random weights and sends it requests through gRPC from this process."""
 
 import asyncio
 import atexit
-import time
+from collections.abc import AsyncIterator
 
 import jax
 
 from meshserve.benchmarks.lib.server_process import ServerProcess
-from meshserve.benchmarks.lib.token_times import RunTimes, TokenClock
+from meshserve.benchmarks.lib.workloads import Work
 from meshserve.runtime.client.client import AsyncClient
 
-from .job import Batch, Job, Started, serve_job
+from .job import Job, Started, serve_job
+from .streams import streaming
 
 
 def start(job: Job) -> Started:
@@ -21,26 +22,14 @@ def start(job: Job) -> Started:
     loop = asyncio.new_event_loop()
     client, kv_tokens = loop.run_until_complete(_connect(server))
 
-    async def send(batch: Batch, clock: TokenClock, began: float) -> None:
-        async def one(index: int) -> None:
-            work = batch.works[index]
-            chunks = client.generate(
-                work.prompt_token_ids, max_tokens=work.max_tokens, temperature=batch.temperature, ignore_eos=True
-            )
-            async for chunk in chunks:
-                clock.add(index, began, time.perf_counter(), len(chunk.token_ids))
+    async def stream(work: Work, temperature: float) -> AsyncIterator[int]:
+        chunks = client.generate(
+            work.prompt_token_ids, max_tokens=work.max_tokens, temperature=temperature, ignore_eos=True
+        )
+        async for chunk in chunks:
+            yield len(chunk.token_ids)
 
-        await asyncio.gather(*map(one, range(len(batch.works))))
-
-    def run(batch: Batch) -> RunTimes:
-        clock, began = TokenClock(), time.perf_counter()
-        loop.run_until_complete(send(batch, clock, began))
-        times = clock.times(time.perf_counter() - began)
-        expected = sum(work.max_tokens for work in batch.works)
-        assert times.num_tokens == expected, f"{times.num_tokens} tokens arrived, not {expected}"
-        return times
-
-    return Started(f"jax {jax.__version__}", run, kv_tokens)
+    return streaming(f"jax {jax.__version__}", loop, stream, kv_tokens)
 
 
 async def _connect(server: ServerProcess) -> tuple[AsyncClient, int]:

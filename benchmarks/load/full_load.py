@@ -12,26 +12,20 @@ All figures of a table come from one run of this command, and its heading says w
 
 import argparse
 import dataclasses
-import datetime
 import json
-import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshserve.benchmarks.baselines.engine_process import model_config_json, run_engine
-from meshserve.benchmarks.baselines.job import Batch, Job, Report
+from meshserve.benchmarks.baselines.job import Batch, Report
 from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading
 from meshserve.benchmarks.lib.token_times import RunTimes, percentile
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed, nano_vllm
-from meshserve.runtime.api.errors import ConfigError
-from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 
-_VLLM_SETTINGS = {"max_model_len": 4096}
-_VLLM_QUANTIZATION = {"fp8-block": "fp8", "fp8-channel": "fp8"}  # by what meshserve calls it
+from .comparison import add_engine_options, engines_from, heading, run
+
 _WARM_UP_SEED = 1_000_000  # seeds from here on are never timed
 _PREFILL_SEED = 2_000_000
 _DEMO_TOKEN_ID = 99  # within the vocabulary of the demo model
@@ -125,27 +119,19 @@ WORKLOADS: Mapping[str, Mapping[str, Workload]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Engine:
-    """An engine of the comparison: a module of `benchmarks.baselines`, and its settings."""
-
-    title: str
-    module: str
-    settings: Mapping[str, Any]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison and returns 1 if an engine failed."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
-    engines = _engines(options)
+    engines = engines_from(options, "vllm_engine")
     found: dict[str, dict[str, dict[str, Any]]] = {}
     failures = 0
     with PowerWatch(is_gpu_expected=True) as watch, tempfile.TemporaryDirectory(prefix="meshserve-full-load-") as name:
         for model in options.models:
             chosen = _workloads(options, model)
             for key in options.engines:
-                result = _run(options, engines[key], model, chosen, Path(name))
+                batches = [batch for workload in chosen.values() for batch in workload.batches()]
+                result = run(options, engines[key], model, Path(name), batches)
                 if isinstance(result, str):
                     failures += 1
                     print(f"{model}, {engines[key].title}: {result}", file=sys.stderr, flush=True)
@@ -153,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found.setdefault(model, {})[key] = _results(result, chosen, watch)
                 done = {model: {key: found[model][key]}}  # shown at once, in case a later engine does not end
                 print(table(done, {key: engines[key].title}), file=sys.stderr, flush=True)
-    text = _heading(arguments, found) + "\n\n" + table(found, {key: engines[key].title for key in options.engines})
+    versions = {result["version"] for results in found.values() for result in results.values()}
+    titles = {key: engines[key].title for key in options.engines}
+    text = heading("full_load", arguments, versions) + "\n\n" + table(found, titles)
     print(text)
     if options.markdown:
         options.markdown.write_text(text + "\n")
@@ -169,59 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["qwen3-0.6b", "qwen3-8b"])
     names = sorted({name for each in WORKLOADS.values() for name in each})
     parser.add_argument("--workloads", nargs="+", choices=names, help="only these (default: all of the model)")
-    parser.add_argument(
-        "--engines", nargs="+", choices=("vllm", "ours", "tuned"), help="default: vllm, ours, and tuned with --set"
-    )
-    parser.add_argument("--tp", type=int, default=0, help="TP size of every engine (default: each engine's own)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the tuned server")
-    parser.add_argument("--set-vllm", default="{}", metavar="JSON", help="additional arguments of vllm.LLM")
-    parser.add_argument(
-        "--set-all", action="append", default=[], metavar="KEY=VALUE",
-        help="an option of every meshserve server, such as cache_dir",
-    )  # fmt: skip
-    parser.add_argument("--python-vllm", default=sys.executable, help="interpreter for vLLM (default: the current one)")
-    parser.add_argument("--python-ours", default=sys.executable, help="interpreter for meshserve (likewise)")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--quantize",
-        choices=(NOT_QUANTIZED, *SCHEMES),
-        default=NOT_QUANTIZED,
-        help="quantise the weights of every engine; vLLM can do so with FP8 only",
-    )
     parser.add_argument("--runs", type=int, default=0, help="timed runs of each workload (default: its own number)")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="time limit per model and engine, in seconds")
-    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    add_engine_options(parser)
     return parser
-
-
-def _engines(options: argparse.Namespace) -> dict[str, Engine]:
-    from meshserve.benchmarks.lib.offline_engine import parse_settings
-
-    shared = parse_settings(options.set_all)
-    vllm = {**_VLLM_SETTINGS, **json.loads(options.set_vllm)}
-    if options.tp:
-        shared, vllm = {**shared, "tp": options.tp}, {**vllm, "tensor_parallel_size": options.tp}
-    if options.engines is None:
-        options.engines = ["vllm", "ours", *(["tuned"] if options.set else [])]
-    if "tuned" in options.engines and not options.set:
-        raise ConfigError("--engines tuned needs --set: without it, it would equal `ours`.")
-    if options.quantize != NOT_QUANTIZED:
-        shared["quantize"] = options.quantize
-        if options.quantize in _VLLM_QUANTIZATION:
-            vllm["quantization"] = _VLLM_QUANTIZATION[options.quantize]
-        elif "vllm" in options.engines:
-            raise ConfigError(
-                f"--quantize {options.quantize}: vLLM does not quantise to it while it loads a model. Omit vllm from "
-                "--engines."
-            )
-    return {
-        "vllm": Engine("vLLM", "vllm_engine", vllm),
-        "ours": Engine("meshserve, defaults", "ours_served", shared),
-        "tuned": Engine(
-            f"meshserve, {' '.join(options.set)}", "ours_served", {**shared, **parse_settings(options.set)}
-        ),
-    }
 
 
 def _workloads(options: argparse.Namespace, model: str) -> dict[str, Workload]:
@@ -231,24 +169,6 @@ def _workloads(options: argparse.Namespace, model: str) -> dict[str, Workload]:
         for name, workload in WORKLOADS[model].items()
         if name in wanted
     }
-
-
-def _run(
-    options: argparse.Namespace, engine: Engine, model: str, workloads: Mapping[str, Workload], folder: Path
-) -> Report | str:
-    if engine.module == "vllm_engine":
-        (folder / "config.json").write_text(json.dumps(model_config_json(model)))
-    job = Job(
-        model=model,
-        model_dir=str(folder),
-        dtype=options.dtype,
-        is_single=False,
-        batches=[batch for workload in workloads.values() for batch in workload.batches()],
-        settings=dict(engine.settings),
-    )
-    interpreter = options.python_vllm if engine.module == "vllm_engine" else options.python_ours
-    result = run_engine(engine.module, interpreter, job, folder, options.timeout)
-    return result if isinstance(result, str) else result[0]
 
 
 def _results(report: Report, workloads: Mapping[str, Workload], watch: PowerWatch) -> dict[str, Any]:
@@ -267,22 +187,6 @@ def _results(report: Report, workloads: Mapping[str, Workload], watch: PowerWatc
         "figures": figures,
         "power": {title: str(reading) for title, reading in power.items() if reading is not None},
     }
-
-
-def _heading(arguments: Sequence[str], found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    versions = sorted({result["version"] for results in found.values() for result in results.values()})
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    command = shlex.join(["meshserve", "bench", "full_load", *arguments])
-    return f"{_gpu()}, {day}; {', '.join(versions)}. Command: `{command}`"
-
-
-def _gpu() -> str:
-    command = ["nvidia-smi", "--query-gpu=name,power.limit", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "No GPU"
-    return "; ".join(done.stdout.strip().splitlines())
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]], titles: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from meshserve.benchmarks.lib.token_times import RunTimes
 from meshserve.benchmarks.lib.workloads import fixed
-from meshserve.benchmarks.load import full_load
+from meshserve.benchmarks.load import comparison, full_load
 from meshserve.benchmarks.load.full_load import NANO_VLLM, WORKLOADS, Workload, table
 from meshserve.runtime.api.errors import ConfigError
 
@@ -57,7 +57,7 @@ def test_a_server_and_a_missing_engine(tmp_path: Path, monkeypatch: pytest.Monke
         return fixed(seed, 3, 5, 4, 99)
 
     monkeypatch.setitem(WORKLOADS, "demo", {"few": Workload(title="few", draw=draw, warm_up=draw, num_runs=2)})
-    monkeypatch.setattr(full_load, "model_config_json", lambda model: {})
+    monkeypatch.setattr(comparison, "model_config_json", lambda model: {})
     options = {"cpu_devices": 1, "num_pages": 16, "cache_dir": "", "max_step_tokens": 8, "max_running": 4,
                "logits_processors": "false", "max_context": 64}  # fmt: skip
     arguments = [f"--set-all={name}={value}" for name, value in options.items()]
@@ -83,14 +83,14 @@ def test_tuned_needs_options():
 
 def test_every_engine_is_told_to_quantise():
     options = full_load._parser().parse_args(["--quantize", "fp8-block", "--set", "fp8_head=true"])
-    engines = full_load._engines(options)
+    engines = comparison.engines_from(options, "vllm_engine")
     assert engines["vllm"].settings == {"max_model_len": 4096, "quantization": "fp8"}
     assert engines["ours"].settings == {"quantize": "fp8-block"}
     assert engines["tuned"].settings == {"quantize": "fp8-block", "fp8_head": True}
     with pytest.raises(ConfigError, match="--quantize int4: vLLM does not quantise"):
-        full_load._engines(full_load._parser().parse_args(["--quantize", "int4"]))
+        comparison.engines_from(full_load._parser().parse_args(["--quantize", "int4"]), "vllm_engine")
     only_ours = full_load._parser().parse_args(["--quantize", "int4", "--engines", "ours"])
-    assert full_load._engines(only_ours)["ours"].settings == {"quantize": "int4"}
+    assert comparison.engines_from(only_ours, "vllm_engine")["ours"].settings == {"quantize": "int4"}
 
 
 def test_runs_replace_those_of_every_workload():

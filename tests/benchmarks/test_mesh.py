@@ -46,7 +46,7 @@ def test_the_arguments_of_every_row_are_accepted(num_devices: int, is_dry: bool)
         parser = getattr(module, "parser", None) or module._parser
         options = parser().parse_args(arguments)
         if task.module.endswith("full_load"):
-            module._engines(options)
+            module.engines_from(options, "vllm_engine")
             assert all(module._workloads(options, model) for model in options.models)
         elif hasattr(module, "parse_settings"):
             module.parse_settings(options.set)
