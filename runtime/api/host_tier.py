@@ -32,6 +32,9 @@ class HostTier(Protocol):
     def evicted(self, page: int, key: bytes) -> None:
         """Is told of a page that was evicted, and whose content stays until the plan in progress is dispatched."""
 
+    def published(self, page: int, key: bytes) -> None:
+        """Is told of a page that `match` finds from now on. The step of the plan in progress may be what fills it."""
+
     def clear(self) -> None:
         """Drops all pages in host memory. Copies in progress fail."""
 

@@ -28,6 +28,8 @@ from .rates import Rates
 from .sizes import HostCacheSize
 
 _MAX_TICKETS = 2**31  # a ticket is sent as an int32
+_MOST_DECODES = 8  # for each request that waits for copies, for which decodes are delayed by more of them
+_HURRY = 3  # times as many blocks are then on their way beside decodes
 
 
 class Copier(Protocol):
@@ -124,11 +126,15 @@ class HostCache:
         self._queue: deque[_Fetch] = deque()  # with parts that are not sent
         self._flying: dict[int, tuple[_Fetch, _Part]] = {}  # by ticket, oldest first
         self._evicted: list[tuple[int, bytes]] = []
+        # Pages that were published, perhaps not saved yet; the first before the plan dispatched last, whose step fills
+        # the others.
+        self._published: deque[tuple[int, bytes]] = deque(maxlen=self._pages.num_pages)
+        self._just_published: list[tuple[int, bytes]] = []
         self._commands: list[np.ndarray] = []
         self._flying_since = 0.0
         self._adopted: deque[tuple[object, tuple[bytes, ...], Any]] = deque()
         self.epoch = object()  # another one after every change after which blocks of before must not be adopted
-        self._is_decoding = False
+        self._num_decodes = self._num_prompt_pages = 0  # of the step dispatched last
         self._num_waits = 0  # for copies to the device, since the last step
         self.is_behind = False  # whether pages are to be saved for which `take_commands` had no room
 
@@ -189,11 +195,16 @@ class HostCache:
         else:
             self._evicted.append((page, key))
 
+    def published(self, page: int, key: bytes) -> None:
+        self._just_published.append((page, key))
+
     def clear(self) -> None:
         self.on_clear()
         self.epoch = object()
         self._index.clear()
         self._evicted.clear()
+        self._published.clear()
+        self._just_published.clear()
         self._commands.append(clear())
         for found in self._fetches.values():
             found.has_failed = True
@@ -211,7 +222,8 @@ class HostCache:
             if is_out_of_memory:
                 self._index.shrink()
         num_blocks = 0
-        most = self._size.blocks_beside_decodes if self._is_decoding else len(self._flying)
+        is_decoding = self._num_decodes and not self._num_prompt_pages
+        most = self._num_fetches_beside() if is_decoding else len(self._flying)
         for ticket, (found, part) in itertools.islice(list(self._flying.items()), most):
             state = self._copier.has_arrived(ticket)
             if state is None:
@@ -239,11 +251,13 @@ class HostCache:
 
     def take_commands(self, now: float, plan: StepPlan | None) -> list[np.ndarray]:
         """Returns the commands to carry out before the step of the plan just made, or now if there is none."""
-        num_prefill_tokens = plan.num_prefill_tokens if plan is not None else 0
-        self._is_decoding = plan is not None and bool(plan.decodes) and num_prefill_tokens < self._page_size
-        num_prompt_pages = -(-num_prefill_tokens // self._page_size)
-        self._save(num_prompt_pages)
-        self._send(now, None if plan is None else num_prompt_pages)
+        num_prompt_pages = plan.num_prefill_tokens // self._page_size if plan is not None else 0
+        self._save(plan, num_prompt_pages)
+        self._send(now, self._size.max_fetches if plan is None else self._num_fetches_beside())
+        self._published += self._just_published
+        self._just_published.clear()
+        self._num_decodes = len(plan.decodes) if plan is not None else 0
+        self._num_prompt_pages = num_prompt_pages
         self._num_waits = 0 if plan is not None else self._num_waits
         self.counts.num_pages = self._index.num_pages
         commands, self._commands = self._commands, []
@@ -299,15 +313,22 @@ class HostCache:
             if found.num_told == len(found.keys):
                 self._index.demote(part.block)
 
-    def _send(self, now: float, num_prompt_pages: int | None) -> None:
-        """Sends blocks to the device while there is staging memory.
+    def _num_fetches_beside(self) -> int:
+        """Returns how many blocks may be on their way to the device beside the step in progress.
 
-        Beside a step, whose prompts fill so many pages, only as many as are copied meanwhile: the inputs of the next
-        one take the same link.
+        Not more than are copied during a step: the inputs of the next one take the same link. Beside decodes fewer,
+        because writing their pages delays all decodes, unless many requests wait for them.
         """
-        most = self._size.max_fetches
-        if num_prompt_pages is not None:
-            most = min(most, self._num_beside(num_prompt_pages))
+        is_urgent = _MOST_DECODES * len(self._fetches) >= self._num_decodes
+        num_blocks = self._size.blocks_beside_decodes * (_HURRY if is_urgent else 1)
+        return min(self._size.max_fetches, num_blocks + self._num_beside_prompts(self._num_prompt_pages))
+
+    def _num_beside_prompts(self, num_pages: int) -> int:
+        """Returns how many blocks are copied each way, at least, while prompts are computed that fill so many pages."""
+        return 2 * num_pages // self._size.block_pages
+
+    def _send(self, now: float, most: int) -> None:
+        """Sends blocks to the device, until `most` are on their way."""
         while self._queue and len(self._flying) < most:
             found = self._queue[0]
             if found.has_failed or found.num_sent == len(found.parts):
@@ -320,7 +341,7 @@ class HostCache:
             self._flying[ticket] = found, part
             self._commands.append(fetch(ticket, part.block))
 
-    def _save(self, num_prompt_pages: int) -> None:
+    def _save(self, plan: StepPlan | None, num_prompt_pages: int) -> None:
         """Saves pages that this plan has evicted, then those that would be evicted next.
 
         Beside decodes, as many of the latter are saved as prompts fill in the step, and a few.
@@ -328,12 +349,12 @@ class HostCache:
         num_left, size = self._size.max_saves - self._copier.num_saving(), self._size.block_pages
         evicted, self._evicted = self._evicted, []
         # The first pages of a prefix are evicted last, and without them the others are of no use.
-        while evicted and num_left > 0 and self._save_block(evicted[-size:]):
+        while evicted and num_left > 0 and self._save_block(evicted[-size:]) is not None:
             del evicted[-size:]
             num_left -= 1
         self.counts.num_lost += len(evicted)
-        if self._is_decoding or num_prompt_pages:
-            num_left = min(num_left, self._num_beside(num_prompt_pages))
+        if plan is not None:
+            num_left = min(num_left, self._size.blocks_beside_decodes + self._num_beside_prompts(num_prompt_pages))
         self.is_behind = False
         while self._pages.num_clean_pages < self._num_ahead:
             found = self._pages.unsaved(size)
@@ -341,28 +362,47 @@ class HostCache:
             if not known:
                 is_soon = self._pages.num_clean_pages < self._max_running + size
                 if not found or (len(found) < size and not is_soon):
+                    self._save_held(num_left)
                     return  # wait for more pages, to fill a block
                 if num_left <= 0:
                     self.is_behind = True
                     return
-                if not self._save_block(found):
+                if self._save_block(found) is None:
                     return
                 num_left -= 1
             for page, key in known or found:
                 self._index.touch(key)
                 self._pages.mark_saved(page)
 
-    def _num_beside(self, num_prompt_pages: int) -> int:
-        """Returns how many blocks may be copied each way beside a step whose prompts fill so many pages."""
-        return self._size.blocks_beside_decodes + 2 * num_prompt_pages // self._size.block_pages
+    def _save_held(self, num_blocks: int) -> None:
+        """Saves up to so many blocks of pages that requests hold, because no others are left to save ahead.
 
-    def _save_block(self, pages: Sequence[tuple[int, bytes]]) -> bool:
+        A request's pages are then in host memory when it ends and the next one takes them in the same step. Until then
+        the devices have them, so these blocks are dropped first, and none is dropped for them.
+        """
+        size = self._size.block_pages
+        while num_blocks > 0 and self._index.num_free:
+            held: dict[bytes, int] = {}
+            while self._published and len(held) < size:
+                page, key = self._published.popleft()
+                if key not in self._index and self._pages.is_at(page, key):
+                    held[key] = page
+            pages = [(page, key) for key, page in held.items()]
+            if len(pages) < size:
+                self._published.extendleft(reversed(pages))
+                return
+            block = self._save_block(pages)
+            assert block is not None
+            self._index.demote(block)
+            num_blocks -= 1
+
+    def _save_block(self, pages: Sequence[tuple[int, bytes]]) -> int | None:
         block = self._index.add([key for _, key in pages])
         if block is None:
-            return False
+            return None
         self._commands.append(save(block, [page for page, _ in pages], self._size.block_pages))
         self.counts.num_saved += len(pages)
-        return True
+        return block
 
     # What keeps the tier between two runs calls.
 
@@ -390,7 +430,7 @@ class HostCache:
         self._take_adopted()
         missing = [(page, key) for page, key in self._pages.kept() if key not in self._index]
         for first in range(0, len(missing), self._size.block_pages):
-            if not self._save_block(missing[first : first + self._size.block_pages]):
+            if self._save_block(missing[first : first + self._size.block_pages]) is None:
                 break
             while self._copier.num_saving() >= self._size.max_saves:
                 self._copier.wait_saved()

@@ -143,6 +143,39 @@ def test_pages_that_cannot_all_be_saved_are_the_last_of_a_prefix():
     assert serve(simulation, 3).num_cached_tokens > 0
 
 
+def test_pages_that_requests_hold_are_saved_when_no_others_are_left():
+    simulation = make_simulation(num_pages=9, max_running=1)
+    request = make_request(1, max_tokens=6, ignore_eos=True, prompt=PROMPT)  # needs eight pages
+    simulation.add(request)
+    while simulation.host is not None and simulation.host.num_pages < 6:
+        assert not request.is_finished
+        simulation.step()
+    simulation.drain()
+    assert simulation.copies is not None
+    copied = simulation.copies.num_commands[Op.SAVE]
+    fill(simulation, 10, 1)
+    assert simulation.allocator.num_evictions >= 5 and simulation.host.counts.num_lost == 0
+    assert serve(simulation, 2).num_cached_tokens == 24 and copied == 3
+
+
+@pytest.mark.parametrize(("num_decodes", "most"), [(8, 6), (9, 2)])
+def test_pages_are_restored_faster_beside_few_decodes(num_decodes: int, most: int):
+    """Two blocks fit between two steps without delaying decodes."""
+    copies = FakeCopies(make_size(num_blocks=80, block_pages=1, page_bytes=64 << 20, max_fetches=9, max_saves=9), 0)
+    simulation = Simulation(make_limits(max_running=10, max_waiting=10, max_context=64), 40, copies=copies)
+    serve(simulation, 1, tuple(range(1, 39)))
+    fill(simulation, 10, 8)
+    for seed in range(20, 20 + num_decodes):
+        simulation.add(make_request(seed, 1, max_tokens=12, ignore_eos=True))
+    for _ in range(4):
+        simulation.step()
+    copies.max_polls = 10**6
+    simulation.add(make_request(2, max_tokens=2, ignore_eos=True, prompt=tuple(range(1, 39))))
+    for _ in range(4):
+        simulation.step()
+    assert len(copies.fetched) == most
+
+
 def test_an_idle_engine_is_told_to_go_on_saving():
     copies = FakeCopies(make_size(num_blocks=20, block_pages=1, max_saves=2), max_polls=0)
     copies.num_saving = lambda: 0
