@@ -23,16 +23,12 @@ class Pace:
         self._last = 0.0  # time of the last queue event
         self._queued_seconds = 0.0  # total time during which the queue was not empty
         self._num_left = 0.0  # decayed count of requests that left during that time
+        self._num_left_tokens = 0.0  # of their prompts
         self._last_step: float | None = None
         self._num_refused = 0.0  # decayed count of refused callers
         self._last_refused = 0.0
         self.step_seconds = 0.0  # lower bound on the step time; 0 while unknown
         self.prefill = PrefillRates()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a request has left while others waited, so that the rate is known."""
-        return self._num_left > 0.0
 
     def step_ended(self, now: float, num_steps: int, num_tokens: int = 0, prefill_position: int | None = None) -> None:
         """Records that a dispatch of `num_steps` decode steps, or of one step of any kind, was collected.
@@ -55,7 +51,7 @@ class Pace:
         """Records that the queue was empty until `now`."""
         self._last = now
 
-    def request_left(self, now: float, num_waiting: int) -> None:
+    def request_left(self, now: float, num_waiting: int, num_prompt_tokens: int = 0) -> None:
         """Records that a request ended, for any reason, and made room for another one.
 
         Only departures while others wait are counted: with an empty queue the rate of departures equals the rate of
@@ -64,6 +60,7 @@ class Pace:
         if num_waiting:
             self._wait(now)
             self._num_left += 1.0
+            self._num_left_tokens += num_prompt_tokens
         else:
             self._last = now
 
@@ -83,23 +80,27 @@ class Pace:
         queued requests take to be served have either retried or given up; their count decays with that time constant.
         Under a lasting overload the delay converges to that time multiplied by the ratio of refused to served requests.
 
-        Before a request has left, requests are assumed to leave as fast as waiting prompts of `mean_prompt_tokens`
-        tokens are computed, that is, get their first tokens.
+        Requests leave as fast as lately, but if the waiting prompts, of `mean_prompt_tokens` tokens, are longer than
+        those of the requests that left, each takes as much longer as computing it does. Before a request has left,
+        requests are assumed to leave as fast as waiting prompts are computed, that is, get their first tokens.
         """
         rate = self.requests_per_second(now)
-        if rate <= 0.0:
-            seconds = self.prefill.seconds(0, mean_prompt_tokens)
-            if not 0.0 < seconds < math.inf:
-                return _UNKNOWN_RETRY_SECONDS
-            rate = 1.0 / seconds
-        memory_seconds = max(num_waiting / rate, _MIN_MEMORY_SECONDS)
+        seconds = self.prefill.seconds(0, mean_prompt_tokens)  # for each request
+        seconds = 0.0 if math.isinf(seconds) else seconds
+        if rate > 0.0:
+            left_seconds = self.prefill.seconds(0, round(self._num_left_tokens / self._num_left))
+            seconds = 1.0 / rate + max(seconds - left_seconds, 0.0)
+        if seconds <= 0.0:
+            return _UNKNOWN_RETRY_SECONDS
+        memory_seconds = max(num_waiting * seconds, _MIN_MEMORY_SECONDS)
         self._num_refused = 1.0 + self._num_refused * math.exp((self._last_refused - now) / memory_seconds)
         self._last_refused = now
-        return min(max(self._num_refused / rate, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        return min(max(self._num_refused * seconds, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
 
     def _wait(self, now: float) -> None:
         """Adds the time since the last queue event, during which requests waited."""
         seconds = max(now - self._last, 0.0)
-        self._num_left *= math.exp(-seconds / _WINDOW_SECONDS)
+        self._num_left *= (kept := math.exp(-seconds / _WINDOW_SECONDS))
+        self._num_left_tokens *= kept
         self._queued_seconds += seconds
         self._last = now

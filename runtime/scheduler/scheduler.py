@@ -128,8 +128,9 @@ class Scheduler:
             raise QueueFullError(message, self._pace.retry_seconds(now, num_waiting, self._mean_prompt_tokens()))
 
     def _mean_prompt_tokens(self) -> int:
-        """Returns the mean length of the waiting prompts until requests have ended, and their rate is known; then 0."""
-        lengths = [] if self._pace.is_known else [len(request.prompt_token_ids) for request in self._shares.waiting()]
+        """Returns the mean length of some of the waiting prompts; 0 if there is none."""
+        some = itertools.islice(self._shares.waiting(), 32)  # not all, because many callers may be refused in a second
+        lengths = [len(request.prompt_token_ids) for request in some]
         return sum(lengths) // len(lengths) if lengths else 0
 
     def plan(self, now: float) -> StepPlan | None:
@@ -449,7 +450,7 @@ class Scheduler:
         del self._requests[request]
         request.finish_reason = reason
         self.num_expired += reason is FinishReason.DEADLINE
-        self._pace.request_left(now, self.num_waiting)
+        self._pace.request_left(now, self.num_waiting, len(request.prompt_token_ids))
         return True
 
     def finish_at_token(self, request: Request, reason: FinishReason, now: float, *, is_dropped: bool = False) -> None:

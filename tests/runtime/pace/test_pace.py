@@ -29,9 +29,12 @@ def test_without_a_measured_step_the_hint_is_a_second() -> None:
     assert Pace().retry_seconds(0.0, 16, 131_072) == 1.0
 
 
-def test_once_requests_leave_their_rate_decides() -> None:
+@pytest.mark.parametrize(("num_left_tokens", "seconds"), [(131_072, 1.0), (100, 13.5), (200_000, 1.0)])
+def test_once_requests_leave_their_rate_decides_and_how_much_longer_the_waiting_prompts_are(
+    num_left_tokens: int, seconds: float
+) -> None:
+    """One request leaves a second; a waiting prompt takes 12.5 s."""
     pace = measured_pace()
     for second in range(20):
-        pace.request_left(float(second), 4)
-    assert pace.is_known
-    assert pace.retry_seconds(20.0, 4, 131_072) == pytest.approx(1.0, rel=0.2)
+        pace.request_left(float(second), 4, num_left_tokens)
+    assert pace.retry_seconds(20.0, 4, 131_072) == pytest.approx(seconds, rel=0.2)
