@@ -2,17 +2,21 @@
 
     meshserve bench full_load --models qwen3-0.6b qwen3-8b --python-vllm /opt/vllm/bin/python --markdown table.md
     meshserve bench full_load --models qwen3-8b --workloads 512 --tp 4 --engines ours
+    meshserve bench full_load --models qwen3-8b --starts 3 --python-vllm /opt/vllm/bin/python
     meshserve bench full_load --models qwen3-8b --quantize fp8-block --python-vllm /opt/vllm/bin/python
 
 Every engine runs with its own defaults; vLLM is only given a context of 4,096 tokens and no prefix cache, which prompts
 that never repeat cannot use. With --quantize, both quantise the random weights while they load them, vLLM with its
 quantization="fp8". With --set, meshserve also runs with these options. A ratio above 1 means that meshserve is faster.
+With --starts, every engine is started so many times, in turn, and all figures are medians over the starts.
 All figures of a table come from one run of this command, and its heading says where and when it ran.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -129,16 +133,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with PowerWatch(is_gpu_expected=True) as watch, tempfile.TemporaryDirectory(prefix="meshserve-full-load-") as name:
         for model in options.models:
             chosen = _workloads(options, model)
-            for key in options.engines:
-                batches = [batch for workload in chosen.values() for batch in workload.batches()]
+            batches = [batch for workload in chosen.values() for batch in workload.batches()]
+            starts: dict[str, list[dict[str, Any]]] = {}
+            # In turn, so that a machine that becomes slower affects all engines.
+            for number, key in itertools.product(range(1, options.starts + 1), options.engines):
+                title = engines[key].title + (f", start {number}" if options.starts > 1 else "")
                 result = run(options, engines[key], model, Path(name), batches)
                 if isinstance(result, str):
                     failures += 1
-                    print(f"{model}, {engines[key].title}: {result}", file=sys.stderr, flush=True)
+                    print(f"{model}, {title}: {result}", file=sys.stderr, flush=True)
                     continue
-                found.setdefault(model, {})[key] = _results(result, chosen, watch)
-                done = {model: {key: found[model][key]}}  # shown at once, in case a later engine does not end
-                print(table(done, {key: engines[key].title}), file=sys.stderr, flush=True)
+                starts.setdefault(key, []).append(_results(result, chosen, watch))
+                done = {model: {key: starts[key][-1]}}  # shown at once, in case a later engine does not end
+                print(table(done, {key: title}), file=sys.stderr, flush=True)
+            if starts:
+                found[model] = {key: _medians(starts[key]) for key in options.engines if key in starts}
     versions = {result["version"] for results in found.values() for result in results.values()}
     titles = {key: engines[key].title for key in options.engines}
     text = heading("full_load", arguments, versions) + "\n\n" + table(found, titles)
@@ -146,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         options.markdown.write_text(text + "\n")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(found, indent=1, default=str))
     return 1 if failures else 0
 
 
@@ -158,6 +167,12 @@ def _parser() -> argparse.ArgumentParser:
     names = sorted({name for each in WORKLOADS.values() for name in each})
     parser.add_argument("--workloads", nargs="+", choices=names, help="only these (default: all of the model)")
     parser.add_argument("--runs", type=int, default=0, help="timed runs of each workload (default: its own number)")
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=1,
+        help="starts of each engine, in turn; figures are medians (default: %(default)s)",
+    )
     add_engine_options(parser)
     return parser
 
@@ -185,7 +200,28 @@ def _results(report: Report, workloads: Mapping[str, Workload], watch: PowerWatc
     return {
         "version": report.version,
         "figures": figures,
-        "power": {title: str(reading) for title, reading in power.items() if reading is not None},
+        "power": {title: reading for title, reading in power.items() if reading is not None},
+    }
+
+
+def _medians(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns medians of what `_results` found at each start of one engine, and the figures of every start."""
+    figures = [start["figures"] for start in starts]
+    powers = [start["power"] for start in starts]
+    return {
+        "version": starts[0]["version"],
+        "figures": {
+            title: {name: statistics.median(each[title][name] for each in figures) for name in names}
+            for title, names in figures[0].items()
+        },
+        "power": {
+            title: Reading(
+                *map(statistics.median, zip(*(dataclasses.astuple(each[title]) for each in powers), strict=True))
+            )
+            for title in powers[0]
+            if all(title in each for each in powers)
+        },
+        "starts": figures,
     }
 
 
@@ -211,7 +247,7 @@ def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]], titles: Mapping[
                 cells = [_number(values[key], name) if key in values else "" for key in titles]
                 cells += [_ratio(values.get(key), values.get("vllm"), name) for key in ours]
                 lines.append(f"| {model} | {workload} | {name} | " + " | ".join(cells) + " |")
-            powers = [results[key]["power"].get(workload, "") if key in results else "" for key in titles]
+            powers = [str(results[key]["power"].get(workload, "")) if key in results else "" for key in titles]
             if any(powers):
                 lines.append(
                     f"| {model} | {workload} | clock, power | " + " | ".join([*powers, *("" for _ in ours)]) + " |"

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from meshserve.benchmarks.baselines.job import Batch, Report
+from meshserve.benchmarks.lib.gpu_power import Reading
 from meshserve.benchmarks.lib.token_times import RunTimes
 from meshserve.benchmarks.lib.workloads import fixed
 from meshserve.benchmarks.load import comparison, full_load
+from meshserve.benchmarks.load.comparison import Engine
 from meshserve.benchmarks.load.full_load import NANO_VLLM, WORKLOADS, Workload, table
 from meshserve.runtime.api.errors import ConfigError
 
@@ -50,6 +53,49 @@ def test_the_table_has_ratios_where_vllm_has_figures():
     assert lines[3] == "| m | work | prefill, s | 3.00 | 2.00 | 1.50 |"
     assert lines[4] == "| m | work | clock, power | 1500 MHz | 1500 MHz |  |"
     assert lines[6] == "| n | work | output tokens/s |  | 5 |  |"
+
+
+def test_figures_are_medians_over_the_starts_of_engines_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    begun: list[str] = []
+    seconds = {"vllm_engine": [4.0, 2.0, 8.0], "ours_served": [2.0, 1.0]}
+
+    def run(options: object, engine: Engine, model: str, folder: Path, batches: list[Batch]) -> Report | str:
+        begun.append(engine.module)
+        if not seconds[engine.module]:
+            return "failed"
+        took = seconds[engine.module].pop(0)
+        runs = [run_times(took, 40), run_times(took / 4, 4)]
+        return Report(version="1", runs=runs, spans=[(0.0, took)] * 2, start_seconds=10 * took, kv_tokens=int(took))
+
+    def draw(seed: int) -> list:
+        return fixed(seed, 4, 5, 10, 99)
+
+    monkeypatch.setitem(WORKLOADS, "demo", {"few": Workload(title="few", draw=draw, warm_up=draw, num_runs=1)})
+    monkeypatch.setattr(full_load, "run", run)
+    arguments = ["--models=demo", "--starts=3", "--engines", "ours", "vllm", f"--json={tmp_path / 'found.json'}"]
+    assert full_load.main(arguments) == 1  # a start failed
+    assert begun == ["ours_served", "vllm_engine"] * 3
+    found = json.loads((tmp_path / "found.json").read_text())["demo"]
+    assert found["vllm"]["figures"]["few"] == {
+        "output tokens/s": 10.0, "ms per output token": pytest.approx(1000 / 3), "prefill, s": 1.0,
+    }  # fmt: skip
+    assert found["vllm"]["figures"]["the server"] == {"tokens that fit in the KV cache": 4, "start, s": 40.0}
+    assert [start["few"]["output tokens/s"] for start in found["vllm"]["starts"]] == [10.0, 20.0, 5.0]
+    assert found["ours"]["figures"]["few"]["output tokens/s"] == 30.0
+    said = capsys.readouterr()
+    assert "vLLM, start 3" in said.err and "meshserve, defaults, start 3: failed" in said.err
+    assert "| demo | few | output tokens/s | 30 | 10 | 3.00 |" in said.out
+
+
+def test_the_clock_and_power_are_medians_too():
+    starts = [
+        {"version": "1", "figures": {}, "power": {"few": Reading(1500.0, 1980.0, watts, 700.0)}}
+        for watts in (690.0, 600.0, 650.0)
+    ]
+    assert str(full_load._medians(starts)["power"]["few"]) == "1500 of 1980 MHz, 650 of 700 W"
+    assert full_load._medians([*starts, {**starts[0], "power": {}}])["power"] == {}
 
 
 def test_a_server_and_a_missing_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
