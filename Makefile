@@ -183,14 +183,24 @@ test-gpu:
 sanitize:
 	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.checks.sanitize
 
-# The figures of docs/performance.md, on a machine with a Hopper GPU. Uses PYTHON directly, not .venv: it must have
-# jax's CUDA build.
+# The figures of docs/performance.md on a machine with one Hopper GPU: decode and prefill, then servers through gRPC, under
+# full load and open loop, whose tables are also written to build/ A quarter of an hour; with vLLM on the same GPU
+# (PYTHON_VLLM=/opt/vllm/bin/python) twice that; STARTS=3 for medians of three starts. Uses PYTHON directly, not .venv:
+# it must have meshserve's dependencies with jax's CUDA build.
+STARTS ?= 1
+BESIDE := --engines ours $(if $(PYTHON_VLLM),vllm --python-vllm $(PYTHON_VLLM))
 bench-gpu:
 	$(PYTHON) -m pip install --quiet --no-deps --editable .
 	$(PYTHON) -m meshserve bench decode --model qwen3-0.6b --random-weights --batch 1 4 \
 	    --context 82 512 --max-step-tokens 128
 	$(PYTHON) -m meshserve bench decode --model qwen3-8b --random-weights --batch 1 32 128 \
 	    --context 1024
+	$(PYTHON) -m meshserve bench prefill --model qwen3-8b --random-weights --prompts 1x4096 8x4096 \
+	    --max-step-tokens 4096
+	mkdir -p build
+	$(PYTHON) -m meshserve bench full_load --models qwen3-0.6b qwen3-8b --starts $(STARTS) $(BESIDE) \
+	    --markdown build/full_load.md
+	$(PYTHON) -m meshserve bench open_loop --model qwen3-8b $(BESIDE) --markdown build/open_loop.md
 
 # Everything of docs/performance.md over 2, 4 or 8 GPUs of one host, in under 25 minutes: tests, all-reduces checked and
 # timed, models through gRPC, and changes of the TP size under load. Writes mesh/table.md. Uses PYTHON directly, not
