@@ -43,6 +43,7 @@ __device__ __forceinline__ uint4 load_plain(const bf16* row, int column) {
 struct RouterMemory {
   float parts[kWarps][kRouterExperts][kRouterTokens];
   alignas(16) float scores[kMostRouted];
+  uint64_t received;  // barrier that counts the bytes of the scores
 };
 
 template <class W>
@@ -72,6 +73,12 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
   for (int u = 0; u < U; ++u) fetch(a[u], begin + u);
   const int chooser = first_token + rank;  // the token that this block chooses for
   const bool is_padding = chooser < args.num_tokens && args.positions[chooser] < 0;
+  const uint32_t received = shared_address(&memory.received);
+  if (threadIdx.x == 0) {
+    barrier_init(received, 1);
+    barrier_init_fence();
+    barrier_expect_bytes(received, sizeof(memory.scores));
+  }
   cluster_arrive();
   wait_for_previous_kernel();
   const int token = first_token + lane / 4;
@@ -107,11 +114,14 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
     float score = 0.0f;
 #pragma unroll
     for (int p = 0; p < kWarps; ++p) score += memory.parts[p][expert][local];
-    const uint32_t to = shared_address(&memory.scores[rank * kRouterExperts + expert]);
-    store_cluster(address_in_cluster(to, local), score);
+    auto of_lane = [&](int distance) { return __shfl_xor_sync(0xffffffffu, score, distance); };
+    const float4 four = make_float4(score, of_lane(1), of_lane(2), of_lane(3));  // in order in every fourth lane
+    const uint32_t to = address_in_cluster(shared_address(&memory.scores[rank * kRouterExperts + expert]), local);
+    if (expert % 4 == 0) send_float4(to, four, address_in_cluster(received, local));
   }
-  cluster_sync_shared();
-  if (warp == 0 && chooser < args.num_tokens) {
+  if (warp != 0) return;
+  barrier_wait(received, 0);  // also without a token: the others store here until then
+  if (chooser < args.num_tokens) {
     const size_t at = static_cast<size_t>(chooser) * args.num_chosen;
     const float4 found = *reinterpret_cast<const float4*>(memory.scores + kScoresEach * lane);
     const float scores[kScoresEach] = {found.x, found.y, found.z, found.w};

@@ -124,7 +124,8 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
-// Waits for all blocks of the cluster. Each then sees what the others wrote to shared memory before.
+// Waits for all blocks of the cluster. Each then sees what the others wrote to their own shared memory before. The
+// fence does not order stores to another block's: send_float4 counts those.
 __device__ __forceinline__ void cluster_sync_shared() {
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
   asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
@@ -157,9 +158,6 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
                : "r"(address)
                : "memory");
   return v;
-}
-__device__ __forceinline__ void store_cluster(uint32_t address, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
 // Waits at a barrier for `threads` threads of the block (__syncthreads uses number 0).

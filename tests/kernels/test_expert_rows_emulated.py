@@ -1,6 +1,7 @@
-"""Tests the CUDA kernels of the experts, compiled for the host: all but the exchange of a router's cluster.
+"""Tests the CUDA kernels of the experts, compiled for the host.
 
-A copy of the copy engine is finished when it is issued, and a misaligned access ends the process.
+A copy of the copy engine is finished when it is issued, but what a block sends to another of its cluster arrives when
+that one waits for it. A misaligned access ends the process.
 """
 
 import ctypes
@@ -108,7 +109,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "router_part.cuh", "expert_tiles.cuh", "expert_fp8_tiles.cuh", "expert_router.cuh",
     )  # fmt: skip
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
-    return on_host.compiled(folder, "emulated", "expert_rows.cpp", *sources, flags=flags)
+    memory = "*reinterpret_cast<RouterMemory*>({})"
+    replaced = [(memory.format("shared_rows"), memory.format("of_block(shared_rows)"))]
+    return on_host.compiled(folder, "emulated", "expert_rows.cpp", *sources, replaced=replaced, flags=flags)
 
 
 CASES = (
@@ -445,3 +448,33 @@ def test_the_router_chooses_the_best(
     np.testing.assert_array_equal(chosen[:4], experts[:4])
     np.testing.assert_array_equal(chosen[4], -1)
     np.testing.assert_allclose(shares[:4], expected[:4], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "is_fp8"), [(9, 128, False), (21, 40, True)])
+def test_the_blocks_of_the_router_exchange_their_scores(
+    library: ctypes.CDLL, num_tokens: int, num_experts: int, is_fp8: bool
+) -> None:
+    """Each token's scores come from all blocks of its cluster; rows of padding hold NaN, which no other token sees."""
+    rng, columns, num_chosen, bfloat16 = np.random.default_rng(8), 512, 6, ml_dtypes.bfloat16
+    x, router = (rng.integers(-8, 9, (rows, columns)) / 8 for rows in (num_tokens, num_experts))  # sums are exact
+    positions = np.arange(num_tokens, dtype=np.int32)
+    positions[::4], x[::4] = -1, np.nan
+    scaled, weights = (ordered(x) if is_fp8 else x).astype(bfloat16), router.astype(bfloat16)
+    sums = np.where(positions < 0, np.nan, 1.0)[:, None] * rng.uniform(1, 2, (num_tokens, 4))
+    sums = sums.astype(np.float32)
+    chosen = np.full((num_tokens, num_chosen), -7, np.int32)
+    shares = np.full((num_tokens, num_chosen), np.nan, np.float32)
+    pointers = (array.ctypes.data for array in (scaled, weights, sums, positions))
+    args = RouterArgs(
+        *pointers, 4, 0.01, 1.0, num_tokens, num_experts, num_chosen, columns, True, chosen.ctypes.data,
+        shares.ctypes.data,
+    )  # fmt: skip
+    library.route(is_fp8, ctypes.byref(args))
+    is_real = positions >= 0
+    scores = (x @ router.T)[is_real]
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :num_chosen]
+    np.testing.assert_array_equal(chosen[~is_real], -1)
+    np.testing.assert_array_equal(chosen[is_real], best)
+    inverse_rms = 1 / np.sqrt(sums[is_real].sum(axis=1, keepdims=True) * 0.01 + 1.0)
+    expected = np.exp((np.take_along_axis(scores, best, axis=1) - scores.max(axis=1, keepdims=True)) * inverse_rms)
+    np.testing.assert_allclose(shares[is_real], expected / expected.sum(axis=1, keepdims=True), rtol=1e-4)

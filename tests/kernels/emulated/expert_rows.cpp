@@ -1,4 +1,4 @@
-// Runs the kernels of the experts on the host, one block after another.
+// Runs the kernels of the experts on the host, one block or cluster after another.
 #include "expert_fp8_tiles.cuh"
 #include "expert_rings.cuh"
 #include "expert_router.cuh"
@@ -47,8 +47,42 @@ void run(void (*kernel)(Args...), unsigned blocks, const std::type_identity_t<Ar
   run(experts::kThreads, blocks, [&] { kernel(args...); });
 }
 
+// Runs a kernel's clusters in order.
+template <class... Args>
+void run_clusters(void (*kernel)(Args...), unsigned clusters, unsigned cluster_blocks,
+                  const std::type_identity_t<Args>&... args) {
+  constexpr uint32_t kBlockBytes = 16 << 10;
+  shared_base = experts::shared_rows;
+  for (unsigned c = 0; c < clusters; ++c) {
+    std::memset(experts::shared_rows, 0xFF, experts::kSharedBytes);
+    Cluster state(cluster_blocks, experts::kThreads, kBlockBytes);
+    cluster = &state;
+    std::vector<std::unique_ptr<Block>> blocks;
+    {
+      CudaThreads threads(threadIdx, blockIdx, gridDim, block);
+      for (unsigned i = 0; i < cluster_blocks * experts::kThreads; ++i) {
+        if (i % experts::kThreads == 0) blocks.push_back(std::make_unique<Block>(experts::kThreads));
+        threads.emplace_back([&, i, c] {
+          threadIdx = {i % experts::kThreads};
+          blockIdx = {c * cluster_blocks + i / experts::kThreads};
+          gridDim = {clusters * cluster_blocks};
+          block = blocks[i / experts::kThreads].get();
+          kernel(args...);
+        });
+      }
+    }
+    cluster = nullptr;
+    if (!state.sent.empty()) __trap();  // sent to a block that has ended
+  }
+}
+
 }  // namespace
 
+extern "C" void route(int is_fp8, const experts::RouterArgs* args) {
+  const unsigned clusters = (args->num_tokens + experts::kRouterTokens - 1) / experts::kRouterTokens;
+  auto* kernel = is_fp8 ? experts::router_kernel<Fp8Weights> : experts::router_kernel<Bf16Weights>;
+  run_clusters(kernel, clusters, experts::kRouterBlocks, *args);
+}
 extern "C" void arrange(const experts::ArrangeArgs* args) {
   const unsigned chunks = (args->num_tokens + experts::kMaxTokens - 1) / experts::kMaxTokens;
   run(experts::count_kernel<Bf16Weights>, chunks, *args);

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <vector>
 
 #include "cuda_threads.h"
 #include "e4m3.h"
@@ -294,7 +295,6 @@ inline uint4 load_shared(uint32_t address) {
 }
 inline void store_shared(uint32_t address, uint4 v) { std::memcpy(shared_base + address, &v, 16); }
 inline void store_shared_float4(uint32_t address, float4 v) { std::memcpy(shared_base + address, &v, 16); }
-inline void send_float4(uint32_t, float4, uint32_t) { __trap(); }
 
 struct Arrivals {
   int all = 0, missing = 0, num_phases = 0;
@@ -316,8 +316,65 @@ inline void barrier_init(uint32_t barrier, uint32_t count) {
 inline void barrier_init_fence() {}
 inline void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) { change(barrier, 1, bytes); }
 inline void barrier_arrive(uint32_t barrier) { change(barrier, 1, 0); }
+
+// ---- clusters ----------------------------------------------------------------------------------------------------
+// The blocks of a cluster have parts of one array as their shared memory. What a block sends to another arrives when
+// that one waits for it, as late as CUDA allows: stores to another block's memory are not ordered by the cluster's
+// barrier, whose arrivals are relaxed.
+struct Cluster {
+  Cluster(unsigned blocks, unsigned threads, uint32_t bytes)
+      : num_threads(threads), block_bytes(bytes), num_arrivals(blocks * threads) {}
+  unsigned num_threads;                // of a block
+  uint32_t block_bytes;                // of its shared memory
+  std::vector<unsigned> num_arrivals;  // of each thread
+  std::mutex lock;
+  struct Sent {
+    uint32_t address, barrier;
+    float4 value;
+  };
+  std::vector<Sent> sent;
+
+  unsigned& mine() {
+    return num_arrivals[blockIdx.x % (num_arrivals.size() / num_threads) * num_threads + threadIdx.x];
+  }
+};
+inline Cluster* cluster = nullptr;  // null: kernels of a cluster compile, but cannot run
+
+inline uint8_t* of_block(uint8_t* shared) {
+  const unsigned blocks = cluster->num_arrivals.size() / cluster->num_threads;
+  return shared + blockIdx.x % blocks * cluster->block_bytes;
+}
+inline uint32_t address_in_cluster(uint32_t address, uint32_t rank) {
+  return cluster == nullptr ? 0 : address % cluster->block_bytes + rank * cluster->block_bytes;
+}
+inline void send_float4(uint32_t address, float4 value, uint32_t barrier) {
+  if (cluster == nullptr) __trap();
+  const std::lock_guard guard(cluster->lock);
+  cluster->sent.push_back({address, barrier, value});
+}
+inline void receive(uint32_t barrier) {
+  if (cluster == nullptr) return;
+  const std::lock_guard guard(cluster->lock);
+  std::erase_if(cluster->sent, [=](const Cluster::Sent& each) {
+    if (each.barrier != barrier) return false;
+    store_shared_float4(each.address, each.value);
+    change(barrier, 0, -16);
+    return true;
+  });
+}
+inline void cluster_arrive() {
+  if (cluster == nullptr) __trap();
+  ++cluster->mine();
+}
+inline void cluster_wait() {
+  const auto& all = cluster->num_arrivals;
+  while (*std::min_element(all.begin(), all.end()) < cluster->mine()) give_way();
+}
+inline void cluster_sync_shared() { __trap(); }
+
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   for (;; give_way()) {
+    receive(barrier);
     const std::lock_guard guard(arrivals_lock);
     if (arrivals[barrier].num_phases % 2 != static_cast<int>(parity)) return;
   }
@@ -401,12 +458,6 @@ inline uint32_t transpose_8x8(uint32_t fragment) {
   });
 }
 
-// Clusters are not emulated: a kernel of a cluster compiles but cannot run.
-inline uint32_t address_in_cluster(uint32_t, uint32_t) { return 0; }
-inline void store_cluster(uint32_t, float) { __trap(); }
-inline void cluster_arrive() { __trap(); }
-inline void cluster_wait() { __trap(); }
-inline void cluster_sync_shared() { __trap(); }
 template <class T>
 T __ldg(const T* from) {
   return *from;
