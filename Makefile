@@ -184,8 +184,8 @@ sanitize:
 	PYTHONPATH=src $(PYTHON) -m meshserve.benchmarks.checks.sanitize
 
 # The figures of docs/performance.md on a machine with one Hopper GPU: decode and prefill, then servers through gRPC, under
-# full load and open loop, whose tables are also written to build/ A quarter of an hour; with vLLM on the same GPU
-# (PYTHON_VLLM=/opt/vllm/bin/python) twice that; STARTS=3 for medians of three starts. Uses PYTHON directly, not .venv:
+# full load and open loop, whose tables are also written to build/. About a quarter of an hour; with vLLM beside
+# (PYTHON_VLLM=/opt/vllm/bin/python) twice that; STARTS=3 takes medians of three starts. Uses PYTHON directly, not .venv:
 # it must have meshserve's dependencies with jax's CUDA build.
 STARTS ?= 1
 BESIDE := --engines ours $(if $(PYTHON_VLLM),vllm --python-vllm $(PYTHON_VLLM))
