@@ -56,7 +56,7 @@ class OpenLoop:
     warm_up_seconds: float = 4.0
     max_seconds: float = 90.0
     gap_ms: float = 50.0
-    first_ms: float = 2000.0
+    first_ms: float = 500.0
     temperature: float = 0.0
     seed: int = 0
     vocab_size: int = MAX_TOKEN_ID + 1

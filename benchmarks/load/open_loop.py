@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "--p99-ms", type=float, default=50.0, help="bound of gaps between tokens (default: %(default)g)"
     )
     parser.add_argument(
-        "--first-p99-ms", type=float, default=2000.0, help="bound of the time to the first token (default: %(default)g)"
+        "--first-p99-ms", type=float, default=500.0, help="bound of the time to the first token (default: %(default)g)"
     )
     parser.add_argument(
         "--rate", type=float, default=16.0, help="first requests/s of the search (default: %(default)g)"

@@ -46,7 +46,7 @@ class SchedulerLimits:
         return below, self.step_sizes[index] if index < len(self.step_sizes) else self.max_step_tokens
 
     def num_beside(self, num_decodes: int, is_light: bool) -> int:
-        """Returns how many prefill tokens a step with `num_decodes` decodes may hold: a limit that depends on `is_light`,
+        """Returns how many prefill tokens a step with `num_decodes` decodes may hold: the limit of a light or full load,
         or slightly fewer where the decodes would otherwise pad the step to a much larger size."""
         most = self.light_prefill_tokens if is_light else self.max_prefill_tokens
         num_tokens = num_decodes + most

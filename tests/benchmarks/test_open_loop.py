@@ -23,7 +23,7 @@ from meshserve.benchmarks.load import comparison, open_loop
 from meshserve.benchmarks.load.comparison import Engine
 from meshserve.benchmarks.load.open_loop import table
 
-SEARCH = OpenLoop(input_tokens="uniform:3:5", output_tokens="uniform:2:6", first_rate=16.0)
+SEARCH = OpenLoop(input_tokens="uniform:3:5", output_tokens="uniform:2:6", first_rate=16.0, first_ms=2000.0)
 
 
 def result(rate: float, gap_p99: float, *, is_stopped: bool = False, first_p99: float = 100.0) -> RateResult:
