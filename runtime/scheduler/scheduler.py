@@ -150,8 +150,7 @@ class Scheduler:
         prefilling = self._plan_decodes(draft)
         draft.num_tokens_left -= len(draft.decodes)
         if draft.decodes and self.limits.max_prefill_tokens:
-            num_beside = self.limits.num_beside(len(draft.decodes), self._is_light(prefilling))
-            draft.num_tokens_left = min(draft.num_tokens_left, num_beside)
+            draft.num_tokens_left = min(draft.num_tokens_left, self.limits.num_beside(len(draft.decodes)))
         for request in prefilling:
             self._admit(draft, ahead_of=request)
             if request.slot is not None:
@@ -218,14 +217,6 @@ class Scheduler:
             if end + 1 == request.max_total_tokens:
                 about_to_leave.append(request)
         return sorted([request for request in prefilling if request.slot is not None], key=self._shares.turn)
-
-    def _is_light(self, prefilling: list[Request]) -> bool:
-        """Returns whether prompts have at most twice `max_prefill_tokens` left, which short steps compute soon."""
-        if not self.limits.light_prefill_tokens or self.num_waiting > self.limits.max_running:
-            return False
-        lengths = [request.num_prefill_tokens - request.num_computed_tokens for request in prefilling]
-        lengths += [len(request.prompt_token_ids) for request in self._shares.waiting()]
-        return sum(lengths) <= 2 * self.limits.max_prefill_tokens
 
     def _grow(self, request: Request, draft: Draft) -> bool:
         """Assigns one more page to a running request, preempting others if needed. False if it must wait."""
