@@ -310,8 +310,6 @@ class HostCache:
             del self._coming[key]
         for part in found.parts:
             self._index.unpin(part.block)
-            if found.num_told == len(found.keys):
-                self._index.demote(part.block)
 
     def _num_fetches_beside(self) -> int:
         """Returns how many blocks may be on their way to the device beside the step in progress.
