@@ -18,6 +18,10 @@ from .mesh_layers import AXIS, layers_over, mesh_of, placed
 SMALL = [case for case in cases.CASES if case.embed <= 256 and sum(case.lengths) <= 160]
 QUANTISED = [case for case in cases.quantised_cases() if case.embed <= 256 and sum(case.lengths) <= 264]
 
+# As one program: each operation by itself takes several times as long to compile.
+decode_layers_at_once = jax.jit(reference.decode_layers, static_argnames="settings")
+prompt_layers_at_once = jax.jit(reference.prompt_layers, static_argnames="settings")
+
 
 def norm(x, gain, epsilon):
     return x / np.sqrt(np.mean(x * x) + epsilon) * gain
@@ -69,7 +73,7 @@ def test_reference_is_the_float64_computation(case):
     inputs = cases.make_inputs(case, seed=1, dtype=jnp.float32)
     inputs = dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, rotary_scale=1.1))
     expected_x, expected_cache = naive_layers(inputs)
-    x, cache, _ = reference.decode_layers(
+    x, cache, _ = decode_layers_at_once(
         inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies, settings=inputs.settings
     )
     real = np.asarray(inputs.batch.positions) >= 0
@@ -93,7 +97,7 @@ def test_a_range_of_layers_continues_where_the_last_one_ended():
 def test_layers_over_a_p2p_group_are_the_layers_on_one_device(num_devices):
     case = dataclasses.replace(cases.CASES[2], kv_heads=4, mlp=512)
     inputs = cases.make_inputs(case, seed=3, dtype=jnp.float32)
-    whole, whole_cache, _ = reference.decode_layers(
+    whole, whole_cache, _ = decode_layers_at_once(
         inputs.x, inputs.weights, inputs.cache, inputs.batch, inputs.inverse_frequencies, settings=inputs.settings
     )
     mesh = mesh_of(jax.devices()[:num_devices])
@@ -134,10 +138,15 @@ def test_unsupported_shapes_are_named(change, reason):
     assert reason in decode_layers.unsupported_reason(inputs.weights, inputs.cache)
 
 
+def shapes_of(case: cases.Case) -> cases.Inputs:
+    """Returns inputs of a step of one short request: how many tokens there are does not matter to what is supported."""
+    return cases.make_inputs(dataclasses.replace(case, lengths=(1,)), seed=0, dtype=jnp.bfloat16)
+
+
 def test_every_bfloat16_case_is_supported_and_float32_is_not():
     for case in cases.CASES:
         if case.embed <= 512:
-            inputs = cases.make_inputs(case, seed=0, dtype=jnp.bfloat16)
+            inputs = shapes_of(case)
             assert decode_layers.unsupported_reason(inputs.weights, inputs.cache) is None
     inputs = cases.make_inputs(cases.CASES[0], seed=0, dtype=jnp.float32)
     assert "is float32" in decode_layers.unsupported_reason(inputs.weights, inputs.cache)
@@ -146,7 +155,7 @@ def test_every_bfloat16_case_is_supported_and_float32_is_not():
 def test_every_quantised_case_is_supported():
     for case in cases.quantised_cases():
         if case.embed <= 512:
-            inputs = cases.make_inputs(case, seed=0, dtype=jnp.bfloat16)
+            inputs = shapes_of(case)
             assert decode_layers.unsupported_reason(inputs.weights, inputs.cache) is None
 
 
@@ -187,16 +196,14 @@ def test_prompt_layers_are_decode_layers_token_by_token():
     x = jnp.asarray(rng.standard_normal((batch.positions.shape[0], case.embed)), jnp.float32)
     known = {"settings": inputs.settings}
     arguments = inputs.weights, inputs.inverse_frequencies
-    out, cache = reference.prompt_layers(x, arguments[0], inputs.cache, batch, arguments[1], **known)
+    out, cache = prompt_layers_at_once(x, arguments[0], inputs.cache, batch, arguments[1], **known)
     expected, decoded = np.zeros_like(x), inputs.cache
     for place, (position, request) in enumerate(
         zip(batch.positions.tolist(), batch.token_request.tolist(), strict=True)
     ):
         if position >= 0:
             token = decode_layers.DecodeBatch(jnp.array([position]), batch.page_table[request][None])
-            row, decoded, _ = reference.decode_layers(
-                x[place][None], arguments[0], decoded, token, arguments[1], **known
-            )
+            row, decoded, _ = decode_layers_at_once(x[place][None], arguments[0], decoded, token, arguments[1], **known)
             expected[place] = row[0]
     real = np.asarray(batch.positions) >= 0
     np.testing.assert_allclose(np.asarray(out)[real], expected[real], rtol=1e-4, atol=1e-4)

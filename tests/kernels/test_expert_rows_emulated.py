@@ -63,7 +63,14 @@ class Stack(NamedTuple):
 
     data: np.ndarray
     scale: np.ndarray | None
-    values: np.ndarray  # float32
+
+    @property
+    def values(self) -> np.ndarray:
+        """The numbers in float32."""
+        values = self.data.astype(np.float32)
+        if self.scale is None:
+            return values
+        return (blocks(values, self.scale) * self.scale.astype(np.float32)[..., None, :, None]).reshape(values.shape)
 
     @property
     def scales(self) -> Scales:
@@ -80,17 +87,22 @@ class Stack(NamedTuple):
 SCALE_TYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 
 
+def blocks(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Returns [..., rows, columns] as [..., R, rows / R, C, columns / C] for scales [..., R, C]."""
+    *leading, rows, columns = values.shape
+    num_rows, num_columns = scale.shape[-2:]
+    return values.reshape(*leading, num_rows, rows // num_rows, num_columns, columns // num_columns)
+
+
 def stack(values: np.ndarray, is_fp8: bool, scale_type: np.dtype = SCALE_TYPES[0]) -> Stack:
     if not is_fp8:
-        data = values.astype(ml_dtypes.bfloat16)
-        return Stack(data, None, data.astype(np.float32))
+        return Stack(values.astype(ml_dtypes.bfloat16), None)
     *leading, rows, columns = values.shape
     block = math.gcd(128, rows), math.gcd(128, columns)
     rng = np.random.default_rng(7)
     scale = np.exp2(rng.uniform(-2, 2, (*leading, rows // block[0], columns // block[1]))).astype(scale_type)
-    of_each = np.repeat(np.repeat(scale.astype(np.float32), block[0], axis=-2), block[1], axis=-1)
-    data = (values / of_each).astype(ml_dtypes.float8_e4m3fn)
-    return Stack(data, scale, data.astype(np.float32) * of_each)
+    numbers = blocks(values, scale) / scale.astype(np.float32)[..., None, :, None]
+    return Stack(numbers.reshape(values.shape).astype(ml_dtypes.float8_e4m3fn), scale)
 
 
 def ordered(x: np.ndarray) -> np.ndarray:
@@ -178,7 +190,8 @@ def test_rows_are_the_reference(
 
     normed = x.astype(np.float32) / np.sqrt(sums.sum(axis=1, keepdims=True) / 16 + 0.5)
     weights = inputs.weights._replace(gate_up=jnp.asarray(gate_up.values), down=jnp.asarray(down.values))
-    expected = reference.experts(jnp.asarray(normed), weights, inputs.routing, layer=1, num_experts=case.num_experts)
+    experts = jax.jit(reference.experts, static_argnames=("layer", "num_experts"))
+    expected = experts(jnp.asarray(normed), weights, inputs.routing, layer=1, num_experts=case.num_experts)
     expected = residual.astype(np.float32) + np.asarray(expected)
     np.testing.assert_allclose(found.astype(np.float32), expected, atol=0.02 * np.abs(expected).max(), rtol=0.02)
 
@@ -301,8 +314,9 @@ def test_scores_and_the_kernels_that_choose_by_them(
     shares, experts = jax.lax.top_k(jax.nn.softmax(normed_scores[:, :num_experts], axis=-1), num_chosen)
     experts = np.where(positions[:, None] < 0, -1, experts).astype(np.int32)
     shares = np.asarray(shares / shares.sum(axis=1, keepdims=True))
-    gate_up = stack(rng.standard_normal((1, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, is_fp8)
-    down = stack(rng.standard_normal((1, num_experts, embed, mlp), np.float32) * mlp**-0.5, is_fp8)
+    numbers = rng.standard_normal((1 << 16) + 1, np.float32)  # repeated, because so many take long to draw
+    gate_up = stack(np.resize(numbers, (1, num_experts, 2, mlp, embed)) * embed**-0.5, is_fp8)
+    down = stack(np.resize(numbers, (1, num_experts, embed, mlp)) * mlp**-0.5, is_fp8)
     results = []
     for choice in ({"experts": experts, "shares": shares}, {"scores": scores, "positions": positions}):
         activated = np.full((tokens * num_chosen, mlp), np.nan, bfloat16)
