@@ -1,11 +1,12 @@
 """Configures every test process to use 8 virtual CPU devices."""
 
+import gc
 import logging
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import jax
@@ -13,6 +14,8 @@ import pytest
 
 from meshserve.runtime.program.compile_cache import use_cache
 from meshserve.sharding.mesh import use_cpu_devices
+
+from .compiled_programs import compiled_programs
 
 # Compiling is most of the time of these tests. Without optimisation, and with XLA's older emitters, it takes a third of
 # the processor time. Whoever sets XLA_FLAGS decides instead, see `make fuzz`.
@@ -22,12 +25,14 @@ _COMPILE_FAST = (
 )
 # By default, XLA aborts a process whose devices wait 40 s for each other, which can happen on a busy machine.
 _WAIT_LONG = "--xla_cpu_collective_call_terminate_timeout_seconds=1200 --xla_cpu_collective_timeout_seconds=1200"
-# Many tests compile the same programs, in several processes: pytest's workers inherit these variables, and so do the
-# servers that tests start, which use JAX's own cache with `--cache-dir=`. JAX compiles anew what it finds half written.
+# Torch, which computes references, and OpenBLAS would otherwise spin in a thread per core while waiting for others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Many tests compile the same programs, in several processes and runs. Pytest's workers inherit these variables, and so
+# do the servers that tests start, which use JAX's own cache with `--cache-dir=`. JAX's key has the program, the flags
+# and the versions, and what it finds half written it compiles anew.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', _COMPILE_FAST)} {_WAIT_LONG}"
-    _COMPILED = tempfile.TemporaryDirectory(prefix="meshserve-compiled-", ignore_cleanup_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(_COMPILED.name) / "xla")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled_programs() / "xla")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 use_cpu_devices(8)
@@ -60,10 +65,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="run every case of the TPU kernels and of clusters")
 
 
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the modules of all tests, and most of its runs while programs are traced."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def opened_cache() -> None:
     """Opens the cache of compiled programs: JAX keeps to the first, which must not be that of a command in a test."""
     jax.jit(lambda: 0)()
+
+
+@pytest.fixture(scope="module")
+def optimised() -> Iterator[None]:
+    """Compiles the programs of a module's servers with optimisation, for those that compute longer than this takes."""
+    from meshserve.runtime.program import processor_programs, step
+    from meshserve.sharding import chips
+
+    def compiler_options(*args: Any, **keywords: Any) -> dict[str, Any]:
+        return {**chips.compiler_options(*args, **keywords), "xla_backend_optimization_level": 1}
+
+    with pytest.MonkeyPatch.context() as patch:
+        if _COMPILE_FAST in os.environ["XLA_FLAGS"]:
+            patch.setattr(step, "compiler_options", compiler_options)
+            patch.setattr(processor_programs, "compiler_options", compiler_options)
+        yield
 
 
 @pytest.fixture(autouse=True)

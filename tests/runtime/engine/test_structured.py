@@ -83,7 +83,7 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def serving() -> Iterator[Serving]:
+def serving(optimised: None) -> Iterator[Serving]:
     serving = Serving()
     yield serving
     serving.launched.close()

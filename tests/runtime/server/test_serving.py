@@ -49,7 +49,7 @@ TRAFFIC = Traffic(
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
+def runner(optimised: None) -> Iterator[Runner]:
     """The demo model's programs, for one decode step in a dispatch and for four."""
     config = ServeConfig(
         model="demo", cpu_devices=8, dtype="float32", page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_decode_steps=4,
