@@ -7,11 +7,9 @@
 The second form measures prefixes that have left the devices, on whatever devices the machine has: the time of the first
 token computed, kept and restored from host memory, the rates of copies, and decodes beside copies. The third serves
 conversations that grow turn by turn to twice what the devices hold, with and without host memory (`--sides`), and says
-how long steps of each kind took.
-
-The first form runs the demo model on one CPU device. The ideal computes the prefix once and, for each request, only its
-own tokens. Each request computes a page that the prefix fills only partly, which explains the difference at page sizes
-that do not divide the prefix.
+how long steps of each kind took. The first form runs the demo model on one CPU device. The ideal computes the prefix
+once and, for each request, only its own tokens. Each request computes a page that the prefix fills only partly, which
+explains the difference at page sizes that do not divide the prefix.
 """
 
 import argparse
