@@ -238,14 +238,19 @@ class Fp8TilesArgs(ctypes.Structure):
 def test_tiles_are_the_float64_product(
     library: ctypes.CDLL, is_fp8: bool, box_tokens: int, blocks: int, embed: int
 ) -> None:
-    """Several tiles of tokens for one expert, none for another, and tiles that exceed the matrices."""
+    """Several tiles of tokens for one expert, none for another, and tiles that exceed the matrices.
+
+    The rows after the last token are never written, as where tokens are padding: they hold NaN.
+    """
     bfloat16, num_experts, mlp = ml_dtypes.bfloat16, 4, 128 if is_fp8 else 96
     counts = np.array([3, 0, (20 if embed == 256 else 2) + (box_tokens if is_fp8 else 130), 17])
     first = np.zeros(257, np.int32)
     first[1:] = np.concatenate([np.cumsum(counts), np.full(256 - num_experts, counts.sum())])
     rng = np.random.default_rng(9)
-    rows = rng.standard_normal((counts.sum(), embed)).astype(bfloat16)
+    num_places = counts.sum()
+    rows = rng.standard_normal((num_places + 150, embed)).astype(bfloat16)
     shares = rng.random(len(rows), np.float32)
+    rows[num_places:] = shares[num_places:] = np.nan
     gate_up = stack(rng.standard_normal((2, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, is_fp8)
     down = stack(rng.standard_normal((2, num_experts, embed, mlp), np.float32) * mlp**-0.5, is_fp8)
     activated = np.full((len(rows), mlp), np.nan, bfloat16)
@@ -271,6 +276,7 @@ def test_tiles_are_the_float64_product(
         expected = (shares[places, None] * gate / (1 + np.exp(-gate)) * up) @ down.values[1, expert].T
         error = np.linalg.norm(outputs[places].astype(np.float64) - expected)
         assert error <= 0.01 * np.linalg.norm(expected), expert
+    assert np.isnan(outputs[num_places:].astype(np.float32)).all()
 
 
 def test_the_router_reads_tokens_in_any_order(library: ctypes.CDLL) -> None:
