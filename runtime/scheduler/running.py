@@ -112,8 +112,9 @@ class Running:
     def shrink(self, request: Request) -> None:
         """Frees the last pages of a running request, which rejected draft tokens had needed."""
         num_pages = self._limits.num_pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
-        self._free(request, num_pages)
-        request.num_page_positions = len(request.pages) * self._limits.page_size
+        if num_pages < len(request.pages):
+            self._free(request, num_pages)
+            request.num_page_positions = num_pages * self._limits.page_size
 
     def _free(self, request: Request, num_kept: int) -> None:
         """Frees all pages of a running request but the first `num_kept`."""
