@@ -213,7 +213,7 @@ class ServeConfig:
         0,
         _SCHEDULING,
         "maximum number of prefill tokens in a step that also decodes; auto keeps such steps of a GPU under about "
-        "120 ms, and elsewhere allows whatever max_step_tokens leaves",
+        "40 ms, or 120 while many prompt tokens wait, and elsewhere allows whatever max_step_tokens leaves",
         least=1,
         is_auto=True,
     )

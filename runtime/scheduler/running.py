@@ -65,6 +65,12 @@ class Running:
             return []
         return request.page_keys[num_cached_pages : (request.num_known_tokens - 1) // self._limits.page_size]
 
+    def found_pages(self, request: Request) -> tuple[list[int], list[bytes], int]:
+        """Returns the cached pages of a waiting request, the keys of the others, and how many pages either tier has."""
+        cached, host = self.cached_pages(request), self._pages.host
+        missing = self.missing_keys(request, len(cached))
+        return cached, missing, len(cached) + (host.num_found(missing) if host is not None else 0)
+
     def has_room(self, request: Request, cached: Collection[int]) -> bool:
         """Returns whether a slot and pages for all known tokens of the request are free.
 

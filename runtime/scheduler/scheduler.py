@@ -150,7 +150,8 @@ class Scheduler:
         prefilling = self._plan_decodes(draft)
         draft.num_tokens_left -= len(draft.decodes)
         if draft.decodes and self.limits.max_prefill_tokens:
-            draft.num_tokens_left = min(draft.num_tokens_left, self.limits.num_beside(len(draft.decodes)))
+            num_beside = self.limits.num_beside(len(draft.decodes), self._is_light(prefilling))
+            draft.num_tokens_left = min(draft.num_tokens_left, num_beside)
         for request in prefilling:
             self._admit(draft, ahead_of=request)
             if request.slot is not None:
@@ -217,6 +218,17 @@ class Scheduler:
             if end + 1 == request.max_total_tokens:
                 about_to_leave.append(request)
         return sorted([request for request in prefilling if request.slot is not None], key=self._shares.turn)
+
+    def _is_light(self, prefilling: list[Request]) -> bool:
+        """Returns whether at most twice `max_prefill_tokens` are left to compute, which short steps do soon."""
+        if not self.limits.light_prefill_tokens or self.num_waiting > self.limits.max_running:
+            return False
+        num_left = sum(request.num_prefill_tokens - request.num_computed_tokens for request in prefilling)
+        for request in self._shares.waiting():
+            if num_left > 2 * self.limits.max_prefill_tokens:
+                break
+            num_left += request.num_known_tokens - self._running.found_pages(request)[2] * self.limits.page_size
+        return num_left <= 2 * self.limits.max_prefill_tokens
 
     def _grow(self, request: Request, draft: Draft) -> bool:
         """Assigns one more page to a running request, preempting others if needed. False if it must wait."""
@@ -293,12 +305,10 @@ class Scheduler:
                 return  # freed pages must not go back, and tokens in flight are not known yet
             if not self._running.has_free_slot and not self._shares.victims(request):
                 return
-            cached, host = self._running.cached_pages(request), self._pages.host
-            missing = self._running.missing_keys(request, len(cached))
-            num_found = len(cached) + (host.num_found(missing) if host is not None else 0)
+            cached, missing, num_found = self._running.found_pages(request)
             if self._is_too_late(request, num_found, draft.now):
                 self._expire(request, draft.now)
-            elif host is not None and missing and host.is_coming(missing[0]):
+            elif (host := self._pages.host) is not None and missing and host.is_coming(missing[0]):
                 self._shares.await_page(request, missing[0])
             elif draft.page_keys.isdisjoint(missing[:1]) and self._make_room(request, cached, draft):
                 self._place(request, cached, missing)

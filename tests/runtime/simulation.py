@@ -55,13 +55,15 @@ def tight_limits(draw: st.DrawFn) -> tuple[SchedulerLimits, int]:
     max_running = draw(st.integers(1, 6))
     page_size = draw(st.integers(1, 5))
     max_context = draw(st.integers(2, 24))
+    max_prefill_tokens = draw(st.sampled_from([0, 1, 3]))
     limits = SchedulerLimits(
         page_size=page_size,
         max_running=max_running,
         max_step_tokens=draw(st.integers(max_running, max_running + 12)),
         max_waiting=draw(st.integers(1, 12)),
         max_context=max_context,
-        max_prefill_tokens=draw(st.sampled_from([0, 1, 3])),
+        max_prefill_tokens=max_prefill_tokens,
+        light_prefill_tokens=draw(st.integers(0, max_prefill_tokens)),
         max_decode_steps=draw(st.integers(1, page_size)),
         draft_tokens=draw(st.integers(0, page_size - 1)),
         draft_min_match=draw(st.integers(1, 3)),

@@ -30,14 +30,15 @@ def limits(
 
 
 def chosen(*values: int) -> StepLimits:
-    names = ("max_running", "max_step_tokens", "max_prefill_tokens", "max_decode_steps")
+    names = ("max_running", "max_step_tokens", "max_prefill_tokens", "max_decode_steps", "light_prefill_tokens")
+    values += (0,) if len(values) < len(names) else ()
     return StepLimits(**dict(zip(names, values, strict=True)))
 
 
 def test_a_gpu_gets_what_was_measured():
     assert limits("qwen3-0.6b", "h200") == chosen(256, 8192, 8192, 4)
-    assert limits("qwen3-8b", "h200") == chosen(256, 8192, 4096, 1)
-    assert limits("qwen3-32b", "h200") == chosen(256, 8192, 1024, 1)
+    assert limits("qwen3-8b", "h200") == chosen(256, 8192, 4096, 1, 1024)
+    assert limits("qwen3-32b", "h200") == chosen(256, 8192, 1024, 1, 256)
 
 
 def test_quantised_weights_count_with_their_bytes():
@@ -67,6 +68,7 @@ def test_what_is_asked_for_is_taken(platform: str):
     asked = {"max_running": 7, "max_step_tokens": 96, "max_prefill_tokens": 50, "max_decode_steps": 3}
     assert limits("qwen3-8b", "h200", platform=platform, **asked) == chosen(7, 96, 50, 3)
     assert limits("qwen3-8b", "h200", platform=platform, max_step_tokens=8).max_running == 8
+    assert limits("qwen3-8b", "h200", platform=platform, max_prefill_tokens=8192).light_prefill_tokens == 0
     assert limits("qwen3-8b", "h200", platform=platform, max_running=9000).max_step_tokens == 9000
     assert limits("qwen3-0.6b", "h200", platform=platform, page_size=1).max_decode_steps == 1
 

@@ -97,6 +97,21 @@ def test_prefill_beside_decodes_is_bounded():
     assert plan is not None and (len(plan.decodes), plan.num_prefill_tokens) == (1, 3)
 
 
+def test_prefill_beside_decodes_is_shorter_while_few_prompt_tokens_are_left():
+    scheduler = make_scheduler(max_step_tokens=32, max_prefill_tokens=6, light_prefill_tokens=3)
+    scheduler.add(make_request(1, num_prompt_tokens=8, max_tokens=40))
+    assert scheduler.plan(0.0) is not None
+    scheduler.add(make_request(2, num_prompt_tokens=10, max_tokens=40))
+    sizes = []
+    for num_prompt_tokens in (0, 8, 0, 0, 0, 0):  # 10 left, then 7 and 8 that wait, more than twice the bound
+        if num_prompt_tokens:
+            scheduler.add(make_request(3, num_prompt_tokens=num_prompt_tokens, max_tokens=40))
+        plan = scheduler.plan(0.0)
+        assert plan is not None and plan.decodes
+        sizes.append(plan.num_prefill_tokens)
+    assert sizes == [3, 6, 3, 3, 3, 0]
+
+
 def test_bounded_prefill_and_decodes_fill_a_step_size():
     limits = make_limits(
         page_size=16, max_running=64, max_waiting=64, max_context=64, max_step_tokens=512, max_prefill_tokens=256,
