@@ -432,13 +432,13 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context_tokens", "eos_token_ids", "tp_degree", "dtype", "page_size_tokens", "num_parameters", "num_devices", "device_kind", "server_version", "default_sampling", "quantization", "kv_cache_dtype", "supports_chat", "supports_resume", "supports_logprobs", "supports_structured_output", "supports_penalties", "supports_text", "task", "embedding_dimensions", "draft_tokens", "draft_model")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context_tokens", "eos_token_ids", "tp_size", "dtype", "page_size_tokens", "num_parameters", "num_devices", "device_kind", "server_version", "default_sampling", "quantization", "kv_cache_dtype", "supports_chat", "supports_resume", "supports_logprobs", "supports_structured_output", "supports_penalties", "supports_text", "task", "embedding_dimensions", "draft_tokens", "draft_model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TP_DEGREE_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -463,7 +463,7 @@ class GetModelInfoResponse(_message.Message):
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    tp_degree: int
+    tp_size: int
     dtype: str
     page_size_tokens: int
     num_parameters: int
@@ -483,7 +483,7 @@ class GetModelInfoResponse(_message.Message):
     embedding_dimensions: int
     draft_tokens: int
     draft_model: str
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tp_degree: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size_tokens: _Optional[int] = ..., num_parameters: _Optional[int] = ..., num_devices: _Optional[int] = ..., device_kind: _Optional[str] = ..., server_version: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., quantization: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., supports_chat: _Optional[bool] = ..., supports_resume: _Optional[bool] = ..., supports_logprobs: _Optional[bool] = ..., supports_structured_output: _Optional[bool] = ..., supports_penalties: _Optional[bool] = ..., supports_text: _Optional[bool] = ..., task: _Optional[str] = ..., embedding_dimensions: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_model: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tp_size: _Optional[int] = ..., dtype: _Optional[str] = ..., page_size_tokens: _Optional[int] = ..., num_parameters: _Optional[int] = ..., num_devices: _Optional[int] = ..., device_kind: _Optional[str] = ..., server_version: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., quantization: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., supports_chat: _Optional[bool] = ..., supports_resume: _Optional[bool] = ..., supports_logprobs: _Optional[bool] = ..., supports_structured_output: _Optional[bool] = ..., supports_penalties: _Optional[bool] = ..., supports_text: _Optional[bool] = ..., task: _Optional[str] = ..., embedding_dimensions: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_model: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

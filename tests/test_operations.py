@@ -148,11 +148,11 @@ def test_sighup_changes_the_degree_under_streams(server):
 
         expected = complete()
         reload("tp = 3\n", "the TP size was not changed: tp is 3 but cpu_devices only 2")
-        assert client.model_info().tp_degree == 2
+        assert client.model_info().tp_size == 2
         reload("tp = 1\nmax_waiting = 7\n", "the TP size is now 1")
         assert "option max_waiting has changed" in server.log.read_text()
         assert complete() == expected
-        wait_for(lambda: client.model_info().tp_degree == 1)  # shortly after the log line
+        wait_for(lambda: client.model_info().tp_size == 1)  # shortly after the log line
 
 
 @contextlib.contextmanager

@@ -180,7 +180,7 @@ async def _change(options: argparse.Namespace, server: ServerProcess, report: Re
 
 
 async def _wait_for_tp(client: AsyncClient, server: ServerProcess, log: Path, tp: int) -> None:
-    while (await client.model_info()).tp_degree != tp:
+    while (await client.model_info()).tp_size != tp:
         text = log.read_text()
         if server.process.poll() is not None or "TP size was not changed" in text or "TP size failed" in text:
             raise SystemExit(f"the server did not change to tp {tp}; its log ends with:\n{text[-4000:]}")

@@ -32,7 +32,7 @@ from meshserve.runtime.server.output_queue import OutputQueues
 
 _INFO = ModelInfo(
     name="nothing", architecture="Qwen3ForCausalLM", vocab_size=1000, max_context_tokens=2**20, eos_token_ids=(),
-    tp_degree=1, dtype="float32", page_size_tokens=16, num_parameters=0, num_devices=1, device_kind="none",
+    tp_size=1, dtype="float32", page_size_tokens=16, num_parameters=0, num_devices=1, device_kind="none",
     server_version="0",
 )  # fmt: skip
 

@@ -161,7 +161,7 @@ def _families() -> Iterator[Any]:
     from meshserve.runtime.telemetry.metrics import ServerState
 
     info = ModelInfo(
-        name="", architecture="", vocab_size=0, max_context_tokens=0, eos_token_ids=(), tp_degree=1, dtype="",
+        name="", architecture="", vocab_size=0, max_context_tokens=0, eos_token_ids=(), tp_size=1, dtype="",
         page_size_tokens=1, num_parameters=0, num_devices=1, device_kind="", server_version="",
     )  # fmt: skip
     metrics = Metrics()

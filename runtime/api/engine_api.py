@@ -92,7 +92,7 @@ class ModelInfo:
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
-    tp_degree: int
+    tp_size: int
     dtype: str
     page_size_tokens: int
     num_parameters: int

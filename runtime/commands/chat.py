@@ -190,7 +190,7 @@ class Conversation:
             return str(error)
         return (
             f"{info.name} ({info.size} parameters, {info.dtype}) on {info.num_devices} x "
-            f"{info.device_kind}, tp {info.tp_degree}; context of {info.max_context_tokens:,} tokens\n"
+            f"{info.device_kind}, tp {info.tp_size}; context of {info.max_context_tokens:,} tokens\n"
             f"{load.num_running} requests run, {load.num_waiting} wait; {load.num_free_pages} of {load.num_pages} KV "
             f"pages are free\nlast answer: {self.speed}"
         )

@@ -63,7 +63,7 @@ def _header(target: str, info: ModelInfo | None, latest: Reading) -> Panel:
     if info is not None:
         second = Text(
             f"{info.name} ({info.size} parameters, {info.quantization or info.dtype}) on "
-            f"{info.num_devices} x {info.device_kind}, TP size {info.tp_degree}, context {info.max_context_tokens:,}"
+            f"{info.num_devices} x {info.device_kind}, TP size {info.tp_size}, context {info.max_context_tokens:,}"
         )
     return Panel(Group(first, second), title="meshserve top", title_align="left")
 

@@ -234,7 +234,7 @@ class _Control(pb_grpc.ControlServicer):
         backend = await self._backend(context)
         info = backend.info
         parallelism = pb.ParallelismInfo(
-            tensor_parallel_size=info.tp_degree,
+            tensor_parallel_size=info.tp_size,
             pipeline_parallel_size=1,
             data_parallel_size=1,
             data_parallel_size_local=1,

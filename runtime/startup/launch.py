@@ -99,7 +99,7 @@ class Launched:
 
     def info_at(self, tp: int) -> ModelInfo:
         """Returns the model information after a change of the TP size."""
-        return dataclasses.replace(self.info, tp_degree=tp, num_devices=tp)
+        return dataclasses.replace(self.info, tp_size=tp, num_devices=tp)
 
 
 def launch(
@@ -325,7 +325,7 @@ def _model_info(server: PlacedServer, tokenizer: Tokenizer) -> ModelInfo:
         vocab_size=model.vocab_size,
         max_context_tokens=server.limits.max_context,
         eos_token_ids=tuple(sorted(_eos_token_ids(tokenizer, model))),
-        tp_degree=server.tp,
+        tp_size=server.tp,
         dtype=server.dtype.name,
         quantization=model.quantisation_name,
         kv_cache_dtype=server.cache_dtype.name,

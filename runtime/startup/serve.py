@@ -172,7 +172,7 @@ class _Serving:
         info, load = self.launched.info, self.launched.engine.load()
         address = address_of(self._config.host, handle.port)
         say(
-            f"meshserve is ready: {info.name} on {info.num_devices} x {info.device_kind}, tp {info.tp_degree}, "
+            f"meshserve is ready: {info.name} on {info.num_devices} x {info.device_kind}, tp {info.tp_size}, "
             f"{load.num_pages * info.page_size_tokens:,} tokens of KV cache, at {address}"
         )
         say(f"Try: {_example(self._config, info, address)}")
@@ -194,7 +194,7 @@ class _Serving:
         assert launched is not None
         if not self.place.is_alone and tp != self._config.tp:
             raise ConfigError("the TP size of a cluster is fixed at startup; restart all its processes.")
-        tp = tp or launched.info.tp_degree
+        tp = tp or launched.info.tp_size
         if launched.resharder.change_tp(tp):
             self.edge.attach(dataclasses.replace(backend, info=launched.info_at(tp)))
 

@@ -18,7 +18,7 @@ RECORD = StepRecord(
     step_seconds=0.004,
 )  # fmt: skip
 INFO = ModelInfo(
-    name='a "toy"', architecture="Qwen3ForCausalLM", vocab_size=8, max_context_tokens=8, eos_token_ids=(), tp_degree=1,
+    name='a "toy"', architecture="Qwen3ForCausalLM", vocab_size=8, max_context_tokens=8, eos_token_ids=(), tp_size=1,
     dtype="float32", page_size_tokens=16, num_parameters=1, num_devices=1, device_kind="cpu", server_version="0",
 )  # fmt: skip
 
