@@ -18,7 +18,7 @@ from meshserve.runtime.startup.launch import open_model
 from tests import checkpoints
 
 NUM_EXPERTS, NUM_CHOSEN, MAX_TOKENS = 12, 3, 6
-PROMPT_LENGTHS = (1, 7, 33)
+PROMPT_LENGTHS = (1, 4, 11)
 SHAPES = {"experts": {"num_hidden_layers": 2}, "dense_first": {"num_hidden_layers": 3, "mlp_only_layers": [0]}}
 
 
@@ -69,7 +69,7 @@ def test_a_server_counts_every_token_once(
     monkeypatch.setattr(expert_tokens, "_SECONDS_BETWEEN_COPIES", 0.0)
     prompts = checkpoints.random_prompts(PROMPT_LENGTHS, vocab_size=320)
     config = ServeConfig(
-        model=str(models[name]), dtype="float32", page_size=16, num_pages=24, max_running=4, max_step_tokens=48,
+        model=str(models[name]), dtype="float32", page_size=8, num_pages=24, max_running=4, max_step_tokens=16,
         max_context=64, logits_processors=False, prefix_cache=False, **options,
     )  # fmt: skip
     engine = OfflineEngine(config, *open_model(str(models[name]), random_weights=False))

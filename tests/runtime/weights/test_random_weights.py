@@ -24,7 +24,7 @@ def test_a_size_serves_without_any_files(tp: int, tmp_path: Path, monkeypatch: p
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, PROMPTS)))
     config = ServeConfig(
-        model="qwen3-0.6b", random_weights=True, tp=tp, num_pages=20, max_running=4, max_step_tokens=16,
+        model="qwen3-0.6b", random_weights=True, tp=tp, num_pages=20, max_running=4, max_step_tokens=4,
         max_context=100, cache_dir="",
     )  # fmt: skip
     assert generate_file(config, source, target) == 0
