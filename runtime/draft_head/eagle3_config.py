@@ -10,18 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..api.errors import UnsupportedModelError
 from ..api.model_config import ModelConfig
-from .head_config import check_served
+from .head_config import HeadOptions, inputs_after
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 NUM_LAYERS_READ = 3
 
-# Keys that do not affect the result.
-_IGNORED = frozenset(
-    "architectures speculators_config speculators_model_type speculators_version auto_map pretraining_tp "
-    "embed_requires_grad".split()
-)
 # Options of which only one value is implemented.
 _FIXED: Mapping[str, Any] = {
     "mlp_bias": False,
@@ -33,7 +27,7 @@ _FIXED: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "num_hidden_layers": 1,
 }
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_LAYER_IDS, _READS_LAYERS = "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,34 +52,14 @@ def read_eagle3(raw: Mapping[str, Any], served: ModelConfig) -> Eagle3Config:
       UnsupportedModelError: It has an option that is missing, unknown or not implemented, or it was trained for another
         model than the served one.
     """
-    own = {key: value for key, value in raw.items() if key not in _IGNORED}
-    options = own | dict(own.pop("transformer_layer_config", None) or {})
-    options.pop("transformer_layer_config", None)
-    for key in _IGNORED:
-        options.pop(key, None)
-    is_residual_normed = options.pop("norm_before_residual", None) or False
-    layers_read = _layers_read(options.pop("eagle_config", None) or {}, options.pop(_LAYER_IDS, None), served)
-    for key, allowed in _FIXED.items():
-        found = options.pop(key, allowed)
-        if found is not None and found != allowed:
-            raise UnsupportedModelError(
-                f"config.json of the head: {key} is {found!r}; meshserve implements only {allowed!r}."
-            )
-    check_served("head", options, served)
-    options.pop("target_hidden_size", None)
-    vocab_size = options.pop("draft_vocab_size", None) or served.vocab_size
-    if not 1 <= vocab_size <= served.vocab_size:
-        raise UnsupportedModelError(
-            f"config.json of the head: draft_vocab_size is {vocab_size}; allowed is 1 to {served.vocab_size}."
-        )
-    num_heads = options.get("num_attention_heads")
-    if options.get("head_dim") is None and isinstance(num_heads, int) and num_heads > 0:
-        options["head_dim"] = served.embed_dim // num_heads
-    fixed = {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False, "layer_types": None}
-    try:
-        layer = ModelConfig.from_dict(options | fixed | {"vocab_size": vocab_size})
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"the draft head: {error}") from None
+    options = HeadOptions("draft head", raw, served, {"embed_requires_grad"})
+    is_residual_normed = options.take("norm_before_residual") or False
+    layers_read = _layers_read(options)
+    options.check_fixed(_FIXED)
+    num_heads = options.left.get("num_attention_heads")
+    if options.left.get("head_dim") is None and isinstance(num_heads, int) and num_heads > 0:
+        options.left["head_dim"] = served.embed_dim // num_heads
+    layer = options.take_layer({"model_type": "llama", "num_hidden_layers": 1, "layer_types": None})
     return Eagle3Config(
         layer=layer,
         served_vocab_size=served.vocab_size,
@@ -94,22 +68,12 @@ def read_eagle3(raw: Mapping[str, Any], served: ModelConfig) -> Eagle3Config:
     )
 
 
-def _layers_read(nested: Mapping[str, Any], inputs_of: Any, served: ModelConfig) -> tuple[int, ...]:
+def _layers_read(options: HeadOptions) -> tuple[int, ...]:
     """Returns the layers whose inputs are read."""
-    unknown = sorted(nested.keys() - {_LAYER_IDS, "use_aux_hidden_state"})
-    if unknown or nested.get("use_aux_hidden_state", True) is not True:
-        what = unknown[0] if unknown else "use_aux_hidden_state"
-        raise UnsupportedModelError(
-            f"config.json of the head: eagle_config has {what} = {nested[what]!r}, which is not implemented."
-        )
-    count = served.num_layers
-    if nested.get(_LAYER_IDS) is not None:
-        inputs_of = [layer + 1 if isinstance(layer, int) else layer for layer in nested[_LAYER_IDS]]
-    layers = (2, count // 2, count - 3) if inputs_of is None else tuple(inputs_of)
-    is_valid = len(layers) == NUM_LAYERS_READ and all(isinstance(layer, int) for layer in layers)
-    if not is_valid or list(layers) != sorted(layers) or not 0 <= layers[0] <= layers[-1] < count:
-        raise UnsupportedModelError(
-            f"the head reads the inputs of the layers {layers}; {NUM_LAYERS_READ} of 0 to {count - 1} in ascending "
-            "order are needed."
-        )
-    return layers
+    inputs_of, group = options.take(_LAYER_IDS), options.take_group("eagle_config", {_LAYER_IDS, _READS_LAYERS})
+    if group.get(_READS_LAYERS, True) is not True:
+        raise options.refuse(f"eagle_config has {_READS_LAYERS} = {group[_READS_LAYERS]!r}, which is not implemented.")
+    if group.get(_LAYER_IDS) is not None:
+        inputs_of = inputs_after(group[_LAYER_IDS])
+    count = options.served.num_layers
+    return options.check_layers_read((2, count // 2, count - 3) if inputs_of is None else inputs_of, NUM_LAYERS_READ)

@@ -100,6 +100,8 @@ def test_the_published_drafter_of_qwen3_8b_is_read():
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 35]}},
             r"layers \(2, 36\); some of 0 to 35",
         ),
+        (BLOCK, {"aux_hidden_state_layer_ids": []}, r"layers \(\); some of 0 to 35"),
+        (BLOCK, {"aux_hidden_state_layer_ids": [2, 2]}, r"layers \(2, 2\); some of 0 to 35"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(published: dict[str, Any], changes: dict[str, Any], message: str):
