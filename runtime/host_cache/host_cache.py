@@ -29,7 +29,7 @@ from .sizes import HostCacheSize
 
 _MAX_TICKETS = 2**31  # a ticket is sent as an int32
 _MOST_DECODES = 8  # for each request that waits for copies, for which decodes are delayed by more of them
-_HURRY = 3  # times as many blocks are then on their way beside decodes
+_HURRY = 3  # times as many blocks are then written between two steps
 
 
 class Copier(Protocol):
@@ -223,7 +223,7 @@ class HostCache:
                 self._index.shrink()
         num_blocks = 0
         is_decoding = self._num_decodes and not self._num_prompt_pages
-        most = self._num_fetches_beside() if is_decoding else len(self._flying)
+        most = self._num_writes_beside() if is_decoding else len(self._flying)
         for ticket, (found, part) in itertools.islice(list(self._flying.items()), most):
             state = self._copier.has_arrived(ticket)
             if state is None:
@@ -253,7 +253,7 @@ class HostCache:
         """Returns the commands to carry out before the step of the plan just made, or now if there is none."""
         num_prompt_pages = plan.num_prefill_tokens // self._page_size if plan is not None else 0
         self._save(plan, num_prompt_pages)
-        self._send(now, self._size.max_fetches if plan is None else self._num_fetches_beside())
+        self._send(now, self._size.max_fetches if plan is None else 2 * self._num_writes_beside())
         self._published += self._just_published
         self._just_published.clear()
         self._num_decodes = len(plan.decodes) if plan is not None else 0
@@ -311,23 +311,24 @@ class HostCache:
         for part in found.parts:
             self._index.unpin(part.block)
 
-    def _num_fetches_beside(self) -> int:
-        """Returns how many blocks may be on their way to the device beside the step in progress.
+    def _num_writes_beside(self) -> int:
+        """Returns how many blocks may be written behind the step in progress, and half of how many may be on their way.
 
-        Not more than are copied during a step: the inputs of the next one take the same link. Beside decodes fewer,
-        because writing their pages delays all decodes, unless many requests wait for them.
+        Half, because copies seem to begin when the steps dispatched before them have ended. Not more than are copied
+        during a step: the inputs of the next one take the same link. Beside decodes fewer, because writing delays all
+        of them, unless many requests wait for the pages.
         """
         is_urgent = _MOST_DECODES * len(self._fetches) >= self._num_decodes
         num_blocks = self._size.blocks_beside_decodes * (_HURRY if is_urgent else 1)
-        return min(self._size.max_fetches, num_blocks + self._num_beside_prompts(self._num_prompt_pages))
+        return num_blocks + self._num_beside_prompts(self._num_prompt_pages)
 
     def _num_beside_prompts(self, num_pages: int) -> int:
         """Returns how many blocks are copied each way, at least, while prompts are computed that fill so many pages."""
         return 2 * num_pages // self._size.block_pages
 
     def _send(self, now: float, most: int) -> None:
-        """Sends blocks to the device, until `most` are on their way."""
-        while self._queue and len(self._flying) < most:
+        """Sends blocks to the device, until `most` are on their way, or as many as there is staging memory for."""
+        while self._queue and len(self._flying) < min(most, self._size.max_fetches):
             found = self._queue[0]
             if found.has_failed or found.num_sent == len(found.parts):
                 self._queue.popleft()

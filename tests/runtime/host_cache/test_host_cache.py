@@ -158,9 +158,9 @@ def test_pages_that_requests_hold_are_saved_when_no_others_are_left():
     assert serve(simulation, 2).num_cached_tokens == 24 and copied == 3
 
 
-@pytest.mark.parametrize(("num_decodes", "most"), [(8, 6), (9, 2)])
+@pytest.mark.parametrize(("num_decodes", "most"), [(8, 9), (9, 4)])
 def test_pages_are_restored_faster_beside_few_decodes(num_decodes: int, most: int):
-    """Two blocks fit between two steps without delaying decodes."""
+    """Two blocks fit between two steps without delaying decodes; there is staging memory for nine."""
     copies = FakeCopies(make_size(num_blocks=80, block_pages=1, page_bytes=64 << 20, max_fetches=9, max_saves=9), 0)
     simulation = Simulation(make_limits(max_running=10, max_waiting=10, max_context=64), 40, copies=copies)
     serve(simulation, 1, tuple(range(1, 39)))
