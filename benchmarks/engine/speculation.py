@@ -15,8 +15,12 @@ numbers of draft tokens may be given; one engine, compiled for the largest, serv
 The prompts are random tokens, or parts of the text that `--text` names.
 
 The last columns say where the time between two steps with drafts goes: planning and packing, the calls that dispatch,
-waiting until the sampled tokens are known, and the rest (booking and delivering). With `--profile`, one more run of
-each case is traced, and the device's kernels and the gaps between them are printed.
+waiting until the sampled tokens are known, and the rest (booking and delivering), then the GPU's clock and power
+without drafts and with, if NVIDIA's library is available. With `--profile`, one more run of each case is traced, and
+the device's kernels and the gaps between them are printed.
+
+All requests begin at once and are equally long. With drafts, some end before others, and the last steps have few
+requests: a server, where others take their places, gains more than the ratio says.
 
 The two temperatures cover both extremes. At temperature 0, models (especially with random weights) begin to repeat
 themselves, and most drafts are accepted. At temperature 1 with random weights nothing repeats, so the loss is the price
@@ -37,6 +41,7 @@ from typing import Any
 import jax
 
 from meshserve.benchmarks.lib.drafting_switch import switch_drafts
+from meshserve.benchmarks.lib.gpu_power import PowerWatch, Reading, at_power
 from meshserve.benchmarks.lib.kernel_times import kernel_table
 from meshserve.benchmarks.lib.offline_engine import OfflineEngine, config_for, parse_settings
 from meshserve.benchmarks.lib.oracle import Oracle
@@ -71,6 +76,8 @@ class Case:
     host_ms: float  # of that, planning and packing, for which the device waits
     dispatch_ms: float  # the calls that dispatch a step, and those that dispatch its draft tokens
     wait_ms: float  # from there until the sampled tokens are known
+    plain_power: Reading | None  # of the GPU with the highest power, during the timed runs without drafts
+    power: Reading | None  # and with drafts
 
     @property
     def ratio(self) -> float:
@@ -95,6 +102,7 @@ class _Side:
     host_seconds: float
     dispatch_seconds: float
     wait_seconds: float
+    power: Reading | None
 
 
 class _Dispatches:
@@ -134,10 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }  # fmt: skip
         if not draft_tokens:
             chosen.pop("draft_model", None)
-        with OfflineEngine(config_for(works, chosen), model, make_params, records.append) as engine:
+        built = OfflineEngine(config_for(works, chosen), model, make_params, records.append)
+        with built as engine, PowerWatch() as power:
             dispatches = _Dispatches(engine.engine.runner)
             for key in itertools.product(workloads, options.temperature):
-                run = partial(_run, engine, records, dispatches, workloads[key[0]], key[1])
+                run = partial(_run, engine, records, dispatches, power, workloads[key[0]], key[1])
                 if key not in plain:
                     plain[key] = _without_drafts(engine, run)
                 if draft_tokens:
@@ -260,6 +269,7 @@ def _run(
     engine: OfflineEngine,
     records: list[StepRecord],
     dispatches: _Dispatches,
+    power: PowerWatch,
     works: Sequence[list[Work]],
     temperature: float,
 ) -> _Side:
@@ -268,6 +278,7 @@ def _run(
     tokens, num_warm_up = list(engine.tokens), len(warm_up)
     records.clear()
     seconds = dispatches.seconds = 0.0
+    began = time.perf_counter()
     for batch in timed:
         seconds += engine.run(batch, temperature).seconds
         tokens += engine.tokens
@@ -281,6 +292,7 @@ def _run(
         sum(record.host_seconds for record in records) / len(records),
         dispatches.seconds / len(records),
         (sum(record.step_seconds for record in records) - dispatches.seconds) / len(records),
+        power.between(began, time.perf_counter()),
     )
 
 
@@ -303,6 +315,8 @@ def _case(
         host_ms=1000 * drafted.host_seconds,
         dispatch_ms=1000 * drafted.dispatch_seconds,
         wait_ms=1000 * drafted.wait_seconds,
+        plain_power=plain.power,
+        power=drafted.power,
     )
 
 
@@ -314,7 +328,7 @@ def _row(case: Case) -> str:
         f"{case.plain_tokens_per_second:16,.0f}  {case.tokens_per_second:,.0f}  {case.ratio:5.2f}  {held:>11}  "
         f"{case.accepted_length:13.2f}  {case.num_changed:7}  "
         f"{case.plain_step_ms:.2f} -> {case.step_ms:.2f}: {case.host_ms:.2f}, {case.dispatch_ms:.2f}, "
-        f"{case.wait_ms:.2f}, {rest_ms:.2f}"
+        f"{case.wait_ms:.2f}, {rest_ms:.2f}{at_power(case.plain_power)}{at_power(case.power)}"
     )
 
 
