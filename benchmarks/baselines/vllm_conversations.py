@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> dict[str, object]:
     llm.reset_prefix_cache(reset_connector=True)
     turns = list(conversations(options.users, options.turns, options.turn_tokens))
     began = time.perf_counter()
-    first_seconds = _serve(llm.llm_engine, turns, params)
+    first_seconds = _serve(llm.llm_engine, turns, params, options.at_a_time)
     seconds = time.perf_counter() - began
     by_turn: list[list[float]] = [[] for _ in range(options.turns)]
     for turn, first in zip(turns, first_seconds, strict=True):
@@ -53,18 +53,19 @@ def run(arguments: Sequence[str]) -> dict[str, object]:
         "num_users": options.users,
         "num_turns": options.turns,
         "turn_tokens": options.turn_tokens,
+        "at_a_time": options.at_a_time,
         "seconds": seconds,
         "first_token_ms_by_turn": [round(1e3 * percentile(each, 50)) for each in by_turn],
     }
 
 
-def _serve(engine: Any, turns: Sequence[Turn], params: object) -> list[float]:
-    """Serves each turn once the one `AT_A_TIME` before it has ended. Returns the seconds to their first tokens."""
+def _serve(engine: Any, turns: Sequence[Turn], params: object, at_a_time: int) -> list[float]:
+    """Serves each turn once the one `at_a_time` before it has ended. Returns the seconds to their first tokens."""
     sent: list[float] = []
     first: dict[int, float] = {}
     ended: set[int] = set()
     while len(ended) < len(turns):
-        while len(sent) < len(turns) and (len(sent) < AT_A_TIME or len(sent) - AT_A_TIME in ended):
+        while len(sent) < len(turns) and (len(sent) < at_a_time or len(sent) - at_a_time in ended):
             engine.add_request(str(len(sent)), {"prompt_token_ids": turns[len(sent)].prompt_token_ids}, params)
             sent.append(time.perf_counter())
         for output in engine.step():
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--users", type=int, default=24)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--turn-tokens", type=int, default=2000)
+    parser.add_argument("--at-a-time", type=int, default=AT_A_TIME)
     parser.add_argument("--settings", default="{}", help="further arguments of vllm.LLM, as JSON")
     return parser
 

@@ -21,6 +21,7 @@ from typing import Any
 from meshserve.benchmarks.lib.conversations import SIDES, measure_conversations
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.restored_prefix import EngineClock, measure_prefix
+from meshserve.benchmarks.lib.workloads import AT_A_TIME
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.step_record import StepRecord
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     host.add_argument("--turns", type=int, default=8, help="turns of each conversation")
     host.add_argument("--turn-tokens", type=int, default=2000, help="tokens by which a turn is longer than the last")
+    host.add_argument("--at-a-time", type=int, default=AT_A_TIME, help="turns that run at the same time")
     host.add_argument(
         "--sides",
         nargs="+",
@@ -87,7 +89,8 @@ def _measure_host_cache(options: argparse.Namespace) -> None:
     if options.prefix:
         measure_prefix(server, options.prefix, options.decodes, options.decode_tokens)
     if options.users:
-        measure_conversations(server, options.users, options.turns, options.turn_tokens, options.sides)
+        sizes = options.users, options.turns, options.turn_tokens, options.at_a_time
+        measure_conversations(server, *sizes, sides=options.sides)
     server.engine.stop()
 
 

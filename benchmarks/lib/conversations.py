@@ -7,18 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from .restored_prefix import EngineClock, random_prompt
-from .workloads import AT_A_TIME, OUTPUT_TOKENS, conversations
+from .workloads import OUTPUT_TOKENS, conversations
 
 SIDES = ("with", "without")  # host memory
 _WARM = 1000  # number of the first prompt that only warms up
 
 
 def measure_conversations(
-    server: EngineClock, num_users: int, num_turns: int, turn_tokens: int, sides: Sequence[str]
+    server: EngineClock, num_users: int, num_turns: int, turn_tokens: int, at_a_time: int, *, sides: Sequence[str]
 ) -> None:
     """Prints how long all turns take, the first-token times of each turn, and where the time went.
 
     Args:
+      at_a_time: Turns that run at the same time; the next begins when the one so many before it has ended.
       sides: "with" and "without" host memory, in the order in which they are measured.
     """
     for number in range(2):
@@ -28,12 +29,12 @@ def measure_conversations(
         server.keep_pages(name == "with")
         before = dataclasses.asdict(server.host.counts)
         server.steps.reset()
-        seconds, by_turn = _serve(server, num_users, num_turns, turn_tokens)
+        seconds, by_turn = _serve(server, num_users, num_turns, turn_tokens, at_a_time)
         results[name] = min(seconds, results.get(name, seconds))
         counts = {key: count - before[key] for key, count in dataclasses.asdict(server.host.counts).items()}
         turns = " ".join(f"{1e3 * np.median(turn):.0f}" for turn in by_turn)
-        print(f"{name} host memory: {num_users} users, {num_turns} turns of {turn_tokens} tokens: {seconds:.2f} s; "
-              f"first token of each turn {turns} ms; "
+        print(f"{name} host memory: {num_users} users, {num_turns} turns of {turn_tokens} tokens, {at_a_time} at a "
+              f"time: {seconds:.2f} s; first token of each turn {turns} ms; "
               f"restored {counts['num_restored'] * server.host.size.page_bytes / 1e9:.1f} GB")  # fmt: skip
         print(server.steps)
         print(" ".join(f"{key}={count}" for key, count in counts.items()), flush=True)
@@ -42,15 +43,15 @@ def measure_conversations(
 
 
 def _serve(
-    server: EngineClock, num_users: int, num_turns: int, turn_tokens: int
+    server: EngineClock, num_users: int, num_turns: int, turn_tokens: int, at_a_time: int
 ) -> tuple[float, Sequence[Sequence[float]]]:
-    """Serves all turns, `AT_A_TIME` at a time. Returns the seconds, and those to the first tokens of each turn."""
+    """Serves all turns, `at_a_time` at a time. Returns the seconds, and those to the first tokens of each turn."""
     submitted: list[tuple[int, str, float]] = []
     turns = list(conversations(num_users, num_turns, turn_tokens))
     started = time.perf_counter()
     for turn in turns:
-        if len(submitted) >= AT_A_TIME:
-            server.clock.wait(server.engine, [submitted[-AT_A_TIME][1]])
+        if len(submitted) >= at_a_time:
+            server.clock.wait(server.engine, [submitted[-at_a_time][1]])
         name = server.submit(turn.prompt_token_ids, OUTPUT_TOKENS)
         submitted.append((turn.number, name, time.perf_counter()))
     server.clock.wait(server.engine, [name for _, name, _ in submitted])

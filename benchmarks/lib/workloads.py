@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 MAX_TOKEN_ID = 10_000
 OUTPUT_TOKENS = 64  # of each turn of a conversation
-AT_A_TIME = 8  # turns of conversations that run at the same time
+AT_A_TIME = 8  # turns of conversations that run at the same time, unless a benchmark is told otherwise
 MAX_CONVERSATION_ID = 1_799  # the demo model has these, too
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from meshserve.benchmarks.baselines.vllm_conversations import _serve
-from meshserve.benchmarks.lib.workloads import AT_A_TIME, conversations
+from meshserve.benchmarks.lib.workloads import conversations
 
 USERS, TURNS, TOKENS = 5, 3, 7
 
@@ -44,7 +44,7 @@ def test_each_turn_begins_with_the_turn_before() -> None:
 
 def test_vllm_gets_the_same_turns_at_the_same_concurrency() -> None:
     engine, turns = Engine(), list(conversations(USERS, TURNS, TOKENS))
-    first = _serve(engine, turns, None)
+    first = _serve(engine, turns, None, 4)
     assert len(first) == len(turns) and min(first) > 0
     assert engine.prompts == [turn.prompt_token_ids for turn in turns]
-    assert engine.most_running == AT_A_TIME
+    assert engine.most_running == 4
