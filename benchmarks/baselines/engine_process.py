@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ def run_engine(module: str, interpreter: str, job: Job, folder: Path, timeout: f
         process = subprocess.Popen(
             [*command, *(f"--progress-fd={number}" for number in progress)],
             env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=progress,
+            start_new_session=True,  # with the servers that it starts, which `_kill` ends, too
         )  # fmt: skip
         peak_bytes = _wait(process, timeout, watch)
         log.seek(0)
@@ -142,11 +144,20 @@ def _watched_memory() -> Iterator[_GpuMemory]:
 
 def _wait(process: subprocess.Popen, timeout: float, watch: _GpuMemory) -> int:
     """Waits for the process to end and returns its peak memory: of the GPUs, or of the process if there is no GPU."""
-    timer = threading.Timer(timeout, process.kill)
+    timer = threading.Timer(timeout, _kill, [process])
     timer.start()
     try:
         _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:  # such as KeyboardInterrupt, which does not reach another session
+        _kill(process)
+        raise
     finally:
         timer.cancel()
     process.returncode = os.waitstatus_to_exitcode(status)
     return watch.peak_bytes or usage.ru_maxrss * 1024
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kills the process and all that it has started, which would hold the GPU's memory."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -26,6 +26,7 @@ from meshserve.runtime.weights.random_weights import random_model
 from meshserve.runtime.weights.registry import model_config, named_model, published_config
 from meshserve.sharding.mesh import make_mesh
 from tests.checkpoints import TINY
+from tests.waiting import wait_for
 
 RAW = {
     **{key: value for key, value in TINY.items() if key != "eos_token_id"},
@@ -186,6 +187,24 @@ def test_a_failed_baseline_is_shown_with_its_traceback_however_much_is_logged_af
     said = capsys.readouterr().err
     assert "exit status 1:\nTraceback (most recent call last)\n  the cause" in said
     assert "10000" in said and len(said) < 10_000
+
+
+def test_a_baseline_that_does_not_end_in_time_leaves_no_server_behind(tiny: Path, capsys: pytest.CaptureFixture):
+    (tiny / "endless").write_text(f"#!/bin/sh\nsleep 600 & echo $! > {tiny / 'server'}; wait\n")
+    (tiny / "endless").chmod(0o755)
+    arguments = [f"--model={tiny}", "--engines", "hf-single", f"--python-hf={tiny / 'endless'}", "--timeout=1"]
+    assert compare.main(arguments) == 1
+    assert "exit status -9" in capsys.readouterr().err
+    server = int((tiny / "server").read_text())
+    wait_for(lambda: not _is_running(server))
+
+
+def _is_running(pid: int) -> bool:
+    """Returns whether a process has not ended; the machine's init may leave it as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("is_single", [False, True])
