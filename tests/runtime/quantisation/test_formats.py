@@ -4,6 +4,7 @@ import math
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, formats.C
     return {name: formats.save(root / name, name, seed=seed) for seed, name in enumerate(formats.FORMATS)}
 
 
+dequantised_at_once = jax.jit(dequantised)  # one program for a shape instead of one for each operation
+
+
 def loaded(directory: Path, tp: int) -> dict[str, np.ndarray]:
     """Returns every parameter at a TP size, dequantised."""
     config = read_model(directory / "config.json")
@@ -43,7 +47,7 @@ def loaded(directory: Path, tp: int) -> dict[str, np.ndarray]:
     }  # fmt: skip
     matrices = {name: matrix_of(state) for name, state in found.items()}
     return {
-        name: np.asarray(dequantised(matrix) if isinstance(matrix, tuple) else matrix)
+        name: np.asarray(dequantised_at_once(matrix) if isinstance(matrix, tuple) else matrix)
         for name, matrix in matrices.items()
     }
 
