@@ -47,29 +47,34 @@ class Running:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def cached_pages(self, request: Request) -> list[int]:
-        """Returns the cached pages that a waiting request can start from.
+    def _num_reusable(self, request: Request) -> int:
+        """Returns how many pages a waiting request can start from if they are cached, and extends its keys to them.
 
         The page of its last known token is excluded, because that token must be computed to sample the next one. The
-        result is empty if prompt log-probabilities are requested, because they require computing the whole prompt.
+        result is 0 if prompt log-probabilities are requested, because they require computing the whole prompt.
         """
         if not self._limits.has_prefix_cache or request.num_prompt_logprobs_left:
-            return []
+            return 0
         num_pages = (request.num_known_tokens - 1) // self._limits.page_size
         extend_page_keys(request, self._limits.page_size, num_pages)
-        return self._pages.match(request.page_keys[:num_pages])
-
-    def missing_keys(self, request: Request, num_cached_pages: int) -> list[bytes]:
-        """Returns the keys of the pages that the request could start from in addition to those of `cached_pages`."""
-        if not self._limits.has_prefix_cache or request.num_prompt_logprobs_left:
-            return []
-        return request.page_keys[num_cached_pages : (request.num_known_tokens - 1) // self._limits.page_size]
+        return num_pages
 
     def found_pages(self, request: Request) -> tuple[list[int], list[bytes], int]:
         """Returns the cached pages of a waiting request, the keys of the others, and how many pages either tier has."""
-        cached, host = self.cached_pages(request), self._pages.host
-        missing = self.missing_keys(request, len(cached))
+        keys, host = request.page_keys[: self._num_reusable(request)], self._pages.host
+        cached = self._pages.match(keys)
+        missing = keys[len(cached) :]
         return cached, missing, len(cached) + (host.num_found(missing) if host is not None else 0)
+
+    def num_left(self, request: Request) -> int:
+        """Returns how many tokens of a waiting request neither tier has; not exact if a page left before later ones."""
+        keys, num_pages = request.page_keys, self._num_reusable(request)
+        is_all = num_pages and not self._is_missing(keys[num_pages - 1])
+        num_found = num_pages if is_all else bisect_left(keys, True, hi=num_pages, key=self._is_missing)
+        return request.num_known_tokens - num_found * self._limits.page_size
+
+    def _is_missing(self, key: bytes) -> bool:
+        return not (self._pages.match([key]) or (self._pages.host is not None and self._pages.host.num_found([key])))
 
     def has_room(self, request: Request, cached: Collection[int]) -> bool:
         """Returns whether a slot and pages for all known tokens of the request are free.

@@ -227,7 +227,7 @@ class Scheduler:
         for request in self._shares.waiting():
             if num_left > 2 * self.limits.max_prefill_tokens:
                 break
-            num_left += request.num_known_tokens - self._running.found_pages(request)[2] * self.limits.page_size
+            num_left += self._running.num_left(request)  # in O(log pages): all may be long, and cached
         return num_left <= 2 * self.limits.max_prefill_tokens
 
     def _grow(self, request: Request, draft: Draft) -> bool:

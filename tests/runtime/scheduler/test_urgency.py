@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Iterable
 
 import pytest
 
@@ -110,6 +111,32 @@ def test_prefill_beside_decodes_is_shorter_while_few_prompt_tokens_are_left():
         assert plan is not None and plan.decodes
         sizes.append(plan.num_prefill_tokens)
     assert sizes == [3, 6, 3, 3, 3, 0]
+
+
+def test_long_cached_prompts_that_wait_are_looked_up_in_few_pages(monkeypatch: pytest.MonkeyPatch):
+    scheduler = make_scheduler(
+        300, max_running=30, max_waiting=30, max_step_tokens=1000, max_prefill_tokens=217, light_prefill_tokens=3,
+        max_context=1000,
+    )  # fmt: skip
+    prompt = tuple(1 + index % 30 for index in range(796))
+    scheduler.add(make_request(1, prompt=(*prompt, 31), max_tokens=40))
+    assert scheduler.plan(0.0) is not None
+    waiting = [make_request(seed, prompt=(*prompt, *[seed] * seed), max_tokens=9) for seed in range(1, 30)]
+    scheduler.add(*waiting)
+    assert {scheduler._running.found_pages(request)[2] for request in waiting} == {199}
+    assert [scheduler._running.num_left(request) for request in waiting] == list(range(1, 30))
+    looked_up: list[bytes] = []
+    match = PageAllocator.match
+
+    def counted(pages: PageAllocator, keys: Iterable[bytes]) -> list[int]:
+        looked_up.extend(keys := list(keys))
+        return match(pages, keys)
+
+    monkeypatch.setattr(PageAllocator, "match", counted)
+    assert not scheduler._is_light([])  # 435 tokens are left
+    scheduler.finish(waiting[0], FinishReason.CANCELLED, 0.0)
+    assert scheduler._is_light([])
+    assert len(waiting) < len(looked_up) < 20 * len(waiting)
 
 
 def test_bounded_prefill_and_decodes_fill_a_step_size():
