@@ -10,7 +10,7 @@ tokens again. docs/decisions/053-host-cache.md has the reasons.
 """
 
 import itertools
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -126,10 +126,10 @@ class HostCache:
         self._queue: deque[_Fetch] = deque()  # with parts that are not sent
         self._flying: dict[int, tuple[_Fetch, _Part]] = {}  # by ticket, oldest first
         self._evicted: list[tuple[int, bytes]] = []
-        # Pages that were published, perhaps not saved yet; the first before the plan dispatched last, whose step fills
-        # the others.
-        self._published: deque[tuple[int, bytes]] = deque(maxlen=self._pages.num_pages)
-        self._just_published: list[tuple[int, bytes]] = []
+        # The keys of pages that were published, perhaps not saved yet, and not evicted since; the first before the plan
+        # dispatched last, whose step fills the others.
+        self._published: OrderedDict[int, bytes] = OrderedDict()
+        self._just_published: dict[int, bytes] = {}
         self._commands: list[np.ndarray] = []
         self._flying_since = 0.0
         self._adopted: deque[tuple[object, tuple[bytes, ...], Any]] = deque()
@@ -190,13 +190,15 @@ class HostCache:
             self._end(self._fetches[request])
 
     def evicted(self, page: int, key: bytes) -> None:
+        self._published.pop(page, None)
+        self._just_published.pop(page, None)
         if key in self._index:
             self._index.touch(key)
         else:
             self._evicted.append((page, key))
 
     def published(self, page: int, key: bytes) -> None:
-        self._just_published.append((page, key))
+        self._just_published[page] = key
 
     def clear(self) -> None:
         self.on_clear()
@@ -254,7 +256,7 @@ class HostCache:
         num_prompt_pages = plan.num_prefill_tokens // self._page_size if plan is not None else 0
         self._save(plan, num_prompt_pages)
         self._send(now, self._size.max_fetches if plan is None else 2 * self._num_writes_beside())
-        self._published += self._just_published
+        self._published.update(self._just_published)
         self._just_published.clear()
         self._num_decodes = len(plan.decodes) if plan is not None else 0
         self._num_prompt_pages = num_prompt_pages
@@ -381,16 +383,15 @@ class HostCache:
         """
         size = self._size.block_pages
         while num_blocks > 0 and self._index.num_free:
-            held: dict[bytes, int] = {}
+            held: list[tuple[int, bytes]] = []
             while self._published and len(held) < size:
-                page, key = self._published.popleft()
-                if key not in self._index and self._pages.is_at(page, key):
-                    held[key] = page
-            pages = [(page, key) for key, page in held.items()]
-            if len(pages) < size:
-                self._published.extendleft(reversed(pages))
+                page, key = self._published.popitem(last=False)
+                if key not in self._index:
+                    held.append((page, key))
+            if len(held) < size:
+                self._published.update(held)
                 return
-            block = self._save_block(pages)
+            block = self._save_block(held)
             assert block is not None
             self._index.demote(block)
             num_blocks -= 1
@@ -448,6 +449,8 @@ class HostCache:
     def detach(self) -> None:
         """Takes the tier away from an engine in which no request runs, and which is to go on without it."""
         self._pages.host = None
+        self._published.clear()  # it is not told which of them are evicted
+        self._just_published.clear()
 
     def attach(self) -> None:
         """Gives the tier back to an engine from which it was taken away, and in which no request runs."""
@@ -468,4 +471,6 @@ class HostCache:
                 for row, index in part.rows.items():
                     is_there = found.has_failed or self._index.place(found.keys[index]) == (part.block, row)
                     assert is_there, f"{name} fetches a page that is not in its block"
+        for page, key in (*self._published.items(), *self._just_published.items()):
+            assert self._pages.match([key]) == [page], f"page {page} is to be saved, but was evicted"
         assert {found for found, _ in self._flying.values()} <= set(self._fetches.values()), "a copy has no fetch"

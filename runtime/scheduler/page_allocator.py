@@ -146,10 +146,6 @@ class PageAllocator:
             self.host.published(page, key)
         return True
 
-    def is_at(self, page: int, key: bytes) -> bool:
-        """Returns whether the content of `key` is in this page."""
-        return self._key_of.get(page) == key
-
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Returns the pages of the longest cached prefix of `keys`. The next `allocate` may evict them."""
         pages = []

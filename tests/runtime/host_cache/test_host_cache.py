@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from meshserve.runtime.api.errors import InvalidRequestError, QueueFullError
 from meshserve.runtime.api.request import FinishReason, Request
 from meshserve.runtime.host_cache.commands import Op
+from meshserve.runtime.host_cache.host_cache import HostCache
 from meshserve.runtime.host_cache.rates import Rates
 from meshserve.runtime.scheduler.limits import SchedulerLimits
+from meshserve.runtime.scheduler.page_allocator import PageAllocator
+from meshserve.runtime.scheduler.step_plan import StepPlan
 from tests.runtime.fake_copies import FakeCopies, make_size
 from tests.runtime.simulation import Simulation, make_limits, make_request, tight_limits
 
@@ -156,6 +159,26 @@ def test_pages_that_requests_hold_are_saved_when_no_others_are_left():
     fill(simulation, 10, 1)
     assert simulation.allocator.num_evictions >= 5 and simulation.host.counts.num_lost == 0
     assert serve(simulation, 2).num_cached_tokens == 24 and copied == 3
+
+
+def test_a_page_that_is_evicted_and_filled_again_is_not_saved_before_its_step():
+    pages, copies = PageAllocator(2), FakeCopies(make_size(block_pages=2, max_saves=4))
+    host = HostCache(pages, make_limits(), copies)
+    plan = StepPlan(decodes=[], starts=[], prefills=[])
+    first, second = pages.allocate(2)
+    pages.publish(first, b"first")
+    copies.num_saving = lambda: 4  # so that the page is lost when it is evicted
+    assert not host.take_commands(0.0, plan)
+    pages.free([first])
+    assert pages.allocate(1) == [first]
+    pages.publish(second, b"second")
+    assert not host.take_commands(0.0, plan) and host.counts.num_lost == 1
+    copies.num_saving = lambda: 0
+    pages.publish(first, b"first")  # this plan's step computes the same prefix in the same page
+    assert not host.take_commands(0.0, plan)
+    host.audit()
+    (command,) = host.take_commands(0.0, plan)
+    assert command.tolist()[0] == Op.SAVE and command.tolist()[2:] == [second, first]
 
 
 @pytest.mark.parametrize(("num_decodes", "most"), [(8, 9), (9, 4)])
