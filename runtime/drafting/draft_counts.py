@@ -42,14 +42,14 @@ class StepCosts:
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}  # the step that measured each size last
         self._num_steps = 0
-        self._met: set[tuple[int, int]] = set()
+        self._met: set[tuple[int, int, bool]] = set()
 
-    def is_first(self, num_tokens: int, num_steps: int) -> bool:
-        """Returns whether a step, with drafts or without, is the first of its shape.
+    def is_first(self, num_tokens: int, num_steps: int, is_drafted: bool) -> bool:
+        """Returns whether a step is the first of its shape, with drafts or without, which may be two programs.
 
         Its time includes what a GPU does once for a program.
         """
-        shape = self.size_of(num_tokens), num_steps
+        shape = self.size_of(num_tokens), num_steps, is_drafted
         is_first = shape not in self._met
         self._met.add(shape)
         return is_first

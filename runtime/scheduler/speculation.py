@@ -167,7 +167,7 @@ class Speculation:
             return rounds
         is_comparable = not (plan.prefills or plan is self._excluded)
         num_tokens = None
-        if is_comparable and not self._costs.is_first(plan.num_batch_tokens, plan.num_steps):
+        if is_comparable and not self._costs.is_first(plan.num_batch_tokens, plan.num_steps, bool(plan.drafts)):
             tokens = itertools.chain(*rounds)
             num_tokens = sum(plan.decode_lengths if plan.num_steps > 1 else (token is not None for token in tokens))
         seconds = self._payoffs.measure(

@@ -71,5 +71,5 @@ def test_the_share_follows_what_was_accepted_lately():
 
 def test_the_first_step_of_each_shape_is_known():
     costs = StepCosts((4, 8))
-    shapes = [(3, 1), (4, 1), (5, 1), (8, 1), (2, 1), (2, 4)]
-    assert [costs.is_first(*shape) for shape in shapes] == [True, False, True, False, False, True]
+    shapes = [(3, 1, True), (4, 1, True), (5, 1, True), (8, 1, True), (2, 1, True), (2, 1, False), (2, 4, False)]
+    assert [costs.is_first(*shape) for shape in shapes] == [True, False, True, False, False, True, True]
