@@ -100,7 +100,8 @@ class Pace:
     def _wait(self, now: float) -> None:
         """Adds the time since the last queue event, during which requests waited."""
         seconds = max(now - self._last, 0.0)
-        self._num_left *= (kept := math.exp(-seconds / _WINDOW_SECONDS))
+        kept = math.exp(-seconds / _WINDOW_SECONDS)
+        self._num_left *= kept
         self._num_left_tokens *= kept
         self._queued_seconds += seconds
         self._last = now

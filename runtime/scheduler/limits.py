@@ -17,9 +17,7 @@ class SchedulerLimits:
     max_waiting: int  # length of the queue; further requests are refused
     max_context: int  # prompt and output tokens of one request
     max_prefill_tokens: int = 0  # prefill tokens in a step that also decodes; 0: the rest of max_step_tokens
-    light_prefill_tokens: int = (
-        0  # the same while few prompt tokens are left to compute (`Scheduler._is_light`); 0: none
-    )
+    light_prefill_tokens: int = 0  # the same while few prompt tokens wait (`Scheduler._is_light`); 0: no difference
     max_decode_steps: int = 1  # decode steps per dispatch while no request waits; at most page_size
     priority_seconds: float = 30.0  # waiting time that one level of priority is worth
     has_prefix_cache: bool = True
