@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_host_cache(options: argparse.Namespace) -> None:
-    """Measures prefixes of which the devices hold two, and conversations of which they hold half or less."""
+    """Measures prefixes of which the devices hold two, and conversations of which they hold half, or as `--set` says."""
     longest = max(options.prefix + options.decode_tokens, options.turns * options.turn_tokens) + 128
     settings: dict[str, Any] = {"page_size": 32, "max_context": longest} | parse_settings(options.set)
     num_pages = options.users * options.turns * options.turn_tokens // settings["page_size"] // 2
@@ -87,7 +87,8 @@ def _measure_host_cache(options: argparse.Namespace) -> None:
     }
     server = EngineClock(ServeConfig(**(chosen | settings)))
     if options.prefix:
-        measure_prefix(server, options.prefix, options.decodes, options.decode_tokens)
+        num_held = settings.get("num_pages", num_pages) * settings["page_size"] // options.prefix
+        measure_prefix(server, num_held + 2, options.prefix, options.decodes, options.decode_tokens)
     if options.users:
         sizes = options.users, options.turns, options.turn_tokens, options.at_a_time
         measure_conversations(server, *sizes, sides=options.sides)

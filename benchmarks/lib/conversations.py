@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .gpu_power import PowerWatch, at_power
 from .restored_prefix import EngineClock, random_prompt
 from .workloads import OUTPUT_TOKENS, conversations
 
@@ -29,13 +30,16 @@ def measure_conversations(
         server.keep_pages(name == "with")
         before = dataclasses.asdict(server.host.counts)
         server.steps.reset()
-        seconds, by_turn = _serve(server, num_users, num_turns, turn_tokens, at_a_time)
+        with PowerWatch() as watch:
+            started = time.perf_counter()
+            seconds, by_turn = _serve(server, num_users, num_turns, turn_tokens, at_a_time)
+            power = at_power(watch.between(started, started + seconds))
         results[name] = min(seconds, results.get(name, seconds))
         counts = {key: count - before[key] for key, count in dataclasses.asdict(server.host.counts).items()}
         turns = " ".join(f"{1e3 * np.median(turn):.0f}" for turn in by_turn)
         print(f"{name} host memory: {num_users} users, {num_turns} turns of {turn_tokens} tokens, {at_a_time} at a "
               f"time: {seconds:.2f} s; first token of each turn {turns} ms; "
-              f"restored {counts['num_restored'] * server.host.size.page_bytes / 1e9:.1f} GB")  # fmt: skip
+              f"restored {counts['num_restored'] * server.host.size.page_bytes / 1e9:.1f} GB{power}")  # fmt: skip
         print(server.steps)
         print(" ".join(f"{key}={count}" for key, count in counts.items()), flush=True)
     if len(results) > 1:

@@ -17,6 +17,7 @@ from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import launch
 
+from .gpu_power import PowerWatch, at_power
 from .step_seconds import StepSeconds
 
 _GB = 1e9
@@ -91,14 +92,19 @@ class EngineClock:
         return self.clock.times[name][0] - started
 
 
-def measure_prefix(server: EngineClock, num_tokens: int, num_decodes: int, num_decode_tokens: int) -> None:
-    """Prints the first-token times of a prefix of `num_tokens`, the rates of copies, and decodes beside copies."""
-    # The devices hold two or three of four prefixes, so each in turn has left them.
-    prompts = [random_prompt(number, num_tokens) for number in range(4)]
+def measure_prefix(
+    server: EngineClock, num_prefixes: int, num_tokens: int, num_decodes: int, num_decode_tokens: int
+) -> None:
+    """Prints the first-token times of a prefix of `num_tokens`, the rates of copies, and decodes beside copies.
+
+    Args:
+      num_prefixes: More than the devices hold, so that each has left them when its turn comes again.
+    """
+    prompts = [random_prompt(number, num_tokens) for number in range(num_prefixes)]
     computed = [server.first_token_seconds(prompt) for prompt in prompts]
     kept = [server.first_token_seconds(prompts[-1]) for _ in range(_REPEATS)]
     before = server.host.counts.num_restored
-    restored = [server.first_token_seconds(prompts[number % 4]) for number in range(4 * _REPEATS)]
+    restored = [server.first_token_seconds(prompt) for prompt in prompts * _REPEATS]
     num_pages = (server.host.counts.num_restored - before) / len(restored)
     rate = server.host.rates.copy_bytes_per_second
     print(f"first token of {num_tokens} tokens: computed {_ms(computed)}, kept on the devices {_ms(kept)}, "
@@ -106,13 +112,8 @@ def measure_prefix(server: EngineClock, num_tokens: int, num_decodes: int, num_d
     print(f"restored {num_pages:.0f} pages a request; copies of each device ran at {rate / _GB:.1f} GB/s meanwhile; "
           f"{server.host.counts}", flush=True)  # fmt: skip
     decodes = [random_prompt(100 + number, 64) for number in range(num_decodes)]
-    for name, beside in (("kept", prompts[-1:]), ("restored", prompts)):
-        before = server.host.counts.num_restored
-        gaps, seconds = _gaps_beside(server, decodes, num_decode_tokens, beside)
-        rate = (server.host.counts.num_restored - before) * server.host.size.page_bytes / seconds / _GB
-        typical, slow, slowest = np.percentile(gaps, (50, 90, 99))
-        print(f"{num_decodes} decodes beside prefixes that are {name}: a token every {typical:.2f} ms, "
-              f"P90 {slow:.2f}, P99 {slowest:.2f} ms; restored {rate:.1f} GB/s", flush=True)  # fmt: skip
+    for name, beside in (("alone", ()), ("beside a kept prefix", prompts[-1:]), ("beside restored ones", prompts)):
+        _measure_decodes(server, decodes, num_decode_tokens, name, beside)
     copy_seconds = 0.0
     for name, seconds, num_bytes in _link_times(server):
         print(f"{name}: {num_bytes / seconds / _GB:.1f} GB/s on each device, in blocks of "
@@ -122,6 +123,22 @@ def measure_prefix(server: EngineClock, num_tokens: int, num_decodes: int, num_d
         middle = float(np.median(restored))
         print(f"restored {min(computed) / middle:.1f} times sooner than computed, in {middle / copy_seconds:.2f} "
               f"times the {1e3 * copy_seconds:.1f} ms of the copies alone", flush=True)  # fmt: skip
+
+
+def _measure_decodes(
+    server: EngineClock, decodes: Sequence[Sequence[int]], num_tokens: int, name: str, beside: Sequence[Sequence[int]]
+) -> None:
+    """Prints the times of decodes called `name`, while requests for `beside` come one after another."""
+    before = server.host.counts.num_restored
+    with PowerWatch() as watch:
+        gaps, started, ended = _gaps_beside(server, decodes, num_tokens, beside)
+        power = at_power(watch.between(started, ended))
+    num_bytes = (server.host.counts.num_restored - before) * server.host.size.page_bytes
+    typical, slow, slowest = np.percentile(gaps, (50, 90, 99))
+    step, slow_step = 1e3 * np.percentile(server.steps.decode_seconds, (50, 99))
+    print(f"{len(decodes)} decodes {name}: a token every {typical:.2f} ms, P90 {slow:.2f}, P99 {slowest:.2f}; "
+          f"{len(server.steps.decode_seconds)} steps without prompts {step:.2f} ms, P99 {slow_step:.2f}; "
+          f"restored {num_bytes / (ended - started) / _GB:.1f} GB/s{power}", flush=True)  # fmt: skip
 
 
 def random_prompt(number: int, num_tokens: int) -> tuple[int, ...]:
@@ -134,18 +151,19 @@ def _ms(seconds: Sequence[float]) -> str:
 
 def _gaps_beside(
     server: EngineClock, decodes: Sequence[Sequence[int]], num_tokens: int, prompts: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, float]:
+) -> tuple[np.ndarray, float, float]:
     """Returns the milliseconds between tokens of decodes, while requests for `prompts` come one after another.
 
-    Also returns how many seconds that took.
+    Also returns when that began and ended, by `time.perf_counter`.
     """
     names = [server.submit(prompt, num_tokens) for prompt in decodes]
     server.clock.wait_for_tokens(names)
+    server.steps.reset()
     with _requesting(server, prompts) as started:
         server.clock.wait(server.engine, names)
-        seconds = time.perf_counter() - started
+        ended = time.perf_counter()
     times = [np.array(server.clock.times[name]) for name in names]
-    return 1e3 * np.concatenate([np.diff(each[each > started]) for each in times]), seconds
+    return 1e3 * np.concatenate([np.diff(each[each > started]) for each in times]), started, ended
 
 
 @contextmanager

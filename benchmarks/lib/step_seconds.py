@@ -23,6 +23,7 @@ class StepSeconds:
     def reset(self) -> None:
         self._last = self._clock()
         self.idle_seconds = 0.0  # in which no step was in flight
+        self.decode_seconds: list[float] = []  # of each step without prompts
         self._totals: dict[str, Counter[str]] = {kind: Counter() for kind in _KINDS}
 
     def record(self, record: StepRecord) -> None:
@@ -32,6 +33,8 @@ class StepSeconds:
         self.idle_seconds += began - self._last
         self._last = now
         num_parked = max(record.num_running - record.num_decodes - record.num_prefills, 0)
+        if not record.num_prefill_tokens:
+            self.decode_seconds.append(now - began)
         kind = _KINDS[2] if record.num_prefill_tokens else _KINDS[bool(num_parked)]
         self._totals[kind].update(
             steps=1,

@@ -32,5 +32,6 @@ def test_each_second_is_counted_once() -> None:
     assert "1.25 s in 2 steps of decodes, 625.0 ms each: 8.0 decodes" in decodes
     assert "0.50 s in 1 steps" in beside_copies and "2.0 requests without work, 2.0 queued" in beside_copies
     assert "0.50 s in 1 steps of prompts" in prompts and "100.0 prompt tokens" in prompts
+    assert steps.decode_seconds == pytest.approx([1.0, 0.5, 0.25]), "of a step that waits for the one before, once"
     steps.reset()
-    assert steps.idle_seconds == 0.0 and "0 steps of prompts" in str(steps)
+    assert steps.idle_seconds == 0.0 and not steps.decode_seconds and "0 steps of prompts" in str(steps)
