@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_host_cache(options: argparse.Namespace) -> None:
-    """Measures prefixes of which the devices hold two, and conversations of which they hold half, or as `--set` says."""
+    """Measures prefixes of which the devices hold two, and conversations of which they hold half, unless told else."""
     longest = max(options.prefix + options.decode_tokens, options.turns * options.turn_tokens) + 128
     settings: dict[str, Any] = {"page_size": 32, "max_context": longest} | parse_settings(options.set)
     num_pages = options.users * options.turns * options.turn_tokens // settings["page_size"] // 2
