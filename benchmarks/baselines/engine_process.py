@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,32 @@ def run_engine(module: str, interpreter: str, job: Job, folder: Path, timeout: f
     Returns:
       The report and the peak memory in bytes, or the reason why there is none.
     """
+    write_job(job, folder / "job.json")
+    report = folder / "report.json"
+    with _progress(job) as progress:
+        arguments = [str(folder / "job.json"), str(report), *(f"--progress-fd={number}" for number in progress)]
+        found = run_module(module, interpreter, arguments, report, timeout, progress)
+    return found if isinstance(found, str) else (read_report(report), found)
+
+
+def run_module(
+    module: str, interpreter: str, arguments: Sequence[str], report: Path, timeout: float, pass_fds: Sequence[int] = ()
+) -> int | str:
+    """Runs a module of this package that writes a report into the folder of its log.
+
+    Returns:
+      The peak memory in bytes, or the reason why there is no report.
+    """
     if shutil.which(interpreter) is None:
         return f"interpreter {interpreter} not found"
     if module.startswith("vllm") and not _has_vllm(interpreter):
         return NOT_INSTALLED
-    write_job(job, folder / "job.json")
-    report = folder / "report.json"
     report.unlink(missing_ok=True)
-    command = [interpreter, "-m", f"meshserve.benchmarks.baselines.{module}", str(folder / "job.json"), str(report)]
-    environment = _environment(folder, module)
-    with (folder / "log").open("w+", errors="replace") as log, _watched_memory() as watch, _progress(job) as progress:
+    environment = _environment(report.parent, module)
+    with (report.parent / "log").open("w+", errors="replace") as log, _watched_memory() as watch:
         process = subprocess.Popen(
-            [*command, *(f"--progress-fd={number}" for number in progress)],
-            env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=progress,
+            [interpreter, "-m", f"meshserve.benchmarks.baselines.{module}", *arguments],
+            env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=pass_fds,
             start_new_session=True,  # with the servers that it starts, which `_kill` ends, too
         )  # fmt: skip
         peak_bytes = _wait(process, timeout, watch)
@@ -53,7 +66,7 @@ def run_engine(module: str, interpreter: str, job: Job, folder: Path, timeout: f
         text = log.read()
     if process.returncode != 0 or not report.is_file():
         return f"failed with exit status {process.returncode}:\n{_excerpt(text)}"
-    return read_report(report), peak_bytes
+    return peak_bytes
 
 
 def _excerpt(log: str) -> str:

@@ -4,7 +4,8 @@
         '{"kv_offloading_size": 36, "kv_offloading_backend": "native", "num_gpu_blocks_override": 7000}'
 
 DIRECTORY has the config.json of the model. Runs in vLLM's interpreter, so it imports only the standard library and
-what needs no more. Two prompts that are as long as a last turn come first, untimed, as in `bench prefix`.
+what needs no more. Two prompts that are as long as a last turn come first, untimed, as in `bench prefix`, which runs
+this with `--python-vllm`.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from meshserve.benchmarks.lib.token_times import percentile
@@ -22,6 +24,7 @@ from meshserve.benchmarks.lib.workloads import AT_A_TIME, MAX_CONVERSATION_ID, O
 def run(arguments: Sequence[str]) -> dict[str, object]:
     """Returns the figures of the timed run."""
     options = _parser().parse_args(arguments)
+    began = time.perf_counter()
     import vllm
 
     llm = vllm.LLM(
@@ -35,14 +38,15 @@ def run(arguments: Sequence[str]) -> dict[str, object]:
     )
     params = vllm.SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
     longest = options.turns * options.turn_tokens
+    start_seconds = time.perf_counter() - began
     for number in range(2):
         ids = [random.Random(1000 + number).randint(0, MAX_CONVERSATION_ID) for _ in range(longest)]
         llm.generate([{"prompt_token_ids": ids}], [params], use_tqdm=False)
     llm.reset_prefix_cache(reset_connector=True)
     turns = list(conversations(options.users, options.turns, options.turn_tokens))
     began = time.perf_counter()
-    first_seconds = _serve(llm.llm_engine, turns, params, options.at_a_time)
-    seconds = time.perf_counter() - began
+    first_seconds, num_cached_tokens = _serve(llm.llm_engine, turns, params, options.at_a_time)
+    ended = time.perf_counter()
     by_turn: list[list[float]] = [[] for _ in range(options.turns)]
     for turn, first in zip(turns, first_seconds, strict=True):
         by_turn[turn.number].append(first)
@@ -54,18 +58,31 @@ def run(arguments: Sequence[str]) -> dict[str, object]:
         "num_turns": options.turns,
         "turn_tokens": options.turn_tokens,
         "at_a_time": options.at_a_time,
-        "seconds": seconds,
+        "num_cached_tokens": num_cached_tokens,
+        "start_seconds": start_seconds,
+        "span": (began, ended),
+        "seconds": ended - began,
         "first_token_ms_by_turn": [round(1e3 * percentile(each, 50)) for each in by_turn],
     }
 
 
-def _serve(engine: Any, turns: Sequence[Turn], params: object, at_a_time: int) -> list[float]:
-    """Serves each turn once the one `at_a_time` before it has ended. Returns the seconds to their first tokens."""
+def main(arguments: Sequence[str]) -> None:
+    found = json.dumps(run(arguments))
+    report = _parser().parse_args(arguments).report
+    report.write_text(found) if report else print(found)
+
+
+def _serve(engine: Any, turns: Sequence[Turn], params: object, at_a_time: int) -> tuple[list[float], int]:
+    """Serves each turn once the one `at_a_time` before it has ended.
+
+    Returns:
+      The seconds to their first tokens, and how many prompt tokens were in a cache, on the device or the host.
+    """
     sent: list[float] = []
     first: dict[int, float] = {}
-    ended: set[int] = set()
-    while len(ended) < len(turns):
-        while len(sent) < len(turns) and (len(sent) < at_a_time or len(sent) - at_a_time in ended):
+    cached: dict[int, int] = {}  # of the turns that have ended
+    while len(cached) < len(turns):
+        while len(sent) < len(turns) and (len(sent) < at_a_time or len(sent) - at_a_time in cached):
             engine.add_request(str(len(sent)), {"prompt_token_ids": turns[len(sent)].prompt_token_ids}, params)
             sent.append(time.perf_counter())
         for output in engine.step():
@@ -73,8 +90,8 @@ def _serve(engine: Any, turns: Sequence[Turn], params: object, at_a_time: int) -
             if output.outputs[0].token_ids:
                 first.setdefault(number, time.perf_counter() - sent[number])
             if output.finished:
-                ended.add(number)
-    return [first[number] for number in range(len(turns))]
+                cached[number] = output.num_cached_tokens or 0
+    return [first[number] for number in range(len(turns))], sum(cached.values())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,8 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turn-tokens", type=int, default=2000)
     parser.add_argument("--at-a-time", type=int, default=AT_A_TIME)
     parser.add_argument("--settings", default="{}", help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--report", type=Path, help="write the figures to this file instead of stdout")
     return parser
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1:])))
+    main(sys.argv[1:])

@@ -7,18 +7,26 @@
 The second form measures prefixes that have left the devices, on whatever devices the machine has: the time of the first
 token computed, kept and restored from host memory, the rates of copies, and decodes beside copies. The third serves
 conversations that grow turn by turn to twice what the devices hold, with and without host memory (`--sides`), and says
-how long steps of each kind took. The first form runs the demo model on one CPU device. The ideal computes the prefix
-once and, for each request, only its own tokens. Each request computes a page that the prefix fills only partly, which
-explains the difference at page sizes that do not divide the prefix.
+how long steps of each kind took. With `--python-vllm`, vLLM serves them first, in a process for each side, with as many
+tokens on the device and its own offloading to as much host memory.
+
+The first form runs the demo model on one CPU device. The ideal computes the prefix once and, for each request, only its
+own tokens. Each request computes a page that the prefix fills only partly, which explains the difference at page sizes
+that do not divide the prefix.
 """
 
 import argparse
+import json
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from meshserve.benchmarks.baselines.engine_process import model_config_json, run_module
 from meshserve.benchmarks.lib.conversations import SIDES, measure_conversations
+from meshserve.benchmarks.lib.gpu_power import PowerWatch, at_power
 from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.benchmarks.lib.restored_prefix import EngineClock, measure_prefix
 from meshserve.benchmarks.lib.workloads import AT_A_TIME
@@ -27,6 +35,8 @@ from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.startup.launch import launch
+
+_VLLM_BLOCK_TOKENS = 16  # its default
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=SIDES,
         help="measure conversations with host memory and without, in this order",
     )
+    host.add_argument("--python-vllm", default="", help="serve conversations with the vLLM of this interpreter, too")
+    host.add_argument("--set-vllm", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
+    host.add_argument("--only-vllm", action="store_true", help="do not run meshserve")
+    host.add_argument("--timeout", type=float, default=3600.0, help="time limit of a vLLM process, in seconds")
     host.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the server")
     options = parser.parse_args(arguments)
     if options.host_cache_gib:
@@ -85,14 +99,48 @@ def _measure_host_cache(options: argparse.Namespace) -> None:
         "host_cache_gib": options.host_cache_gib,
         "num_pages": num_pages,
     }
-    server = EngineClock(ServeConfig(**(chosen | settings)))
+    chosen |= settings
+    if options.python_vllm:
+        num_tokens = chosen["num_pages"] * chosen["page_size"]
+        for side in options.sides:
+            print(_measure_vllm(options, num_tokens, side == "with"), flush=True)
+    if options.only_vllm:
+        return
+    server = EngineClock(ServeConfig(**chosen))
     if options.prefix:
-        num_held = settings.get("num_pages", num_pages) * settings["page_size"] // options.prefix
+        num_held = chosen["num_pages"] * chosen["page_size"] // options.prefix
         measure_prefix(server, num_held + 2, options.prefix, options.decodes, options.decode_tokens)
     if options.users:
         sizes = options.users, options.turns, options.turn_tokens, options.at_a_time
         measure_conversations(server, *sizes, sides=options.sides)
     server.engine.stop()
+
+
+def _measure_vllm(options: argparse.Namespace, num_tokens: int, is_offloaded: bool) -> str:
+    """Serves the conversations with vLLM, whose device holds `num_tokens`. Returns a line of figures, or why none."""
+    settings: dict[str, Any] = {"num_gpu_blocks_override": num_tokens // _VLLM_BLOCK_TOKENS}
+    if is_offloaded:
+        settings |= {"kv_offloading_size": options.host_cache_gib, "kv_offloading_backend": "native"}
+    settings |= json.loads(options.set_vllm)
+    sizes = {"users": options.users, "turns": options.turns, "turn-tokens": options.turn_tokens,
+             "at-a-time": options.at_a_time}  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="meshserve-vllm-") as folder, PowerWatch(is_gpu_expected=True) as watch:
+        (Path(folder) / "config.json").write_text(json.dumps(model_config_json(options.model)))
+        report = Path(folder) / "report.json"
+        given = {"model-dir": folder, "settings": json.dumps(settings), "report": report} | sizes
+        arguments = [f"--{name}={value}" for name, value in given.items()]
+        peak = run_module("vllm_conversations", options.python_vllm, arguments, report, options.timeout)
+        if isinstance(peak, str):
+            return f"vLLM {'with' if is_offloaded else 'without'} offloading: {peak}"
+        found = json.loads(report.read_text())
+        power = at_power(watch.between(*found["span"]))
+    return (
+        f"{found['engine']} {'with' if is_offloaded else 'without'} offloading, {found['device_tokens']} tokens on the "
+        f"device: {options.users} users, {options.turns} turns of {options.turn_tokens} tokens, {options.at_a_time} at "
+        f"a time: {found['seconds']:.2f} s; first token of each turn "
+        f"{' '.join(map(str, found['first_token_ms_by_turn']))} ms; {found['num_cached_tokens']} prompt tokens cached; "
+        f"ready after {found['start_seconds']:.0f} s{power}"
+    )
 
 
 def _serve(options: argparse.Namespace, has_cache: bool) -> tuple[int, float]:
