@@ -2,8 +2,11 @@
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import jax
+import pytest
 
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
@@ -34,6 +37,8 @@ class Server:
         self.launched: Launched = launch(ServeConfig(model=str(model), tp=tp, **(CONFIG | options)), self.deliver)
         assert self.launched.engine.host_cache is not None
         self.host = self.launched.engine.host_cache
+        # While the rate of copies is unknown, they are tried, however busy the machine is.
+        self.host.rates.copied = lambda num_bytes, seconds: None
         self.copies = self.launched.engine.runner.copies
         self.launched.engine.start()
 
@@ -63,3 +68,15 @@ class Server:
         name = self.submit(index)
         self.wait(name)
         return self.tokens[name], self.cached[name]
+
+    def fail_copies(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Makes every third copy fail: one `to_device` or `to_host`, of the shards of a block."""
+        copy: Callable[..., list[jax.Array]] = getattr(self.copies, method)
+        calls = itertools.count()
+
+        def fail_sometimes(shards: Sequence[jax.Array]) -> list[jax.Array]:
+            if next(calls) % 3 == 1:
+                raise jax.errors.JaxRuntimeError("INTERNAL: the link is down")
+            return copy(shards)
+
+        monkeypatch.setattr(self.copies, method, fail_sometimes)

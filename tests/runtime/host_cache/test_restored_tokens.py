@@ -1,11 +1,9 @@
 """Tests that an engine on virtual devices samples the same tokens whether pages are computed, kept or restored."""
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
 
 from meshserve.runtime.api.request import FinishReason
@@ -73,18 +71,10 @@ def test_cancelled_in_mid_copy(server: Server, expected: list[list[int]], monkey
 def test_failures_in_mid_copy(
     method: str, server: Server, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy: Callable[..., list[jax.Array]] = getattr(server.copies, method)
-    calls = itertools.count()
-
-    def fail_sometimes(shards: Sequence[jax.Array]) -> list[jax.Array]:
-        if next(calls) % 3 == 1:
-            raise jax.errors.JaxRuntimeError("INTERNAL: the link is down")
-        return copy(shards)
-
     server.launched.engine.flush_prefix_cache()
     server_evicts(server, but=0)
     before = server.host.counts.num_failed
-    monkeypatch.setattr(server.copies, method, fail_sometimes)
+    server.fail_copies(method, monkeypatch)
     for index in (0, 3, 2, 0, 1, 3):
         assert server.serve(index)[0] == expected[index]
     assert server.host.counts.num_failed > before

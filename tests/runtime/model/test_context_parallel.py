@@ -19,8 +19,9 @@ from tests import checkpoints
 from tests.runtime.token_server import Server
 from tests.waiting import wait_for
 
-# KV heads, TP size, and context-parallel sizes; test_cluster.py divides the pages of an only KV head.
-SPLITS = [(2, 8, 1), (2, 8, 2), (2, 8, 4)]
+# KV heads, TP size, and context-parallel sizes. Those at TP 4 are only run with --every-case, because test_cluster.py
+# divides the pages of an only KV head, too.
+SPLITS = [(2, 8, 1), (2, 8, 2), (2, 8, 4), (1, 4, 1), (1, 4, 2), (1, 4, 4)]
 LIMITS = {"max_running": 3, "max_step_tokens": 8, "max_context": 128, "num_pages": 40}
 
 
@@ -47,6 +48,8 @@ def expected() -> dict[int, list[list[int]]]:
 @pytest.fixture(scope="module", params=SPLITS, ids=lambda split: "kv{}-tp{}-cp{}".format(*split))
 def server(request: pytest.FixtureRequest, model: Callable[[int], Path], expected: dict) -> Iterator[Server]:
     kv_heads, tp, cp = request.param
+    if tp == 4 and not request.config.getoption("--every-case"):
+        pytest.skip("only run with --every-case")
     server = Server(model(kv_heads), tp=tp, cp=cp, **LIMITS)
     server.expected = expected.setdefault(kv_heads, [server.serve(index)[0] for index in range(4)])
     yield server
@@ -73,6 +76,16 @@ def test_prompts_together_with_preemptions_and_cancellations(server: Server) -> 
     server.wait(low, cancelled, *names)
     for name, index in zip([low, *names], (3, 1, 0, 2, 3), strict=True):
         assert server.tokens[name] == server.expected[index], name
+
+
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+def test_failures_in_mid_copy(method: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.launched.engine.flush_prefix_cache()
+    server.fail_copies(method, monkeypatch)
+    before = server.host.counts.num_failed
+    for index in (0, 1, 2, 3, 0, 3, 2):
+        assert server.serve(index)[0] == server.expected[index]
+    assert server.host.counts.num_failed > before
 
 
 @pytest.mark.parametrize("cp", [2, 4])
