@@ -20,7 +20,8 @@ without drafts and with, if NVIDIA's library is available. With `--profile`, one
 the device's kernels and the gaps between them are printed.
 
 All requests begin at once and are equally long. With drafts, some end before others, and the last steps have few
-requests: a server, where others take their places, gains more than the ratio says.
+requests. A server, where others take their places, gains more than the first ratio says: the second, "all run", is that
+of the steps in which all requests decode.
 
 The two temperatures cover both extremes. At temperature 0, models (especially with random weights) begin to repeat
 themselves, and most drafts are accepted. At temperature 1 with random weights nothing repeats, so the loss is the price
@@ -32,6 +33,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -67,6 +69,8 @@ class Case:
     acceptance: float  # the mean number of tokens that the oracle aims at; 0 without it
     plain_tokens_per_second: float
     tokens_per_second: float
+    plain_full_tokens_per_second: float  # while all requests decode; 0 if there was no such time
+    full_tokens_per_second: float
     num_drafts: int
     num_accepted: int
     num_verified: int  # times that a request's drafts were verified
@@ -84,6 +88,12 @@ class Case:
         return self.tokens_per_second / self.plain_tokens_per_second
 
     @property
+    def full_ratio(self) -> float:
+        """The ratio while all requests decode."""
+        plain = self.plain_full_tokens_per_second
+        return self.full_tokens_per_second / plain if plain else math.nan
+
+    @property
     def accepted_length(self) -> float:
         """The mean number of tokens of a request in a step that verifies its drafts."""
         return 1.0 + self.num_accepted / self.num_verified if self.num_verified else 1.0
@@ -94,6 +104,7 @@ class _Side:
     """The result of one engine with the workload of a case."""
 
     tokens_per_second: float
+    full_tokens_per_second: float
     tokens: list[list[int]]
     num_drafts: int
     num_accepted: int
@@ -152,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if draft_tokens:
                     cases += _with_drafts(options, engine, key, plain[key], run)
     print(f"{options.model} tp {options.tp} on {jax.devices()[0].device_kind}, up to {num_drafts} draft tokens")
-    columns = "requests  temperature  draft tokens  tokens/s without  with  ratio  drafts held  tokens a step  changed"
+    columns = "requests  temperature  draft tokens  tokens/s without  with  ratio, all run  drafts held  tokens a step"
+    columns += "  changed"
     print(f"{columns}  step, ms: plan, dispatch, wait, rest")
     for case in cases:
         print(_row(case))
@@ -277,13 +289,17 @@ def _run(
     engine.run(warm_up, temperature)
     tokens, num_warm_up = list(engine.tokens), len(warm_up)
     records.clear()
-    seconds = dispatches.seconds = 0.0
+    seconds = dispatches.seconds = full_seconds = 0.0
+    num_full_tokens = 0
     began = time.perf_counter()
     for batch in timed:
         seconds += engine.run(batch, temperature).seconds
         tokens += engine.tokens
+        full = engine.while_full
+        num_full_tokens, full_seconds = num_full_tokens + full[0], full_seconds + full[1]
     return _Side(
         sum(map(len, tokens[num_warm_up:])) / seconds,
+        num_full_tokens / full_seconds if full_seconds else 0.0,
         tokens,
         sum(record.num_draft_tokens for record in records),
         sum(record.num_accepted_tokens for record in records),
@@ -306,6 +322,8 @@ def _case(
         acceptance=acceptance,
         plain_tokens_per_second=plain.tokens_per_second,
         tokens_per_second=drafted.tokens_per_second,
+        plain_full_tokens_per_second=plain.full_tokens_per_second,
+        full_tokens_per_second=drafted.full_tokens_per_second,
         num_drafts=drafted.num_drafts,
         num_accepted=drafted.num_accepted,
         num_verified=drafted.num_verified,
@@ -325,8 +343,8 @@ def _row(case: Case) -> str:
     held = f"{case.num_accepted / case.num_drafts:.0%}" if case.num_drafts else "none made"
     return (
         f"{case.num_requests:8}  {case.temperature:11g}  {case.draft_tokens:12}  "
-        f"{case.plain_tokens_per_second:16,.0f}  {case.tokens_per_second:,.0f}  {case.ratio:5.2f}  {held:>11}  "
-        f"{case.accepted_length:13.2f}  {case.num_changed:7}  "
+        f"{case.plain_tokens_per_second:16,.0f}  {case.tokens_per_second:,.0f}  {case.ratio:5.2f}  "
+        f"{case.full_ratio:7.2f}  {held:>11}  {case.accepted_length:13.2f}  {case.num_changed:7}  "
         f"{case.plain_step_ms:.2f} -> {case.step_ms:.2f}: {case.host_ms:.2f}, {case.dispatch_ms:.2f}, "
         f"{case.wait_ms:.2f}, {rest_ms:.2f}{at_power(case.plain_power)}{at_power(case.power)}"
     )

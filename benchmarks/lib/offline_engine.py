@@ -70,6 +70,7 @@ class OfflineEngine:
         self._began = 0.0
         self._num_open = 0
         self._fault = ""
+        self._full_steps: list[tuple[float, int]] = []  # the time and the tokens of the steps of `while_full`
         self.tokens: list[list[int]] = []  # of the last run, per request
         self.engine, _ = build_engine(config, model, make_params, None, self._deliver, record)
 
@@ -92,7 +93,7 @@ class OfflineEngine:
         engine: Engine = self.engine
         with self._changed:
             self._clock, self._num_open = TokenClock(), len(batch)
-            self.tokens = [[] for _ in batch]
+            self.tokens, self._full_steps = [[] for _ in batch], []
             self._began = time.perf_counter()
         for index, work in enumerate(batch):
             params = SamplingParams(max_tokens=work.max_tokens, temperature=temperature, seed=index, ignore_eos=True)
@@ -104,9 +105,18 @@ class OfflineEngine:
                 raise RuntimeError(self._fault)
             return self._clock.times(time.perf_counter() - self._began)
 
+    @property
+    def while_full(self) -> tuple[int, float]:
+        """The tokens and seconds of the last run's steps in which all of its requests decode, the first one aside."""
+        if not self._full_steps:
+            return 0, 0.0
+        times, tokens = zip(*self._full_steps, strict=True)
+        return sum(tokens[1:]), times[-1] - times[0]
+
     def _deliver(self, outputs: Sequence[Output]) -> None:
         now = time.perf_counter()
         with self._changed:
+            had_begun = all(self.tokens)
             for output in outputs:
                 self.tokens[int(output.request_id)] += output.token_ids
                 self._clock.add(int(output.request_id), self._began, now, len(output.token_ids))
@@ -114,5 +124,7 @@ class OfflineEngine:
                     self._num_open -= 1
                     if output.finish_reason is not FinishReason.LENGTH:
                         self._fault = f"request {output.request_id} ended: {output.finish_reason}: {output.message}"
+            if had_begun and self._num_open == len(self.tokens):
+                self._full_steps.append((now, sum(len(output.token_ids) for output in outputs)))
             if self._num_open == 0 or self._fault:
                 self._changed.notify()

@@ -292,6 +292,7 @@ def test_an_oracle_reaches_the_acceptance_that_is_asked_for(tiny: Path, monkeypa
     assert speculation.main(arguments) == 0
     for case in json.loads((tiny / "cases.json").read_text()):
         assert 1.0 + case["num_accepted"] / case["num_verified"] == pytest.approx(case["acceptance"], abs=0.35)
+        assert case["plain_full_tokens_per_second"] > 0 < case["full_tokens_per_second"]
 
 
 def test_an_oracle_decides_for_a_draft_model_in_one_engine(tiny: Path, monkeypatch: pytest.MonkeyPatch):
