@@ -159,9 +159,12 @@ class Request(SchedulingState):
         return [*prompt, *output]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Output:
-    """The output of one step for one sample. Only the last output of each sample has a finish reason."""
+    """The output of one step for one sample. Only the last output of each sample has a finish reason.
+
+    Never changed. It is not frozen, because that makes each take four times as long, which all tokens of a step pay.
+    """
 
     request_id: str
     index: int = 0  # index of the sample
