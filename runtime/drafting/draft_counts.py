@@ -6,12 +6,16 @@ next size. Both are measured: the share that holds for each request, and the sec
 size. A step gets the size and the draft tokens that promise the most tokens a second.
 """
 
+import itertools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+from operator import itemgetter
 
 _FADE = 0.9  # decay of what is measured, per step
 _FORGET = 0.999  # per step without it, the share of a size's seconds that is believed, so that it is tried again
 _FIRST_ACCEPTED, _FIRST_REJECTED = 1.5, 0.5  # what a new request starts with
+_NUM_EARLY = 3  # steps of a shape whose times include what a GPU does once or twice for a program
 
 
 class Acceptance:
@@ -42,17 +46,16 @@ class StepCosts:
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}  # the step that measured each size last
         self._num_steps = 0
-        self._met: set[tuple[int, int, bool]] = set()
+        self._met: Counter[tuple[int, int, bool]] = Counter()
 
-    def is_first(self, num_tokens: int, num_steps: int, is_drafted: bool) -> bool:
-        """Returns whether a step is the first of its shape, with drafts or without, which may be two programs.
+    def is_early(self, num_tokens: int, num_steps: int, is_drafted: bool) -> bool:
+        """Returns whether a step is one of the first of its shape, with drafts or without, which may be two programs.
 
-        Its time includes what a GPU does once for a program.
+        In its first runs, a GPU loads a program's kernels, records its CUDA graphs and moves them to other addresses.
         """
         shape = self.size_of(num_tokens), num_steps, is_drafted
-        is_first = shape not in self._met
-        self._met.add(shape)
-        return is_first
+        self._met[shape] += 1
+        return self._met[shape] <= _NUM_EARLY
 
     def size_of(self, num_tokens: int) -> int:
         """Returns the size to which a step is padded."""
@@ -86,24 +89,18 @@ def draft_counts(
       num_tokens: The tokens of the step without drafts.
       room: How many draft tokens the step may have.
     """
-    gains = sorted(
-        (
-            (share**place, -place, index)
-            for index, (share, length) in enumerate(zip(shares, lengths, strict=True))
-            for place in range(1, length + 1)
-        ),
-        reverse=True,
-    )[:room]
-    totals, expected = [], float(len(shares))
-    for gain, *_ in gains:
-        totals.append(expected := expected + gain)
+    gains, places = [], list(zip(shares, lengths, range(len(shares)), strict=True))
+    for place in range(1, max(lengths, default=0) + 1):  # among equal gains, the first places go first
+        gains += [(share**place, index) for share, length, index in places if place <= length]
+    gains = sorted(gains, key=itemgetter(0), reverse=True)[:room]
+    totals = list(itertools.accumulate((gain for gain, _ in gains), initial=float(len(shares))))
     best, best_rate = 0, -1.0
     for size in dict.fromkeys(costs.size_of(num_tokens + count) for count in range(1, len(gains) + 1)):
         count = min(size - num_tokens, len(gains))
-        rate = totals[count - 1] / max(costs.seconds(size), 1e-9)
+        rate = totals[count] / max(costs.seconds(size), 1e-9)
         if rate > best_rate:
             best, best_rate = count, rate
     counts = [0] * len(shares)
-    for _, _, index in gains[:best]:
+    for _, index in gains[:best]:
         counts[index] += 1
     return counts

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-_TRIAL_STEPS = 16  # steps with drafts in the first trial
+_TRIAL_STEPS = 32  # steps with drafts in the first trial, of which the early ones of each shape do not count
 _PROBE_STEPS = 8  # steps in each later trial of the alternative
 _PROBE_EVERY = 512  # steps from a trial to the next; twice as many after each that changes nothing
 _MAX_PROBE_EVERY = 1024

@@ -10,7 +10,6 @@ must therefore gain more than they cost: `payoff` switches drafting by measured 
 how many there are.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -167,9 +166,9 @@ class Speculation:
             return rounds
         is_comparable = not (plan.prefills or plan is self._excluded)
         num_tokens = None
-        if is_comparable and not self._costs.is_first(plan.num_batch_tokens, plan.num_steps, bool(plan.drafts)):
-            tokens = itertools.chain(*rounds)
-            num_tokens = sum(plan.decode_lengths if plan.num_steps > 1 else (token is not None for token in tokens))
+        if is_comparable and not self._costs.is_early(plan.num_batch_tokens, plan.num_steps, bool(plan.drafts)):
+            lengths = plan.decode_lengths if plan.num_steps > 1 else [len(each) - each.count(None) for each in rounds]
+            num_tokens = sum(lengths)
         seconds = self._payoffs.measure(
             len(plan.decodes) + plan.num_sitting_out,
             num_tokens,
@@ -185,12 +184,15 @@ class Speculation:
 
     def _accept(self, plan: StepPlan, sampled: Sequence[int], num_valid: Mapping[int, int]) -> list[list[int | None]]:
         rounds: list[list[int | None]] = [list(sampled[: plan.num_requests])]
-        for index, (request, rows) in enumerate(zip(plan.requests, plan.sample_rows, strict=True)):
-            num_samples = num_valid.get(index, len(rows))
+        for index, num_samples in num_valid.items():
             if not num_samples:  # withdrawn, and what the plan had for it is undone already
                 rounds[0][index] = None
-            elif len(rows) > 1:
-                drafts, tokens = plan.drafts[index], [sampled[row] for row in rows[:num_samples]]
+        end = plan.num_requests
+        for index, (request, drafts) in enumerate(zip(plan.decodes, plan.drafts, strict=False)):
+            start, end = end, end + len(drafts)  # of the samples after its drafts
+            num_samples = num_valid.get(index, 1 + len(drafts))
+            if drafts and num_samples:
+                tokens = [sampled[index], *sampled[start:end]][:num_samples]
                 count = count_accepted(drafts[: num_samples - 1], tokens)
                 rounds += [[None] * plan.num_requests for _ in range(len(rounds), count + 1)]
                 for each in range(1, count + 1):

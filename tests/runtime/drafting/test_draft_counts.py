@@ -69,7 +69,7 @@ def test_the_share_follows_what_was_accepted_lately():
     assert acceptance_of(*[(4, 4)] * 30, *[(4, 0)] * 30).share < 0.3
 
 
-def test_the_first_step_of_each_shape_is_known():
+def test_the_first_three_steps_of_each_shape_are_known():
     costs = StepCosts((4, 8))
-    shapes = [(3, 1, True), (4, 1, True), (5, 1, True), (8, 1, True), (2, 1, True), (2, 1, False), (2, 4, False)]
-    assert [costs.is_first(*shape) for shape in shapes] == [True, False, True, False, False, True, True]
+    shapes = [(3, 1, True), (4, 1, True), (5, 1, True), (2, 1, True), (1, 1, True), (2, 1, False), (2, 4, False)]
+    assert [costs.is_early(*shape) for shape in shapes] == [True, True, True, True, False, True, True]
