@@ -58,7 +58,7 @@ from .draft_build import load_drafting
 from .kv_event_feed import open_feed
 from .live_reshard import Resharder
 from .persistent_host_cache import PersistentHostCache
-from .runner_build import compile_runner
+from .runner_build import compile_runner, warm_up
 from .summary import log_summary, warn_of_cache
 
 _log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ def build_runner(
     cluster: Cluster | None = None,
     tokenizer_file: Path | None = None,
 ) -> tuple[StepRunner | RunnerBeside, PlacedServer, tuple[Bucket, ...]]:
-    """Resolves the server, loads its parameters, compiles its programs and allocates its cache.
+    """Resolves the server, loads its parameters, compiles its programs, allocates its cache and warms it up.
 
     Every process of a server does this.
 
@@ -275,9 +275,12 @@ def build_runner(
     served = compile_runner(server, structure, params, draft=draft, cluster=cluster)
     served.start(params, draft.head.weights if draft is not None and draft.head is not None else ())
     runner = served if draft is None else draft.beside(served)
+    chains = draft.chain_buckets() if draft is not None else ()
+    if server.platform != "cpu":  # where a first run takes no longer than others
+        warm_up(runner, server.buckets, chains, max_running=server.limits.max_running)
     warn_of_cache(server, runner.num_pages)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))
-    return runner, server, draft.chain_buckets() if draft is not None else ()
+    return runner, server, chains
 
 
 def _grammars(config: ServeConfig, tokenizer: Tokenizer, model: ModelConfig, tokenizer_file: Path) -> Grammars:

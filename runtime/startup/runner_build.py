@@ -1,22 +1,28 @@
-"""Compiles the programs of a resolved server, and sizes its KV cache from the memory that they leave free."""
+"""Compiles the programs of a resolved server, sizes its KV cache from the memory that they leave, and warms it up."""
 
 import logging
 import time
+from collections.abc import Sequence
 
+import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from meshserve.sharding.memory import added_bytes, num_pages_that_fit, shard_bytes
 
 from ..cluster.preflight import Cluster
+from ..draft_model.drafting_runner import RunnerBeside
 from ..expert_counts.expert_tokens import ExpertTokens
 from ..planning.resolved_server import PlacedServer
 from ..planning.server_programs import ServerPrograms
+from ..program.batch import Bucket
 from ..program.processor_programs import LogitsProcessors
 from ..program.step_runner import StepRunner
 from .draft_build import Drafting
 
 _log = logging.getLogger(__name__)
+_WARM_UP_RUNS = 2  # the second run of a program may still change its graph
 
 
 def compile_runner(
@@ -83,3 +89,54 @@ def _scratch_bytes(programs: ServerPrograms, processors: LogitsProcessors | None
     if processors is not None:
         scratch = max(scratch, processors.scratch_bytes) + processors.device_bytes
     return scratch + shard_bytes(programs.output_buffers)
+
+
+def warm_up(
+    runner: StepRunner | RunnerBeside, buckets: Sequence[Bucket], chains: Sequence[Bucket], *, max_running: int
+) -> None:
+    """Runs every program of a started runner that has no requests yet, and waits for the devices.
+
+    On a GPU the first run of a program records its CUDA graph, and cuBLAS prepares for its shapes: tens of milliseconds,
+    which the first requests would wait for, and which would be taken for the cost of a step.
+
+    Each step computes one token, at the first position of the first slot. This writes to the first page, which belongs
+    to no request yet. All processes of a server call this at the same point of their start.
+
+    Args:
+      runner: The runner.
+      buckets: The buckets of its steps.
+      chains: The buckets in which it proposes draft tokens, if it does.
+      max_running: The number of slots.
+    """
+    started = time.monotonic()
+    for _ in range(_WARM_UP_RUNS):
+        for bucket in buckets:
+            jax.block_until_ready(runner.run(bucket, _one_token(bucket, max_running)))
+        if isinstance(runner, RunnerBeside):
+            _warm_up_drafts(runner, buckets, chains, max_running)
+    _log.info("ran every program in %.1f s", time.monotonic() - started)
+
+
+def _warm_up_drafts(
+    runner: RunnerBeside, buckets: Sequence[Bucket], chains: Sequence[Bucket], max_running: int
+) -> None:
+    for chain in chains:
+        proposed = runner.propose(chain, _one_token(chain, max_running))
+    for bucket in buckets:
+        if bucket.num_steps == 1:
+            packed = _one_token(bucket, max_running)
+            nowhere = np.full(proposed.shape, packed.size, np.int32)
+            jax.block_until_ready(runner.run_drafted(bucket, packed, nowhere))
+
+
+def _one_token(bucket: Bucket, max_running: int) -> np.ndarray:
+    """Returns the vector [bucket.size] of a step of one request with one token."""
+    packed = np.zeros(bucket.size, np.int32)
+    fields = {name: packed[place] for name, place in bucket.fields.items()}
+    fields["positions"][1:] = -1
+    fields["slots"][1:] = max_running
+    fields["page_slot"][:] = max_running
+    fields["sample_position"][0] = 1
+    if bucket.num_steps > 1:
+        fields["num_steps"][0] = bucket.num_steps
+    return packed
