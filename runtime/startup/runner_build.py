@@ -96,8 +96,8 @@ def warm_up(
 ) -> None:
     """Runs every program of a started runner that has no requests yet, and waits for the devices.
 
-    On a GPU the first run of a program records its CUDA graph, and cuBLAS prepares for its shapes: tens of milliseconds,
-    which the first requests would wait for, and which would be taken for the cost of a step.
+    On a GPU the first run of a program records its CUDA graph, and cuBLAS prepares for its shapes. This takes tens of
+    milliseconds, which the first requests would wait for, and which would be taken for the cost of a step.
 
     Each step computes one token, at the first position of the first slot. This writes to the first page, which belongs
     to no request yet. All processes of a server call this at the same point of their start.
