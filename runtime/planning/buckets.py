@@ -30,7 +30,9 @@ def declare_buckets(
     program for all modes. Steps with prefill then have no shapes below 64 tokens, because a step of 64 tokens takes as
     long as one of 8, and each shape has to be compiled.
 
-    With `has_drafts`, the shapes for decodes also take draft tokens.
+    With `has_drafts`, the shapes for decodes that use the decode kernels also take draft tokens. Between these and
+    twice as many tokens, there are shapes for decodes with draft tokens, again with a program per mode: without a
+    choice on the device, its kernels may be launched one by one (see `chips.compiler_options`).
 
     A model with `is_pooling` only computes prompts, in the shapes for prefill from 64 tokens on.
     """
@@ -54,6 +56,8 @@ def declare_buckets(
             buckets += [Bucket(*shape, is_decode=True, mode=mode, has_drafts=has_drafts) for mode in SamplingMode]
         elif has_decode_kernels and num_tokens <= max_running:
             buckets.append(Bucket(*shape, is_decode=True))
+            if has_drafts and num_tokens <= 2 * max_fused_tokens:
+                buckets += [Bucket(*shape, is_decode=True, mode=mode, has_drafts=True) for mode in SamplingMode]
         if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):
             buckets.append(Bucket(*shape))
         if max_decode_steps > 1 and num_tokens <= max_running:

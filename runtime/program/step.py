@@ -242,7 +242,10 @@ def sharded_step(
         out_specs=(state_specs, output_specs),
         check_vma=False,  # the sampled tokens are equal on all shards, which the checker cannot see through all_gather
     )
-    options = compiler_options(mesh, has_library_gemms=_has_library_gemms(kernels, bucket))
+    is_awaited = bucket.has_drafts and kernels.fused(bucket.num_tokens, is_decode=True) is None
+    options = compiler_options(
+        mesh, has_library_gemms=_has_library_gemms(kernels, bucket), awaited_weights=abstract if is_awaited else None
+    )
     return jax.jit(program, donate_argnums=(1, 2), compiler_options=options)
 
 

@@ -85,9 +85,8 @@ class Speculation:
 
     def awaits(self, request: Request) -> bool:
         """Returns whether a request sits out a step, because its drafter waits for its tokens in flight."""
-        if not request.num_pending_tokens or request.drafter is None or not request.drafter.waits_for_tokens:
-            return False
-        return self.is_drafting
+        is_behind = request.num_pending_tokens > 0 and request.drafter is not None and request.drafter.waits_for_tokens
+        return is_behind and self.is_drafting
 
     def keeps_step(self, num_queued: int) -> bool:
         """Returns whether the next step waits for the tokens in flight, because half of the requests or more need them.
@@ -117,9 +116,8 @@ class Speculation:
         guesses = [self._guess(*decode) for decode in zip(draft.decodes, draft.starts, strict=True)]
         shares = [request.drafter.acceptance.share if request.drafter else 0.0 for request in draft.decodes]
         lengths = [len(guess) for guess in guesses]
-        counts = lengths
-        if not self.is_always_on or sum(lengths) > room:
-            counts = draft_counts(shares, lengths, self._costs, num_tokens=draft.num_tokens, room=room)
+        fits = self.is_always_on and sum(lengths) <= room
+        counts = lengths if fits else draft_counts(shares, lengths, self._costs, num_tokens=draft.num_tokens, room=room)
         decodes = zip(draft.decodes, draft.starts, guesses, counts, strict=True)
         drafts = [self._book(request, start, guess[:count]) for request, start, guess, count in decodes]
         return drafts if any(drafts) else []
@@ -164,11 +162,10 @@ class Speculation:
         rounds = self._accept(plan, sampled[0], num_valid) if plan.drafts or num_valid else sampled
         if not self._limits.draft_tokens:
             return rounds
-        is_comparable = not (plan.prefills or plan is self._excluded)
-        num_tokens = None
-        if is_comparable and not self._costs.is_early(plan.num_batch_tokens, plan.num_steps, bool(plan.drafts)):
-            lengths = plan.decode_lengths if plan.num_steps > 1 else [len(each) - each.count(None) for each in rounds]
-            num_tokens = sum(lengths)
+        lengths = plan.decode_lengths if plan.num_steps > 1 else [len(row) - row.count(None) for row in rounds]
+        shape = plan.num_batch_tokens, plan.num_steps, bool(plan.drafts)
+        is_excluded = plan.prefills or plan is self._excluded or self._costs.is_early(*shape)
+        num_tokens = None if is_excluded else sum(lengths)
         seconds = self._payoffs.measure(
             len(plan.decodes) + plan.num_sitting_out,
             num_tokens,

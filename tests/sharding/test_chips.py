@@ -50,9 +50,23 @@ def test_no_gpu_computes_twice_to_save_memory(num_devices):
     assert with_library == {**compiler_options(mesh), "xla_gpu_enable_triton_gemm": False}
 
 
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_long_programs_for_which_a_gpu_waits_have_no_graph_of_all_kernels(num_devices):
+    devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA A100")] * num_devices)
+    mesh = SimpleNamespace(devices=devices, size=num_devices)
+    weights = [
+        jax.ShapeDtypeStruct((num_devices << 31,), np.int8),
+        jax.ShapeDtypeStruct((num_devices << 30,), np.int16),
+    ]
+    early = compiler_options(mesh, awaited_weights=weights)
+    assert early == {**compiler_options(mesh), "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN"}
+    assert compiler_options(mesh, awaited_weights=weights[:1]) == compiler_options(mesh, awaited_weights=None)
+
+
 def gpu_options():
     devices = np.array([SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")])
-    return compiler_options(SimpleNamespace(devices=devices, size=1), has_library_gemms=True)
+    weights = jax.ShapeDtypeStruct((1 << 40,), np.int8)
+    return compiler_options(SimpleNamespace(devices=devices, size=1), has_library_gemms=True, awaited_weights=weights)
 
 
 def test_every_option_for_gpus_is_known_to_this_xla():

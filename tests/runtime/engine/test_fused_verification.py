@@ -10,6 +10,7 @@ from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.drafting.draft_counts import Acceptance
 from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.planning import kernel_selection
 from meshserve.runtime.startup.launch import Launched, launch
 from tests.waiting import WAIT_SECONDS
 
@@ -69,7 +70,10 @@ class Outputs:
         return [self.tokens[f"{name}-{index}"] for index in range(len(PARAMS))]
 
 
-def test_drafts_are_verified_in_the_shapes_for_decodes(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("max_fused_tokens", [64, 4])
+def test_drafts_are_verified_in_the_shapes_for_decodes(max_fused_tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """Of twice as many tokens as on fused layers, these shapes have programs of their own."""
+    monkeypatch.setattr(kernel_selection, "_MAX_FUSED_TOKENS", max_fused_tokens)
     config = ServeConfig(
         model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,
         num_pages=64, max_running=8, max_step_tokens=16, max_context=160, logits_processors=False, cache_dir="",
