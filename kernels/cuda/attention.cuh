@@ -12,9 +12,11 @@
 //   scores [16 tokens, 8 queries] = K Q^T;  out [H, 8 queries] += V^T P^T
 // A lane therefore holds the same two queries in both, and one transposition of the 16 x 8 scores connects them.
 //
-// With a cache in 8 bits, tiles stay so in shared memory and are converted between ldmatrix and the product. A lane
-// then reads four neighboring elements of a key at once, and the queries' elements have the same order; the transposed
-// rows of values come in pairs, so that row r of 16 of the result is element 2 r, and row r + 8 is element 2 r + 1.
+// With a cache in 8 bits, a tile may have 32 tokens, of which 16 are attended to at a time: the copy engine takes
+// longer for two copies of 2 KB than for one of 4 KB. Tiles stay in 8 bits in shared memory and are converted between
+// ldmatrix and the product. A lane then reads four neighboring elements of a key at once, and the queries' elements
+// have the same order; the transposed rows of values come in pairs, so that row r of 16 of the result is element 2 r,
+// and row r + 8 is element 2 r + 1.
 //
 // Pages of earlier tokens were written by earlier steps, so they are fetched before the wait for the previous kernel.
 // Only the current token's row comes from that kernel: it is read after the wait and replaces the fetched row. Where
@@ -27,7 +29,8 @@
 
 namespace meshserve {
 
-constexpr int kTileTokens = 16;
+constexpr int kTileTokens = 16;      // that a warp attends to at a time
+constexpr int kMostTileTokens = 32;  // fetched at a time from a cache in 8 bits
 constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMaxGroup = 8;
@@ -45,6 +48,7 @@ struct AttentionArgs {
   long long first_row;  // the layer's first row in the whole cache, viewed as [L P K 2 S, H]
   int max_pages, page_size, kv_heads, group, log2_splits;
   int stages;        // in a warp's ring
+  int tile_tokens;   // fetched at a time: kTileTokens, or kMostTileTokens if the cache is in 8 bits
   float scale_log2;  // softmax scale * log2(e)
 };
 
@@ -80,12 +84,12 @@ __device__ __forceinline__ uint32_t fp8_chunk_address(uint32_t tile, int token, 
 
 // Returns how many of the request's first tiles may be fetched before the previous kernel ends. Rows of consecutive
 // positions may be new tokens of one request; if they are not, some tiles are only fetched later than possible.
-__device__ __forceinline__ int count_early_tiles(const int* positions, int request, int num_tiles) {
+__device__ __forceinline__ int count_early_tiles(const int* positions, int request, int num_tiles, int tile_tokens) {
   const int position = positions[request];
   int num_new = 1;
 #pragma unroll 1
   while (num_new <= request && positions[request - num_new] == position - num_new) ++num_new;
-  return num_new > 1 ? (position + 1 - num_new) / kTileTokens : num_tiles;
+  return num_new > 1 ? (position + 1 - num_new) / tile_tokens : num_tiles;
 }
 
 template <int H>
@@ -175,14 +179,15 @@ __device__ __forceinline__ void attend_tile(WarpState<H>& state, uint32_t k_tile
 // Patches the last tile with the current token's row that the previous kernel wrote (lanes 0..15 the key, 16..31 the
 // value, 16 bytes each), and with zeros for values beyond the request's last token.
 template <int H, class C>
-__device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int last_token, uint4 current, int lane) {
+__device__ __forceinline__ void patch_tile(uint32_t k_tile, uint32_t v_tile, int last_token, int tile_tokens,
+                                           uint4 current, int lane) {
   constexpr int kChunks = H * sizeof(typename C::Element) / 16;
   auto address = [](uint32_t tile, int token, int chunk) {
     return C::kIsFp8 ? fp8_chunk_address<H>(tile, token, chunk) : chunk_address(tile, token, chunk);
   };
   if (lane % 16 < kChunks) store_shared(address(lane < 16 ? k_tile : v_tile, last_token, lane % 16), current);
 #pragma unroll 1
-  for (int i = lane; i < (kTileTokens - 1 - last_token) * kChunks; i += 32) {
+  for (int i = lane; i < (tile_tokens - 1 - last_token) * kChunks; i += 32) {
     store_shared(address(v_tile, last_token + 1 + i / kChunks, i % kChunks), make_uint4(0, 0, 0, 0));
   }
   __syncwarp();
@@ -259,17 +264,18 @@ __device__ __forceinline__ Merged merge_blocks(const Received<H>* received, int 
 template <int H, class W = Bf16Weights, class C = Bf16Cache>
 __global__ void __launch_bounds__(kAttentionThreads, 2)
     attention_kernel(const __grid_constant__ CUtensorMap pages, const __grid_constant__ AttentionArgs args) {
-  constexpr int kElementBytes = sizeof(typename C::Element), kTileBytes = kTileTokens * H * kElementBytes;
-  static_assert(sizeof(Partial<H>) <= least_stages<C> * 2 * kTileBytes, "a warp's result takes the place of its ring");
+  constexpr int kElementBytes = sizeof(typename C::Element), kPartBytes = kTileTokens * H * kElementBytes;
+  static_assert(sizeof(Partial<H>) <= least_stages<C> * 2 * kPartBytes, "a warp's result takes the place of its ring");
+  const int tile_tokens = C::kIsFp8 ? args.tile_tokens : kTileTokens, tile_bytes = tile_tokens * H * kElementBytes;
   extern __shared__ __align__(1024) uint8_t memory[];
-  const int warp_bytes = args.stages * 2 * kTileBytes;
+  const int warp_bytes = args.stages * 2 * tile_bytes;
   Received<H>* received = reinterpret_cast<Received<H>*>(memory + kAttentionWarps * warp_bytes);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const ContextPart part = find_part(blockIdx.z, lane, args.cuts);
   if (part.request < 0) return;
   const int kv_head = blockIdx.y, request = part.request, num_tokens = args.cuts.positions[request] + 1;
-  const int num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
+  const int num_tiles = (num_tokens + tile_tokens - 1) / tile_tokens;
   const int num_workers = kAttentionWarps * part.num_parts << args.log2_splits;
   const int worker = ((part.index << args.log2_splits) + blockIdx.x) * kAttentionWarps + warp;
   const int my_tiles = num_tiles > worker ? (num_tiles - worker - 1) / num_workers + 1 : 0;
@@ -302,7 +308,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
   const int* my_pages = args.page_table + static_cast<size_t>(request) * args.max_pages;
   auto look_up_pages = [&](int first) {
     int tile = first + lane;
-    return tile < my_tiles ? my_pages[(worker + tile * num_workers) * kTileTokens / args.page_size] : 0;
+    return tile < my_tiles ? my_pages[(worker + tile * num_workers) * tile_tokens / args.page_size] : 0;
   };
   int looked_up = 0, page_of_lane = look_up_pages(0);
   const uint64_t policy = evict_first_policy();
@@ -313,16 +319,16 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
     }
     int page = __shfl_sync(0xffffffffu, page_of_lane, i - looked_up);
     if (lane == 0) {
-      int offset = (worker + i * num_workers) * kTileTokens % args.page_size;
+      int offset = (worker + i * num_workers) * tile_tokens % args.page_size;
       long long slab = (static_cast<long long>(page) * args.kv_heads + kv_head) * 2;
       int row = static_cast<int>(args.first_row + slab * args.page_size + offset);
-      uint32_t to = ring + s * 2 * kTileBytes;
-      barrier_expect_bytes(full + 8 * s, 2 * kTileBytes);
+      uint32_t to = ring + s * 2 * tile_bytes;
+      barrier_expect_bytes(full + 8 * s, 2 * tile_bytes);
       copy_tile(to, &pages, row, 0, full + 8 * s, policy);
-      copy_tile(to + kTileBytes, &pages, row + args.page_size, 0, full + 8 * s, policy);
+      copy_tile(to + tile_bytes, &pages, row + args.page_size, 0, full + 8 * s, policy);
     }
   };
-  const int num_early = count_early_tiles(args.cuts.positions, request, num_tiles);
+  const int num_early = count_early_tiles(args.cuts.positions, request, num_tiles, tile_tokens);
   int num_fetched = 0;
 #pragma unroll 1
   for (; num_fetched < min(args.stages, my_tiles) && worker + num_fetched * num_workers < num_early; ++num_fetched) {
@@ -363,12 +369,17 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)
 #pragma unroll 1
   for (int i = 0, s = 0, parity = 0; i < my_tiles; ++i) {
     int tile = worker + i * num_workers;
-    uint32_t k_tile = ring + s * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
+    uint32_t k_tile = ring + s * 2 * tile_bytes, v_tile = k_tile + tile_bytes;
     barrier_wait(full + 8 * s, parity);
     if (tile == num_tiles - 1) {
-      patch_tile<H, C>(k_tile, v_tile, (num_tokens - 1) % kTileTokens, current, lane);
+      patch_tile<H, C>(k_tile, v_tile, (num_tokens - 1) % tile_tokens, tile_tokens, current, lane);
     }
-    attend_tile<H, C>(state, k_tile, v_tile, tile * kTileTokens, num_tokens, args.scale_log2, lane);
+#pragma unroll 1
+    for (int part = 0; part < tile_tokens && tile * tile_tokens + part < num_tokens; part += kTileTokens) {
+      const int offset = part / kTileTokens * kPartBytes;
+      attend_tile<H, C>(state, k_tile + offset, v_tile + offset, tile * tile_tokens + part, num_tokens, args.scale_log2,
+                        lane);
+    }
     __syncwarp();
     if (i + args.stages < my_tiles) fetch(i + args.stages, s);
     if (++s == args.stages) s = 0, parity ^= 1;

@@ -219,7 +219,9 @@ class StepOf {
     if (!map_pages(&pages)) return;
     dim3 grid(splits, shapes_.kv_heads, args.cuts.num_clusters);
     // Limiting the ring to what the longest request needs leaves room for the next kernels' weights.
-    const int stage_bytes = 2 * kTileTokens * h * element_bytes(), warp_tokens = kTileTokens * kAttentionWarps * splits;
+    args.tile_tokens = tile_tokens();
+    const int stage_bytes = 2 * tile_tokens() * h * element_bytes();
+    const int warp_tokens = tile_tokens() * kAttentionWarps * splits;
     const int most_tiles = (shapes_.max_context() + warp_tokens - 1) / warp_tokens;
     args.stages = std::min(kMaxWarpRingBytes / stage_bytes, most_tiles);
     args.stages = std::max(args.stages, cache.is_fp8 ? least_stages<Fp8Cache> : least_stages<Bf16Cache>);
@@ -524,14 +526,21 @@ class StepOf {
     return static_cast<uint8_t*>(cache.pages) + layer * layer_elements() * element_bytes();
   }
 
+  // With one request, each warp has too few tiles for longer ones.
+  int tile_tokens() const {
+    constexpr int kFewestRequests = 8;
+    const bool is_long = cache.is_fp8 && shapes_.page_size % kMostTileTokens == 0 && shapes_.batch >= kFewestRequests;
+    return is_long ? kMostTileTokens : kTileTokens;
+  }
   // Maps the whole cache as rows of one token each, split into halves of 128 bytes: tiles [H / 64, 16 tokens, 64]; in 8
-  // bits [1, 16 tokens, H].
+  // bits [1, tile_tokens, H].
   bool map_pages(CUtensorMap* map) {
     const int h = shapes_.head_dim, row = cache.is_fp8 ? h : 64;
     cuuint64_t sizes[3] = {static_cast<cuuint64_t>(row), shapes_.layers * (layer_elements() / h),
                            static_cast<cuuint64_t>(h / row)};
     cuuint64_t strides[2] = {static_cast<cuuint64_t>(h) * element_bytes(), 128};
-    cuuint32_t box[3] = {static_cast<cuuint32_t>(row), kTileTokens, static_cast<cuuint32_t>(h / row)};
+    const cuuint32_t box[3] = {static_cast<cuuint32_t>(row), static_cast<cuuint32_t>(tile_tokens()),
+                               static_cast<cuuint32_t>(h / row)};
     const auto type = cache.is_fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     // In a wider swizzle the copy engine would place each row in bytes of its own.
     const auto swizzle = row * element_bytes() == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;

@@ -27,10 +27,10 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, E4M3], ids=str)
+@pytest.mark.parametrize(("dtype", "tile_tokens"), [(BFLOAT16, 16), (E4M3, 16), (E4M3, 32)], ids=str)
 @pytest.mark.parametrize(("head_dim", "group", "stages"), [(128, 4, 3), (64, 8, 2), (128, 1, 2)])
 def test_attention_is_the_float64_computation(
-    library: ctypes.CDLL, dtype: np.dtype, head_dim: int, group: int, stages: int
+    library: ctypes.CDLL, dtype: np.dtype, tile_tokens: int, head_dim: int, group: int, stages: int
 ) -> None:
     """The cache holds NaN wherever no request has a key or a value."""
     rng, kv_heads, page_size = np.random.default_rng(head_dim + group), 2, 32
@@ -52,7 +52,7 @@ def test_attention_is_the_float64_computation(
         expected[request] = weights @ v / weights.sum(axis=-1, keepdims=True) if length else 0
     out = np.full(expected.shape, np.nan, BFLOAT16)
     arrays = map(address, (q, cache, pages, positions, out))
-    sizes = (len(LENGTHS), kv_heads, group, page_size, max_pages, cache.size // head_dim, stages)
+    sizes = (len(LENGTHS), kv_heads, group, page_size, max_pages, cache.size // head_dim, stages, tile_tokens)
     library.attend(head_dim, int(dtype == E4M3), *arrays, *sizes, ctypes.c_float(head_dim**-0.5 * math.log2(math.e)))
     error = np.linalg.norm(out.astype(np.float64) - expected, axis=-1)
     assert (error <= 0.01 * np.linalg.norm(expected, axis=-1)).all()

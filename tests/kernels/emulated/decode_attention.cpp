@@ -39,7 +39,7 @@ void run(const CUtensorMap& pages, const AttentionArgs& args) {
 // The cache is one layer [P, K, 2, S, H] of `rows` rows.
 extern "C" void attend(int head_dim, int is_fp8, const bf16* q, const uint8_t* cache, const int* page_table,
                        const int* positions, bf16* out, int batch, int kv_heads, int group, int page_size,
-                       int max_pages, int rows, int stages, float scale_log2) {
+                       int max_pages, int rows, int stages, int tile_tokens, float scale_log2) {
   AttentionArgs args = {};
   args.q = q;
   args.cache = cache;
@@ -52,9 +52,10 @@ extern "C" void attend(int head_dim, int is_fp8, const bf16* q, const uint8_t* c
   args.kv_heads = kv_heads;
   args.group = group;
   args.stages = stages;
+  args.tile_tokens = tile_tokens;
   args.scale_log2 = scale_log2;
   const int row = is_fp8 ? head_dim : 64, parts = head_dim / row;
-  const CUtensorMap pages = {cache, {row, rows, parts}, {row, kTileTokens, parts}, is_fp8 ? 1 : 2};
+  const CUtensorMap pages = {cache, {row, rows, parts}, {row, tile_tokens, parts}, is_fp8 ? 1 : 2};
   const auto kernel = head_dim == 128 ? (is_fp8 ? run<128, Fp8Cache> : run<128, Bf16Cache>)
                                       : (is_fp8 ? run<64, Fp8Cache> : run<64, Bf16Cache>);
   kernel(pages, args);
