@@ -211,7 +211,7 @@ def _link_times(server: EngineClock) -> Iterator[tuple[str, float, int]]:
         for block in blocks:
             if block >= size.max_fetches:
                 _await(server.runner, block - size.max_fetches)
-            server.runner.copy_pages(commands.fetch(block, block))
+            server.runner.copy_pages(commands.fetch(block, block, {}, size.block_pages, size.num_pages))
         for block in blocks[-size.max_fetches :]:
             _await(server.runner, block)
         if is_measured:

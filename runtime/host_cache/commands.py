@@ -10,8 +10,8 @@ class Op(enum.IntEnum):
     """The first entry of a command; the others follow in the order of the functions' arguments."""
 
     SAVE = 0  # copies pages of the cache to a block of host memory
-    FETCH = 1  # copies a block to staging memory on the devices
-    WRITE = 2  # writes a fetched block to pages of the cache, and frees the staging memory
+    FETCH = 1  # copies a block, and the numbers of the pages to which it is to be written, to the devices
+    WRITE = 2  # writes a fetched block to its pages in the cache, and frees the staging memory
     FORGET = 3  # frees the staging memory of a fetched block
     CLEAR = 4  # frees all blocks
 
@@ -21,18 +21,18 @@ def save(block: int, pages: Sequence[int], block_pages: int) -> np.ndarray:
     return np.array([Op.SAVE, block, *pages, *[pages[-1]] * (block_pages - len(pages))], np.int32)
 
 
-def fetch(ticket: int, block: int) -> np.ndarray:
-    """Fetches a block. `ticket` is the number under which it is written or forgotten."""
-    return np.array([Op.FETCH, ticket, block], np.int32)
+def fetch(ticket: int, block: int, rows: Mapping[int, int], block_pages: int, num_pages: int) -> np.ndarray:
+    """Fetches a block. `ticket` is the number under which it is written or forgotten, `rows` the page of each row.
 
-
-def write(ticket: int, rows: Mapping[int, int], block_pages: int, num_pages: int) -> np.ndarray:
-    """Writes rows of a fetched block to pages: `rows` is the page of each row.
-
-    The others go to distinct pages beyond the cache's `num_pages`, which drops them.
+    The other rows go to distinct pages beyond the cache's `num_pages`, which drops them.
     """
     pages = [rows.get(row, num_pages + row) for row in range(block_pages)]
-    return np.array([Op.WRITE, ticket, *pages], np.int32)
+    return np.array([Op.FETCH, ticket, block, *pages], np.int32)
+
+
+def write(ticket: int) -> np.ndarray:
+    """Writes a fetched block to its pages."""
+    return np.array([Op.WRITE, ticket], np.int32)
 
 
 def forget(ticket: int) -> np.ndarray:

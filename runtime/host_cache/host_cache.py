@@ -284,9 +284,7 @@ class HostCache:
             self.rates.prefill.prefilled(plan.prefill_position, plan.num_batch_tokens, seconds)
 
     def _write(self, ticket: int, found: _Fetch, part: _Part) -> None:
-        held = found.request.pages
-        rows = {row: held[found.first_page + index] for row, index in part.rows.items()}
-        self._commands.append(write(ticket, rows, self._size.block_pages, self._pages.num_pages))
+        self._commands.append(write(ticket))
         for index in part.rows.values():
             found.has_arrived[index] = True
         self.counts.num_restored += len(part.rows)
@@ -340,7 +338,9 @@ class HostCache:
             if not self._flying:
                 self._flying_since = now
             self._flying[ticket] = found, part
-            self._commands.append(fetch(ticket, part.block))
+            held = found.request.pages
+            rows = {row: held[found.first_page + index] for row, index in part.rows.items()}
+            self._commands.append(fetch(ticket, part.block, rows, self._size.block_pages, self._pages.num_pages))
 
     def _save(self, plan: StepPlan | None, num_prompt_pages: int) -> None:
         """Saves pages that this plan has evicted, then those that would be evicted next.

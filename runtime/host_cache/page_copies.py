@@ -117,7 +117,8 @@ class PageCopies:
         # One process's failure would leave the others with other contents, so in a cluster it ends the server.
         self._is_alone = len({device.process_index for device in shape.sharding.mesh.devices.flat}) == 1
         self._blocks: dict[int, _Shards] = {}
-        self._fetched: dict[int, _Shards | None] = {}  # by ticket; None if the copy failed
+        self._replicated = named_sharding(shape.sharding.mesh, ())
+        self._fetched: dict[int, _Shards | None] = {}  # by ticket, page numbers last; None if the copy failed
         self._saving: deque[_Shards] = deque()
         self._failed: list[tuple[int, bool]] = []
 
@@ -127,13 +128,13 @@ class PageCopies:
         if op == Op.SAVE:
             self._try(partial(self._save, cache, numbers[0], command[2:]), numbers[0])
         elif op == Op.FETCH:
-            ticket, block = numbers
+            ticket, block = numbers[:2]
             self._fetched[ticket] = None
-            self._try(partial(self._fetch, ticket, block))
+            self._try(partial(self._fetch, ticket, block, command[3:]))
         elif op == Op.WRITE:
-            shards = self._fetched.pop(numbers[0])
-            assert shards is not None, "a block that could not be fetched is written"
-            return self._scatter(cache, self._joined(shards), command[2:])
+            fetched = self._fetched.pop(numbers[0])
+            assert fetched is not None, "a block that could not be fetched is written"
+            return self._scatter(cache, *self._joined(fetched))
         elif op == Op.FORGET:
             del self._fetched[numbers[0]]
         else:
@@ -147,8 +148,10 @@ class PageCopies:
         self._blocks[block] = shards
         self._saving.append(shards)
 
-    def _fetch(self, ticket: int, block: int) -> None:
-        self._fetched[ticket] = self.to_device(self._blocks[block])
+    def _fetch(self, ticket: int, block: int, pages: np.ndarray) -> None:
+        """Copies a block and its page numbers, for which WRITE would otherwise wait behind the next blocks."""
+        shards = self.to_device(self._blocks[block])
+        self._fetched[ticket] = [*shards, *jax.device_put([pages] * len(shards), self._on_device)]
 
     def to_host(self, shards: Sequence[jax.Array]) -> _Shards:
         """Dispatches the copies of a block's shards to host memory."""
@@ -194,8 +197,12 @@ class PageCopies:
                 is_full = isinstance(error, jax.errors.JaxRuntimeError) and is_out_of_memory(error)
                 self._failed.append((saved_block, is_full))
 
-    def _joined(self, shards: _Shards) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(self._shape.shape, self._shape.sharding, shards)
+    def _joined(self, fetched: _Shards) -> tuple[jax.Array, jax.Array]:
+        shards, pages = fetched[: len(self._on_device)], fetched[len(self._on_device) :]
+        return (
+            jax.make_array_from_single_device_arrays(self._shape.shape, self._shape.sharding, shards),
+            jax.make_array_from_single_device_arrays(pages[0].shape, self._replicated, pages),
+        )
 
     def has_arrived(self, ticket: int) -> bool | None:
         """Returns whether a fetched block is on the devices; None while it is on its way, False if it failed."""

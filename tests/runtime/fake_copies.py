@@ -28,6 +28,7 @@ class FakeCopies:
         self.max_polls, self.failing = max_polls, failing
         self.blocks: dict[int, np.ndarray] = {}
         self.fetched: dict[int, tuple[np.ndarray | None, int]] = {}  # by ticket: content, polls to come
+        self.pages: dict[int, list[int]] = {}  # by ticket: where the rows of a fetched block are to be written
         self.num_commands = {op: 0 for op in Op}
         self._draw = random.Random(seed)
         self.max_blocks = size.num_blocks  # for which the host really has memory
@@ -46,20 +47,21 @@ class FakeCopies:
             else:
                 self.blocks[block] = cache[pages].copy()
         elif op == Op.FETCH:
-            ticket, block = numbers
+            ticket, block, *pages = numbers
+            assert len(set(pages)) == len(pages) == self.size.block_pages
             content = None if self._draw.random() < self.failing else self.blocks[block].copy()
             self.fetched[ticket] = content, self._draw.randint(0, self.max_polls)
+            self.pages[ticket] = pages
             assert len(self.fetched) <= self.size.max_fetches
         elif op == Op.WRITE:
-            ticket, *pages = numbers
+            (ticket,) = numbers
             content, polls = self.fetched.pop(ticket)
             assert content is not None and not polls, "written before it has arrived"
-            assert len(set(pages)) == len(pages) == self.size.block_pages
-            for row, page in enumerate(pages):
+            for row, page in enumerate(self.pages.pop(ticket)):
                 if page < len(cache):
                     cache[page] = content[row]
         elif op == Op.FORGET:
-            del self.fetched[numbers[0]]
+            del self.fetched[numbers[0]], self.pages[numbers[0]]
         else:
             self.blocks.clear()
 

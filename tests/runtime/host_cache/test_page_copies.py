@@ -35,10 +35,10 @@ def bits_of(cache: jax.Array, like: np.ndarray) -> np.ndarray:
 def test_pages_come_back_bit_by_bit(dtype: type) -> None:
     copies, cache, bits = make_copies(jnp.dtype(dtype))
     cache = copies.run(commands.save(1, [6, 2], BLOCK_PAGES), cache)
-    cache = copies.run(commands.fetch(0, 1), cache)
+    cache = copies.run(commands.fetch(0, 1, {0: 3, 1: 7}, BLOCK_PAGES, NUM_PAGES), cache)
     copies.wait(0)
     assert copies.has_arrived(0)
-    cache = copies.run(commands.write(0, {0: 3, 1: 7}, BLOCK_PAGES, NUM_PAGES), cache)
+    cache = copies.run(commands.write(0), cache)
     bits[:, 3], bits[:, 7] = bits[:, 6].copy(), bits[:, 2].copy()
     assert np.array_equal(bits_of(cache, bits), bits)
 
@@ -48,12 +48,12 @@ def test_a_block_keeps_what_the_pages_held_when_it_was_saved() -> None:
     saved = bits[:, 5].copy()
     cache = copies.run(commands.save(0, [5], BLOCK_PAGES), cache)
     cache = copies.run(commands.save(1, [0], BLOCK_PAGES), cache)
-    cache = copies.run(commands.fetch(7, 1), cache)
+    cache = copies.run(commands.fetch(7, 1, {0: 5}, BLOCK_PAGES, NUM_PAGES), cache)
     copies.wait(7)
-    cache = copies.run(commands.write(7, {0: 5}, BLOCK_PAGES, NUM_PAGES), cache)  # overwrites the page
-    cache = copies.run(commands.fetch(8, 0), cache)
+    cache = copies.run(commands.write(7), cache)  # overwrites the page
+    cache = copies.run(commands.fetch(8, 0, {0: 1}, BLOCK_PAGES, NUM_PAGES), cache)
     copies.wait(8)
-    cache = copies.run(commands.write(8, {0: 1}, BLOCK_PAGES, NUM_PAGES), cache)
+    cache = copies.run(commands.write(8), cache)
     assert np.array_equal(bits_of(cache, bits)[:, 1], saved)
     assert np.array_equal(bits_of(cache, bits)[:, 5], bits[:, 0])
 
@@ -70,7 +70,7 @@ def test_copies_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copies.take_failed() == [(2, True)] and copies.take_failed() == []
     monkeypatch.setattr(copies, "to_device", fail)
     for ticket, block in ((0, 0), (1, 2)):
-        copies.run(commands.fetch(ticket, block), cache)
+        copies.run(commands.fetch(ticket, block, {0: 5}, BLOCK_PAGES, NUM_PAGES), cache)
         copies.wait(ticket)
         assert copies.has_arrived(ticket) is False
         copies.run(commands.forget(ticket), cache)
