@@ -2,8 +2,8 @@
 
 In: the commands of `host_cache`. A page's keys and values of all layers lie together in a block, and each device's
 part of a block is one array. Copies run beside the steps: SAVE gathers the pages into a block by a small program in the
-order of the steps, then the block is copied by the devices' copy engines; FETCH copies a block to the devices, and
-WRITE scatters it into the cache by another small program.
+order of the steps, then the block is copied by the devices' copy engines; FETCH copies a block to the devices,
+behind the input of the step that is dispatched next, and WRITE scatters it into the cache by another small program.
 
 Host memory is pinned where the devices have such memory (GPUs, TPUs, and CPU devices of recent jax): at the start, by
 `pinning`. jax keeps it.
@@ -117,7 +117,7 @@ class PageCopies:
         # One process's failure would leave the others with other contents, so in a cluster it ends the server.
         self._is_alone = len({device.process_index for device in shape.sharding.mesh.devices.flat}) == 1
         self._blocks: dict[int, _Shards] = {}
-        self._replicated = named_sharding(shape.sharding.mesh, ())
+        self._unsent: list[tuple[int, int, np.ndarray]] = []  # tickets, blocks, pages to be fetched
         self._fetched: dict[int, _Shards | None] = {}  # by ticket, page numbers last; None if the copy failed
         self._saving: deque[_Shards] = deque()
         self._failed: list[tuple[int, bool]] = []
@@ -125,12 +125,12 @@ class PageCopies:
     def run(self, command: np.ndarray, cache: jax.Array) -> jax.Array:
         """Carries out a command of `commands` and returns the cache, which WRITE has donated and updated."""
         op, *numbers = command.tolist()
+        if op == Op.FETCH:
+            self._unsent.append((numbers[0], numbers[1], command[3:]))
+            return cache
+        self._send()
         if op == Op.SAVE:
             self._try(partial(self._save, cache, numbers[0], command[2:]), numbers[0])
-        elif op == Op.FETCH:
-            ticket, block = numbers[:2]
-            self._fetched[ticket] = None
-            self._try(partial(self._fetch, ticket, block, command[3:]))
         elif op == Op.WRITE:
             fetched = self._fetched.pop(numbers[0])
             assert fetched is not None, "a block that could not be fetched is written"
@@ -148,10 +148,33 @@ class PageCopies:
         self._blocks[block] = shards
         self._saving.append(shards)
 
+    def send_behind(self, packed: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+        """Sends a step's input to the devices, then the blocks to be fetched beside the step; returns the input.
+
+        The step would otherwise wait for these blocks, which take the same link.
+        """
+        if self._unsent:
+            packed = self._replicated(self._on_each(packed))
+            self._send()
+        return packed
+
+    def _send(self) -> None:
+        """Dispatches the copies of the blocks to be fetched."""
+        unsent, self._unsent = self._unsent, []
+        for ticket, block, pages in unsent:
+            self._fetched[ticket] = None
+            self._try(partial(self._fetch, ticket, block, pages))
+
     def _fetch(self, ticket: int, block: int, pages: np.ndarray) -> None:
         """Copies a block and its page numbers, for which WRITE would otherwise wait behind the next blocks."""
-        shards = self.to_device(self._blocks[block])
-        self._fetched[ticket] = [*shards, *jax.device_put([pages] * len(shards), self._on_device)]
+        self._fetched[ticket] = [*self.to_device(self._blocks[block]), *self._on_each(pages)]
+
+    def _on_each(self, array: np.ndarray | jax.Array) -> _Shards:
+        return jax.device_put([array] * len(self._on_device), self._on_device)
+
+    def _replicated(self, copies: _Shards) -> jax.Array:
+        sharding = named_sharding(self._shape.sharding.mesh, ())
+        return jax.make_array_from_single_device_arrays(copies[0].shape, sharding, copies)
 
     def to_host(self, shards: Sequence[jax.Array]) -> _Shards:
         """Dispatches the copies of a block's shards to host memory."""
@@ -199,13 +222,12 @@ class PageCopies:
 
     def _joined(self, fetched: _Shards) -> tuple[jax.Array, jax.Array]:
         shards, pages = fetched[: len(self._on_device)], fetched[len(self._on_device) :]
-        return (
-            jax.make_array_from_single_device_arrays(self._shape.shape, self._shape.sharding, shards),
-            jax.make_array_from_single_device_arrays(pages[0].shape, self._replicated, pages),
-        )
+        block = jax.make_array_from_single_device_arrays(self._shape.shape, self._shape.sharding, shards)
+        return block, self._replicated(pages)
 
     def has_arrived(self, ticket: int) -> bool | None:
         """Returns whether a fetched block is on the devices; None while it is on its way, False if it failed."""
+        self._send()
         shards = self._fetched[ticket]
         if shards is None:
             return False
@@ -222,6 +244,7 @@ class PageCopies:
 
     def wait(self, ticket: int) -> None:
         """Waits until a fetched block has arrived or failed."""
+        self._send()
         _wait(self._fetched[ticket])
 
     def wait_saved(self) -> None:
@@ -242,5 +265,6 @@ class PageCopies:
     def release(self) -> None:
         """Frees all blocks."""
         self._blocks.clear()
+        self._unsent.clear()
         self._fetched.clear()
         self._saving.clear()

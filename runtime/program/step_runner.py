@@ -172,9 +172,9 @@ class StepRunner:
         self._output = None  # frees its memory for this step, unless it is an output buffer
         keys = self._output_buffer_keys[bucket]
         buffers = tuple(self._output_buffers[key] for key in keys)
+        packed = self.copies.send_behind(packed) if self.copies is not None else packed
         self._state, self._output = self._programs[bucket](self._weights, self._state, buffers, packed)
-        if keys:
-            self._output_buffers.update(zip(keys, self._output.buffers, strict=True))
+        self._output_buffers.update(zip(keys, self._output.buffers, strict=bool(keys)))
         self._output.sampled.copy_to_host_async()
         if self.expert_tokens is not None and self._state.expert_tokens is not None:
             self.expert_tokens.observe(self._state.expert_tokens)
