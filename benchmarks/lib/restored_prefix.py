@@ -1,5 +1,6 @@
 """Measures a prefix that has left the devices: restored from host memory, beside computed and kept on the devices."""
 
+import gc
 import itertools
 import threading
 import time
@@ -15,6 +16,7 @@ from meshserve.runtime.host_cache import commands
 from meshserve.runtime.host_cache.host_cache import HostCache
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.program.step_runner import StepRunner
+from meshserve.runtime.startup.interpreter import take_turns_often
 from meshserve.runtime.startup.launch import launch
 
 from .gpu_power import PowerWatch, at_power
@@ -56,12 +58,15 @@ class _Clock:
 
 
 class EngineClock:
-    """An engine with a host tier, and the times of its tokens."""
+    """An engine with a host tier, and the times of its tokens. Sets up this process's interpreter as a server does."""
 
     def __init__(self, config: ServeConfig):
         self.clock = _Clock()
         self.steps = StepSeconds()
+        take_turns_often()
         self.engine = launch(config, self.clock.deliver, self.steps.record).engine
+        gc.collect()
+        gc.freeze()
         self.engine.start()
         assert self.engine.host_cache is not None and isinstance(self.engine.runner, StepRunner)
         self.host: HostCache = self.engine.host_cache

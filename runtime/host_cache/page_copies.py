@@ -117,6 +117,8 @@ class PageCopies:
         # One process's failure would leave the others with other contents, so in a cluster it ends the server.
         self._is_alone = len({device.process_index for device in shape.sharding.mesh.devices.flat}) == 1
         self._blocks: dict[int, _Shards] = {}
+        mark = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=named_sharding(shape.sharding.mesh, ()))
+        self._need = jax.jit(jnp.negative).lower(mark).compile()
         self._unsent: list[tuple[int, int, np.ndarray]] = []  # tickets, blocks, pages to be fetched
         self._fetched: dict[int, _Shards | None] = {}  # by ticket, page numbers last; None if the copy failed
         self._saving: deque[_Shards] = deque()
@@ -151,10 +153,12 @@ class PageCopies:
     def send_behind(self, packed: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
         """Sends a step's input to the devices, then the blocks to be fetched beside the step; returns the input.
 
-        The step would otherwise wait for these blocks, which take the same link.
+        The step would otherwise wait for these blocks, which take the same link. A copy to the devices begins when what
+        was dispatched before has been computed, so a program that needs the mark keeps them behind the input.
         """
         if self._unsent:
             packed = self._replicated(self._on_each(packed))
+            self._need(self._replicated(self._on_each(np.zeros(1, np.int32))))
             self._send()
         return packed
 
