@@ -58,6 +58,29 @@ def test_a_block_keeps_what_the_pages_held_when_it_was_saved() -> None:
     assert np.array_equal(bits_of(cache, bits)[:, 5], bits[:, 0])
 
 
+def test_blocks_are_sent_behind_the_input_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, cache, bits = make_copies(jnp.dtype(jnp.float32))
+    cache = copies.run(commands.save(1, [6], BLOCK_PAGES), cache)
+    sent: list[str] = []
+    on_each, to_device, need = copies._on_each, copies.to_device, copies._need
+    monkeypatch.setattr(copies, "_on_each", lambda array: sent.append(f"{len(array)} numbers") or on_each(array))
+    monkeypatch.setattr(copies, "to_device", lambda shards: sent.append("block") or to_device(shards))
+    monkeypatch.setattr(copies, "_need", lambda mark: sent.append("program") or need(mark))
+    packed = np.arange(9, dtype=np.int32)
+    assert copies.send_behind(packed) is packed and not sent, "without blocks, the program's call sends the input"
+    cache = copies.run(commands.fetch(0, 1, {0: 2}, BLOCK_PAGES, NUM_PAGES), cache)
+    assert not sent
+    assert np.array_equal(copies.send_behind(packed), packed)
+    assert sent == ["9 numbers", "1 numbers", "program", "block", f"{BLOCK_PAGES} numbers"]
+    cache = copies.run(commands.fetch(1, 1, {0: 3}, BLOCK_PAGES, NUM_PAGES), cache)
+    cache = copies.run(commands.clear(), cache)  # what was to be fetched before is
+    for ticket in (0, 1):
+        copies.wait(ticket)
+        cache = copies.run(commands.write(ticket), cache)
+    bits[:, 2] = bits[:, 3] = bits[:, 6]
+    assert np.array_equal(bits_of(cache, bits), bits)
+
+
 def test_copies_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, cache, _ = make_copies(jnp.dtype(jnp.float32))
 
