@@ -29,7 +29,7 @@ from .sizes import HostCacheSize
 
 _MAX_TICKETS = 2**31  # a ticket is sent as an int32
 _MOST_DECODES = 8  # for each request that waits for copies, for which decodes are delayed by more of them
-_HURRY = 3  # times as many blocks are then written between two steps
+_HURRY = 5  # times as many blocks are then written between two steps
 
 
 class Copier(Protocol):
@@ -255,7 +255,7 @@ class HostCache:
         """Returns the commands to carry out before the step of the plan just made, or now if there is none."""
         num_prompt_pages = plan.num_prefill_tokens // self._page_size if plan is not None else 0
         self._save(plan, num_prompt_pages)
-        self._send(now, self._size.max_fetches if plan is None else 2 * self._num_writes_beside())
+        self._send(now, self._size.max_fetches if plan is None else self._num_writes_beside())
         self._published.update(self._just_published)
         self._just_published.clear()
         self._num_decodes = len(plan.decodes) if plan is not None else 0
@@ -312,23 +312,24 @@ class HostCache:
             self._index.unpin(part.block)
 
     def _num_writes_beside(self) -> int:
-        """Returns how many blocks may be written behind the step in progress, and half of how many may be on their way.
+        """Returns how many blocks may be written behind the step in progress, and sent, to be copied beside the next.
 
-        Half, because copies seem to begin when the steps dispatched before them have ended. Not more than are copied
-        during a step: the inputs of the next one take the same link. Beside decodes fewer, because writing delays all
-        of them, unless many requests wait for the pages.
+        Twice as many may be on their way, because copies begin when the steps dispatched before them have ended. Not
+        more than are copied during a step: the input of the one after it takes the same link. Beside decodes fewer,
+        because writing delays all of them, unless many requests wait for the pages.
         """
         is_urgent = _MOST_DECODES * len(self._fetches) >= self._num_decodes
-        num_blocks = self._size.blocks_beside_decodes * (_HURRY if is_urgent else 1)
+        num_blocks = self._size.writes_beside_decodes * (_HURRY if is_urgent else 1)
         return num_blocks + self._num_beside_prompts(self._num_prompt_pages)
 
     def _num_beside_prompts(self, num_pages: int) -> int:
         """Returns how many blocks are copied each way, at least, while prompts are computed that fill so many pages."""
         return 2 * num_pages // self._size.block_pages
 
-    def _send(self, now: float, most: int) -> None:
-        """Sends blocks to the device, until `most` are on their way, or as many as there is staging memory for."""
-        while self._queue and len(self._flying) < min(most, self._size.max_fetches):
+    def _send(self, now: float, num_blocks: int) -> None:
+        """Sends up to so many blocks, until twice as many are on their way or the staging memory is full."""
+        most = min(2 * num_blocks, self._size.max_fetches, len(self._flying) + num_blocks)
+        while self._queue and len(self._flying) < most:
             found = self._queue[0]
             if found.has_failed or found.num_sent == len(found.parts):
                 self._queue.popleft()
@@ -355,7 +356,7 @@ class HostCache:
             num_left -= 1
         self.counts.num_lost += len(evicted)
         if plan is not None:
-            num_left = min(num_left, self._size.blocks_beside_decodes + self._num_beside_prompts(num_prompt_pages))
+            num_left = min(num_left, self._size.saves_beside_decodes + self._num_beside_prompts(num_prompt_pages))
         self.is_behind = False
         while self._pages.num_clean_pages < self._num_ahead:
             found = self._pages.unsaved(size)

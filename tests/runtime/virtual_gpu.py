@@ -38,8 +38,8 @@ class GpuTimes:
     plan: float = 0.4e-3  # and dispatch, on the host
     command: float = 0.12e-3  # likewise
     client: float = 3.0e-3  # from the end of a request to the next one
-    # Whether a step waits for the blocks that were sent before its inputs, and whether a block waits for the steps that
-    # were dispatched before it. By the number of steps in conversations, an H100 does the second.
+    # Whether a step waits for the blocks that were sent before its input, beside other steps, and whether a block waits
+    # for the steps that were dispatched before it. An H200 does both, by decodes beside restores.
     do_inputs_wait: bool = False
     do_blocks_wait: bool = False
 
@@ -149,6 +149,7 @@ class VirtualGpu:
         for arrival in self.host.arrivals(self.now) if self.host is not None else ():
             self.scheduler.arrived(*arrival)
         plan = self.scheduler.plan(self.now)
+        sent_before = self.copies.last_arrival if self.copies is not None else 0.0
         if self.host is not None and self.copies is not None:
             for command in self.host.take_commands(self.now, plan):
                 self.now += self.times.command
@@ -156,8 +157,8 @@ class VirtualGpu:
         if plan is None:
             return None
         self.now += self.times.plan
-        if self.copies is not None and self.times.do_inputs_wait:
-            self.busy_until = max(self.busy_until, self.copies.last_arrival)
+        if self.times.do_inputs_wait:
+            self.busy_until = max(self.busy_until, sent_before)
         return plan, self.now, self.compute(self.step_seconds(plan))
 
     def collect(self, flight: tuple[StepPlan, float, float]) -> None:

@@ -183,8 +183,8 @@ def test_a_page_that_is_evicted_and_filled_again_is_not_saved_before_its_step():
 
 @pytest.mark.parametrize(("num_decodes", "most"), [(8, 9), (9, 4)])
 def test_pages_are_restored_faster_beside_few_decodes(num_decodes: int, most: int):
-    """Two blocks fit between two steps without delaying decodes; there is staging memory for nine."""
-    copies = FakeCopies(make_size(num_blocks=80, block_pages=1, page_bytes=64 << 20, max_fetches=9, max_saves=9), 0)
+    """Two blocks are written between two steps without delaying decodes; there is staging memory for nine."""
+    copies = FakeCopies(make_size(num_blocks=80, block_pages=1, page_bytes=48 << 20, max_fetches=9, max_saves=9), 0)
     simulation = Simulation(make_limits(max_running=10, max_waiting=10, max_context=64), 40, copies=copies)
     serve(simulation, 1, tuple(range(1, 39)))
     fill(simulation, 10, 8)

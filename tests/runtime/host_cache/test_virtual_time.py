@@ -65,7 +65,7 @@ def test_conversations_that_the_gpu_holds_half_of(times: GpuTimes, least: float)
 
 def test_conversations_of_more_users_have_twice_the_throughput():
     """2.22 times as measured on an H200."""
-    sizes, times = {"num_users": 24, "at_a_time": 16, "most_lost": 1000}, GpuTimes(do_blocks_wait=True)
+    sizes, times = {"num_users": 24, "at_a_time": 16, "most_lost": 1500}, GpuTimes(do_blocks_wait=True)
     with_tier, without = (conversation_seconds(gib, times, **sizes)[0] for gib in (56, 0))
     assert without / with_tier > 2.0
 
