@@ -389,6 +389,7 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, i
   const size_t row_bytes = static_cast<size_t>(map->sizes[0]) * map->element_bytes;
   const int bytes = map->box[0] * map->element_bytes;
   if (bytes != 128 || to % 1024 != 0) __trap();
+  if (column * map->element_bytes % 16 != 0) __trap();  // an illegal instruction on a GPU
   for (int r = 0; r < map->box[1]; ++r) {
     const size_t from_row = static_cast<size_t>(matrix) * map->sizes[1] + row + r;
     for (int i = 0; i < bytes; ++i) {  // zero beyond the matrix
