@@ -25,6 +25,7 @@ from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
 from meshserve.kernels.experts import Experts
 from meshserve.kernels.experts import xla as xla_experts
 from meshserve.kernels.linear import Linear, RMSNorm, inverse_rms, rms_norm, silu_product, xla
+from meshserve.kernels.mail import MailTokens
 from meshserve.kernels.p2p import P2PGroup, P2POperations
 from meshserve.kernels.paged_attention import (
     PagedAttention,
@@ -73,6 +74,7 @@ class Kernels:
     has_library_gemms: bool = False  # in steps of LIBRARY_TOKENS and more; see `chips.compiler_options`
     has_output_buffers: bool = False  # reused by steps; see `output_buffers`
     find_threshold: FindThreshold | None = None  # sampling threshold kernel, if one device has the whole vocabulary
+    mail: MailTokens | None = None  # sends the tokens of steps with drafts to the host
     p2p: P2PGroup | None = None  # set if the devices of the mesh can access each other's memory
     p2p_operations: P2POperations | None = None  # set together with `p2p`
 

@@ -166,16 +166,11 @@ class Speculation:
         shape = plan.num_batch_tokens, plan.num_steps, bool(plan.drafts)
         is_excluded = plan.prefills or plan is self._excluded or self._costs.is_early(*shape)
         num_tokens = None if is_excluded else sum(lengths)
-        seconds = self._payoffs.measure(
-            len(plan.decodes) + plan.num_sitting_out,
-            num_tokens,
-            is_drafted=bool(plan.drafts or plan.num_sitting_out) or (self._limits.has_draft_model and self.is_drafting),
-            started=plan.planned_seconds,
-            now=now,
-        )
+        num_decodes, started = len(plan.decodes) + plan.num_sitting_out, plan.planned_seconds
+        is_drafted = bool(plan.drafts or plan.num_sitting_out) or (self._limits.has_draft_model and self.is_drafting)
+        seconds = self._payoffs.measure(num_decodes, num_tokens, is_drafted=is_drafted, started=started, now=now)
         if plan.drafts and num_tokens is not None:
-            payoff = self._payoffs.of(len(plan.decodes) + plan.num_sitting_out)
-            self.saved_seconds += payoff.saved_seconds(num_tokens, seconds)
+            self.saved_seconds += self._payoffs.of(num_decodes).saved_seconds(num_tokens, seconds)
             self._costs.add(plan.num_batch_tokens, seconds)
         return rounds
 

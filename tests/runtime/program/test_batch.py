@@ -82,7 +82,7 @@ def test_the_fields_fill_the_vector_without_overlap():
         *(place.start for place in places[1:]),
         bucket.size,
     ]
-    assert bucket.size == 3 * 8 + 9 * 3 + 3 * 5 + 1
+    assert bucket.size == 3 * 8 + 9 * 3 + 3 * 5 + 2
 
 
 def test_prefill_and_decode_share_a_step():
