@@ -3,9 +3,7 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <mutex>
-#include <thread>
 
 #include "ffi_arguments.cuh"
 
@@ -60,24 +58,8 @@ extern "C" uint64_t* meshserve_mail_boxes(int device) {
   return boxes_of_device[device] = static_cast<uint64_t*>(memory);
 }
 
-// Waits until the tokens of a step have come, and copies them. Sleeps for `sleep_seconds`, then looks again and again
-// until `seconds` have passed. Returns whether they have come.
+// See `mail::take`.
 extern "C" int meshserve_take_mail(const uint64_t* boxes, uint32_t number, int num_tokens, uint32_t* tokens,
                                    double sleep_seconds, double seconds) {
-  using Clock = std::chrono::steady_clock;
-  const auto began = Clock::now();
-  if (sleep_seconds > 0) std::this_thread::sleep_for(std::chrono::duration<double>(sleep_seconds));
-  const volatile uint64_t* box =
-      boxes + static_cast<size_t>(number % meshserve::mail::kNumBoxes) * meshserve::mail::kMaxTokens;
-  for (int i = 0; i < num_tokens; ++i) {
-    for (int looks = 1;; ++looks) {
-      const uint64_t found = box[i];
-      if (found >> 32 == number) {
-        tokens[i] = static_cast<uint32_t>(found);
-        break;
-      }
-      if (looks % 1024 == 0 && std::chrono::duration<double>(Clock::now() - began).count() > seconds) return 0;
-    }
-  }
-  return 1;
+  return meshserve::mail::take(boxes, number, num_tokens, tokens, sleep_seconds, seconds);
 }

@@ -3,14 +3,18 @@
 import threading
 from collections.abc import Sequence
 
+import jax
+import numpy as np
 import pytest
 
+from meshserve.kernels.mail.gpu import Mailbox
 from meshserve.runtime.api.request import Output, Request
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.drafting.draft_counts import Acceptance
 from meshserve.runtime.drafting.payoff import Payoff
+from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning import kernel_selection
+from meshserve.runtime.planning import kernel_selection, server_programs
 from meshserve.runtime.startup.launch import Launched, launch
 from tests.waiting import WAIT_SECONDS
 
@@ -70,10 +74,40 @@ class Outputs:
         return [self.tokens[f"{name}-{index}"] for index in range(len(PARAMS))]
 
 
+class FakeMailbox(Mailbox):
+    """Receives the tokens by a callback."""
+
+    def __init__(self) -> None:
+        self.seconds, self.num_taken = {}, 0
+        self._tokens: dict[int, np.ndarray] = {}
+
+    def mail_tokens(self, tokens: jax.Array, number: jax.Array) -> jax.Array:
+        def receive(tokens: np.ndarray, number: np.ndarray) -> np.ndarray:
+            self._tokens[int(number[0])] = np.array(tokens)
+            return tokens
+
+        return jax.pure_callback(receive, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype), tokens, number)
+
+    def take(self, number: int, tokens: np.ndarray, sleep_seconds: float, seconds: float) -> bool:
+        has_come = number in self._tokens
+        if has_come:
+            tokens[:] = self._tokens.pop(number)
+        self.num_taken += has_come
+        return has_come
+
+
 @pytest.mark.parametrize("max_fused_tokens", [64, 4])
-def test_drafts_are_verified_in_the_shapes_for_decodes(max_fused_tokens: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("is_mailed", [False, True])
+def test_drafts_are_verified_in_the_shapes_for_decodes(
+    max_fused_tokens: int, is_mailed: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Of twice as many tokens as on fused layers, these shapes have programs of their own."""
     monkeypatch.setattr(kernel_selection, "_MAX_FUSED_TOKENS", max_fused_tokens)
+    mailbox = FakeMailbox()
+    if is_mailed:
+        with_mail = {"mail": mailbox.mail_tokens}
+        monkeypatch.setattr(kernel_selection, "Kernels", lambda **kernels: Kernels(**{**kernels, **with_mail}))
+        monkeypatch.setattr(server_programs, "Mailbox", lambda device: mailbox)
     config = ServeConfig(
         model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,
         num_pages=64, max_running=8, max_step_tokens=16, max_context=160, logits_processors=False, cache_dir="",
@@ -101,4 +135,5 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(max_fused_tokens: int, mo
     assert 10 < speculation.num_accepted < speculation.num_drafts
     assert len(buckets) < num_plain
     verifying = [bucket for bucket in buckets if bucket.num_tokens > len(PARAMS) and bucket.is_decode]
+    assert (mailbox.num_taken > len(verifying)) == is_mailed
     assert len(verifying) > 5 and all(bucket.has_drafts for bucket in verifying)
