@@ -9,12 +9,12 @@ import pytest
 
 from meshserve.kernels.mail.gpu import Mailbox
 from meshserve.runtime.api.request import Output, Request
-from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
 from meshserve.runtime.drafting.draft_counts import Acceptance
 from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning import kernel_selection, server_programs
+from meshserve.runtime.planning import buckets, kernel_selection, server_programs
 from meshserve.runtime.startup.launch import Launched, launch
 from tests.waiting import WAIT_SECONDS
 
@@ -81,6 +81,13 @@ class FakeMailbox(Mailbox):
         self.seconds, self.num_taken = {}, 0
         self._tokens: dict[int, np.ndarray] = {}
 
+    def open(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lets the next server mail its tokens. Programs with callbacks are not kept, so there are few."""
+        with_mail = {"mail": self.mail_tokens}
+        monkeypatch.setattr(kernel_selection, "Kernels", lambda **kernels: Kernels(**{**kernels, **with_mail}))
+        monkeypatch.setattr(server_programs, "Mailbox", lambda device: self)
+        monkeypatch.setattr(buckets, "SamplingMode", (SamplingMode.RANDOM,))  # of `PARAMS`
+
     def mail_tokens(self, tokens: jax.Array, number: jax.Array) -> jax.Array:
         def receive(tokens: np.ndarray, number: np.ndarray) -> np.ndarray:
             self._tokens[int(number[0])] = np.array(tokens)
@@ -96,8 +103,7 @@ class FakeMailbox(Mailbox):
         return has_come
 
 
-@pytest.mark.parametrize("max_fused_tokens", [64, 4])
-@pytest.mark.parametrize("is_mailed", [False, True])
+@pytest.mark.parametrize(("max_fused_tokens", "is_mailed"), [(64, False), (4, False), (4, True)])
 def test_drafts_are_verified_in_the_shapes_for_decodes(
     max_fused_tokens: int, is_mailed: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -105,9 +111,7 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(
     monkeypatch.setattr(kernel_selection, "_MAX_FUSED_TOKENS", max_fused_tokens)
     mailbox = FakeMailbox()
     if is_mailed:
-        with_mail = {"mail": mailbox.mail_tokens}
-        monkeypatch.setattr(kernel_selection, "Kernels", lambda **kernels: Kernels(**{**kernels, **with_mail}))
-        monkeypatch.setattr(server_programs, "Mailbox", lambda device: mailbox)
+        mailbox.open(monkeypatch)
     config = ServeConfig(
         model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,
         num_pages=64, max_running=8, max_step_tokens=16, max_context=160, logits_processors=False, cache_dir="",
@@ -115,15 +119,15 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(
     outputs = Outputs()
     launched = launch(config, outputs.deliver)
     engine = launched.engine
-    speculation, run, buckets = engine._scheduler.speculation, engine.runner.run, []
-    monkeypatch.setattr(engine.runner, "run", lambda bucket, packed: buckets.append(bucket) or run(bucket, packed))
+    speculation, run, used = engine._scheduler.speculation, engine.runner.run, []
+    monkeypatch.setattr(engine.runner, "run", lambda bucket, packed: used.append(bucket) or run(bucket, packed))
     engine.start()
 
     monkeypatch.setattr(Payoff, "wants_drafts", False)
     plain = outputs.of_run(launched, "plain")
     assert not speculation.num_drafts
-    num_plain = len(buckets)
-    buckets.clear()
+    num_plain = len(used)
+    used.clear()
 
     def drafter(request: Request) -> Knowing:
         return Knowing(plain[request.seed])
@@ -133,7 +137,29 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(
     assert outputs.of_run(launched, "drafted") == plain
     launched.close()
     assert 10 < speculation.num_accepted < speculation.num_drafts
-    assert len(buckets) < num_plain
-    verifying = [bucket for bucket in buckets if bucket.num_tokens > len(PARAMS) and bucket.is_decode]
+    assert len(used) < num_plain
+    verifying = [bucket for bucket in used if bucket.num_tokens > len(PARAMS) and bucket.is_decode]
     assert (mailbox.num_taken > len(verifying)) == is_mailed
     assert len(verifying) > 5 and all(bucket.has_drafts for bucket in verifying)
+
+
+@pytest.mark.parametrize("draft_model", ["demo", "demo-head"])
+def test_tokens_come_by_mail_if_a_draft_model_proposes(draft_model: str, monkeypatch: pytest.MonkeyPatch):
+    mailbox = FakeMailbox()
+    mailbox.open(monkeypatch)
+    config = ServeConfig(
+        model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,
+        num_pages=64, max_running=8, max_step_tokens=8, max_context=160, logits_processors=False, cache_dir="",
+        draft_model=draft_model,
+    )  # fmt: skip
+    outputs = Outputs()
+    launched = launch(config, outputs.deliver)
+    speculation = launched.engine._scheduler.speculation
+    launched.engine.start()
+    monkeypatch.setattr(Payoff, "wants_drafts", False)
+    plain = outputs.of_run(launched, "plain")
+    num_taken = mailbox.num_taken
+    monkeypatch.setattr(Payoff, "wants_drafts", True)
+    assert outputs.of_run(launched, "drafted") == plain
+    launched.close()
+    assert speculation.num_accepted and 0 < num_taken < mailbox.num_taken
