@@ -49,9 +49,9 @@ class BlockIndex:
             count += 1
         return count
 
-    def place(self, key: bytes) -> tuple[int, int] | None:
-        """Returns the block and the row of a page; None if it is in no block."""
-        return self._places.get(key)
+    def place(self, key: bytes) -> tuple[int, int]:
+        """Returns the block and the row of a page, which must be in one."""
+        return self._places[key]
 
     def add(self, keys: Sequence[bytes]) -> int | None:
         """Adds a block with these pages, dropping the least recently used one if needed, and returns its number.
@@ -77,9 +77,13 @@ class BlockIndex:
             del self._places[key]
         self._free.append(block)
 
-    def touch(self, key: bytes) -> None:
-        """Makes the block of a page the most recently used one."""
-        self._keys.move_to_end(self._places[key][0])
+    def touch(self, key: bytes) -> bool:
+        """Makes the block of a page the most recently used one. Returns False if the page is in no block."""
+        place = self._places.get(key)
+        if place is None:
+            return False
+        self._keys.move_to_end(place[0])
+        return True
 
     def demote(self, block: int) -> None:
         """Makes a block the next to be dropped, if it is known: the devices hold its pages."""

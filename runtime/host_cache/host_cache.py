@@ -167,10 +167,10 @@ class HostCache:
         first_page = request.num_computed_tokens // self._page_size
         parts: dict[int, _Part] = {}
         for index, key in enumerate(keys):
-            place = self._index.place(key)
-            assert place is not None
-            block, row = place
-            parts.setdefault(block, _Part(block)).rows[row] = index
+            block, row = self._index.place(key)
+            if block not in parts:
+                parts[block] = _Part(block)
+            parts[block].rows[row] = index
         num_blocks = len(parts) + sum(len(other.parts) - other.num_sent for other in self._queue) + len(self._flying)
         start = first_page * self._page_size
         end = start + len(keys) * self._page_size
@@ -181,7 +181,7 @@ class HostCache:
         for part in found.parts:
             self._index.pin(part.block)
         self._fetches[request] = found
-        self._coming.update((key, found) for key in keys)
+        self._coming.update(dict.fromkeys(keys, found))
         self._queue.append(found)
         return True
 
@@ -192,9 +192,7 @@ class HostCache:
     def evicted(self, page: int, key: bytes) -> None:
         self._published.pop(page, None)
         self._just_published.pop(page, None)
-        if key in self._index:
-            self._index.touch(key)
-        else:
+        if not self._index.touch(key):
             self._evicted.append((page, key))
 
     def published(self, page: int, key: bytes) -> None:
@@ -470,8 +468,9 @@ class HostCache:
             assert len(request.pages) >= found.first_page + len(found.keys), f"{name} lacks pages for its fetch"
             for part in found.parts:
                 for row, index in part.rows.items():
-                    is_there = found.has_failed or self._index.place(found.keys[index]) == (part.block, row)
-                    assert is_there, f"{name} fetches a page that is not in its block"
+                    key = found.keys[index]
+                    is_there = key in self._index and self._index.place(key) == (part.block, row)
+                    assert found.has_failed or is_there, f"{name} fetches a page that is not in its block"
         for page, key in (*self._published.items(), *self._just_published.items()):
             assert self._pages.match([key]) == [page], f"page {page} is to be saved, but was evicted"
         assert {found for found, _ in self._flying.values()} <= set(self._fetches.values()), "a copy has no fetch"
