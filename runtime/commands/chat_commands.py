@@ -4,12 +4,10 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..options.nearest import nearest
-
-if TYPE_CHECKING:
-    from .chat import Conversation
+from .chat_conversation import Conversation
 
 HINT = "Ctrl-C stops an answer; /help lists the commands; /quit or Ctrl-D exits."
 
@@ -24,10 +22,10 @@ class Command(NamedTuple):
 
     arguments: str
     about: str
-    run: Callable[["Conversation", str], str | None]
+    run: Callable[[Conversation, str], str | None]
 
 
-def run_command(conversation: "Conversation", line: str) -> str | None:
+def run_command(conversation: Conversation, line: str) -> str | None:
     """Runs a line: a command, or a message to the model. Returns "quit" if the chat is to end.
 
     A line whose first word is not a slash and letters, such as a path, is a message, and so is one that begins with
@@ -49,18 +47,18 @@ def run_command(conversation: "Conversation", line: str) -> str | None:
     return command.run(conversation, (found[2] or "").strip())
 
 
-def _help(conversation: "Conversation", argument: str) -> None:
+def _help(conversation: Conversation, argument: str) -> None:
     names = {name: f"/{name} {command.arguments}".rstrip() for name, command in COMMANDS.items()}
     width = max(map(len, names.values()))
     lines = [f"{names[name]:<{width}}  {command.about}" for name, command in COMMANDS.items()]
     conversation.screen.note("\n".join([*lines, HINT]))
 
 
-def _reset(conversation: "Conversation", argument: str) -> None:
+def _reset(conversation: Conversation, argument: str) -> None:
     conversation.reset()
 
 
-def _retry(conversation: "Conversation", argument: str) -> None:
+def _retry(conversation: Conversation, argument: str) -> None:
     question = _take_last_turn(conversation)
     if question is None:
         conversation.screen.error("there is no message to repeat.")
@@ -68,12 +66,12 @@ def _retry(conversation: "Conversation", argument: str) -> None:
         conversation.say(question)
 
 
-def _undo(conversation: "Conversation", argument: str) -> None:
+def _undo(conversation: Conversation, argument: str) -> None:
     if _take_last_turn(conversation) is None:
         conversation.screen.error("there is no message to forget.")
 
 
-def _take_last_turn(conversation: "Conversation") -> str | None:
+def _take_last_turn(conversation: Conversation) -> str | None:
     """Removes the last message and its answer. Returns the message, or None if there is none."""
     if not conversation.messages or conversation.messages[-1]["role"] != "assistant":
         return None
@@ -82,13 +80,13 @@ def _take_last_turn(conversation: "Conversation") -> str | None:
     return question
 
 
-def _system(conversation: "Conversation", argument: str) -> None:
+def _system(conversation: Conversation, argument: str) -> None:
     conversation.system = argument
     conversation.reset()
     conversation.screen.note("The conversation begins anew" + (" with this system message." if argument else "."))
 
 
-def _set(conversation: "Conversation", argument: str) -> None:
+def _set(conversation: Conversation, argument: str) -> None:
     """Sets a sampling parameter, removes it if there is no value, or lists all if there is no name."""
     name, _, text = argument.partition(" ")
     if not name:
@@ -109,11 +107,11 @@ def _set(conversation: "Conversation", argument: str) -> None:
             conversation.screen.error(f"{name} is {text!r}; it must be a number.")
 
 
-def _info(conversation: "Conversation", argument: str) -> None:
+def _info(conversation: Conversation, argument: str) -> None:
     conversation.screen.note(conversation.about_server())
 
 
-def _save(conversation: "Conversation", argument: str) -> None:
+def _save(conversation: Conversation, argument: str) -> None:
     if not argument:
         conversation.screen.error("/save needs the name of a file.")
         return
@@ -126,7 +124,7 @@ def _save(conversation: "Conversation", argument: str) -> None:
     conversation.screen.note(f"{len(conversation.messages)} messages were written to {path}.")
 
 
-def _quit(conversation: "Conversation", argument: str) -> str:
+def _quit(conversation: Conversation, argument: str) -> str:
     return "quit"
 
 

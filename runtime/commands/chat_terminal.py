@@ -23,7 +23,7 @@ _FENCES = ("```", "~~~")
 
 
 class TerminalScreen:
-    """A screen of `chat.py`. History is kept in a file, if it can be written."""
+    """A `Screen` of the conversation. History is kept in a file, if it can be written."""
 
     def __init__(self, history: Path):
         words = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
