@@ -6,13 +6,10 @@ position. So the tokens are those without drafts, greedy or random, whatever a d
 many come at once.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from collections.abc import Sequence
+from typing import Protocol, Self
 
 from .draft_counts import Acceptance
-
-if TYPE_CHECKING:
-    from ..api.request import Request
 
 
 class Drafter(Protocol):
@@ -32,9 +29,6 @@ class Drafter(Protocol):
 
     def judge(self, num_drafts: int, num_accepted: int) -> None:
         """Adapts to how many of the last draft tokens were accepted."""
-
-
-MakeDrafter = Callable[["Request"], Drafter]  # creates the drafter of a new request
 
 
 def count_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:

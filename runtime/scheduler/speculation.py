@@ -10,12 +10,12 @@ must therefore gain more than they cost: `payoff` switches drafting by measured 
 how many there are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from ..api.request import Request
 from ..drafting.draft_counts import StepCosts, draft_counts
-from ..drafting.drafter import Drafter, MakeDrafter, count_accepted
+from ..drafting.drafter import Drafter, count_accepted
 from ..drafting.model_drafter import ModelDrafter
 from ..drafting.payoff import Payoffs
 from ..drafting.prompt_lookup import PromptLookup
@@ -34,7 +34,7 @@ class Speculation:
         self.saved_seconds = 0.0  # estimated, by steps with drafts; negative if they cost more
         # Both by their place after the last token, from 0 on.
         self.num_drafts_at, self.num_accepted_at = [0] * limits.draft_tokens, [0] * limits.draft_tokens
-        self.make_drafter: MakeDrafter = self._drafter
+        self.make_drafter: Callable[[Request], Drafter] = self._drafter  # creates the drafter of a new request
         self.is_always_on = False  # makes drafts whether they pay or not, and as many as fit; for measurements
         self.is_always_off = False  # makes none; for measurements
         self._limits = limits
