@@ -5,41 +5,40 @@ the KV head. In each layer they gather the queries of all these heads, attend to
 and merge those of their own heads.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from meshserve.kernels.paged_attention import PagedBatch, PartialAttention
+from meshserve.kernels.paged_attention import PagedBatch, PartialAttention, WriteKV
 from meshserve.kernels.paged_attention.context_split import held_by, merged, packed, seen_by
 from meshserve.sharding.collectives import exchange_with_neighbors, gather_from_neighbors
 from meshserve.sharding.mesh import TENSOR_AXIS
 
-if TYPE_CHECKING:
-    from .qwen3 import StepContext
 
-
-def divide_pages(context: "StepContext", cp: int, attend_part: PartialAttention) -> "StepContext":
-    """Returns the context of a step with attention and writing over pages that `cp` devices divide.
+def divide_pages(
+    batch: PagedBatch, cp: int, attend_part: PartialAttention, write: WriteKV, prepare: Callable[..., Any] | None
+) -> dict[str, Any]:
+    """Returns the operations of a step over pages that `cp` devices divide, as "attend", "write" and "prepare".
 
     Args:
-      context: The context. Consecutive tokens of a request in its batch are `cp` positions apart; see `by_remainder`.
-      cp: Number of neighboring devices.
+      batch: Consecutive tokens of a request are `cp` positions apart; see `by_remainder`.
       attend_part: The attention to this device's tokens.
+      prepare: `QKNormRope` with its settings. If None, so is the result's.
     """
     part = jax.lax.axis_index(TENSOR_AXIS) % cp
-    seen, held = seen_by(context.batch, part, cp), held_by(context.batch, part, cp)
-    write_held, prepare_held = context.write, context.prepare
+    seen, held = seen_by(batch, part, cp), held_by(batch, part, cp)
 
     def attend(q: jax.Array, cache: jax.Array, batch: PagedBatch, **settings: Any) -> jax.Array:
         heads = gather_from_neighbors(q, cp, axis=2)
         results = packed(*attend_part(heads, cache, seen, **settings), seen)
         return merged(exchange_with_neighbors(results, cp, axis=2), q.shape[-1], q.dtype)
 
-    def write(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, **settings: Any) -> jax.Array:
-        return write_held(cache, k, v, held, **settings)
+    def write_held(cache: jax.Array, k: jax.Array, v: jax.Array, batch: PagedBatch, **settings: Any) -> jax.Array:
+        return write(cache, k, v, held, **settings)
 
-    def prepare(rows: jax.Array, cache: jax.Array, batch: PagedBatch, **settings: Any) -> tuple[jax.Array, jax.Array]:
-        assert prepare_held is not None
-        return prepare_held(rows, cache, held, **settings)
+    def prepare_held(rows: jax.Array, cache: jax.Array, batch: PagedBatch, **settings: Any) -> Any:
+        assert prepare is not None
+        return prepare(rows, cache, held, **settings)
 
-    return context._replace(attend=attend, write=write, prepare=None if prepare_held is None else prepare)
+    return {"attend": attend, "write": write_held, "prepare": None if prepare is None else prepare_held}

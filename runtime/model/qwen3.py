@@ -355,7 +355,7 @@ class Qwen3(nnx.Module):
         if self.cp == 1:
             return context
         assert kernels.attend_part is not None
-        return divide_pages(context, self.cp, kernels.attend_part)
+        return context._replace(**divide_pages(batch, self.cp, kernels.attend_part, kernels.write, prepare))
 
     def _before_last(
         self, x: jax.Array, cache: jax.Array, context: StepContext, captured: tuple[int, ...], *, is_loop: bool

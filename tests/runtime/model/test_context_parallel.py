@@ -13,7 +13,6 @@ from meshserve.kernels.paged_attention import PagedBatch, reference, write_kv
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.request import FinishReason
 from meshserve.runtime.model.context_parallel import divide_pages
-from meshserve.runtime.model.qwen3 import StepContext
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 from tests import checkpoints
 from tests.runtime.token_server import Server
@@ -105,10 +104,9 @@ def test_decodes_of_four_long_contexts_are_the_reference(cp: int) -> None:
     cache_spec = PartitionSpec(None, None, TENSOR_AXIS)
 
     def shard(q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
-        whole = StepContext(batch, q, q, reference.paged_attention)
-        context = divide_pages(whole, cp, reference.partial_attention)
-        cache = context.write(cache, k, v, batch, layer=0)
-        return context.attend(q, cache, batch, layer=0, scale=scale), cache
+        divided = divide_pages(batch, cp, reference.partial_attention, write_kv, None)
+        cache = divided["write"](cache, k, v, batch, layer=0)
+        return divided["attend"](q, cache, batch, layer=0, scale=scale), cache
 
     # Device d holds KV head d // 4, and of its pages the tokens d % cp, d % cp + cp, ...
     held = np.concatenate([cache[:, :, device // 4, None, :, device % cp :: cp] for device in range(8)], axis=2)
