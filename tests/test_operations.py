@@ -130,7 +130,7 @@ def test_metrics_and_the_log_tell_of_a_request(server):
     assert (found["tenant"], found["outcome"], found["num_output_tokens"]) == ("operator", "length", 4)
 
 
-def test_sighup_changes_the_degree_under_streams(server):
+def test_sighup_changes_the_tp_size_under_streams(server):
     """Consecutive streams have the same tokens while the mesh changes between and during them."""
     with Client(server.target, token=server.token) as client:
 

@@ -30,7 +30,7 @@ def test_a_shard_alone_has_the_shapes_that_it_has_on_the_mesh(name: str, tp: int
     assert (alone.mlp_dim, alone.vocab_size) == (whole.mlp_dim // tp, whole.vocab_size // tp)
 
 
-def test_efficiency_is_relative_to_the_smallest_degree_of_the_same_case() -> None:
+def test_efficiency_is_relative_to_the_smallest_tp_size_of_the_same_case() -> None:
     steps = [
         dataclasses.replace(STEP, tp=4, step_ms=2.5),
         STEP,

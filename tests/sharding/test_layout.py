@@ -16,7 +16,7 @@ def make_layout(tp: int, num_query_heads: int = 16, num_kv_heads: int = 8, **siz
 
 @st.composite
 def head_counts(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Query heads, KV heads, and a degree that divides the query heads."""
+    """Query heads, KV heads, and a TP size that divides the query heads."""
     num_kv_heads = draw(st.integers(1, 12))
     num_query_heads = num_kv_heads * draw(st.integers(1, 12))
     tp_sizes = [tp_size for tp_size in range(1, num_query_heads + 1) if num_query_heads % tp_size == 0]
@@ -59,7 +59,7 @@ def test_repeated_kv_heads_are_neighbours(tp: int, kv_heads: list[int]):
     assert [layout.kv_head(group) for group in range(layout.num_groups)] == kv_heads
 
 
-def test_a_degree_between_the_kv_heads_splits_groups_evenly():
+def test_a_tp_size_between_the_kv_heads_splits_groups_evenly():
     """6 query heads over 2 KV heads on 3 shards: groups of 1, so that the middle shard may read both KV heads."""
     layout = make_layout(3, num_query_heads=6, num_kv_heads=2)
     assert (layout.group_size, layout.num_groups, layout.repeats) == (1, 6, 3)
@@ -73,7 +73,7 @@ def test_vocabulary_and_width_are_padded_by_less_than_a_row_a_shard(tp: int, voc
     assert 0 <= layout.mlp_dim - mlp_dim < tp
 
 
-def test_a_degree_that_does_not_divide_the_query_heads_is_refused_with_those_that_do():
+def test_a_tp_size_that_does_not_divide_the_query_heads_is_refused_with_those_that_do():
     with pytest.raises(ValueError, match=r"tp is 3, .* 16 query heads. Use one of 1, 2, 4, 8, 16\."):
         make_layout(3)
 

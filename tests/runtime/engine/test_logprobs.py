@@ -105,7 +105,7 @@ def test_a_shared_prompt_is_computed_again_for_its_log_probabilities(tp: int, an
     assert first["token_ids"] == second["token_ids"] == answers[tp][len(PROMPTS) - 1]["token_ids"]
 
 
-def test_the_degree_does_not_change_a_token(answers) -> None:
+def test_the_tp_size_does_not_change_a_token(answers) -> None:
     for tp in TP_SIZES[1:]:
         assert [answer["token_ids"] for answer in answers[tp]] == [answer["token_ids"] for answer in answers[1]]
 

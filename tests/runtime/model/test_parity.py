@@ -1,4 +1,4 @@
-"""The same tokens as Hugging Face in float32, at every tensor-parallel degree, and the same hidden states."""
+"""The same tokens as Hugging Face in float32, at every TP size, and the same hidden states."""
 
 import dataclasses
 import json
@@ -87,8 +87,8 @@ def test_sharded_files_are_sharded(name: str, models: dict[str, Path]) -> None:
     assert (models[name] / "model.safetensors.index.json").exists() == (name == "sharded_files")
 
 
-# Each degree with some shape, and each shape at the degrees that make a difference to it: compiling takes the time.
-DEGREES = {
+# Each TP size with some shape, and each shape at the TP sizes that make a difference to it: compiling takes the time.
+TP_SIZES = {
     "tied": (1, 2, 4, 8),  # 4 KV heads: several of a device, one, and one on two devices
     "untied_2_kv_heads": (1, 8),  # whole, and each KV head on four devices
     "8_kv_heads": (2, 8),  # as many KV heads as query heads
@@ -102,7 +102,7 @@ DEGREES = {
 def test_same_tokens_as_hugging_face(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     prompts = checkpoints.random_prompts(PROMPT_LENGTHS, vocab_size=320)
     expected = checkpoints.greedy(models[name], prompts, MAX_TOKENS)
-    for tp in DEGREES[name]:
+    for tp in TP_SIZES[name]:
         options = SMALL if (name, tp) == ("tied", 2) else SMALL | WITHOUT_PROCESSORS
         assert run_generate(models[name], tmp_path, prompts, tp=tp, **options) == expected, f"tp {tp}"
 
@@ -125,7 +125,7 @@ def test_alone_chunked_and_preempted(tp: int, options: dict, models: dict[str, P
     assert found == expected
 
 
-def test_any_degree_that_divides_the_query_heads(tmp_path: Path) -> None:
+def test_any_tp_size_that_divides_the_query_heads(tmp_path: Path) -> None:
     """6 query heads over 2 KV heads on 3 shards: the middle shard reads both KV heads."""
     model = checkpoints.save_checkpoint(tmp_path / "model", num_attention_heads=6, num_key_value_heads=2)
     prompts = checkpoints.random_prompts((5, 70), vocab_size=320)

@@ -1,4 +1,4 @@
-"""`meshserve plan`: its arithmetic, its roofline, its choice of a degree, and a real start beside it."""
+"""`meshserve plan`: its arithmetic, its roofline, its choice of a TP size, and a real start beside it."""
 
 import json
 import re
@@ -109,7 +109,7 @@ def test_what_steps_keep_is_planned_as_it_is_allocated():
     assert output_bytes(model, layout, buckets, dtype) == allocated > 100 << 20
 
 
-def test_a_degree_of_its_own_and_a_directory(capsys):
+def test_a_tp_size_of_its_own_and_a_directory(capsys):
     found = plan(capsys, "--model=demo", "--target=v5e:2x4", "--tp=4", "--num-pages=77")
     assert (found["tp"], found["served_pages"]) == (4, 77)
 
@@ -184,7 +184,7 @@ def test_prefill_is_bound_by_the_chunk_or_by_the_multiplications(capsys):
     assert small[0]["seconds"] == pytest.approx(16 * 15.14e9 / 3.35e12, rel=0.01)
 
 
-def test_the_best_degree_is_the_one_with_the_most_tokens(capsys):
+def test_the_best_tp_size_is_the_one_with_the_most_tokens(capsys):
     small = plan(capsys, "--model=qwen3-0.6b", "--target=h200:4")
     assert small["best_tp"] == 1 and "does not fit" not in small["reason"]
     large = plan(capsys, "--model=qwen3-32b", "--target=h100:4", "--memory-fraction=0.75", "--max-running=64")
@@ -198,7 +198,7 @@ def test_the_best_degree_is_the_one_with_the_most_tokens(capsys):
 
 
 def test_sums_are_reckoned_as_the_devices_would_make_them(capsys):
-    """Peers are two or four GPUs; a degree of eight is not the fastest by what four would take."""
+    """Peers are two or four GPUs; a TP size of eight is not the fastest by what four would take."""
     ours, xla = (plan(capsys, "--model=qwen3-8b", "--target=h200:8", *flag) for flag in ((), ("--all-reduce=xla",)))
     ours, xla = ({item["tp"]: item["step_seconds"] for item in found["tp_sizes"]} for found in (ours, xla))
     assert xla[4] - ours[4] == pytest.approx(73 * 14e-6)

@@ -19,7 +19,7 @@ from meshserve.runtime.program.sampling import sample
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 TP_SIZES = (1, 4, 8)
-NUM_ROWS, VOCAB_SIZE = 4096, 61  # divides by no degree: there is padding at TP 4 and 8
+NUM_ROWS, VOCAB_SIZE = 4096, 61  # is a multiple of no TP size: there is padding at TP 4 and 8
 STATE_ROWS, STATE_ROW = 3, 1  # the row that cases use
 SHAPE = ProcessorShape(NUM_ROWS)
 NO_ROW = STATE_ROWS

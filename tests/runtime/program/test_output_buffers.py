@@ -62,7 +62,7 @@ def test_steps_of_all_shapes_take_turns_with_what_they_keep() -> None:
 
 
 def test_the_programs_of_a_runner_go_with_it() -> None:
-    """jax's caches hold none of them; a server that changes its degree would keep them all."""
+    """jax's caches hold none of them; a server that changes its TP size would keep them all."""
 
     def num_programs() -> int:
         gc.collect()

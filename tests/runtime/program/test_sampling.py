@@ -18,7 +18,7 @@ from meshserve.runtime.program.sampling import SamplingBatch
 from meshserve.sharding.mesh import TENSOR_AXIS, make_mesh
 
 TP_SIZES = (1, 4, 8)
-NUM_ROWS, VOCAB_SIZE = 4096, 61  # the vocabulary divides by no degree: there is padding at TP 4 and 8
+NUM_ROWS, VOCAB_SIZE = 4096, 61  # the vocabulary is a multiple of no TP size: there is padding at TP 4 and 8
 CHEATING_LOGIT = 1e9  # of the padding: chosen at once by a sampler that looks there
 
 

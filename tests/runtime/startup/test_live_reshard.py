@@ -1,4 +1,4 @@
-"""A running engine changes its degree: the streams go on with the same tokens."""
+"""A running engine changes its TP size: the streams go on with the same tokens."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Orbax checkpoints: the same bits as the safetensors at every degree, and any damage is refused by name."""
+"""Orbax checkpoints: the same bits as the safetensors at every TP size, and any damage is refused by name."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_the_demo_model_restores_bit_by_bit_at_every_degree(tp: int, demo: Path) -> None:
+def test_the_demo_model_restores_bit_by_bit_at_every_tp_size(tp: int, demo: Path) -> None:
     assert_same_bits(parameters(demo, tp), parameters(DEMO, tp))
 
 

@@ -23,7 +23,7 @@ from meshserve.sharding.checkpoints.tensor_files import TensorFiles
 from meshserve.sharding.layout import ShardLayout, shard_layout
 from meshserve.sharding.mesh import make_mesh
 
-# 8 query heads over 4 KV heads; vocabulary and MLP width divide by no degree.
+# 8 query heads over 4 KV heads; vocabulary and MLP width are multiples of no TP size.
 CONFIG = ModelConfig(
     model_type="qwen3",
     vocab_size=37,
