@@ -20,7 +20,7 @@ _GPU_RUNNING, _GPU_STEP_TOKENS = 256, 8192
 _SMALL_RUNNING, _SMALL_STEP_TOKENS = 64, 512
 _LEAST_PREFILL_TOKENS = 256
 _PREFILL_SECONDS = 0.11  # in a step that also decodes: how long a prompt may delay tokens (docs/decisions/038)
-_LIGHT_PREFILL_SECONDS = 0.035  # the same while few prompt tokens wait (docs/decisions/071)
+_LOW_LOAD_PREFILL_SECONDS = 0.035  # the same while few prompt tokens wait (docs/decisions/071)
 _REACHED_FLOPS = 0.62  # share of the data sheet's that prefill reaches (docs/log/prefill.md)
 _SCRATCH_SHARE = 0.02  # of the device memory, for the largest step
 _SHORT_STEP_SECONDS = 0.001  # for decode steps that take the host as long as the device
@@ -36,7 +36,7 @@ class StepLimits:
       max_running: Requests that run at the same time.
       max_step_tokens: Tokens of a step.
       max_prefill_tokens: Prefill tokens of a step that also decodes; 0 allows whatever `max_step_tokens` leaves.
-      light_prefill_tokens: The same while few prompt tokens wait; 0 if there is no difference.
+      low_load_prefill_tokens: The same while few prompt tokens wait; 0 if there is no difference.
       max_decode_steps: Decode steps of a dispatch.
     """
 
@@ -44,12 +44,12 @@ class StepLimits:
     max_step_tokens: int
     max_prefill_tokens: int
     max_decode_steps: int
-    light_prefill_tokens: int = 0
+    low_load_prefill_tokens: int = 0
 
     def __str__(self) -> str:
         prefill: int | str = self.max_prefill_tokens or "no limit"
-        if self.light_prefill_tokens:
-            prefill = f"{prefill} ({self.light_prefill_tokens} while few prompt tokens wait)"
+        if self.low_load_prefill_tokens:
+            prefill = f"{prefill} ({self.low_load_prefill_tokens} while few prompt tokens wait)"
         return (
             f"max_running {self.max_running}, max_step_tokens {self.max_step_tokens}, max_prefill_tokens {prefill}, "
             f"max_decode_steps {self.max_decode_steps}"
@@ -79,15 +79,15 @@ def choose_limits(
         )
     speed = _Speed(model=model, chip=chip, num_devices=num_devices, dtype=dtype)
     step_tokens = config.max_step_tokens or max(speed.step_tokens_in_scratch(), config.max_running)
-    most, light = (
-        min(speed.prefill_tokens_in(seconds), step_tokens) for seconds in (_PREFILL_SECONDS, _LIGHT_PREFILL_SECONDS)
+    most, low_load = (
+        min(speed.prefill_tokens_in(seconds), step_tokens) for seconds in (_PREFILL_SECONDS, _LOW_LOAD_PREFILL_SECONDS)
     )
     return StepLimits(
         max_running=config.max_running or min(_GPU_RUNNING, step_tokens),
         max_step_tokens=step_tokens,
         max_prefill_tokens=config.max_prefill_tokens or most,
         max_decode_steps=config.max_decode_steps or min(speed.decode_steps(), config.page_size),
-        light_prefill_tokens=light if light < most and not config.max_prefill_tokens else 0,
+        low_load_prefill_tokens=low_load if low_load < most and not config.max_prefill_tokens else 0,
     )
 
 

@@ -336,7 +336,7 @@ def _limits(config: ServeConfig, chosen: StepLimits, max_context: int, buckets: 
         max_waiting=config.max_waiting,
         max_context=max_context,
         max_prefill_tokens=chosen.max_prefill_tokens,
-        light_prefill_tokens=chosen.light_prefill_tokens,
+        low_load_prefill_tokens=chosen.low_load_prefill_tokens,
         max_decode_steps=chosen.max_decode_steps,
         priority_seconds=config.priority_seconds,
         has_prefix_cache=config.prefix_cache,

@@ -17,7 +17,7 @@ class SchedulerLimits:
     max_waiting: int  # length of the queue; further requests are refused
     max_context: int  # prompt and output tokens of one request
     max_prefill_tokens: int = 0  # prefill tokens in a step that also decodes; 0: the rest of max_step_tokens
-    light_prefill_tokens: int = 0  # the same while few prompt tokens wait (`Scheduler._is_light`); 0: no difference
+    low_load_prefill_tokens: int = 0  # the same while few prompt tokens wait (`Scheduler._is_load_low`); 0: off
     max_decode_steps: int = 1  # decode steps per dispatch while no request waits; at most page_size
     priority_seconds: float = 30.0  # waiting time that one level of priority is worth
     has_prefix_cache: bool = True
@@ -32,7 +32,7 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         assert min(self.page_size, self.max_waiting, self.max_decode_steps) >= 1 and self.max_context >= 2, self
         assert self.max_step_tokens >= self.max_running >= 1, self  # otherwise decodes would wait for each other
-        assert 0 <= self.light_prefill_tokens <= self.max_prefill_tokens and self.priority_seconds >= 0, self
+        assert 0 <= self.low_load_prefill_tokens <= self.max_prefill_tokens and self.priority_seconds >= 0, self
         # A request then begins at most one page per dispatch; the bucket has room for that.
         assert self.max_decode_steps <= max(self.page_size, 1), self
         assert 0 <= self.draft_tokens < self.page_size and self.draft_min_match >= 1, self
@@ -43,10 +43,10 @@ class SchedulerLimits:
         below = self.step_sizes[index - 1] if index else 0
         return below, self.step_sizes[index] if index < len(self.step_sizes) else self.max_step_tokens
 
-    def num_beside(self, num_decodes: int, is_light: bool) -> int:
-        """Returns how many prefill tokens a step with `num_decodes` decodes may hold: the limit of a light or a full
-        load, or slightly fewer where the decodes would otherwise pad the step to a much larger size."""
-        most = self.light_prefill_tokens if is_light else self.max_prefill_tokens
+    def num_beside(self, num_decodes: int, is_load_low: bool) -> int:
+        """Returns how many prefill tokens a step with `num_decodes` decodes may hold: the limit for this load, or
+        slightly fewer where the decodes would otherwise pad the step to a much larger size."""
+        most = self.low_load_prefill_tokens if is_load_low else self.max_prefill_tokens
         num_tokens = num_decodes + most
         below, above = self.sizes_around(num_tokens)
         is_cut = num_decodes < below and num_tokens - below < above - num_tokens

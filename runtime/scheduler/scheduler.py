@@ -150,7 +150,7 @@ class Scheduler:
         prefilling = self._plan_decodes(draft)
         draft.num_tokens_left -= len(draft.decodes)
         if draft.decodes and self.limits.max_prefill_tokens:
-            num_beside = self.limits.num_beside(len(draft.decodes), self._is_light(prefilling))
+            num_beside = self.limits.num_beside(len(draft.decodes), self._is_load_low(prefilling))
             draft.num_tokens_left = min(draft.num_tokens_left, num_beside)
         for request in prefilling:
             self._admit(draft, ahead_of=request)
@@ -219,9 +219,9 @@ class Scheduler:
                 about_to_leave.append(request)
         return sorted([request for request in prefilling if request.slot is not None], key=self._shares.turn)
 
-    def _is_light(self, prefilling: list[Request]) -> bool:
+    def _is_load_low(self, prefilling: list[Request]) -> bool:
         """Returns whether at most twice `max_prefill_tokens` are left to compute, which short steps do soon."""
-        if not self.limits.light_prefill_tokens or self.num_waiting > self.limits.max_running:
+        if not self.limits.low_load_prefill_tokens or self.num_waiting > self.limits.max_running:
             return False
         num_left = sum(request.num_prefill_tokens - request.num_computed_tokens for request in prefilling)
         for request in self._shares.waiting():

@@ -63,7 +63,7 @@ def tight_limits(draw: st.DrawFn) -> tuple[SchedulerLimits, int]:
         max_waiting=draw(st.integers(1, 12)),
         max_context=max_context,
         max_prefill_tokens=max_prefill_tokens,
-        light_prefill_tokens=draw(st.integers(0, max_prefill_tokens)),
+        low_load_prefill_tokens=draw(st.integers(0, max_prefill_tokens)),
         max_decode_steps=draw(st.integers(1, page_size)),
         draft_tokens=draw(st.integers(0, page_size - 1)),
         draft_min_match=draw(st.integers(1, 3)),

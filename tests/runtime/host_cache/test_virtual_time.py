@@ -17,7 +17,7 @@ PAGE_SIZE, PAGE_BYTES = 32, 32 * 147_456
 def make_limits(max_context: int) -> SchedulerLimits:
     return SchedulerLimits(
         page_size=PAGE_SIZE, max_running=64, max_step_tokens=8192, max_waiting=256, max_context=max_context,
-        max_prefill_tokens=4096, light_prefill_tokens=1024, step_sizes=(256, 512, 1024, 2048, 4096, 8192),
+        max_prefill_tokens=4096, low_load_prefill_tokens=1024, step_sizes=(256, 512, 1024, 2048, 4096, 8192),
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def limits(
 
 
 def chosen(*values: int) -> StepLimits:
-    names = ("max_running", "max_step_tokens", "max_prefill_tokens", "max_decode_steps", "light_prefill_tokens")
+    names = ("max_running", "max_step_tokens", "max_prefill_tokens", "max_decode_steps", "low_load_prefill_tokens")
     values += (0,) if len(values) < len(names) else ()
     return StepLimits(**dict(zip(names, values, strict=True)))
 
@@ -68,7 +68,7 @@ def test_what_is_asked_for_is_taken(platform: str):
     asked = {"max_running": 7, "max_step_tokens": 96, "max_prefill_tokens": 50, "max_decode_steps": 3}
     assert limits("qwen3-8b", "h200", platform=platform, **asked) == chosen(7, 96, 50, 3)
     assert limits("qwen3-8b", "h200", platform=platform, max_step_tokens=8).max_running == 8
-    assert limits("qwen3-8b", "h200", platform=platform, max_prefill_tokens=8192).light_prefill_tokens == 0
+    assert limits("qwen3-8b", "h200", platform=platform, max_prefill_tokens=8192).low_load_prefill_tokens == 0
     assert limits("qwen3-8b", "h200", platform=platform, max_running=9000).max_step_tokens == 9000
     assert limits("qwen3-0.6b", "h200", platform=platform, page_size=1).max_decode_steps == 1
 

@@ -11,12 +11,12 @@ from meshserve.benchmarks.lib.workloads import fixed
 from meshserve.runtime.scheduler.limits import SchedulerLimits
 from tests.runtime.virtual_gpu import GpuTimes, VirtualGpu
 
-LIGHT = SchedulerLimits(
+AUTOMATIC = SchedulerLimits(
     page_size=32, max_running=256, max_step_tokens=8192, max_waiting=1024, max_context=4096, max_prefill_tokens=4096,
-    light_prefill_tokens=1024, step_sizes=(64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    low_load_prefill_tokens=1024, step_sizes=(64, 128, 256, 512, 1024, 2048, 4096, 8192),
 )  # fmt: skip
-ALWAYS_LONG = dataclasses.replace(LIGHT, light_prefill_tokens=0)
-ALWAYS_SHORT = dataclasses.replace(LIGHT, max_prefill_tokens=1024, light_prefill_tokens=0)
+ALWAYS_LONG = dataclasses.replace(AUTOMATIC, low_load_prefill_tokens=0)
+ALWAYS_SHORT = dataclasses.replace(AUTOMATIC, max_prefill_tokens=1024, low_load_prefill_tokens=0)
 NUM_PAGES = 12_500
 
 
@@ -44,10 +44,10 @@ def full_load_seconds(limits: SchedulerLimits) -> float:
 
 @pytest.mark.parametrize(("rate", "most"), [(22.6, 32.0), (30.0, 40.0)])
 def test_gaps_stay_short_at_rates_at_which_long_steps_delay_tokens(rate: float, most: float):
-    assert gap_ms(LIGHT, rate) < most
+    assert gap_ms(AUTOMATIC, rate) < most
     assert gap_ms(ALWAYS_LONG, rate) > 50.0
 
 
 def test_short_steps_cost_a_full_load_nothing():
     long = full_load_seconds(ALWAYS_LONG)
-    assert full_load_seconds(LIGHT) < 1.005 * long and full_load_seconds(ALWAYS_SHORT) > 1.02 * long
+    assert full_load_seconds(AUTOMATIC) < 1.005 * long and full_load_seconds(ALWAYS_SHORT) > 1.02 * long

@@ -99,7 +99,7 @@ def test_prefill_beside_decodes_is_bounded():
 
 
 def test_prefill_beside_decodes_is_shorter_while_few_prompt_tokens_are_left():
-    scheduler = make_scheduler(max_step_tokens=32, max_prefill_tokens=6, light_prefill_tokens=3)
+    scheduler = make_scheduler(max_step_tokens=32, max_prefill_tokens=6, low_load_prefill_tokens=3)
     scheduler.add(make_request(1, num_prompt_tokens=8, max_tokens=40))
     assert scheduler.plan(0.0) is not None
     scheduler.add(make_request(2, num_prompt_tokens=10, max_tokens=40))
@@ -115,7 +115,7 @@ def test_prefill_beside_decodes_is_shorter_while_few_prompt_tokens_are_left():
 
 def test_long_cached_prompts_that_wait_are_looked_up_in_few_pages(monkeypatch: pytest.MonkeyPatch):
     scheduler = make_scheduler(
-        300, max_running=30, max_waiting=30, max_step_tokens=1000, max_prefill_tokens=217, light_prefill_tokens=3,
+        300, max_running=30, max_waiting=30, max_step_tokens=1000, max_prefill_tokens=217, low_load_prefill_tokens=3,
         max_context=1000,
     )  # fmt: skip
     prompt = tuple(1 + index % 30 for index in range(796))
@@ -133,9 +133,9 @@ def test_long_cached_prompts_that_wait_are_looked_up_in_few_pages(monkeypatch: p
         return match(pages, keys)
 
     monkeypatch.setattr(PageAllocator, "match", counted)
-    assert not scheduler._is_light([])  # 435 tokens are left
+    assert not scheduler._is_load_low([])  # 435 tokens are left
     scheduler.finish(waiting[0], FinishReason.CANCELLED, 0.0)
-    assert scheduler._is_light([])
+    assert scheduler._is_load_low([])
     assert len(waiting) < len(looked_up) < 20 * len(waiting)
 
 
