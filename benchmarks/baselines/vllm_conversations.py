@@ -20,6 +20,8 @@ from typing import Any
 from meshserve.benchmarks.lib.token_times import percentile
 from meshserve.benchmarks.lib.workloads import AT_A_TIME, MAX_CONVERSATION_ID, OUTPUT_TOKENS, Turn, conversations
 
+from .vllm_common import argument_parser, engine_arguments, kv_tokens, sampling_params
+
 
 def run(arguments: Sequence[str]) -> dict[str, object]:
     """Returns the figures of the timed run."""
@@ -27,17 +29,17 @@ def run(arguments: Sequence[str]) -> dict[str, object]:
     began = time.perf_counter()
     import vllm
 
-    llm = vllm.LLM(
-        model=options.model_dir,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=options.turns * options.turn_tokens + OUTPUT_TOKENS,
-        enable_prefix_caching=True,
-        **json.loads(options.settings),
-    )
-    params = vllm.SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
     longest = options.turns * options.turn_tokens
+    llm = vllm.LLM(
+        **engine_arguments(
+            options.model_dir,
+            json.loads(options.settings),
+            skip_tokenizer_init=True,
+            max_model_len=longest + OUTPUT_TOKENS,
+            enable_prefix_caching=True,
+        )
+    )
+    params = sampling_params(OUTPUT_TOKENS, 0.0)
     start_seconds = time.perf_counter() - began
     for number in range(2):
         ids = [random.Random(1000 + number).randint(0, MAX_CONVERSATION_ID) for _ in range(longest)]
@@ -50,10 +52,9 @@ def run(arguments: Sequence[str]) -> dict[str, object]:
     by_turn: list[list[float]] = [[] for _ in range(options.turns)]
     for turn, first in zip(turns, first_seconds, strict=True):
         by_turn[turn.number].append(first)
-    cache = llm.llm_engine.vllm_config.cache_config
     return {
         "engine": f"vllm {vllm.__version__}",
-        "device_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+        "device_tokens": kv_tokens(llm.llm_engine),
         "num_users": options.users,
         "num_turns": options.turns,
         "turn_tokens": options.turn_tokens,
@@ -95,13 +96,11 @@ def _serve(engine: Any, turns: Sequence[Turn], params: object, at_a_time: int) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Measure conversations with vLLM.")
-    parser.add_argument("--model-dir", required=True)
+    parser = argument_parser("Measure conversations with vLLM.")
     parser.add_argument("--users", type=int, default=24)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--turn-tokens", type=int, default=2000)
     parser.add_argument("--at-a-time", type=int, default=AT_A_TIME)
-    parser.add_argument("--settings", default="{}", help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--report", type=Path, help="write the figures to this file instead of stdout")
     return parser
 

@@ -15,21 +15,15 @@ from collections.abc import Sequence
 
 from meshserve.benchmarks.lib.traffic import Lengths, Traffic
 
+from .vllm_common import argument_parser, engine_arguments
+
 
 def run(arguments: Sequence[str]) -> dict[str, object]:
     """Returns the figures of the timed run."""
     options = _parser().parse_args(arguments)
     import vllm
 
-    settings = json.loads(options.settings)
-    llm = vllm.LLM(
-        model=options.model_dir,
-        runner="pooling",
-        load_format="dummy",
-        dtype="bfloat16",
-        enable_prefix_caching=False,
-        **settings,
-    )
+    llm = vllm.LLM(**engine_arguments(options.model_dir, json.loads(options.settings), runner="pooling"))
     num_tokens, seconds = 0, 0.0
     for seed in (options.seed + 1, options.seed):
         traffic = Traffic(
@@ -51,12 +45,10 @@ def run(arguments: Sequence[str]) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Measure vLLM's embeddings.")
-    parser.add_argument("--model-dir", required=True)
+    parser = argument_parser("Measure vLLM's embeddings.")
     parser.add_argument("--texts", type=int, default=10_000)
     parser.add_argument("--tokens", type=Lengths.parse, default=Lengths.parse("uniform:20:500"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--settings", default="{}", help="further arguments of vllm.LLM, as JSON")
     return parser
 
 

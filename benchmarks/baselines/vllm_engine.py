@@ -3,23 +3,16 @@
 import time
 
 import vllm
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
 from meshserve.benchmarks.lib.token_times import RunTimes, TokenClock
-from meshserve.benchmarks.lib.workloads import Work
 
 from .job import Batch, Job, Started, serve_job
+from .vllm_common import engine_arguments, kv_tokens, sampling_params
 
 
 def start(job: Job) -> Started:
-    llm = LLM(
-        model=job.model_dir,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=job.dtype,
-        enable_prefix_caching=False,
-        **job.settings,
-    )
+    llm = LLM(**engine_arguments(job.model_dir, job.settings, dtype=job.dtype, skip_tokenizer_init=True))
     engine = llm.llm_engine
     num_requests = 0
 
@@ -28,7 +21,7 @@ def start(job: Job) -> Started:
         began = time.perf_counter()
         llm.generate(
             [{"prompt_token_ids": work.prompt_token_ids} for work in batch.works],
-            [_params(batch, work) for work in batch.works],
+            [sampling_params(work.max_tokens, batch.temperature) for work in batch.works],
             use_tqdm=False,
         )
         num_tokens = sum(work.max_tokens for work in batch.works)
@@ -42,8 +35,8 @@ def start(job: Job) -> Started:
         began = time.perf_counter()
         num_seen = [0] * len(batch.works)
         for index, work in enumerate(batch.works):
-            prompt = {"prompt_token_ids": work.prompt_token_ids}
-            engine.add_request(str(num_requests + index), prompt, _params(batch, work))
+            params = sampling_params(work.max_tokens, batch.temperature)
+            engine.add_request(str(num_requests + index), {"prompt_token_ids": work.prompt_token_ids}, params)
         while engine.has_unfinished_requests():
             outputs = engine.step()
             now = time.perf_counter()
@@ -55,12 +48,7 @@ def start(job: Job) -> Started:
         num_requests += len(batch.works)
         return clock.times(time.perf_counter() - began)
 
-    cache = engine.vllm_config.cache_config
-    return Started(f"vllm {vllm.__version__}", run, (cache.num_gpu_blocks or 0) * cache.block_size)
-
-
-def _params(batch: Batch, work: Work) -> SamplingParams:
-    return SamplingParams(temperature=batch.temperature, max_tokens=work.max_tokens, ignore_eos=True, detokenize=False)
+    return Started(f"vllm {vllm.__version__}", run, kv_tokens(engine))
 
 
 if __name__ == "__main__":

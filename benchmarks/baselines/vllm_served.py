@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncIterator
 
 import vllm
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -19,6 +19,7 @@ from meshserve.benchmarks.lib.workloads import Work
 
 from .job import Job, Started, serve_job
 from .streams import streaming
+from .vllm_common import engine_arguments, kv_tokens, sampling_params
 
 
 def start(job: Job) -> Started:
@@ -28,33 +29,20 @@ def start(job: Job) -> Started:
     numbers = itertools.count()
 
     async def stream(work: Work, temperature: float) -> AsyncIterator[int]:
-        params = SamplingParams(
-            temperature=temperature,
-            max_tokens=work.max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        params = sampling_params(work.max_tokens, temperature, output_kind=RequestOutputKind.DELTA)
         prompt = {"prompt_token_ids": work.prompt_token_ids}
         async for output in engine.generate(prompt, params, str(next(numbers))):
             yield len(output.outputs[0].token_ids)
 
-    cache = engine.vllm_config.cache_config
-    return streaming(f"vllm {vllm.__version__}", loop, stream, (cache.num_gpu_blocks or 0) * cache.block_size)
+    return streaming(f"vllm {vllm.__version__}", loop, stream, kv_tokens(engine))
 
 
 async def _start(job: Job) -> AsyncLLM:
     """Starts the engine inside the event loop, as vLLM's server does."""
-    arguments = AsyncEngineArgs(
-        model=job.model_dir,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=job.dtype,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        **job.settings,
+    arguments = engine_arguments(
+        job.model_dir, job.settings, dtype=job.dtype, skip_tokenizer_init=True, disable_log_stats=True
     )
-    return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER)
 
 
 async def _stop(engine: AsyncLLM) -> None:
