@@ -44,7 +44,7 @@ TARGETS = (
     "meshserve_p2p_all_reduce",
     "meshserve_p2p_all_gather",
     "meshserve_fp8_linear",
-    "meshserve_mail_tokens",
+    "meshserve_write_tokens",
 )
 _MAX_ERROR_BYTES = 1000
 

@@ -26,7 +26,7 @@ from ..program.processor_batch import Logprobs, Sampled
 from ..program.step_runner import StepRunner
 from ..scheduler.step_plan import Chunk, StepPlan
 from .draft_filling import DraftFilling
-from .mailing_runner import MailingRunner
+from .readback_runner import ReadbackRunner
 
 
 class RunnerBeside(abc.ABC):
@@ -56,8 +56,8 @@ class RunnerBeside(abc.ABC):
         return self._proposed
 
     def run_drafted(self, bucket: Bucket, packed: np.ndarray, places: np.ndarray) -> jax.Array:
-        if isinstance(self.served, MailingRunner):
-            self.served.number(bucket, packed)
+        if isinstance(self.served, ReadbackRunner):
+            self.served.set_step_number(bucket, packed)
         return self.run(bucket, self._fill(packed, self._proposed, places))
 
     def set_page_row(self, page_row: np.ndarray) -> None:

@@ -25,7 +25,6 @@ from meshserve.kernels.decode_layers import DecodeKernels, LayerWeights
 from meshserve.kernels.experts import Experts
 from meshserve.kernels.experts import xla as xla_experts
 from meshserve.kernels.linear import Linear, RMSNorm, inverse_rms, rms_norm, silu_product, xla
-from meshserve.kernels.mail import MailTokens
 from meshserve.kernels.p2p import P2PGroup, P2POperations
 from meshserve.kernels.paged_attention import (
     PagedAttention,
@@ -38,6 +37,7 @@ from meshserve.kernels.paged_attention import (
 )
 from meshserve.kernels.paged_attention.context_split import Reordered, by_remainder
 from meshserve.kernels.paged_attention.storage import FP8, scaled_access
+from meshserve.kernels.readback import TokenReadback
 from meshserve.kernels.sampling import FindThreshold
 from meshserve.sharding.collectives import Exchange, P2PAllReduce, all_gather, all_reduce
 from meshserve.sharding.layout import ShardLayout, split_group
@@ -74,7 +74,7 @@ class Kernels:
     has_library_gemms: bool = False  # in steps of LIBRARY_TOKENS and more; see `chips.compiler_options`
     has_output_buffers: bool = False  # reused by steps; see `output_buffers`
     find_threshold: FindThreshold | None = None  # sampling threshold kernel, if one device has the whole vocabulary
-    mail: MailTokens | None = None  # sends the tokens of steps with drafts to the host
+    readback: TokenReadback | None = None  # of the tokens of steps with drafts, through pinned host memory
     p2p: P2PGroup | None = None  # set if the devices of the mesh can access each other's memory
     p2p_operations: P2POperations | None = None  # set together with `p2p`
 

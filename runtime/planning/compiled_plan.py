@@ -123,7 +123,7 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     is_sampling = report.kind.startswith(("step", "decode", "sample"))
     filters = is_sampling and not {"greedy", "random"}.intersection(report.kind.split())
     has_kernel = "cuda" in (names.attention, names.decode_layers) and server.tp == 1
-    in_sampling = int(filters and has_kernel) + int(_has_mail(planner, report))
+    in_sampling = int(filters and has_kernel) + int(_has_readback(planner, report))
     has_p2p = _has_p2p(planner)
     num_p2p = int(has_p2p and report.is_step and report.kind != "pooling")  # gathers the best tokens
     if report.kind.startswith("decode") and names.decode_layers == "cuda" and report.size <= server.max_fused_tokens:
@@ -136,8 +136,8 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     return in_sampling + num_p2p + heads_and_attention + num_expert_kernels
 
 
-def _has_mail(planner: Planner, report: ProgramReport) -> bool:
-    """Returns whether a program sends its tokens to the host: those for decodes with drafts, which have a mode."""
+def _has_readback(planner: Planner, report: ProgramReport) -> bool:
+    """Returns whether a program writes its tokens to pinned memory: one for decodes with drafts, which has a mode."""
     server, (kind, *mode) = planner.server, report.kind.split()
     has_drafts = server.limits.draft_tokens > 0 and kind == "decode" and len(mode) == 1
     return has_drafts and server.kernel_names.decode_layers == "cuda" and server.tp == 1

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from meshserve.kernels import decode_layers, experts, linear, paged_attention, sampling
 from meshserve.kernels.cuda import build
-from meshserve.kernels.mail import gpu as mail_gpu
 from meshserve.kernels.p2p import P2PGroup, check
 from meshserve.kernels.p2p import gpu as p2p_gpu
+from meshserve.kernels.readback import gpu as readback_gpu
 from meshserve.sharding.chips import chip_of
 from meshserve.sharding.collectives import p2p_max_bytes
 from meshserve.sharding.layout import ShardLayout
@@ -270,7 +270,7 @@ def _kernels(
         has_statistics_apart=is_gpu,
         has_library_gemms=names.gemm_backend == "library",
         find_threshold=sampling.implementation(device, shapes.model.vocab_size) if has_cuda else None,
-        mail=mail_gpu.mail_tokens if decode == "cuda" and mesh.size == 1 else None,
+        readback=readback_gpu.write_tokens if decode == "cuda" and mesh.size == 1 else None,
         p2p=p2p,
         p2p_operations=p2p_gpu if p2p is not None else None,
     )

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.kernels.mail.gpu import Mailbox
+from meshserve.kernels.readback.gpu import PinnedTokens
 from meshserve.sharding.mesh import named_sharding
 
-from ..draft_model.mailing_runner import MailingRunner
+from ..draft_model.readback_runner import ReadbackRunner
 from ..drafting.head_contract import Follower
 from ..host_cache import page_copies
 from ..host_cache.sizes import HostCacheSize
@@ -91,8 +91,8 @@ class ServerPrograms:
             shape = page_copies.block_shape(self.state.cache, self.host_cache.block_pages)
             gather, scatter = programs[SAVE_PAGES], programs[WRITE_PAGES]
             copies = page_copies.PageCopies(self.host_cache, shape, gather, scatter)
-        has_mail = self.kernels.mail is not None and any(bucket.has_drafts for bucket in self.buckets)
-        runner = partial(MailingRunner, Mailbox(self.mesh.devices.flat[0])) if has_mail else StepRunner
+        has_readback = self.kernels.readback is not None and any(bucket.has_drafts for bucket in self.buckets)
+        runner = partial(ReadbackRunner, PinnedTokens(self.mesh.devices.flat[0])) if has_readback else StepRunner
         return runner(
             programs,
             buckets=self.buckets,

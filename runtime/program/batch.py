@@ -36,7 +36,7 @@ _REQUEST_FIELDS = (
 )
 _PARAMS_START = _REQUEST_FIELDS.index(PARAM_FIELDS[0])
 _PAGE_FIELDS = ("page_slot", "page_index", "page")
-_STEP_FIELDS = ("mode", "number")  # a SamplingMode; see `kernels.mail`
+_STEP_FIELDS = ("mode", "step_number")  # a SamplingMode; see `kernels.readback`
 _MULTI_STEP_FIELDS = ("num_steps",)  # per request, in buckets of multi-step decode
 
 

@@ -148,8 +148,8 @@ def step(
         exchange=kernels.exchange,
         find_threshold=kernels.find_threshold,
     )
-    if kernels.mail is not None and bucket.has_drafts:
-        sampled = kernels.mail(sampled, fields["number"])
+    if kernels.readback is not None and bucket.has_drafts:
+        sampled = kernels.readback(sampled, fields["step_number"])
     last_tokens = state.last_tokens.at[slots].set(sampled, mode="drop")
     output = StepOutput(sampled, logits, None if bucket.is_decode else hidden)
     return DeviceState(cache, last_tokens, page_table, expert_tokens, followed), output

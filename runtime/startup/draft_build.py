@@ -129,7 +129,9 @@ def _load_draft_model(config: ServeConfig, served: PlacedServer, tokenizer_file:
     followed_by = {bucket: _following(bucket, server.buckets) for bucket in served.buckets}
     chains = [bucket for bucket in server.buckets if bucket.num_steps > 1]
     buckets = sorted({*followed_by.values(), *chains}, key=lambda bucket: bucket.num_tokens)
-    kernels = dataclasses.replace(server.kernels, mail=None)  # its samples in the steps of the served model are ignored
+    kernels = dataclasses.replace(
+        server.kernels, readback=None
+    )  # its samples in the steps of the served model are ignored
     server = dataclasses.replace(server, buckets=tuple(buckets), kernels=kernels)
     target = (model, server.layout, server.mesh, server.dtype)
     structure, params = random_model(*target) if files.weights is None else load_model(files.weights, *target)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshserve.kernels.mail.gpu import Mailbox
+from meshserve.kernels.readback.gpu import PinnedTokens
 from meshserve.runtime.api.request import Output, Request
 from meshserve.runtime.api.sampling_params import SamplingMode, SamplingParams
 from meshserve.runtime.drafting.draft_counts import Acceptance
@@ -74,44 +74,44 @@ class Outputs:
         return [self.tokens[f"{name}-{index}"] for index in range(len(PARAMS))]
 
 
-class FakeMailbox(Mailbox):
+class FakePinnedTokens(PinnedTokens):
     """Receives the tokens by a callback."""
 
     def __init__(self) -> None:
-        self.seconds, self.num_taken = {}, 0
+        self.seconds, self.num_read = {}, 0
         self._tokens: dict[int, np.ndarray] = {}
 
-    def open(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Lets the next server mail its tokens. Programs with callbacks are not kept, so there are few."""
-        with_mail = {"mail": self.mail_tokens}
-        monkeypatch.setattr(kernel_selection, "Kernels", lambda **kernels: Kernels(**{**kernels, **with_mail}))
-        monkeypatch.setattr(server_programs, "Mailbox", lambda device: self)
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lets the next server use it. Programs with callbacks are not kept, so there are few."""
+        readback = {"readback": self.write_tokens}
+        monkeypatch.setattr(kernel_selection, "Kernels", lambda **kernels: Kernels(**{**kernels, **readback}))
+        monkeypatch.setattr(server_programs, "PinnedTokens", lambda device: self)
         monkeypatch.setattr(buckets, "SamplingMode", (SamplingMode.RANDOM,))  # of `PARAMS`
 
-    def mail_tokens(self, tokens: jax.Array, number: jax.Array) -> jax.Array:
-        def receive(tokens: np.ndarray, number: np.ndarray) -> np.ndarray:
-            self._tokens[int(number[0])] = np.array(tokens)
+    def write_tokens(self, tokens: jax.Array, step_number: jax.Array) -> jax.Array:
+        def receive(tokens: np.ndarray, step_number: np.ndarray) -> np.ndarray:
+            self._tokens[int(step_number[0])] = np.array(tokens)
             return tokens
 
-        return jax.pure_callback(receive, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype), tokens, number)
+        return jax.pure_callback(receive, jax.ShapeDtypeStruct(tokens.shape, tokens.dtype), tokens, step_number)
 
-    def take(self, number: int, tokens: np.ndarray, sleep_seconds: float, seconds: float) -> bool:
-        has_come = number in self._tokens
-        if has_come:
-            tokens[:] = self._tokens.pop(number)
-        self.num_taken += has_come
-        return has_come
+    def wait_for(self, step_number: int, tokens: np.ndarray, sleep_seconds: float, seconds: float) -> bool:
+        is_there = step_number in self._tokens
+        if is_there:
+            tokens[:] = self._tokens.pop(step_number)
+        self.num_read += is_there
+        return is_there
 
 
-@pytest.mark.parametrize(("max_fused_tokens", "is_mailed"), [(64, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("max_fused_tokens", "has_readback"), [(64, False), (4, False), (4, True)])
 def test_drafts_are_verified_in_the_shapes_for_decodes(
-    max_fused_tokens: int, is_mailed: bool, monkeypatch: pytest.MonkeyPatch
+    max_fused_tokens: int, has_readback: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Of twice as many tokens as on fused layers, these shapes have programs of their own."""
     monkeypatch.setattr(kernel_selection, "_MAX_FUSED_TOKENS", max_fused_tokens)
-    mailbox = FakeMailbox()
-    if is_mailed:
-        mailbox.open(monkeypatch)
+    pinned = FakePinnedTokens()
+    if has_readback:
+        pinned.use(monkeypatch)
     config = ServeConfig(
         model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,
         num_pages=64, max_running=8, max_step_tokens=16, max_context=160, logits_processors=False, cache_dir="",
@@ -139,14 +139,14 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(
     assert 10 < speculation.num_accepted < speculation.num_drafts
     assert len(used) < num_plain
     verifying = [bucket for bucket in used if bucket.num_tokens > len(PARAMS) and bucket.is_decode]
-    assert (mailbox.num_taken > len(verifying)) == is_mailed
+    assert (pinned.num_read > len(verifying)) == has_readback
     assert len(verifying) > 5 and all(bucket.has_drafts for bucket in verifying)
 
 
 @pytest.mark.parametrize("draft_model", ["demo", "demo-head"])
-def test_tokens_come_by_mail_if_a_draft_model_proposes(draft_model: str, monkeypatch: pytest.MonkeyPatch):
-    mailbox = FakeMailbox()
-    mailbox.open(monkeypatch)
+def test_tokens_are_read_back_if_a_draft_model_proposes(draft_model: str, monkeypatch: pytest.MonkeyPatch):
+    pinned = FakePinnedTokens()
+    pinned.use(monkeypatch)
     config = ServeConfig(
         model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,
         num_pages=64, max_running=8, max_step_tokens=8, max_context=160, logits_processors=False, cache_dir="",
@@ -158,8 +158,8 @@ def test_tokens_come_by_mail_if_a_draft_model_proposes(draft_model: str, monkeyp
     launched.engine.start()
     monkeypatch.setattr(Payoff, "wants_drafts", False)
     plain = outputs.of_run(launched, "plain")
-    num_taken = mailbox.num_taken
+    num_read = pinned.num_read
     monkeypatch.setattr(Payoff, "wants_drafts", True)
     assert outputs.of_run(launched, "drafted") == plain
     launched.close()
-    assert speculation.num_accepted and 0 < num_taken < mailbox.num_taken
+    assert speculation.num_accepted and 0 < num_read < pinned.num_read

@@ -1,4 +1,4 @@
-// Replaces CUDA for mail.cuh on the host: a block has one thread.
+// Replaces CUDA for readback.cuh on the host: a block has one thread.
 #pragma once
 #include <cstdint>
 
