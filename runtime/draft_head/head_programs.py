@@ -121,10 +121,14 @@ class BoundHead:
 
 
 def chain_buckets(buckets: Sequence[Bucket], num_steps: int) -> tuple[Bucket, ...]:
-    """Returns the shapes of the dispatches that propose `num_steps` draft tokens, given those of the served model."""
+    """Returns the shapes of the dispatches that propose `num_steps` draft tokens, given those of the served model.
+
+    Where the served model decodes in a shape for all modes, one for all modes suffices.
+    """
     decodes = [bucket for bucket in buckets if bucket.is_decode and bucket.num_steps == 1]
     sizes = {bucket.num_requests for bucket in buckets}
-    fused = {(bucket.num_requests, bucket.mode) for bucket in decodes}
+    whole = {bucket.num_requests for bucket in decodes if bucket.mode == ANY_MODE}
+    fused = {(bucket.num_requests, bucket.mode) for bucket in decodes if bucket.num_requests not in whole}
     others = {(size, ANY_MODE) for size in sizes - {size for size, _ in fused}}
     return tuple(
         Bucket(size, size, size, num_steps, is_decode=True, mode=mode) for size, mode in sorted(fused | others)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,7 +126,8 @@ def _load_draft_model(config: ServeConfig, served: PlacedServer, tokenizer_file:
         task=GENERATE,
     )
     server = resolve_here(alone, model, served.mesh, served.findings)
-    followed_by = {bucket: _following(bucket, server.buckets) for bucket in served.buckets}
+    drafted = {bucket.num_tokens for bucket in served.buckets if bucket.has_drafts}
+    followed_by = {bucket: _following(bucket, server.buckets, drafted) for bucket in served.buckets}
     chains = [bucket for bucket in server.buckets if bucket.num_steps > 1]
     buckets = sorted({*followed_by.values(), *chains}, key=lambda bucket: bucket.num_tokens)
     kernels = dataclasses.replace(
@@ -138,13 +139,17 @@ def _load_draft_model(config: ServeConfig, served: PlacedServer, tokenizer_file:
     return DraftModel(server=server, followed_by=followed_by, structure=structure, params=params)
 
 
-def _following(bucket: Bucket, candidates: Sequence[Bucket]) -> Bucket:
-    """Returns the bucket in which a draft model runs a step of the served model: the sampled tokens do not matter."""
+def _following(bucket: Bucket, candidates: Sequence[Bucket], drafted: Collection[int]) -> Bucket:
+    """Returns the bucket in which a draft model runs a step of the served model: the sampled tokens do not matter.
+
+    It runs all decodes of a size in one program, which takes draft tokens if some of the served model's of this size
+    do; `drafted` has these sizes.
+    """
     shape = bucket.num_tokens, bucket.num_requests, bucket.num_new_pages
     for each in candidates:
         is_same = (each.num_tokens, each.num_requests, each.num_new_pages) == shape and each.num_steps == 1
         if is_same and (bucket.is_decode or not each.is_decode):
-            return dataclasses.replace(each, has_drafts=each.is_decode and bucket.has_drafts)
+            return dataclasses.replace(each, has_drafts=each.is_decode and bucket.num_tokens in drafted)
     return Bucket(*shape, mode=ANY_MODE)
 
 

@@ -8,7 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.draft_head.head_programs import chain_buckets
 from meshserve.runtime.drafting.payoff import Payoff
+from meshserve.runtime.planning.buckets import declare_buckets
+from meshserve.runtime.program.batch import ANY_MODE
 from meshserve.runtime.scheduler import speculation
 from tests.checkpoints import TINY, save_checkpoint
 from tests.runtime.drafting.serving import Serving, equal_counts
@@ -46,6 +49,13 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def params(seed: int = 0, **fields: float) -> SamplingParams:
     return SamplingParams(max_tokens=20, ignore_eos=True, seed=seed, **fields)
+
+
+def test_a_head_proposes_in_as_many_shapes_as_the_model_decodes_in_without_drafts():
+    sizes = {"max_step_tokens": 32, "max_running": 16, "page_size": 4, "max_fused_tokens": 4}
+    chains = chain_buckets(declare_buckets(has_drafts=True, **sizes), DRAFT_TOKENS)
+    assert chains == chain_buckets(declare_buckets(**sizes), DRAFT_TOKENS)
+    assert [chain.mode for chain in chains if chain.num_requests == 8] == [ANY_MODE]
 
 
 @pytest.mark.parametrize(

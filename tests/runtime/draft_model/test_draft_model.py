@@ -14,6 +14,7 @@ from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.planning import kernel_selection
 from meshserve.runtime.scheduler import speculation
 from tests.checkpoints import save_checkpoint
 from tests.runtime.drafting.serving import Serving, equal_counts
@@ -124,6 +125,27 @@ def test_drafts_that_do_not_pay_leave_the_tokens_as_they_are(
     serving.records.clear()
     assert serving.alone(FREE) == expected[: len(FREE)]
     assert serving.num_accepted >= 0.95 * serving.num_drafts > 60
+
+
+def test_it_follows_steps_that_are_not_fused(expected: list[list[int]], monkeypatch: pytest.MonkeyPatch):
+    """Twice as many tokens as on fused layers have programs with and without drafts; the draft model has one."""
+    monkeypatch.setattr(kernel_selection, "_MAX_CACHED_FUSED_TOKENS", 4)
+    monkeypatch.setattr(Payoff, "wants_drafts", True)
+    monkeypatch.setattr(speculation, "draft_counts", equal_counts)
+    serving = Serving(
+        model="demo", draft_model="demo", draft_tokens=DRAFT_TOKENS, tp=1, page_size=8, num_pages=60, max_running=8,
+        max_step_tokens=8, max_context=200, decode_layers="reference",
+    )  # fmt: skip
+    followed_by = serving.engine.runner._followed_by
+    larger = {bucket: follower for bucket, follower in followed_by.items() if bucket.num_tokens == 8}
+    decodes = {follower for bucket, follower in larger.items() if bucket.is_decode}
+    assert {bucket.has_drafts for bucket in larger if bucket.is_decode} == {False, True}
+    assert [bucket.has_drafts for bucket in decodes] == [True]
+    assert serving.together([*FREE, *CHANGED[:3]]) == expected[:-1]
+    assert serving.together(FREE) == expected[: len(FREE)]
+    assert serving.num_accepted > 20
+    serving.check_all_is_free()
+    serving.launched.close()
 
 
 def test_the_model_info_names_the_draft_model(serving: Serving):

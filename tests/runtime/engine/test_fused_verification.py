@@ -108,7 +108,7 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(
     max_fused_tokens: int, has_readback: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Of twice as many tokens as on fused layers, these shapes have programs of their own."""
-    monkeypatch.setattr(kernel_selection, "_MAX_FUSED_TOKENS", max_fused_tokens)
+    monkeypatch.setattr(kernel_selection, "_MAX_CACHED_FUSED_TOKENS", max_fused_tokens)
     pinned = FakePinnedTokens()
     if has_readback:
         pinned.use(monkeypatch)
@@ -138,9 +138,11 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(
     launched.close()
     assert 10 < speculation.num_accepted < speculation.num_drafts
     assert len(used) < num_plain
+    assert launched.resharder.server.max_fused_tokens == max_fused_tokens
     verifying = [bucket for bucket in used if bucket.num_tokens > len(PARAMS) and bucket.is_decode]
     assert (pinned.num_read > len(verifying)) == has_readback
     assert len(verifying) > 5 and all(bucket.has_drafts for bucket in verifying)
+    assert max(bucket.num_tokens for bucket in verifying) == 8
 
 
 @pytest.mark.parametrize("draft_model", ["demo", "demo-head"])
