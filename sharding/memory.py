@@ -21,9 +21,9 @@ def free_bytes(mesh: Mesh, fraction: float, reserved_bytes: int = 0) -> int:
     left = []
     for device in mesh.local_devices:
         stats = device.memory_stats()
-        is_told = stats is not None and "bytes_limit" in stats
+        is_known = stats is not None and "bytes_limit" in stats
         left.append(
-            int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - reserved_bytes if is_told else _MANY_BYTES
+            int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - reserved_bytes if is_known else _MANY_BYTES
         )
     return min(left)
 
@@ -53,14 +53,14 @@ def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def told_memory(mesh: Mesh) -> str:
-    """Returns what the devices of this process tell of their memory, for messages."""
-    told = []
+def memory_use(mesh: Mesh) -> str:
+    """Returns how much of the memory of this process's devices is in use, for messages."""
+    shares = []
     for device in mesh.local_devices:
         stats = device.memory_stats() or {}
         used, limit = stats.get("bytes_in_use"), stats.get("bytes_limit")
-        told.append(f"{_gib(used)} of {_gib(limit)}" if used is not None and limit else "an unknown share")
-    return f"while {', '.join(told)} of the devices' memory are in use"
+        shares.append(f"{_gib(used)} of {_gib(limit)}" if used is not None and limit else "an unknown share")
+    return f"while {', '.join(shares)} of the devices' memory are in use"
 
 
 def shard_bytes(arrays: object) -> int:

@@ -231,12 +231,12 @@ def _run(engine: Engine, crowd: Crowd, max_running: int, options: argparse.Names
 
     Prints the progress every minute. Returns the elapsed seconds.
     """
-    started = told = time.monotonic()
+    started = printed = time.monotonic()
     draw = random.Random(options.seed)
     while time.monotonic() - started < options.seconds and engine.failure is None:
-        if time.monotonic() - told > _PROGRESS_SECONDS:
-            told = time.monotonic()
-            print(f"{told - started:.0f} s: {crowd.num_tokens} tokens", file=sys.stderr, flush=True)
+        if time.monotonic() - printed > _PROGRESS_SECONDS:
+            printed = time.monotonic()
+            print(f"{printed - started:.0f} s: {crowd.num_tokens} tokens", file=sys.stderr, flush=True)
         while crowd.num_open < max_running * 3 // 2:
             crowd.submit_one(engine)
         if draw.random() < 0.05:

@@ -30,10 +30,10 @@ class HostTier(Protocol):
         """Ends the copies for a request. Its pages are not written afterwards."""
 
     def evicted(self, page: int, key: bytes) -> None:
-        """Is told of a page that was evicted, and whose content stays until the plan in progress is dispatched."""
+        """Takes note of a page that was evicted, and whose content stays until the plan in progress is dispatched."""
 
     def published(self, page: int, key: bytes) -> None:
-        """Is told of a page that `match` finds from now on. The step of the plan in progress may be what fills it."""
+        """Takes note of a page that `match` finds from now on. The step of the plan in progress may fill it."""
 
     def clear(self) -> None:
         """Drops all pages in host memory. Copies in progress fail."""

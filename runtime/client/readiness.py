@@ -51,7 +51,7 @@ class _Wait:
     def __init__(self, target: str, limit_seconds: float):
         self._target, self._limit_seconds, self._began = target, limit_seconds, time.monotonic()
         self._reached = False
-        self._told = ""
+        self._logged = ""
 
     def left_seconds(self) -> float:
         return max(_POLL_SECONDS, self._limit_seconds - (time.monotonic() - self._began))
@@ -93,8 +93,8 @@ class _Wait:
 
     def _tell(self, message: str, limit: float) -> None:
         """Logs a message that has changed; Python prints such warnings to stderr unless logging is configured."""
-        if message != self._told and time.monotonic() - self._began >= _SILENT_SECONDS:
-            self._told = message
+        if message != self._logged and time.monotonic() - self._began >= _SILENT_SECONDS:
+            self._logged = message
             _log.warning("%s; waiting up to %g s", message, limit)
 
 

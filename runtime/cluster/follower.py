@@ -91,11 +91,11 @@ class FollowingProcess:
             say(f"meshserve answers probes on http://{listen.host}:{http_port}")
         thread = threading.Thread(target=self.run, name="replay", daemon=True)
         thread.start()
-        has_told = False
+        has_announced = False
         with on_signals(self._on_signal, self._on_hangup):
             while thread.is_alive() and not self._is_over():
-                if self.is_ready and not has_told:
-                    has_told = True
+                if self.is_ready and not has_announced:
+                    has_announced = True
                     health_service.set_serving(True)
                     say(f"meshserve is ready: process {self._membership.process_id} replays the steps of process 0")
                 await asyncio.sleep(_POLL_SECONDS)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 _FADE = 0.9  # decay of what is measured, per step
-_FORGET = 0.999  # per step without it, the share of a size's seconds that is believed, so that it is tried again
+_FORGET = 0.999  # decay of a size's expected seconds, per step without it, so that it is tried again
 _FIRST_ACCEPTED, _FIRST_REJECTED = 1.5, 0.5  # what a new request starts with
 _NUM_EARLY = 3  # steps of a shape whose times include what a GPU does once or twice for a program
 
@@ -73,8 +73,8 @@ class StepCosts:
     def seconds(self, size: int) -> float:
         """Returns the expected time of a step: no less than that of any smaller size; 0 if nothing is known."""
         smaller = [(known, seconds) for known, seconds in self._seconds.items() if known <= size]
-        believed = [seconds * _FORGET ** (self._num_steps - self._measured_at[known]) for known, seconds in smaller]
-        return max(believed, default=0.0)
+        expected = [seconds * _FORGET ** (self._num_steps - self._measured_at[known]) for known, seconds in smaller]
+        return max(expected, default=0.0)
 
 
 def draft_counts(

@@ -28,8 +28,8 @@ from .rates import Rates
 from .sizes import HostCacheSize
 
 _MAX_TICKETS = 2**31  # a ticket is sent as an int32
-_MOST_DECODES = 8  # for each request that waits for copies, for which decodes are delayed by more of them
-_HURRY = 5  # times as many blocks are then written between two steps
+_URGENT_DECODES = 8  # for each request that waits for copies, for which decodes are delayed by more of them
+_URGENT_FACTOR = 5  # times as many blocks are then written between two steps
 
 
 class Copier(Protocol):
@@ -80,19 +80,19 @@ class _Fetch:
     parts: list[_Part]
     num_sent: int = 0  # of the parts
     has_arrived: list[bool] = field(default_factory=list)  # by fetched page
-    num_told: int = 0  # pages that were reported as arrived
+    num_reported: int = 0  # pages that were reported as arrived
     has_failed: bool = False
 
     def take_arrived(self) -> int:
         """Returns the number of pages, in order, that have arrived since the last call."""
-        before = self.num_told
-        while self.num_told < len(self.has_arrived) and self.has_arrived[self.num_told]:
-            self.num_told += 1
-        return self.num_told - before
+        before = self.num_reported
+        while self.num_reported < len(self.has_arrived) and self.has_arrived[self.num_reported]:
+            self.num_reported += 1
+        return self.num_reported - before
 
     @property
     def is_done(self) -> bool:
-        return self.has_failed or self.num_told == len(self.has_arrived)
+        return self.has_failed or self.num_reported == len(self.has_arrived)
 
 
 class HostCache:
@@ -124,14 +124,14 @@ class HostCache:
         self._fetches: dict[Request, _Fetch] = {}
         self._coming: dict[bytes, _Fetch] = {}
         self._queue: deque[_Fetch] = deque()  # with parts that are not sent
-        self._flying: dict[int, tuple[_Fetch, _Part]] = {}  # by ticket, oldest first
+        self._in_flight: dict[int, tuple[_Fetch, _Part]] = {}  # by ticket, oldest first
         self._evicted: list[tuple[int, bytes]] = []
         # The keys of pages that were published, perhaps not saved yet, and not evicted since; the first before the plan
         # dispatched last, whose step fills the others.
         self._published: OrderedDict[int, bytes] = OrderedDict()
         self._just_published: dict[int, bytes] = {}
         self._commands: list[np.ndarray] = []
-        self._flying_since = 0.0
+        self._in_flight_since = 0.0
         self._adopted: deque[tuple[object, tuple[bytes, ...], Any]] = deque()
         self.epoch = object()  # another one after every change after which blocks of before must not be adopted
         self._num_decodes = self._num_prompt_pages = 0  # of the step dispatched last
@@ -171,7 +171,7 @@ class HostCache:
             if block not in parts:
                 parts[block] = _Part(block)
             parts[block].rows[row] = index
-        num_blocks = len(parts) + sum(len(other.parts) - other.num_sent for other in self._queue) + len(self._flying)
+        num_blocks = len(parts) + sum(len(other.parts) - other.num_sent for other in self._queue) + len(self._in_flight)
         start = first_page * self._page_size
         end = start + len(keys) * self._page_size
         if not self.rates.is_copy_faster(num_blocks * self._size.block_bytes, start, end):
@@ -223,13 +223,13 @@ class HostCache:
                 self._index.shrink()
         num_blocks = 0
         is_decoding = self._num_decodes and not self._num_prompt_pages
-        most = self._num_writes_beside() if is_decoding else len(self._flying)
-        for ticket, (found, part) in itertools.islice(list(self._flying.items()), most):
+        most = self._num_writes_beside() if is_decoding else len(self._in_flight)
+        for ticket, (found, part) in itertools.islice(list(self._in_flight.items()), most):
             state = self._copier.has_arrived(ticket)
             if state is None:
                 break
             num_blocks += 1
-            del self._flying[ticket]
+            del self._in_flight[ticket]
             if state and not found.has_failed:
                 self._write(ticket, found, part)
                 continue
@@ -238,8 +238,8 @@ class HostCache:
                 self._lose(part.block)
         if num_blocks:
             if self._num_waits > 1:  # the copies that the first wait finds may have waited for a step or ended in one
-                self.rates.copied(num_blocks * self._size.block_bytes, max(now - self._flying_since, 1e-9))
-            self._flying_since = now
+                self.rates.copied(num_blocks * self._size.block_bytes, max(now - self._in_flight_since, 1e-9))
+            self._in_flight_since = now
         arrivals = []
         for request, found in list(self._fetches.items()):
             num_pages = found.take_arrived()
@@ -267,7 +267,7 @@ class HostCache:
         """Waits until the oldest copy to the device has ended, or, if there is none and pages are to be saved, one to
         host memory. Needs no lock, but the engine's thread.
         """
-        oldest = next(iter(tuple(self._flying)), None)  # a copy, because another thread may cancel a request meanwhile
+        oldest = next(iter(tuple(self._in_flight)), None)  # a copy: another thread may cancel a request meanwhile
         if oldest is not None:
             self._num_waits += 1
             self._copier.wait(oldest)
@@ -300,9 +300,9 @@ class HostCache:
         del self._fetches[found.request]
         if found in self._queue:
             self._queue.remove(found)
-        for ticket, (other, _) in list(self._flying.items()):
+        for ticket, (other, _) in list(self._in_flight.items()):
             if other is found:
-                del self._flying[ticket]
+                del self._in_flight[ticket]
                 self._commands.append(forget(ticket))
         for key in found.keys:
             del self._coming[key]
@@ -316,8 +316,8 @@ class HostCache:
         more than are copied during a step: the input of the one after it takes the same link. Beside decodes fewer,
         because writing delays all of them, unless many requests wait for the pages.
         """
-        is_urgent = _MOST_DECODES * len(self._fetches) >= self._num_decodes
-        num_blocks = self._size.writes_beside_decodes * (_HURRY if is_urgent else 1)
+        is_urgent = _URGENT_DECODES * len(self._fetches) >= self._num_decodes
+        num_blocks = self._size.writes_beside_decodes * (_URGENT_FACTOR if is_urgent else 1)
         return num_blocks + self._num_beside_prompts(self._num_prompt_pages)
 
     def _num_beside_prompts(self, num_pages: int) -> int:
@@ -326,17 +326,17 @@ class HostCache:
 
     def _send(self, now: float, num_blocks: int) -> None:
         """Sends up to so many blocks, until twice as many are on their way or the staging memory is full."""
-        most = min(2 * num_blocks, self._size.max_fetches, len(self._flying) + num_blocks)
-        while self._queue and len(self._flying) < most:
+        most = min(2 * num_blocks, self._size.max_fetches, len(self._in_flight) + num_blocks)
+        while self._queue and len(self._in_flight) < most:
             found = self._queue[0]
             if found.has_failed or found.num_sent == len(found.parts):
                 self._queue.popleft()
                 continue
             part, ticket = found.parts[found.num_sent], next(self._tickets) % _MAX_TICKETS
             found.num_sent += 1
-            if not self._flying:
-                self._flying_since = now
-            self._flying[ticket] = found, part
+            if not self._in_flight:
+                self._in_flight_since = now
+            self._in_flight[ticket] = found, part
             held = found.request.pages
             rows = {row: held[found.first_page + index] for row, index in part.rows.items()}
             self._commands.append(fetch(ticket, part.block, rows, self._size.block_pages, self._pages.num_pages))
@@ -457,14 +457,15 @@ class HostCache:
 
     def audit(self) -> None:
         self._index.audit(Counter(part.block for found in self._fetches.values() for part in found.parts))
-        assert len(self._flying) <= self._size.max_fetches, f"{len(self._flying)} blocks are on their way"
+        assert len(self._in_flight) <= self._size.max_fetches, f"{len(self._in_flight)} blocks are on their way"
         coming = {key: found for found in self._fetches.values() for key in found.keys}
         assert coming == self._coming, "the index of pages on their way is not that of the fetches"
         for request, found in self._fetches.items():
             name = f"request {request.request_id}"
             assert request.is_fetching and request.slot is not None, f"{name} has a fetch, but is not fetching"
             num_pages = request.num_computed_tokens // self._page_size
-            assert num_pages == found.first_page + found.num_told, f"{name} has {num_pages} pages; {found} told others"
+            expected = found.first_page + found.num_reported
+            assert num_pages == expected, f"{name} has {num_pages} pages; {found} reported others"
             assert len(request.pages) >= found.first_page + len(found.keys), f"{name} lacks pages for its fetch"
             for part in found.parts:
                 for row, index in part.rows.items():
@@ -473,4 +474,4 @@ class HostCache:
                     assert found.has_failed or is_there, f"{name} fetches a page that is not in its block"
         for page, key in (*self._published.items(), *self._just_published.items()):
             assert self._pages.match([key]) == [page], f"page {page} is to be saved, but was evicted"
-        assert {found for found, _ in self._flying.values()} <= set(self._fetches.values()), "a copy has no fetch"
+        assert {found for found, _ in self._in_flight.values()} <= set(self._fetches.values()), "a copy has no fetch"

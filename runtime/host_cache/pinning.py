@@ -91,7 +91,7 @@ class Pinning:
         return num_blocks * self._size.block_bytes * len(self._devices) / _GIB
 
     def _run(self) -> None:
-        started = told = time.monotonic()
+        started = logged = time.monotonic()
         whole = self._gib(self._size.num_blocks)
         _log.info("pinning %.1f GiB of host memory for host_cache_gib", whole)
         held = []
@@ -101,8 +101,8 @@ class Pinning:
             while self.num_pinned < self._size.num_blocks and not self._is_cancelled and where is not None:
                 held.append(jax.block_until_ready(jax.device_put(zeros, where)))
                 self.num_pinned += 1
-                if time.monotonic() - told > _LOG_SECONDS:
-                    told = time.monotonic()
+                if time.monotonic() - logged > _LOG_SECONDS:
+                    logged = time.monotonic()
                     _log.info("pinned %.1f of %.1f GiB of host memory", self._gib(self.num_pinned), whole)
         except jax.errors.JaxRuntimeError as error:
             self._error = error

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from meshserve.sharding.memory import added_bytes, is_out_of_memory, shard_bytes, told_memory
+from meshserve.sharding.memory import added_bytes, is_out_of_memory, memory_use, shard_bytes
 
 from ..expert_counts.expert_tokens import ExpertTokens
 from ..host_cache.page_copies import PageCopies
@@ -84,7 +84,7 @@ class StepRunner:
             size = shard_bytes(self._shapes.cache) / (1 << 30)
             raise MemoryError(
                 f"could not allocate {size:.2f} GiB on each device in one block, for a cache of "
-                f"{self.num_pages} pages, {told_memory(self._mesh)}: lower --memory-fraction or --num-pages, and leave "
+                f"{self.num_pages} pages, {memory_use(self._mesh)}: lower --memory-fraction or --num-pages, and leave "
                 "XLA_PYTHON_CLIENT_PREALLOCATE unset, because memory that is not preallocated becomes fragmented "
                 f"({error})."
             ) from None

@@ -68,20 +68,20 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     Raises:
       ConfigError: The present files cannot be used.
     """
-    used = told = files.stamp()
+    used = logged = files.stamp()
 
     def changed() -> Any:
         """Returns a new configuration, or None to keep the present one. grpc calls this at each handshake."""
-        nonlocal used, told
+        nonlocal used, logged
         stamp = files.stamp()
         if stamp == used:
             return None
         try:
             configuration = files.read()
         except ConfigError as error:
-            if stamp != told:  # log once per change; the next handshake tries again
+            if stamp != logged:  # log once per change; the next handshake tries again
                 _log.error("the changed certificates are not used: %s", error)
-            told = stamp
+            logged = stamp
             return None
         used = stamp
         _log.info("reloaded the certificate %s", files.certificate)

@@ -98,7 +98,7 @@ class QueuedHandler(logging.handlers.QueueHandler):
     def __init__(self) -> None:
         self._lines: queue.Queue[logging.LogRecord] = queue.Queue(_MAX_QUEUED_LINES)
         super().__init__(self._lines)
-        self.num_dropped = self._num_told = 0
+        self.num_dropped = self._num_reported = 0
         # A daemon thread, which ends with the process: `stop` of the listener would wait for a blocked write.
         self._writer = logging.handlers.QueueListener(self._lines, _StderrHandler())
         self._writer.start()
@@ -106,12 +106,12 @@ class QueuedHandler(logging.handlers.QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
         """Adds a formatted record. Called with the lock of the handler held."""
         try:
-            if num_new := self.num_dropped - self._num_told:
+            if num_new := self.num_dropped - self._num_reported:
                 text = f"{num_new} lines of the log were dropped, because stderr was not read fast enough"
                 self._lines.put_nowait(
                     self.prepare(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))
                 )
-                self._num_told = self.num_dropped
+                self._num_reported = self.num_dropped
             self._lines.put_nowait(record)
         except queue.Full:
             self.num_dropped += 1

@@ -1,4 +1,4 @@
-"""Tests a draft model in the real engine: it changes no token, and one that agrees is believed."""
+"""Tests a draft model in the real engine: it changes no token, and the drafts of one that agrees are accepted."""
 
 import json
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def expected(serving: Serving) -> list[list[int]]:
     return tokens
 
 
-def test_a_draft_model_that_agrees_is_believed_at_every_temperature(
+def test_drafts_of_a_model_that_agrees_are_accepted_at_every_temperature(
     serving: Serving, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
     """It draws with the noise of the served model, so that only a tie may tell them apart."""

@@ -50,7 +50,7 @@ class Device:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_believed_of_a_draft_model_is_in_its_cache(seed: int):
+def test_what_counts_as_computed_by_a_draft_model_is_in_its_cache(seed: int):
     """Requests come and go, share prompts, and get pages in pauses; the draft model writes into no page of another.
 
     The host knows each token before the next step, so that the caches can be compared by the tokens' ids.

@@ -26,7 +26,7 @@ def test_what_is_not_followed_is_missed_from_its_first_token_on():
     assert coverage.missed([(text, 9)]) == []
 
 
-def test_rejected_drafts_and_pages_of_others_are_not_believed():
+def test_rejected_drafts_and_pages_of_others_are_not_covered():
     coverage, text, other = DraftCoverage(8, PAGE_SIZE), Text([1, 3]), Text([1, 4])
     coverage.note(text.pages, 0, 7, is_followed=True)
     coverage.note(text.pages, 5, 1, is_followed=False)  # the tokens from 5 on were rejected

@@ -32,7 +32,7 @@ STEEP = {size: float(size) for size in SIZES}
         (FLAT, [0.9], [7], 3, [3]),
         (STEEP, [0.9], [7], 31, [1]),  # a token costs as much as it brings, until one is likely to be rejected
         ({**FLAT, 8: 1.5, 16: 9.0}, [0.9, 0.9], [7, 7], 30, [3, 3]),  # 14 drafts would need a slow size
-        ({**FLAT, 8: 1.5, 16: 9.0}, [0.9, 0.65], [7, 7], 30, [5, 1]),  # who is believed gets more of them
+        ({**FLAT, 8: 1.5, 16: 9.0}, [0.9, 0.65], [7, 7], 30, [5, 1]),  # the more likely ones get more of them
         (FLAT, [0.9, 0.5, 0.9], [0, 2, 1], 29, [0, 2, 1]),  # as many as are proposed
         (FLAT, [0.9, 0.9], [0, 0], 30, [0, 0]),
     ],

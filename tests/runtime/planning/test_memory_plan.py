@@ -148,7 +148,7 @@ def test_what_cannot_be_is_explained(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-# Milliseconds of a decode step with 1,024 tokens of context each, reckoned by hand: the published sizes' weights and
+# Milliseconds of a decode step with 1,024 tokens of context each, calculated by hand: the published sizes' weights and
 # cache over the bandwidth of the data sheet.
 ROOFLINES = [
     ("qwen3-0.6b", "h100:1", (0.391, 1.478, 9.33)),
@@ -197,7 +197,7 @@ def test_the_best_tp_size_is_the_one_with_the_most_tokens(capsys):
     assert by_tp_size[4]["step_seconds"] < by_tp_size[2]["step_seconds"]
 
 
-def test_sums_are_reckoned_as_the_devices_would_make_them(capsys):
+def test_all_reduces_are_estimated_for_the_kernels_that_the_devices_use(capsys):
     """Peers are two or four GPUs; a TP size of eight is not the fastest by what four would take."""
     ours, xla = (plan(capsys, "--model=qwen3-8b", "--target=h200:8", *flag) for flag in ((), ("--all-reduce=xla",)))
     ours, xla = ({item["tp"]: item["step_seconds"] for item in found["tp_sizes"]} for found in (ours, xla))

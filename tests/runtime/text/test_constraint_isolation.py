@@ -111,7 +111,7 @@ def test_checking_the_size_takes_linear_time(kind: str, text: str):
         {"rows": [[1, ""]], "slow": [["a", 1.0]], "seconds": 1.0, "mask_seconds": 0.0},
     ],
 )  # fmt: skip
-def test_answers_that_make_no_sense_are_not_believed(answer: object):
+def test_malformed_answers_are_rejected(answer: object):
     assert not is_answer(answer)
 
 
