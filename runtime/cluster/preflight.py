@@ -47,6 +47,10 @@ class Cluster:
         """Compares the inputs of the programs across processes and returns the minimum number of pages."""
         return self.group.meet("programs", {name: _digest(repr(thing)) for name, thing in programs.items()}, num_pages)
 
+    def compiled(self) -> None:
+        """Waits until all processes have their programs: in a first step, none waits long for another's compiler."""
+        self.group.meet("compilation", {})
+
     def ready(self) -> None:
         """Waits until all processes are ready for the first step."""
         self.group.meet("readiness", {})

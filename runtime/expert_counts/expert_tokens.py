@@ -59,11 +59,19 @@ class ExpertTokens:
             return
         with self._lock:
             self._read()
-            local = next(shard.data for shard in counts.addressable_shards if shard.device == self._device)
-            self._copied, self._copied_seconds = self._copy(local), now
+            self._copied, self._copied_seconds = self._copy(self._local(counts)), now
             self._copied.copy_to_host_async()
             if now - self._turned_seconds >= _WINDOW_SECONDS:
                 self._window_start, self._next_start, self._turned_seconds = self._next_start, self._total, now
+
+    def begin(self, counts: jax.Array) -> None:
+        """Counts from these counts on, as those of a new runner. Waits for them."""
+        with self._lock:
+            self._last, self._copied, self._copied_seconds = np.array(self._local(counts)), None, -np.inf
+            self._total = self._window_start = self._next_start = np.zeros(counts.shape, np.int64)
+
+    def _local(self, counts: jax.Array) -> jax.Array:
+        return next(shard.data for shard in counts.addressable_shards if shard.device == self._device)
 
     def balance(self) -> ExpertBalance:
         """Returns the counts as of about a second before the last step."""

@@ -277,6 +277,8 @@ def build_runner(
     runner = served if draft is None else draft.beside(served)
     chains = draft.chain_buckets() if draft is not None else ()
     if server.platform != "cpu":  # where a first run takes no longer than others
+        if cluster is not None:
+            cluster.compiled()
         warm_up(runner, server.buckets, chains, max_running=server.limits.max_running)
     warn_of_cache(server, runner.num_pages)
     _log.info("%s%s", FIGURES_IN_LOG, json.dumps(dataclasses.asdict(runner.figures)))

@@ -114,6 +114,9 @@ def warm_up(
             jax.block_until_ready(runner.run(bucket, _one_token(bucket, max_running)))
         if isinstance(runner, RunnerBeside):
             _warm_up_drafts(runner, buckets, chains, max_running)
+    served = runner.served if isinstance(runner, RunnerBeside) else runner
+    if served.expert_tokens is not None and served.state.expert_tokens is not None:
+        served.expert_tokens.begin(served.state.expert_tokens)
     _log.info("ran every program in %.1f s", time.monotonic() - started)
 
 

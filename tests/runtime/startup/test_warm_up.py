@@ -9,10 +9,14 @@ import jax
 import numpy as np
 import pytest
 
+from meshserve.runtime.cluster.membership import Membership
+from meshserve.runtime.cluster.preflight import Cluster
 from meshserve.runtime.draft_model.drafting_runner import RunnerBeside
+from meshserve.runtime.expert_counts import expert_tokens
 from meshserve.runtime.options.serve_config import ServeConfig
+from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup import launch
-from meshserve.runtime.startup.runner_build import warm_up
+from meshserve.runtime.startup.runner_build import _one_token, warm_up
 from tests import checkpoints
 from tests.runtime.draft_head.reference_head import ANGELSLIM
 
@@ -70,3 +74,37 @@ def test_only_accelerators_are_warmed_up(
     config = ServeConfig(model=model, tp=1, **SMALL)
     runner, server, chains = launch.build_runner(config, *launch.open_model(model, random_weights=False))
     assert calls == [(runner, server.buckets, chains)] * num_calls
+
+
+def test_its_tokens_are_not_counted_as_those_of_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_tokens, "_SECONDS_BETWEEN_COPIES", 0.0)
+    model = str(checkpoints.save_checkpoint(tmp_path, **checkpoints.TINY_EXPERTS | {"num_hidden_layers": 2}))
+    config = ServeConfig(model=model, tp=2, **SMALL)
+    runner, server, chains = launch.build_runner(config, *launch.open_model(model, random_weights=False))
+    assert isinstance(runner, StepRunner) and runner.expert_tokens is not None
+    warm_up(runner, server.buckets, chains, max_running=4)
+    balance = runner.expert_tokens.balance()
+    assert not balance.expert_tokens.any() and not balance.expert_imbalance and not balance.device_imbalance
+    jax.block_until_ready(runner.run(server.buckets[0], _one_token(server.buckets[0], 4)))
+    jax.block_until_ready(runner.expert_tokens._copied)
+    num_chosen = checkpoints.TINY_EXPERTS["num_experts_per_tok"]
+    assert runner.expert_tokens.balance().expert_tokens.sum() == 2 * num_chosen
+
+
+def test_the_processes_of_a_cluster_begin_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a collective of the first would wait until the last has compiled its programs."""
+    model = str(checkpoints.save_checkpoint(tmp_path, num_hidden_layers=1))
+    calls: list[str] = []
+
+    class Group:
+        def meet(self, name: str, facts: dict[str, str], value: int = 0) -> int:
+            calls.append(name)
+            return value
+
+    resolve = launch.resolve_here
+    monkeypatch.setattr(launch, "resolve_here", lambda *args: dataclasses.replace(resolve(*args), platform="gpu"))
+    monkeypatch.setattr(launch, "warm_up", lambda *arguments, **_: calls.append("warm-up"))
+    cluster = Cluster(Membership(coordinator="localhost:1", num_processes=2, process_id=0), Group())
+    config = ServeConfig(model=model, tp=1, **SMALL)
+    launch.build_runner(config, *launch.open_model(model, random_weights=False), cluster)
+    assert calls == ["programs", "compilation", "warm-up"]
