@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from meshserve.kernels.paged_attention.storage import as_bits, from_bits
 from meshserve.sharding.memory import is_out_of_memory
@@ -117,7 +117,9 @@ class PageCopies:
         # One process's failure would leave the others with other contents, so in a cluster it ends the server.
         self._is_alone = len({device.process_index for device in shape.sharding.mesh.devices.flat}) == 1
         self._blocks: dict[int, _Shards] = {}
-        mark = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=named_sharding(shape.sharding.mesh, ()))
+        # Of this process alone: it may fetch blocks before a step, where the others fetch them with the step.
+        self._local = NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
+        mark = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=self._local)
         self._need = jax.jit(jnp.negative).lower(mark).compile()
         self._unsent: list[tuple[int, int, np.ndarray]] = []  # tickets, blocks, pages to be fetched
         self._fetched: dict[int, _Shards | None] = {}  # by ticket, page numbers last; None if the copy failed
@@ -158,7 +160,8 @@ class PageCopies:
         """
         if self._unsent:
             packed = self._replicated(self._on_each(packed))
-            self._need(self._replicated(self._on_each(np.zeros(1, np.int32))))
+            marks = self._on_each(np.zeros(1, np.int32))
+            self._need(jax.make_array_from_single_device_arrays((1,), self._local, marks))
             self._send()
         return packed
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from meshserve.runtime.host_cache import commands, page_copies
 from meshserve.runtime.host_cache.sizes import HostCacheSize, host_cache_size
@@ -79,6 +80,15 @@ def test_blocks_are_sent_behind_the_input_of_a_step(monkeypatch: pytest.MonkeyPa
         cache = copies.run(commands.write(ticket), cache)
     bits[:, 2] = bits[:, 3] = bits[:, 6]
     assert np.array_equal(bits_of(cache, bits), bits)
+
+
+def test_the_program_that_keeps_blocks_behind_the_input_runs_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a cluster need not run it equally often: only process 0 asks for blocks between two steps."""
+    devices = make_mesh(4).local_devices[:2]
+    monkeypatch.setattr(Mesh, "local_devices", property(lambda self: devices))
+    copies, _, _ = make_copies(jnp.dtype(jnp.float32))
+    ((marks,), _) = copies._need.input_shardings
+    assert marks.device_set == set(devices)
 
 
 def test_copies_that_fail_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
