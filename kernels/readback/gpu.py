@@ -69,6 +69,11 @@ class PendingTokens:
         self._dispatched = time.perf_counter()
         self.shape, self.dtype = tokens.shape, tokens.dtype
 
+    def block_until_ready(self) -> "PendingTokens":
+        """Waits until the step has ended, for `jax.block_until_ready`."""
+        self._tokens.block_until_ready()
+        return self
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Waits. Raises the error of a step that has failed."""
         (num_tokens,) = self.shape

@@ -3,6 +3,7 @@
 import ctypes
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -47,6 +48,9 @@ class OnDevice:
     def is_ready(self) -> bool:
         return self._is_ready
 
+    def block_until_ready(self) -> None:
+        self._is_ready = True
+
     def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
         assert self._is_ready, "the tokens are in pinned memory"
         return self._tokens
@@ -81,6 +85,12 @@ def test_the_tokens_of_a_step_that_writes_none_are_copied(pinned: PinnedTokens, 
     pinned.seconds[3] = usual_seconds
     pending = PendingTokens(pinned, pinned.next_step_number(), OnDevice(tokens, is_ready=True))
     np.testing.assert_array_equal(pending, tokens)
+
+
+def test_jax_can_wait_for_a_step(pinned: PinnedTokens) -> None:
+    tokens = OnDevice(np.arange(3, dtype=np.int32), is_ready=False)
+    jax.block_until_ready(PendingTokens(pinned, pinned.next_step_number(), tokens))
+    assert tokens.is_ready()
 
 
 def test_steps_of_number_0_write_nothing(library: ctypes.CDLL, pinned: PinnedTokens) -> None:
