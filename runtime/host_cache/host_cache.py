@@ -135,6 +135,7 @@ class HostCache:
         self._adopted: deque[tuple[object, tuple[bytes, ...], Any]] = deque()
         self.epoch = object()  # another one after every change after which blocks of before must not be adopted
         self._num_decodes = self._num_prompt_pages = 0  # of the step dispatched last
+        self._uncollected: StepPlan | None = None  # that of the step dispatched last, until its tokens are collected
         self._num_waits = 0  # for copies to the device, since the last step
         self.is_behind = False  # whether pages are to be saved for which `take_commands` had no room
 
@@ -251,14 +252,17 @@ class HostCache:
 
     def take_commands(self, now: float, plan: StepPlan | None) -> list[np.ndarray]:
         """Returns the commands to carry out before the step of the plan just made, or now if there is none."""
+        is_beside = plan is not None or self._uncollected is not None
         num_prompt_pages = plan.num_prefill_tokens // self._page_size if plan is not None else 0
-        self._save(plan, num_prompt_pages)
-        self._send(now, self._size.max_fetches if plan is None else self._num_writes_beside())
+        self._save(num_prompt_pages, is_beside=is_beside)
+        self._send(now, self._num_writes_beside() if is_beside else self._size.max_fetches)
         self._published.update(self._just_published)
         self._just_published.clear()
-        self._num_decodes = len(plan.decodes) if plan is not None else 0
-        self._num_prompt_pages = num_prompt_pages
-        self._num_waits = 0 if plan is not None else self._num_waits
+        if plan is not None or not is_beside:
+            self._num_decodes = len(plan.decodes) if plan is not None else 0
+            self._num_prompt_pages = num_prompt_pages
+        if plan is not None:
+            self._uncollected, self._num_waits = plan, 0
         self.counts.num_pages = self._index.num_pages
         commands, self._commands = self._commands, []
         return commands
@@ -276,6 +280,8 @@ class HostCache:
 
     def collected(self, plan: StepPlan, dispatched: float, now: float) -> None:
         """Records the time of a step whose tokens were collected."""
+        if plan is self._uncollected:
+            self._uncollected = None
         seconds = now - max(dispatched, self._last_collected)
         self._last_collected = now
         if plan.prefill_position is not None and seconds > 0.0:
@@ -341,10 +347,10 @@ class HostCache:
             rows = {row: held[found.first_page + index] for row, index in part.rows.items()}
             self._commands.append(fetch(ticket, part.block, rows, self._size.block_pages, self._pages.num_pages))
 
-    def _save(self, plan: StepPlan | None, num_prompt_pages: int) -> None:
+    def _save(self, num_prompt_pages: int, *, is_beside: bool) -> None:
         """Saves pages that this plan has evicted, then those that would be evicted next.
 
-        Beside decodes, as many of the latter are saved as prompts fill in the step, and a few.
+        Beside a step, as many of the latter are saved as prompts fill in it, and a few.
         """
         num_left, size = self._size.max_saves - self._copier.num_saving(), self._size.block_pages
         evicted, self._evicted = self._evicted, []
@@ -353,7 +359,7 @@ class HostCache:
             del evicted[-size:]
             num_left -= 1
         self.counts.num_lost += len(evicted)
-        if plan is not None:
+        if is_beside:
             num_left = min(num_left, self._size.saves_beside_decodes + self._num_beside_prompts(num_prompt_pages))
         self.is_behind = False
         while self._pages.num_clean_pages < self._num_ahead:

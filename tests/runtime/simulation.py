@@ -354,6 +354,8 @@ class Simulation:
         num_valid = self.num_valid.pop(id(plan), {})
         for step, tokens in enumerate(self.scheduler.speculation.accept(plan, samples, self.now, num_valid)):
             progress += self.scheduler.account(plan, tokens, self.now, step)
+        if self.host is not None:
+            self.host.collected(plan, self.now, self.now)
         for request, token_id in progress:
             if token_id is not None:
                 self.streamed[request].append(token_id)

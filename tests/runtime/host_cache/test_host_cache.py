@@ -199,6 +199,29 @@ def test_pages_are_restored_faster_beside_few_decodes(num_decodes: int, most: in
     assert len(copies.fetched) == most
 
 
+def test_few_pages_are_restored_while_the_next_step_waits_for_the_tokens_of_one():
+    """As steps with draft tokens do: no plan is made while a step is in flight, and the next one follows it closely."""
+    copies = FakeCopies(make_size(num_blocks=80, block_pages=1, page_bytes=48 << 20, max_fetches=9, max_saves=9), 0)
+    simulation = Simulation(make_limits(max_running=10, max_waiting=10, max_context=64), 40, copies=copies)
+    serve(simulation, 1, tuple(range(1, 39)))
+    fill(simulation, 10, 8)
+    for seed in range(20, 29):
+        simulation.add(make_request(seed, 1, max_tokens=12, ignore_eos=True))
+    for _ in range(4):
+        simulation.step()
+    copies.max_polls = 10**6
+    simulation.add(make_request(2, max_tokens=2, ignore_eos=True, prompt=tuple(range(1, 39))))
+    simulation.step()
+    host = simulation.host
+    assert host is not None and simulation.in_flight and len(copies.fetched) == 2
+    nums = []
+    for is_idle in (False, False, True):
+        while is_idle and simulation.in_flight:
+            simulation.collect()
+        nums.append(sum(command[0] == Op.FETCH for command in host.take_commands(simulation.now, None)))
+    assert nums == [2, 0, 9 - 4]
+
+
 def test_an_idle_engine_is_told_to_go_on_saving():
     copies = FakeCopies(make_size(num_blocks=20, block_pages=1, max_saves=2), max_polls=0)
     copies.num_saving = lambda: 0
