@@ -233,8 +233,12 @@ class PageCopies:
         return block, self._replicated(pages)
 
     def has_arrived(self, ticket: int) -> bool | None:
-        """Returns whether a fetched block is on the devices; None while it is on its way, False if it failed."""
-        self._send()
+        """Returns whether a fetched block is on the devices; None while it is on its way, False if it failed.
+
+        A block that is not sent yet waits for the next step, which may be about to be planned, or for `wait`.
+        """
+        if any(ticket == unsent for unsent, *_ in self._unsent):
+            return None
         shards = self._fetched[ticket]
         if shards is None:
             return False
