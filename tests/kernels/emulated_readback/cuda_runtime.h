@@ -8,4 +8,5 @@
 struct Index {
   unsigned x;
 };
-inline Index threadIdx{0}, blockDim{1};
+// Not inline: other emulations in this process have a variable of this name for each thread, and would share it.
+static Index threadIdx{0}, blockDim{1};
