@@ -55,6 +55,13 @@ def process_id(worker: WorkerProcess) -> int:
     return PROGRESS.unpack_from(worker._memory, 0)[1]
 
 
+def pause(worker: WorkerProcess) -> None:
+    """Suspends a worker, and waits until it is."""
+    worker.pause()
+    stat = Path(f"/proc/{process_id(worker)}/stat")
+    wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+
+
 def next_worker(grammars: Grammars) -> WorkerProcess:
     """Returns the worker that will compile the next constraint."""
     grammars.wait_until_ready()
@@ -331,7 +338,7 @@ def test_slow_constraints_have_a_worker_of_their_own(grammars: Grammars, monkeyp
     exchange, held = MaskExchange(), [Matcher(slow) for _ in range(4)]
     for matcher in held:
         letters_of(grammars, matcher, 1, exchange)
-    slow.compiled.worker.pause()
+    pause(slow.compiled.worker)
     for matcher in held:
         exchange.advance(matcher, matcher.token_ids[0])
     exchange.renew(0.0)
@@ -351,7 +358,7 @@ def test_the_last_sample_of_a_slow_constraint_may_leave_while_its_worker_compute
     assert slow.compiled.worker is not None
     exchange, first, second = MaskExchange(), Matcher(slow), Matcher(slow)
     letters_of(grammars, first, 1, exchange)
-    slow.compiled.worker.pause()
+    pause(slow.compiled.worker)
     exchange.advance(first, first.token_ids[0])
     exchange.renew(0.0)
     exchange.close(first)
