@@ -14,7 +14,7 @@ from meshserve.kernels.cuda import build
 _SLEPT = 0.75  # of the time that such a step took last
 _GROWTH = 1.1  # at most, from one time to the next: a step may have waited for another
 _POLL_SECONDS = 0.05  # after which XLA is asked whether the step has failed
-_step_numbers = itertools.count(1)  # of this process, so that a new engine does not find the tokens of an old one
+_step_counts = itertools.count()  # of this process, so that a new engine does not find the tokens of an old one
 
 
 def write_tokens(tokens: jax.Array, step_number: jax.Array) -> jax.Array:
@@ -44,8 +44,8 @@ class PinnedTokens:
         self.seconds: dict[int, float] = {}  # from a dispatch until its tokens were there, by how many they are
 
     def next_step_number(self) -> int:
-        """Returns the number of a new step."""
-        return next(_step_numbers) % (1 << 31) or next(_step_numbers)
+        """Returns the number of a new step, a positive int32. It comes again only after 2^31 - 1 steps."""
+        return 1 + next(_step_counts) % ((1 << 31) - 1)
 
     def wait_for(self, step_number: int, tokens: np.ndarray, sleep_seconds: float, seconds: float) -> bool:
         """Reads the tokens of a step, without the GIL: sleeps, then polls until so long has passed.

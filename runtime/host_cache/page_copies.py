@@ -119,8 +119,9 @@ class PageCopies:
         self._blocks: dict[int, _Shards] = {}
         # Of this process alone: it may fetch blocks before a step, where the others fetch them with the step.
         self._local = NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
-        mark = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=self._local)
-        self._need = jax.jit(jnp.negative).lower(mark).compile()
+        argument = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=self._local)
+        # Computes nothing of use. Copies dispatched after it begin when its argument has arrived.
+        self._barrier = jax.jit(jnp.negative).lower(argument).compile()
         self._unsent: list[tuple[int, int, np.ndarray]] = []  # tickets, blocks, pages to be fetched
         self._fetched: dict[int, _Shards | None] = {}  # by ticket, page numbers last; None if the copy failed
         self._saving: deque[_Shards] = deque()
@@ -156,12 +157,12 @@ class PageCopies:
         """Sends a step's input to the devices, then the blocks to be fetched beside the step; returns the input.
 
         The step would otherwise wait for these blocks, which take the same link. A copy to the devices begins when what
-        was dispatched before has been computed, so a program that needs the mark keeps them behind the input.
+        was dispatched before has been computed, so a program keeps them behind the input if its argument follows that.
         """
         if self._unsent:
             packed = self._replicated(self._on_each(packed))
-            marks = self._on_each(np.zeros(1, np.int32))
-            self._need(jax.make_array_from_single_device_arrays((1,), self._local, marks))
+            arguments = self._on_each(np.zeros(1, np.int32))
+            self._barrier(jax.make_array_from_single_device_arrays((1,), self._local, arguments))
             self._send()
         return packed
 

@@ -174,7 +174,8 @@ class StepRunner:
         buffers = tuple(self._output_buffers[key] for key in keys)
         packed = self.copies.send_behind(packed) if self.copies is not None else packed
         self._state, self._output = self._programs[bucket](self._weights, self._state, buffers, packed)
-        self._output_buffers.update(zip(keys, self._output.buffers, strict=bool(keys)))
+        if keys:
+            self._output_buffers.update(zip(keys, self._output.buffers, strict=True))
         self._output.sampled.copy_to_host_async()
         if self.expert_tokens is not None and self._state.expert_tokens is not None:
             self.expert_tokens.observe(self._state.expert_tokens)

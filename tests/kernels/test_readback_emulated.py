@@ -1,12 +1,14 @@
 """Tests kernels/cuda/readback.cuh compiled for the host, and the arrays that wait for what it has written."""
 
 import ctypes
+import itertools
 import threading
 
 import jax
 import numpy as np
 import pytest
 
+from meshserve.kernels.readback import gpu
 from meshserve.kernels.readback.gpu import PendingTokens, PinnedTokens
 
 from . import on_host
@@ -98,3 +100,9 @@ def test_steps_of_number_0_write_nothing(library: ctypes.CDLL, pinned: PinnedTok
     write(library, 8 * pinned.next_step_number(), tokens)
     write(library, 0, tokens + 1)  # in the same entry of the ring
     assert not pinned.wait_for(0, np.empty(2, np.int32), 0.0, 0.01)
+
+
+def test_step_numbers_are_positive_int32_for_ever(pinned: PinnedTokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = np.iinfo(np.int32).max
+    monkeypatch.setattr(gpu, "_step_counts", itertools.count(most - 2))
+    assert [pinned.next_step_number() for _ in range(4)] == [most - 1, most, 1, 2]

@@ -63,10 +63,10 @@ def test_blocks_are_sent_behind_the_input_of_a_step(monkeypatch: pytest.MonkeyPa
     copies, cache, bits = make_copies(jnp.dtype(jnp.float32))
     cache = copies.run(commands.save(1, [6], BLOCK_PAGES), cache)
     sent: list[str] = []
-    on_each, to_device, need = copies._on_each, copies.to_device, copies._need
+    on_each, to_device, barrier = copies._on_each, copies.to_device, copies._barrier
     monkeypatch.setattr(copies, "_on_each", lambda array: sent.append(f"{len(array)} numbers") or on_each(array))
     monkeypatch.setattr(copies, "to_device", lambda shards: sent.append("block") or to_device(shards))
-    monkeypatch.setattr(copies, "_need", lambda mark: sent.append("program") or need(mark))
+    monkeypatch.setattr(copies, "_barrier", lambda mark: sent.append("program") or barrier(mark))
     packed = np.arange(9, dtype=np.int32)
     assert copies.send_behind(packed) is packed and not sent, "without blocks, the program's call sends the input"
     cache = copies.run(commands.fetch(0, 1, {0: 2}, BLOCK_PAGES, NUM_PAGES), cache)
@@ -87,7 +87,7 @@ def test_the_program_that_keeps_blocks_behind_the_input_runs_in_one_process(monk
     devices = make_mesh(4).local_devices[:2]
     monkeypatch.setattr(Mesh, "local_devices", property(lambda self: devices))
     copies, _, _ = make_copies(jnp.dtype(jnp.float32))
-    ((marks,), _) = copies._need.input_shardings
+    ((marks,), _) = copies._barrier.input_shardings
     assert marks.device_set == set(devices)
 
 
