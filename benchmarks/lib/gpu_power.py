@@ -4,6 +4,7 @@ A GPU at its power limit lowers its clock, so the same work takes longer than a 
 """
 
 import dataclasses
+import os
 import statistics
 import threading
 import time
@@ -36,7 +37,7 @@ def at_power(reading: Reading | None) -> str:
 
 
 class PowerWatch:
-    """A context manager that reads every GPU ten times per second.
+    """A context manager that reads every GPU of this process ten times per second.
 
     It reads nothing if JAX runs on another platform, or without NVIDIA's library.
 
@@ -56,7 +57,7 @@ class PowerWatch:
         if pynvml is not None and (self._is_gpu_expected or jax.default_backend() == "gpu"):
             try:
                 pynvml.nvmlInit()
-                self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+                self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in _visible_gpus()]
             except pynvml.NVMLError:  # no driver
                 self._devices = []
         if self._devices:
@@ -87,6 +88,12 @@ class PowerWatch:
             except pynvml.NVMLError:  # a GPU without readings, or lost: the benchmark reports no power
                 self._readings.clear()
                 return
+
+
+def _visible_gpus() -> list[int]:
+    """Returns the indices of CUDA_VISIBLE_DEVICES, or of all GPUs where it is not set or names GPUs otherwise."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [int(name) for name in names] if all(map(str.isdecimal, names)) else [*range(pynvml.nvmlDeviceGetCount())]
 
 
 def _read(device: Any) -> Reading:

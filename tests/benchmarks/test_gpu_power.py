@@ -52,6 +52,7 @@ class Nvml:
 
 @pytest.fixture(autouse=True)
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpu_power.jax, "default_backend", lambda: "gpu")
 
 
@@ -66,6 +67,19 @@ def test_the_gpu_that_takes_most_is_told_of(monkeypatch: pytest.MonkeyPatch) -> 
     assert reading == Reading(clock_mhz=1545, most_mhz=1980, watts=692.4, limit_watts=700)
     assert at_power(reading) == ", at 1545 of 1980 MHz, 692 of 700 W"
     assert watch.between(ended, ended + 1) is None
+
+
+@pytest.mark.parametrize(("visible", "watts"), [("0", 80.16), ("1", 692.4), ("0,1", 692.4), ("GPU-8d2f", 692.4)])
+def test_only_visible_gpus_are_read(monkeypatch: pytest.MonkeyPatch, visible: str, watts: float) -> None:
+    nvml = Nvml()
+    monkeypatch.setattr(gpu_power, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    started = time.perf_counter()
+    with PowerWatch(interval_seconds=0.001) as watch:
+        wait_for(lambda: nvml.num_read >= 6)
+    reading = watch.between(started, time.perf_counter())
+    assert reading is not None
+    assert reading.watts == watts
 
 
 @pytest.mark.parametrize("library", [None, Nvml("start"), Nvml("reading")], ids=["none", "no driver", "no reading"])
