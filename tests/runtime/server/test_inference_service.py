@@ -401,11 +401,14 @@ def test_a_caller_that_never_reads_and_then_vanishes_leaves_nothing_behind(caplo
             server.engine.ends.clear()
             server.engine.cancels.clear()
         with Client(server.target) as client:
-            stuck, other = (client.generate("a", max_tokens=100_000) for _ in range(2))
+            both = ("stuck", "other")
+            stuck, other = (client.generate("a", max_tokens=100_000, request_id=name) for name in both)
             with server.engine.holding(100_000):
                 next(stuck), next(other)
-            wait_for(lambda: len(server.engine.cancels) == 2)
+            # A request is cancelled by the limit and again as its handler leaves; the second one some 30 ms later.
+            wait_for(lambda: {name for name, _ in server.engine.cancels} == set(both))
             server.stop()  # well before the drain would end: nobody waits for those who do not read
+            assert sorted(server.engine.ends) == sorted(both)
     assert logged_errors(caplog.records) == []
 
 
