@@ -95,9 +95,9 @@ class Timeline:
             self.num_finished += sum(output.finish_reason is not None for output in outputs)
             self._changed.notify()
 
-    def num_full(self, batch: int) -> int:
-        """Returns how many steps so far gave a token to each of `batch` requests."""
-        return sum(num_tokens == batch for _, num_tokens in self.steps)
+    def full(self, batch: int) -> list[float]:
+        """Returns the times of the steps so far that gave a token to each of `batch` requests."""
+        return [moment for moment, num_tokens in self.steps if num_tokens == batch]
 
     def wait(self, engine: Engine, num_requests: int) -> None:
         with self._changed:
@@ -272,7 +272,7 @@ def _measure(
     started = time.perf_counter()
     _submit(options, server.model, engine, contexts)
     timeline.wait(engine, batch)
-    times = [moment for moment, num_tokens in timeline.steps if num_tokens == batch]
+    times = timeline.full(batch)
     if len(times) < options.runs * options.steps + 2:
         raise ValueError(f"batch {batch} did not decode together for long enough. Raise --runs, --steps or --context.")
     first_full = times[0]
@@ -322,14 +322,15 @@ def _submit(options: argparse.Namespace, model: ModelConfig, engine: Engine, con
 def _profile(
     options: argparse.Namespace, model: ModelConfig, engine: Engine, timeline: Timeline, batch: int, context: int
 ) -> str:
-    """Returns a table of the kernels of a decode step of a case, including those of prefill."""
+    """Returns a table of the kernels of a case's decode steps in which all its requests run."""
     contexts, folder = _contexts(options, batch, context), options.profile / f"{batch}-{context}"
     timeline.reset()
     # The profiler must start before the steps, because it does not work with command buffers that are in flight.
     with jax.profiler.trace(str(folder), create_perfetto_trace=False):
         _submit(options, model, engine, contexts)
         timeline.wait(engine, len(contexts))
-    return kernel_table(folder, num_steps=timeline.num_full(len(contexts)))
+    times, ended = timeline.full(len(contexts)), timeline.steps[-1][0]
+    return kernel_table(folder, num_steps=len(times) - 1, window=(ended - times[0], ended - times[-1]))
 
 
 def _roofline_ms(server: ResolvedServer, contexts: Sequence[int]) -> float | None:

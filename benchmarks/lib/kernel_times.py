@@ -1,7 +1,8 @@
 """Lists the kernels that took the device's time, and how long it had none, from its profile."""
 
 import collections
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -9,7 +10,14 @@ import jax
 _GAP_NS = 50_000
 
 
-def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30, gap_ns: int = _GAP_NS) -> str:
+def kernel_table(
+    folder: Path,
+    *,
+    num_steps: int = 1,
+    num_rows: int = 30,
+    gap_ns: int = _GAP_NS,
+    window: tuple[float, float] = (math.inf, 0.0),
+) -> str:
     """Formats the kernels of a profile by their time: milliseconds, calls, name.
 
     A kernel counts from the end of the one that ended before it, if it began earlier: a kernel that is launched early
@@ -20,8 +28,9 @@ def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30, gap_ns
       num_steps: Number of steps in the profile; times and calls are given per step.
       num_rows: Number of kernels to list.
       gap_ns: Gaps of this length and more are counted.
+      window: Only kernels that end between so many seconds before the end of the last one count. Default: all.
     """
-    total: collections.Counter[str] = collections.Counter()
+    total: dict[str, float] = collections.defaultdict(float)
     calls: collections.Counter[str] = collections.Counter()
     idle = []
     profile = jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
@@ -32,20 +41,27 @@ def kernel_table(folder: Path, *, num_steps: int = 1, num_rows: int = 30, gap_ns
         for line in plane.lines:
             if not line.name.startswith("Stream"):
                 continue
-            for event in line.events:
-                calls[event.name] += 1
-                spans.append((event.start_ns + event.duration_ns, event.start_ns, event.name))
+            spans += [(event.start_ns + event.duration_ns, event.start_ns, event.name) for event in line.events]
+        spans = within(spans, window)
         ended = 0.0
-        for end, start, name in sorted(spans):
+        for end, start, name in spans:
+            calls[name] += 1
             total[name] += end - max(start, ended)
             ended = end
         if spans:
             idle.append(f"{plane.name}: {idle_text(((start, end) for end, start, _ in spans), gap_ns)}")
     rows = [
         f"{ns / 1e6 / num_steps:9.3f} ms {calls[name] / num_steps:7.1f}  {name[:100]}"
-        for name, ns in total.most_common(num_rows)
+        for name, ns in sorted(total.items(), key=lambda item: -item[1])[:num_rows]
     ]
     return "\n".join([*idle, f"{sum(total.values()) / 1e6 / num_steps:9.3f} ms in kernels", *rows])
+
+
+def within(spans: Sequence[tuple[float, float, str]], window: tuple[float, float]) -> list[tuple[float, float, str]]:
+    """Returns the kernels (end, start, name; nanoseconds) of a window, see `kernel_table`, by their ends."""
+    ordered = sorted(spans)
+    first, last = (1e9 * seconds for seconds in window)
+    return [span for span in ordered if last <= ordered[-1][0] - span[0] <= first]
 
 
 def idle_text(spans: Iterable[tuple[float, float]], gap_ns: int = _GAP_NS) -> str:

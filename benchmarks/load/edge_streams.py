@@ -9,6 +9,7 @@ loop takes (the CPU time of its thread, an upper bound for its share of the inte
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import re
 import statistics
@@ -30,6 +31,7 @@ from meshserve.runtime.server.inference_service import Backend, Edge
 from meshserve.runtime.server.lifecycle import Listen, run_server
 from meshserve.runtime.server.output_queue import OutputQueues
 
+WARM_UP_SECONDS = 2.0
 _INFO = ModelInfo(
     name="nothing", architecture="Qwen3ForCausalLM", vocab_size=1000, max_context_tokens=2**20, eos_token_ids=(),
     tp_size=1, dtype="float32", page_size_tokens=16, num_parameters=0, num_devices=1, device_kind="none",
@@ -109,14 +111,52 @@ def thread_seconds(pid: int) -> dict[int, float]:
     return found
 
 
-async def measure(target: str, pid: int, num_streams: int, seconds: float) -> None:
-    """Streams for a while, skipping the first seconds, and prints the results."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a client saw of a server, and the server's processor time.
+
+    Attributes:
+      gaps: Seconds between two messages of a stream.
+      cpu_seconds: Of each thread of the server; the event loop's is `loop`.
+    """
+
+    num_streams: int
+    seconds: float
+    num_messages: int
+    num_tokens: int
+    gaps: list[float]
+    loop: int
+    cpu_seconds: dict[int, float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def __str__(self) -> str:
+        cuts = statistics.quantiles(self.gaps, n=1000)
+        loop = self.cpu_seconds[self.loop]
+        busiest = max((used for tid, used in self.cpu_seconds.items() if tid != self.loop), default=0.0)
+        return (
+            f"{self.num_streams} streams for {self.seconds:.0f} s, {os.cpu_count()} cores:\n"
+            f"  {self.num_messages / self.seconds:,.0f} messages/s, {self.tokens_per_second:,.0f} tokens/s\n"
+            f"  gap ms: p50 {cuts[499] * 1e3:.1f}, p99 {cuts[989] * 1e3:.1f}, p99.9 {cuts[998] * 1e3:.1f}\n"
+            f"  server CPU: event loop {loop / self.seconds:.0%} of a core, the busiest other thread "
+            f"{busiest / self.seconds:.0%}, all {len(self.cpu_seconds)} threads "
+            f"{sum(self.cpu_seconds.values()) / self.seconds:.0%}; "
+            f"{1e6 * sum(self.cpu_seconds.values()) / self.num_tokens:.1f} us a token"
+        )
+
+
+async def measure(
+    target: str, pid: int, requests: Sequence[pb.GenerateRequest], seconds: float, warm_up_seconds: float
+) -> Measured:
+    """Streams all requests for a while after a warm-up."""
     gaps: list[float] = []
     counts = {"messages": 0, "tokens": 0}
-    begin = time.monotonic() + 2.0
+    begin = time.monotonic() + warm_up_seconds
     end = begin + seconds
 
-    async def one(generate: Any) -> None:
+    async def one(generate: Any, request: bytes) -> None:
         last = 0.0
         async for data in generate(request):
             now = time.monotonic()
@@ -135,22 +175,41 @@ async def measure(target: str, pid: int, num_streams: int, seconds: float) -> No
         await asyncio.sleep(end - time.monotonic() - 0.1)
         return {tid: used - before.get(tid, 0.0) for tid, used in thread_seconds(pid).items()}
 
-    request = pb.GenerateRequest(
-        token_ids=pb.TokenIds(token_ids=[1]), sampling=pb.SamplingParams(max_tokens=1_000_000)
-    ).SerializeToString()
     async with grpc.aio.insecure_channel(target) as channel:  # raw bytes, because the client is not measured
         generate: Any = channel.unary_stream("/meshserve.v1.InferenceService/Generate")
         watching = asyncio.create_task(cpu())
-        await asyncio.gather(*(one(generate) for _ in range(num_streams)))
+        await asyncio.gather(*(one(generate, request.SerializeToString()) for request in requests))
         used = await watching
-    cuts = statistics.quantiles(gaps, n=1000)
-    print(f"{num_streams} streams for {seconds:.0f} s, {os.cpu_count()} cores:")
-    print(f"  {counts['messages'] / seconds:,.0f} messages/s, {counts['tokens'] / seconds:,.0f} tokens/s")
-    print(f"  gap ms: p50 {cuts[499] * 1e3:.1f}, p99 {cuts[989] * 1e3:.1f}, p99.9 {cuts[998] * 1e3:.1f}")
-    print(
-        f"  server CPU: event loop {used[pid] / seconds:.0%} of a core, "
-        f"all {len(used)} threads {sum(used.values()) / seconds:.0%}"
+    return Measured(
+        num_streams=len(requests),
+        seconds=seconds,
+        num_messages=counts["messages"],
+        num_tokens=counts["tokens"],
+        gaps=gaps,
+        loop=pid,
+        cpu_seconds=used,
     )
+
+
+def measure_server(
+    command: Sequence[str],
+    requests: Sequence[pb.GenerateRequest],
+    seconds: float,
+    warm_up_seconds: float = WARM_UP_SECONDS,
+) -> Measured:
+    """Starts a server on one core, and streams all requests from it on another."""
+    cores = sorted(os.sched_getaffinity(0))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        if len(cores) > 1:
+            os.sched_setaffinity(process.pid, cores[:1])
+            os.sched_setaffinity(0, cores[1:2])
+        assert process.stdout is not None
+        target = next(found[1] for line in process.stdout if (found := re.search(r"listens on (\S+)", line)))
+        return uvloop.run(measure(target, process.pid, requests, seconds, warm_up_seconds))
+    finally:
+        process.kill()
+        process.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,19 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.serve:
         serve(options.step_ms / 1000)
         return 0
-    cores = sorted(os.sched_getaffinity(0))
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(token_ids=[1]), sampling=pb.SamplingParams(max_tokens=1_000_000))
     command = [sys.executable, __file__, "--serve", f"--step-ms={options.step_ms}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        if len(cores) > 1:
-            os.sched_setaffinity(process.pid, cores[:1])
-            os.sched_setaffinity(0, cores[1:2])
-        assert process.stdout is not None
-        target = next(found[1] for line in process.stdout if (found := re.search(r"listens on (\S+)", line)))
-        uvloop.run(measure(target, process.pid, options.streams, options.seconds))
-    finally:
-        process.kill()
-        process.wait()
+    print(measure_server(command, [request] * options.streams, options.seconds))
     return 0
 
 
