@@ -15,8 +15,8 @@ P2PAllReduce = Callable[[jax.Array], jax.Array]
 Exchange = Callable[[jax.Array], jax.Array]
 
 # The largest array that the P2P all-reduce sums faster than XLA's all-reduce, by number of devices, as measured on
-# H200s (docs/log). On four devices, sizes above the one-shot limit were not measured.
-_P2P_MAX_BYTES = {2: 64 << 20, 4: 2 << 20}
+# H200s (docs/log). On four devices, larger ones were not measured.
+_P2P_MAX_BYTES = {2: 64 << 20, 4: 8 << 20}
 
 
 def p2p_max_bytes(num_devices: int) -> int:

@@ -132,8 +132,8 @@ def test_more_than_peers_add_up_goes_by_parts(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("tp", "num_bytes", "dtype", "is_by_p2p"),
-    [(4, 64, "bfloat16", True), (4, 2 << 20, "bfloat16", True), (4, (2 << 20) + 64, "bfloat16", False),
-     (2, (2 << 20) + 64, "bfloat16", True), (2, (64 << 20) + 64, "bfloat16", False), (8, 64, "bfloat16", False),
+    [(4, 64, "bfloat16", True), (4, 8 << 20, "bfloat16", True), (4, (8 << 20) + 64, "bfloat16", False),
+     (2, (8 << 20) + 64, "bfloat16", True), (2, (64 << 20) + 64, "bfloat16", False), (8, 64, "bfloat16", False),
      (4, 8, "bfloat16", False), (4, 64, "float32", False)],
 )  # fmt: skip
 def test_all_reduce_takes_peers_where_they_are_faster(tp: int, num_bytes: int, dtype: str, is_by_p2p: bool) -> None:
