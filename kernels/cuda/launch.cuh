@@ -219,7 +219,6 @@ class StepOf {
     if (!map_pages(&pages)) return;
     dim3 grid(splits, shapes_.kv_heads, args.cuts.num_clusters);
     // Limiting the ring to what the longest request needs leaves room for the next kernels' weights.
-    args.tile_tokens = tile_tokens();
     const int stage_bytes = 2 * tile_tokens() * h * element_bytes();
     const int warp_tokens = tile_tokens() * kAttentionWarps * splits;
     const int most_tiles = (shapes_.max_context() + warp_tokens - 1) / warp_tokens;
@@ -228,6 +227,7 @@ class StepOf {
     const size_t ring_bytes = kAttentionWarps * args.stages * (stage_bytes + 8);
     auto kernel = h == 128 ? attention_kernel<128, W> : attention_kernel<64, W>;
     if (cache.is_fp8) kernel = h == 128 ? attention_kernel<128, W, Fp8Cache> : attention_kernel<64, W, Fp8Cache>;
+    if (has_long_tiles()) kernel = attention_kernel<128, W, LongFp8Cache>;
     const size_t received_bytes = h == 128 ? sizeof(Received<128>) : sizeof(Received<64>);
     launch("attention", kernel, grid, kAttentionThreads, ring_bytes + received_bytes, splits, pages, args);
   }
@@ -352,7 +352,7 @@ class StepOf {
   // Merging a cluster takes as long as 4 tiles of a warp. Longer contexts are split until every SM has a block.
   int attention_splits() const {
     const int pairs = shapes_.batch * shapes_.kv_heads, context = shapes_.max_context();
-    const int round_tokens = kAttentionWarps * kTileTokens;
+    const int round_tokens = kAttentionWarps * kProductTokens;
     if (context <= 4 * round_tokens) return 1;
     int splits = 1;
     while (splits < kMaxSplits && 2 * splits * pairs <= kMultiprocessors && context >= 2 * splits * round_tokens) {
@@ -527,11 +527,12 @@ class StepOf {
   }
 
   // With one request, each warp has too few tiles for longer ones.
-  int tile_tokens() const {
+  bool has_long_tiles() const {
     constexpr int kFewestRequests = 8;
-    const bool is_long = cache.is_fp8 && shapes_.page_size % kMostTileTokens == 0 && shapes_.batch >= kFewestRequests;
-    return is_long ? kMostTileTokens : kTileTokens;
+    const bool fits = shapes_.page_size % kTileTokens<LongFp8Cache> == 0 && shapes_.head_dim == 128;
+    return cache.is_fp8 && fits && shapes_.batch >= kFewestRequests;
   }
+  int tile_tokens() const { return has_long_tiles() ? kTileTokens<LongFp8Cache> : kTileTokens<Bf16Cache>; }
   // Maps the whole cache as rows of one token each, split into halves of 128 bytes: tiles [H / 64, 16 tokens, 64]; in 8
   // bits [1, tile_tokens, H].
   bool map_pages(CUtensorMap* map) {

@@ -34,6 +34,7 @@ void add_kernels(std::vector<const void*>& kernels) {
   add(attention_kernel<128, W>);
   add(attention_kernel<64, W, Fp8Cache>);
   add(attention_kernel<128, W, Fp8Cache>);
+  add(attention_kernel<128, W, LongFp8Cache>);
   add(prepare_kernel<W>);
   add(convert_kernel<W>);
   add(gather_kernel<W>);

@@ -18,7 +18,8 @@ LENGTHS = (1, 16, 0, 17, 150, 40)  # 0: padding
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("emulated")
-    sources = ("weight_formats.cuh", "quantised.cuh", "e4m3_cache.cuh", "context_parts.cuh", "attention.cuh")
+    attention = ("context_parts.cuh", "attention_tiles.cuh", "attention.cuh")
+    sources = ("weight_formats.cuh", "quantised.cuh", "e4m3_cache.cuh", *attention)
     flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
     return on_host.compiled(folder, "emulated", "decode_attention.cpp", *sources, flags=flags)
 
@@ -39,6 +40,7 @@ def test_attention_is_the_float64_computation(
     pages = rng.permutation(num_pages)[: len(LENGTHS) * max_pages].reshape(len(LENGTHS), max_pages).astype(np.int32)
     positions = np.array(LENGTHS, np.int32) - 1
     q = rng.standard_normal((len(LENGTHS), kv_heads, group, head_dim), np.float32).astype(BFLOAT16)
+    q[:, 0, 0], q[:, 0, 0, 0] = 0, 1e6  # beyond the range of f16
     q = np.concatenate([q, np.full_like(q[:1], np.nan)])  # what lies behind the queries
     cache = np.full((num_pages, kv_heads, 2, page_size, head_dim), np.nan, dtype)
     expected = np.zeros((len(LENGTHS), kv_heads, group, head_dim))

@@ -52,12 +52,14 @@ extern "C" void attend(int head_dim, int is_fp8, const bf16* q, const uint8_t* c
   args.kv_heads = kv_heads;
   args.group = group;
   args.stages = stages;
-  args.tile_tokens = tile_tokens;
   args.scale_log2 = scale_log2;
   const int row = is_fp8 ? head_dim : 64, parts = head_dim / row;
   const CUtensorMap pages = {cache, {row, rows, parts}, {row, tile_tokens, parts}, is_fp8 ? 1 : 2};
-  const auto kernel = head_dim == 128 ? (is_fp8 ? run<128, Fp8Cache> : run<128, Bf16Cache>)
-                                      : (is_fp8 ? run<64, Fp8Cache> : run<64, Bf16Cache>);
+  auto kernel = head_dim == 128 ? (is_fp8 ? run<128, Fp8Cache> : run<128, Bf16Cache>)
+                                : (is_fp8 ? run<64, Fp8Cache> : run<64, Bf16Cache>);
+  if (tile_tokens == kTileTokens<LongFp8Cache>) {
+    kernel = head_dim == 128 ? run<128, LongFp8Cache> : run<64, LongFp8Cache>;
+  }
   kernel(pages, args);
 }
 
