@@ -25,7 +25,8 @@ constexpr int kProductTokens = 16;  // the rows of a product
 constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 constexpr int kMaxGroup = 8;
-constexpr int kMaxWarpRingBytes = 24 * 1024;  // 4 warps x 24 KB: two blocks per SM, 192 KB in flight
+constexpr int kMaxWarpRingBytes = 24 * 1024;    // 4 warps x 24 KB: two blocks per SM, 192 KB in flight
+constexpr int kShortWarpRingBytes = 16 * 1024;  // the same in three blocks
 
 struct LongFp8Cache : Fp8Cache {};  // with tiles of 32 tokens
 template <class C>
