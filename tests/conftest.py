@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import hypothesis
 import jax
 import pytest
 
+from meshserve.runtime.api.sampling_params import SamplingMode
+from meshserve.runtime.planning import resolved_server
+from meshserve.runtime.planning.buckets import declare_buckets
+from meshserve.runtime.program.batch import ANY_MODE, Bucket
 from meshserve.runtime.program.compile_cache import use_cache
 from meshserve.sharding.mesh import use_cpu_devices
 
@@ -49,7 +54,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=3000, help="mutated requests to send (make fuzz: 100,000)")
     parser.addoption("--minutes", type=float, default=0.0, help="minutes of all attacks together (make fuzz: 10)")
-    parser.addoption("--simulated", type=int, default=400, help="requests per case of test_simulation.py")
+    parser.addoption("--simulated", type=int, default=250, help="requests per case of test_simulation.py")
     parser.addoption(
         "--structured",
         type=int,
@@ -62,7 +67,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--packages", action="store_true", help="build and install the packages (make test-package)")
     parser.addoption("--fleet", action="store_true", help="run fleets of real replicas (make test-fleet)")
     parser.addoption("--routers", default="", help="Python of an environment with other routers (make test-fleet)")
-    parser.addoption("--every-case", action="store_true", help="run every case of the TPU kernels and of clusters")
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help="run every case of the TPU kernels and of clusters, and compile all programs of servers",
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -76,6 +85,42 @@ def pytest_collection_finish() -> None:
 def opened_cache() -> None:
     """Opens the cache of compiled programs: JAX keeps to the first, which must not be that of a command in a test."""
     jax.jit(lambda: 0)()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_shapes(every_program: bool) -> Iterator[None]:
+    """Gives the servers of this process steps of 1, 8 and 64 tokens and of their limits only; see `_few_buckets`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not every_program:
+            patch.setattr(resolved_server, "declare_buckets", _few_buckets)
+        yield
+
+
+@pytest.fixture(scope="module")
+def greedy_programs(few_shapes: None, every_program: bool) -> Iterator[None]:
+    """Compiles a module's servers for greedy requests alone, which takes half the time. Others cannot be served."""
+
+    def greedy_buckets(**limits: Any) -> tuple[Bucket, ...]:
+        buckets = [each for each in _few_buckets(**limits) if each.mode in (ANY_MODE, SamplingMode.GREEDY)]
+        return tuple(replace(each, mode=SamplingMode.GREEDY) for each in buckets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not every_program:
+            patch.setattr(resolved_server, "declare_buckets", greedy_buckets)
+        yield
+
+
+def _few_buckets(**limits: Any) -> tuple[Bucket, ...]:
+    """Leaves out most of the small shapes: they differ in nothing but their sizes, and compiling takes the time."""
+    kept = {1, 8, 64, limits["max_running"], limits["max_step_tokens"]}
+    is_large = limits["max_step_tokens"] > 256  # as of plans for accelerators
+    return tuple(each for each in declare_buckets(**limits) if is_large or each.num_tokens in kept)
+
+
+@pytest.fixture(scope="session")
+def every_program(pytestconfig: pytest.Config) -> bool:
+    """Whether servers of tests compile all programs that servers of users would."""
+    return pytestconfig.getoption("--every-case")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from meshserve.runtime.drafting.draft_counts import Acceptance
 from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.model.qwen3 import Kernels
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning import buckets, kernel_selection, server_programs
+from meshserve.runtime.planning import buckets, kernel_selection, resolved_server, server_programs
 from meshserve.runtime.startup.launch import Launched, launch
 from tests.waiting import WAIT_SECONDS
 
@@ -82,11 +82,10 @@ class FakePinnedTokens(PinnedTokens):
         self._tokens: dict[int, np.ndarray] = {}
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Lets the next server use it. Programs with callbacks are not kept, so there are few."""
+        """Lets the next server use it. Programs with callbacks are not kept in the cache."""
         readback = {"readback": self.write_tokens}
         monkeypatch.setattr(kernel_selection, "Kernels", lambda **kernels: Kernels(**{**kernels, **readback}))
         monkeypatch.setattr(server_programs, "PinnedTokens", lambda device: self)
-        monkeypatch.setattr(buckets, "SamplingMode", (SamplingMode.RANDOM,))  # of `PARAMS`
 
     def write_tokens(self, tokens: jax.Array, step_number: jax.Array) -> jax.Array:
         def receive(tokens: np.ndarray, step_number: np.ndarray) -> np.ndarray:
@@ -112,6 +111,8 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(
     pinned = FakePinnedTokens()
     if has_readback:
         pinned.use(monkeypatch)
+    monkeypatch.setattr(buckets, "SamplingMode", (SamplingMode.RANDOM,))  # of `PARAMS`
+    monkeypatch.setattr(resolved_server, "declare_buckets", buckets.declare_buckets)  # every shape
     config = ServeConfig(
         model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,
         num_pages=64, max_running=8, max_step_tokens=16, max_context=160, logits_processors=False, cache_dir="",
@@ -149,6 +150,7 @@ def test_drafts_are_verified_in_the_shapes_for_decodes(
 def test_tokens_are_read_back_if_a_draft_model_proposes(draft_model: str, monkeypatch: pytest.MonkeyPatch):
     pinned = FakePinnedTokens()
     pinned.use(monkeypatch)
+    monkeypatch.setattr(buckets, "SamplingMode", (SamplingMode.RANDOM,))
     config = ServeConfig(
         model="demo", draft_tokens=3, cpu_devices=8, tp=1, dtype="float32", decode_layers="reference", page_size=8,
         num_pages=64, max_running=8, max_step_tokens=8, max_context=160, logits_processors=False, cache_dir="",

@@ -17,6 +17,8 @@ from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import open_model
 from tests import checkpoints
 
+pytestmark = pytest.mark.usefixtures("greedy_programs")
+
 NUM_EXPERTS, NUM_CHOSEN, MAX_TOKENS = 12, 3, 6
 PROMPT_LENGTHS = (1, 4, 11)
 SHAPES = {"experts": {"num_hidden_layers": 2}, "dense_first": {"num_hidden_layers": 3, "mlp_only_layers": [0]}}

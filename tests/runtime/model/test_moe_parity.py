@@ -24,6 +24,8 @@ from meshserve.sharding.mesh import make_mesh, partition_spec
 from tests import checkpoints
 from tests.runtime.model.test_parity import run_generate
 
+pytestmark = pytest.mark.usefixtures("greedy_programs")
+
 PROMPT_LENGTHS = (1, 7, 33)
 MAX_TOKENS = 12
 PAGE_SIZE = 16

@@ -23,6 +23,8 @@ from meshserve.sharding.layout import shard_layout
 from meshserve.sharding.mesh import make_mesh, partition_spec
 from tests import checkpoints
 
+pytestmark = pytest.mark.usefixtures("greedy_programs")
+
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 64, 150)
 MAX_TOKENS = 12
 YARN = {

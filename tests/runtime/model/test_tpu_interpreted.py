@@ -19,10 +19,10 @@ def generate(directory: Path, attention: str) -> list[list[int]]:
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = {
         "model": "demo", "dtype": "float32", "tp": 2, "cpu-devices": 2, "page-size": 16, "num-pages": 16,
-        "max-context": 64, "max-running": 2, "max-step-tokens": 4, "cache-dir": "", "attention": attention,
+        "max-context": 64, "max-running": 2, "max-step-tokens": 2, "cache-dir": "", "attention": attention,
         "input": source, "output": target,
     }  # fmt: skip
-    flags = [f"--{key}={value}" for key, value in options.items()]
+    flags = [f"--{key}={value}" for key, value in options.items()] + ["--no-logits-processors"]
     environment = {**os.environ, "NPROC": "16", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run(
         [sys.executable, "-m", "meshserve", "generate", *flags],

@@ -175,6 +175,7 @@ def test_after_wrong_sums_every_tp_size_uses_xla(host: pytest.MonkeyPatch, caplo
         return jax.numpy.where(jax.lax.axis_index(TENSOR_AXIS) == 2, x, reference.p2p_all_reduce(x, p2p))
 
     host.setattr(kernel_selection.p2p_gpu, "p2p_all_reduce", late)
+    host.setattr(kernel_selection, "p2p_max_bytes", lambda num_devices: 256 << 10)  # a CPU sums 8 MiB in half a minute
     with caplog.at_level(logging.WARNING):
         found = select()
     assert found.names.all_reduce == "xla"

@@ -157,8 +157,8 @@ def test_a_long_load(num_pages: int, is_crowded: bool, num_tenants: int):
         page_size=8, max_running=16, max_step_tokens=48, max_waiting=1000, max_context=96, priority_seconds=0.0
     )
     simulation = Simulation(limits, num_pages)
-    run_load(random.Random(num_pages), simulation, 500, 0.3, num_tenants)
-    assert len(simulation.accepted) == 500
+    run_load(random.Random(num_pages), simulation, 250, 0.3, num_tenants)
+    assert len(simulation.accepted) == 250
     if num_tenants == 1:  # several also preempt for their shares of the slots
         assert (simulation.scheduler.num_preemptions > 0) == is_crowded
 

@@ -18,7 +18,7 @@ from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.engine.engine import Engine, Runner
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.planning.buckets import declare_buckets
+from meshserve.runtime.planning import resolved_server
 from meshserve.runtime.program.batch import BatchBuilder
 from meshserve.runtime.program.processor_batch import ProcessorBatchBuilder
 from meshserve.runtime.scheduler.limits import SchedulerLimits
@@ -71,7 +71,7 @@ class Serving:
         self.pages = PageAllocator(num_pages)
         self.scheduler = Scheduler(self.limits, self.pages, frozenset({2}))
         sizes = {"max_running": MAX_RUNNING, "page_size": PAGE_SIZE}
-        buckets = declare_buckets(
+        buckets = resolved_server.declare_buckets(
             max_step_tokens=MAX_STEP_TOKENS, max_decode_steps=self.limits.max_decode_steps, **sizes
         )
         self.records: list[StepRecord] = []

@@ -21,7 +21,7 @@ from tests import checkpoints
 from tests.runtime.draft_head.reference_head import ANGELSLIM
 
 SMALL: dict[str, Any] = {
-    "page_size": 8, "num_pages": 16, "max_running": 4, "max_step_tokens": 16, "max_context": 64, "cache_dir": "",
+    "page_size": 8, "num_pages": 16, "max_running": 4, "max_step_tokens": 8, "max_context": 64, "cache_dir": "",
 }  # fmt: skip
 
 
