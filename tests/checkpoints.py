@@ -1,6 +1,7 @@
 """Creates random Qwen3 checkpoints in Hugging Face's format, and computes reference outputs with transformers."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from meshserve.deploy import demo
+
+DEMO = Path(demo.__file__).with_name("model")
 
 # Tiny but not trivial: 8 query heads allow TP sizes 1, 2, 4 and 8.
 TINY = {
@@ -76,6 +81,18 @@ def add_head(directory: Path, *, is_changed: bool) -> None:
     if is_changed:
         head[len(head) // 2 :] *= -1
     save_file({**tensors, "lm_head.weight": head}, path, metadata={"format": "pt"})
+
+
+def truncated_demo(directory: Path, num_layers: int) -> Path:
+    """Copies the demo model without its last layers into `directory`, which may not exist yet."""
+    shutil.copytree(DEMO, directory, dirs_exist_ok=True)
+    config = json.loads((DEMO / "config.json").read_text())
+    dropped = tuple(f"model.layers.{index}." for index in range(num_layers, config["num_hidden_layers"]))
+    edit_config(directory, num_hidden_layers=num_layers, layer_types=config["layer_types"][:num_layers])
+    tensors = load_file(DEMO / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

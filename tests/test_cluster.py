@@ -24,7 +24,7 @@ from .waiting import WAIT_SECONDS, wait_for
 # with fake clocks in tests/runtime/cluster/test_step_stream.py.
 FAIL_SECONDS = 60.0
 FLAGS = [
-    "--model=demo", "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=2", "--max-step-tokens=2",
+    "--tp=4", "--dtype=float32", "--page-size=16", "--max-running=2", "--max-step-tokens=2",
     "--num-pages=128", "--host-cache-gib=0.05", "--no-logits-processors", f"--fail-seconds={FAIL_SECONDS:g}",
     f"--drain-seconds={WAIT_SECONDS:g}", "--cache-dir=",
 ]  # fmt: skip
@@ -33,7 +33,9 @@ NUM_STREAMS = 8
 
 @contextlib.contextmanager
 def ready(num_processes: int, folder: Path, *flags: str) -> Iterator[LocalCluster]:
-    flags = (*FLAGS, f"--cpu-devices={4 // num_processes}", *flags)
+    """Yields a cluster that is ready, by default of the demo model's first two layers, with its files in `folder`."""
+    model = checkpoints.truncated_demo(folder / "demo", 2)
+    flags = (*FLAGS, f"--model={model}", f"--cpu-devices={4 // num_processes}", *flags)
     with local_cluster(num_processes, flags, folder) as cluster, Client(cluster.target) as client:
         cluster.wait_until_ready(client, WAIT_SECONDS)
         yield cluster
@@ -107,6 +109,7 @@ def test_a_draft_model_over_two_processes_changes_no_token(tmp_path, every_case)
         folder = tmp_path / str(num_processes)
         folder.mkdir()
         flags = (
+            "--model=demo",
             "--max-running=4",
             "--max-step-tokens=4",
             "--fail-seconds=600",
@@ -222,7 +225,7 @@ def test_a_lost_process_ends_everybody(tmp_path, every_case, victim, number, sta
 
 
 def test_a_cluster_told_to_stop_while_it_starts_ends_in_order(tmp_path):
-    with local_cluster(2, (*FLAGS, "--cpu-devices=2"), tmp_path) as cluster:
+    with local_cluster(2, (*FLAGS, "--model=demo", "--cpu-devices=2"), tmp_path) as cluster:
         wait_for(lambda: "joined" in cluster.log(0).read_text())
         cluster.processes[0].send_signal(signal.SIGTERM)
         assert cluster.wait(WAIT_SECONDS) == [0, 0]

@@ -8,9 +8,10 @@ from tests.hostile.served import Served, percentile, serving
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Served]:
     """A server that every attack must leave as it was. At the end prints what the neighbour saw."""
-    with serving(tmp_path_factory.mktemp("served")) as served:
+    num_layers = 1 if pytestconfig.getoption("--fuzz") < 10_000 else 6
+    with serving(tmp_path_factory.mktemp("served"), num_layers=num_layers) as served:
         yield served
         print("what the neighbour saw, in ms: gaps (median, P99, longest), time to a first message (median, longest)")
         for (name, kind), gaps in served.gaps.items():

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from meshserve.deploy import demo
 from meshserve.runtime.api.constraint import Constraint
 from meshserve.runtime.api.errors import ConfigError
 from meshserve.runtime.api.sampling_params import SamplingParams
@@ -16,10 +14,9 @@ from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning import kernel_selection
 from meshserve.runtime.scheduler import speculation
-from tests.checkpoints import save_checkpoint
+from tests import checkpoints
 from tests.runtime.drafting.serving import Serving, equal_counts
 
-DEMO = Path(demo.__file__).with_name("model")
 DRAFT_TOKENS = 3
 
 
@@ -158,33 +155,20 @@ def test_the_tp_size_cannot_change(serving: Serving):
         serving.launched.resharder.change_tp(1)
 
 
-def truncated(directory: Path, num_layers: int) -> Path:
-    """Writes the demo model without its last layers."""
-    config = json.loads((DEMO / "config.json").read_text())
-    config |= {"num_hidden_layers": num_layers, "layer_types": config["layer_types"][:num_layers]}
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
-    tensors = load_file(DEMO / "model.safetensors")
-    dropped = tuple(f"model.layers.{index}." for index in range(num_layers, 6))
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)}
-    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
 def test_a_draft_model_that_errs_changes_no_token(
     expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ):
     if not pytestconfig.getoption("--every-case"):
         pytest.skip("one draft model is enough in `make test`")
     monkeypatch.setattr(Payoff, "wants_drafts", True)
-    serving = serving_with(str(truncated(tmp_path, 5)), tp=1)
+    serving = serving_with(str(checkpoints.truncated_demo(tmp_path, 5)), tp=1)
     assert serving.together([*FREE, *CHANGED]) == expected
     assert 0 < serving.num_accepted < serving.num_drafts
     serving.launched.close()
 
 
 def test_a_model_with_another_vocabulary_is_refused(tmp_path: Path):
-    save_checkpoint(tmp_path)
+    checkpoints.save_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="has a vocabulary of 320 tokens and the served model one of 2048"):
         serving_with(str(tmp_path), tp=1)
 
@@ -202,7 +186,7 @@ def test_options_that_contradict_a_draft_model_are_refused(options: dict[str, An
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path):
-    directory = truncated(tmp_path, 1)
+    directory = checkpoints.truncated_demo(tmp_path, 1)
     content = json.loads((directory / "tokenizer.json").read_text())
     first, second = list(content["model"]["vocab"].items())[300:302]
     content["model"]["vocab"] |= {first[0]: second[1], second[0]: first[1]}

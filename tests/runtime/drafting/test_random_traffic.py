@@ -20,8 +20,8 @@ from meshserve.runtime.api.request import FinishReason
 from meshserve.runtime.api.sampling_params import SamplingParams
 from meshserve.runtime.drafting.payoff import Payoff
 from meshserve.runtime.scheduler import speculation
+from tests import checkpoints
 from tests.runtime.draft_head.reference_block import BlockLayout
-from tests.runtime.draft_model.test_draft_model import truncated
 from tests.runtime.schemas import random_document_schema, random_regex
 
 from .serving import Serving, equal_counts
@@ -34,7 +34,7 @@ DEMO_EMBED, DEMO_VOCAB = 192, 2048
 def draft_model_of(drafter: str, directory: Path) -> str:
     """Returns what to name as `draft_model`; "" for prompt lookup."""
     if drafter == "draft model":
-        return str(truncated(directory, 5))
+        return str(checkpoints.truncated_demo(directory, 5))
     if drafter == "block":
         layout = BlockLayout(layers_read=(1, 3, 5), num_layers=2, has_whole_vocabulary=True, embed_dim=DEMO_EMBED)
         layout.save(directory, DEMO_VOCAB)
@@ -63,6 +63,7 @@ def random_request(draw: random.Random) -> tuple[str, SamplingParams]:
     return prompt, SamplingParams(temperature=0.0, max_tokens=draw.randint(3, 60), seed=0, **fields)
 
 
+@pytest.mark.usefixtures("greedy_programs")
 @pytest.mark.parametrize("drafter", ["EAGLE-3", "block", "draft model", "lookup"])
 def test_greedy_tokens_are_those_without_drafts(
     drafter: str, tmp_path: Path, num_random_requests: int, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from meshserve.benchmarks.load.warm_restart import damage, random_prompts, serve
+from tests import checkpoints
 
 SETTINGS: dict[str, Any] = {
-    "model": "demo", "cpu_devices": 1, "dtype": "float32", "page_size": 16, "max_running": 2, "max_step_tokens": 16,
+    "cpu_devices": 1, "dtype": "float32", "page_size": 16, "max_running": 2, "max_step_tokens": 16,
     "num_pages": 48, "max_context": 300, "host_cache_gib": 0.1, "logits_processors": False, "strict": True,
     "cache_dir": "",
 }  # fmt: skip  # of 8 prompts with 13 pages each, the device holds three
@@ -16,7 +17,8 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    return SETTINGS | {"host_cache_dir": str(tmp_path / "tier")}
+    model = checkpoints.truncated_demo(tmp_path / "model", 1)
+    return SETTINGS | {"model": str(model), "host_cache_dir": str(tmp_path / "tier")}
 
 
 def test_a_restarted_server_has_the_pages_of_both_tiers_that_are_whole(settings: dict[str, Any]) -> None:
