@@ -1,5 +1,7 @@
 """Declares the buckets of a server: the finite set of shapes of its steps, each with one compiled program."""
 
+from collections.abc import Sequence
+
 from ..api.sampling_params import SamplingMode
 from ..program.batch import ANY_MODE, Bucket
 
@@ -14,6 +16,7 @@ def declare_buckets(
     max_decode_steps: int = 1,
     max_fused_tokens: int = 0,
     has_drafts: bool = False,
+    has_mode_programs: bool = False,
     is_pooling: bool = False,
 ) -> tuple[Bucket, ...]:
     """Returns the buckets of a server, smallest first.
@@ -27,8 +30,10 @@ def declare_buckets(
 
     With decode kernels, shapes for decodes only have one program per sampling mode, because selecting the mode on the
     device would cost as much time as a layer. Larger ones, which use those kernels for attention alone, have one
-    program for all modes. Steps with prefill then have no shapes below 64 tokens, because a step of 64 tokens takes as
-    long as one of 8, and each shape has to be compiled.
+    program for all modes, or with `has_mode_programs` likewise one per mode: over several GPUs, a choice between modes
+    contains all-reduces and is no part of a CUDA graph, so the host would wait for the logits of each step to make it.
+    Steps with prefill have no shapes below 64 tokens then, because a step of 64 tokens takes as long as one of 8, and
+    each shape has to be compiled.
 
     With `has_drafts`, the shapes for decodes that use the decode kernels also take draft tokens. Between these and
     twice as many tokens, there are shapes for decodes with draft tokens, again with a program per mode: without a
@@ -41,6 +46,7 @@ def declare_buckets(
     if has_decode_kernels:
         sizes += [3 * size // 2 for size in sizes if size >= _MIN_MIXED_TOKENS and 3 * size // 2 < max_running]
     sizes = sorted({*sizes, max_running, max_step_tokens})
+    larger_modes: Sequence[int] = tuple(SamplingMode) if has_mode_programs else (ANY_MODE,)
     buckets = []
     for num_tokens in sizes:
         num_requests = min(num_tokens, max_running)
@@ -55,12 +61,12 @@ def declare_buckets(
         if is_fused:  # before the general bucket, so that `BatchBuilder.bucket` finds it first
             buckets += [Bucket(*shape, is_decode=True, mode=mode, has_drafts=has_drafts) for mode in SamplingMode]
         elif has_decode_kernels and num_tokens <= max_running:
-            buckets.append(Bucket(*shape, is_decode=True))
+            buckets += [Bucket(*shape, is_decode=True, mode=mode) for mode in larger_modes]
             if has_drafts and num_tokens <= 2 * max_fused_tokens:
                 buckets += [Bucket(*shape, is_decode=True, mode=mode, has_drafts=True) for mode in SamplingMode]
         if not has_decode_kernels or num_tokens >= min(_MIN_MIXED_TOKENS, max_step_tokens):
             buckets.append(Bucket(*shape))
         if max_decode_steps > 1 and num_tokens <= max_running:
-            modes = SamplingMode if is_fused else (ANY_MODE,)
+            modes = SamplingMode if is_fused else larger_modes if has_decode_kernels else (ANY_MODE,)
             buckets += [Bucket(*shape, max_decode_steps, has_decode_kernels, mode) for mode in modes]
     return tuple(buckets)

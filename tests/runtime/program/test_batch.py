@@ -219,10 +219,15 @@ def test_buckets_are_few_and_end_with_the_limits():
 
 
 @pytest.mark.parametrize("max_decode_steps", [1, 4])
+@pytest.mark.parametrize("has_mode_programs", [False, True])
 @pytest.mark.parametrize(("max_step_tokens", "max_running"), [(512, 64), (100, 24), (48, 48), (256, 256), (16, 3)])
-def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_tokens, max_running, max_decode_steps):
+def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(
+    max_step_tokens, max_running, has_mode_programs, max_decode_steps
+):
     limits = {"max_step_tokens": max_step_tokens, "max_running": max_running, "page_size": 32}
-    buckets = declare_buckets(**limits, max_decode_steps=max_decode_steps, max_fused_tokens=64)
+    buckets = declare_buckets(
+        **limits, max_decode_steps=max_decode_steps, max_fused_tokens=64, has_mode_programs=has_mode_programs
+    )
     mixed = [bucket for bucket in buckets if not bucket.is_decode]
     assert min(bucket.num_tokens for bucket in mixed) == min(64, max_step_tokens)
     builder = BatchBuilder(
@@ -241,7 +246,7 @@ def test_with_decode_kernels_steps_with_prefill_have_no_small_shapes(max_step_to
                 bucket = builder.bucket(step_plan([make_request(1)] * num_decodes, [], num_steps), mode)
                 assert bucket.num_steps == num_steps and bucket.num_tokens < 2 * num_decodes
                 assert bucket.is_decode
-                assert bucket.mode == (mode if bucket.num_tokens <= 64 else ANY_MODE)
+                assert bucket.mode == (mode if bucket.num_tokens <= 64 or has_mode_programs else ANY_MODE)
 
 
 def test_decodes_that_are_not_fused_have_sizes_between_the_powers_of_two():
