@@ -5,6 +5,7 @@ import gc
 
 import jax
 import numpy as np
+import pytest
 
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import resolve_here
@@ -12,6 +13,8 @@ from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import open_model
 from meshserve.runtime.startup.runner_build import compile_runner
 from meshserve.sharding.mesh import make_mesh
+
+pytestmark = pytest.mark.usefixtures("greedy_programs")
 
 CONFIG = ServeConfig(
     model="demo", tp=2, max_running=4, max_step_tokens=16, max_decode_steps=2, num_pages=8, dtype="float32",

@@ -21,6 +21,8 @@ from meshserve.sharding.mesh import make_mesh, named_sharding
 from tests.runtime.quantisation import formats
 from tests.runtime.quantisation.exact_model import exact_logits, our_logits, relative_error
 
+pytestmark = pytest.mark.usefixtures("greedy_programs")
+
 BFLOAT16 = jnp.dtype("bfloat16")
 # Few shapes, because compiling them is what takes the time.
 SMALL = {"max_running": 2, "max_step_tokens": 4, "page_size": 16, "num_pages": 64, "cache_dir": ""}

@@ -19,7 +19,11 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_size_serves_without_any_files(tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_serves_without_any_files(
+    tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_case: bool
+) -> None:
+    if tp == 1 and not every_case:
+        pytest.skip("two devices are enough in `make test`")
     monkeypatch.setitem(registry.ARCHITECTURES["qwen3"].sizes, "qwen3-0.6b", registry._size(2, 64, 96, 8, True))
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, PROMPTS)))
