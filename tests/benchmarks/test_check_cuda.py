@@ -78,7 +78,8 @@ def test_what_does_not_hold_is_named(found, fault):
         ("h100:1", "cuda", "prompt", 64, 0),
         ("h200:4", "cuda", "decode greedy", 64, 3),  # the embedding's all-reduce, all layers, the best tokens
         ("h200:4", "cuda", "step", 64, 18),  # heads, attention, two all-reduces per layer, and those two
-        ("h200:4", "cuda", "step", 512, 10),  # all-reduces too large for P2P, except the last
+        ("h200:4", "cuda", "step", 1024, 18),  # the largest that P2P serves
+        ("h200:4", "cuda", "step", 2048, 10),  # all-reduces too large for P2P, except the last
         ("h200:4", "xla sums", "decode greedy", 64, 20),  # five calls per layer, split at the all-reduces
         ("h200:4", "xla sums", "step", 64, 8),
         ("h100:1", "xla", "step", 64, 0),
@@ -86,7 +87,7 @@ def test_what_does_not_hold_is_named(found, fault):
 )
 def test_the_number_of_kernels_follows_from_the_config(target, kernels, kind, size, num_kernels):
     plan = server(target, kernels)
-    has_p2p = kernels == "cuda" and size <= 256
+    has_p2p = kernels == "cuda" and size <= 1024
     num_all_reduces = 9 if plan.server.tp > 1 and not has_p2p else 0
     right = report(kind, size, num_kernels=num_kernels, num_all_reduces=num_all_reduces)
     assert faults(right, plan) == []
