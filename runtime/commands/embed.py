@@ -75,9 +75,8 @@ def embed_file(config: ServeConfig, source: Path, target: Path, options: EmbedOp
     window = _Window()
     config = dataclasses.replace(config, max_waiting=_GROUP_TEXTS * (_OPEN_GROUPS + 1))
     take_turns_often()
-    launched = launch(config, window.deliver)
+    launched = launch(config, window.deliver, task=EMBED)
     try:
-        launched.info.require(EMBED)
         length = launched.info.embedding_dimensions
         form = EmbeddingForm(
             model_dimensions=length, dimensions=options.dimensions or length, is_normalized=options.is_normalized

@@ -22,7 +22,7 @@ from meshserve.sharding.layout import ShardLayout
 from meshserve.sharding.memory import check_weights_fit
 
 from ..api.engine_api import Deliver, ModelInfo
-from ..api.errors import ConfigError
+from ..api.errors import ConfigError, WrongTaskError
 from ..api.generation_config import read_sampling_defaults
 from ..api.model_config import EMBED, GENERATE, ModelConfig
 from ..api.quantisation import NOT_QUANTIZED
@@ -108,6 +108,7 @@ def launch(
     record: Record | None = None,
     progress: Callable[[str], None] = _log.info,
     cluster: Cluster | None = None,
+    task: str = "",
 ) -> Launched:
     """Loads a model and prepares everything to serve it. Blocks until the engine is ready to start.
 
@@ -117,14 +118,21 @@ def launch(
       record: Receives a record of each step; see `Engine`.
       progress: Receives a description of each phase when it begins.
       cluster: The cluster of which this is process 0; None if this process serves alone.
+      task: What the model must be for, such as `EMBED`; "" if any will do.
 
     Raises:
+      WrongTaskError: The model is for another task.
       MeshserveError, CheckpointError, ValueError, MemoryError: The options, the model or the devices do not allow it.
       ClusterError: Another process does not allow it, or has failed.
     """
     progress("finding the model")
     files = find_model(config.model, revision=config.revision, random_weights=config.random_weights)
     model = _read_model(config, files)
+    if task not in ("", model.task):
+        raise WrongTaskError(
+            f"{config.model} is a model to {model.task}, and this command needs a model that can {task}. Choose "
+            f"another one, or add --task {task} if this one can."
+        )
     tokenizer = open_tokenizer(files.small)
     default_sampling = _default_sampling(config, files)
     grammars = None

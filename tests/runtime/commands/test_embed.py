@@ -235,7 +235,8 @@ def test_a_killed_run_continues_without_a_lost_or_doubled_line(model, tmp_path):
     assert not partial.exists()
 
 
-def test_a_model_that_generates_text_is_refused(tmp_path, capsys):
+def test_a_model_that_generates_text_is_refused_before_it_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("meshserve.runtime.startup.launch.build_engine", None)
     source = write_texts(tmp_path / "in.jsonl", [{"text": "a"}])
     model = checkpoints.save_checkpoint(tmp_path / "model")
     assert main(flags(model, source, tmp_path / "out.npy")) == 2

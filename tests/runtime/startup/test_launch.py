@@ -138,7 +138,7 @@ def test_an_engine_publishes_what_its_prefix_cache_holds(tmp_path: Path) -> None
     }
     done: queue.Queue[str] = queue.Queue()
     launched = launch(
-        ServeConfig(model=str(model), served_name="toy", tp=1, **SMALL | ends),
+        ServeConfig(model=str(model), served_name="toy", tp=1, logits_processors=False, **SMALL | ends),
         lambda outputs: [done.put(output.request_id) for output in outputs if output.finish_reason] and None,
     )
     launched.engine.start()

@@ -22,6 +22,7 @@ from tests.runtime.draft_head.reference_head import ANGELSLIM
 
 SMALL: dict[str, Any] = {
     "page_size": 8, "num_pages": 16, "max_running": 4, "max_step_tokens": 8, "max_context": 64, "cache_dir": "",
+    "logits_processors": False,
 }  # fmt: skip
 
 
@@ -30,9 +31,9 @@ def test_every_program_runs_and_nothing_is_left_but_one_token(
     drafting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=5))
-    options: dict[str, Any] = {"max_decode_steps": 4}
+    options: dict[str, Any] = {"max_decode_steps": 4, "logits_processors": True}
     if drafting != "none":
-        options = {"draft_tokens": 3, "logits_processors": False, "draft_model": model}
+        options = {"draft_tokens": 3, "draft_model": model}
     if drafting == "head":
         ANGELSLIM.save(tmp_path, checkpoints.TINY["vocab_size"])
         options["draft_model"] = str(tmp_path)
