@@ -150,9 +150,13 @@ class Measured:
 async def measure(
     target: str, pid: int, requests: Sequence[pb.GenerateRequest], seconds: float, warm_up_seconds: float
 ) -> Measured:
-    """Streams all requests for a while after a warm-up."""
+    """Streams all requests for a while after a warm-up.
+
+    Raises:
+      RuntimeError: A stream ended before the time was over, so that the figures would be of fewer streams.
+    """
     gaps: list[float] = []
-    counts = {"messages": 0, "tokens": 0}
+    counts = {"messages": 0, "tokens": 0, "ended": 0}
     begin = time.monotonic() + warm_up_seconds
     end = begin + seconds
 
@@ -168,6 +172,7 @@ async def measure(
                 if last:
                     gaps.append(now - last)
             last = now
+        counts["ended"] += 1
 
     async def cpu() -> dict[int, float]:
         await asyncio.sleep(begin - time.monotonic())
@@ -180,6 +185,8 @@ async def measure(
         watching = asyncio.create_task(cpu())
         await asyncio.gather(*(one(generate, request.SerializeToString()) for request in requests))
         used = await watching
+    if counts["ended"]:
+        raise RuntimeError(f"{counts['ended']} of {len(requests)} streams ended too soon: measure for fewer seconds")
     return Measured(
         num_streams=len(requests),
         seconds=seconds,
@@ -197,8 +204,9 @@ def measure_server(
     seconds: float,
     warm_up_seconds: float = WARM_UP_SECONDS,
 ) -> Measured:
-    """Starts a server on one core, and streams all requests from it on another."""
-    cores = sorted(os.sched_getaffinity(0))
+    """Starts a server on one core, and streams all requests from it on another. Raises as `measure`."""
+    allowed = os.sched_getaffinity(0)
+    cores = sorted(allowed)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         if len(cores) > 1:
@@ -210,6 +218,7 @@ def measure_server(
     finally:
         process.kill()
         process.wait()
+        os.sched_setaffinity(0, allowed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@
 
 The simulated device takes a given time for each decode step and nothing for prompts, and returns random tokens. All
 else is the server's own: scheduler, batches, texts, metrics, output queues and messages. Reports the time of a step
-beside the device's, the tokens per second that reach a client on other cores, and the processor time of the engine's
+beside the device's, the tokens per second that reach a client on another core, and the processor time of the engine's
 thread and of the event loop. What a dispatch to a real device costs its host (0.3 to 0.7 ms) comes on top.
 """
 
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for _ in range(options.streams)
     ]
     command = [sys.executable, __file__, "--serve", *(sys.argv[1:] if arguments is None else arguments)]
-    measured = measure_server(command, requests, options.seconds)
+    measured = measure_server(command, requests, options.seconds, options.warm_up_seconds)
     step_ms = 1e3 * options.streams / measured.tokens_per_second
     print(
         f"{measured}\n  a step {step_ms:.2f} ms, {step_ms / options.step_ms:.2f} of the device's {options.step_ms} ms"
