@@ -304,7 +304,7 @@ def _resolved(
         max_decode_steps=chosen.max_decode_steps,
         max_fused_tokens=num_fused_tokens,
         has_drafts=config.draft_tokens > 0,
-        has_mode_programs=names.has_p2p and not config.draft_tokens,
+        has_mode_programs=names.has_p2p and shapes.layout.num_shards > 1 and not config.draft_tokens,
         is_pooling=is_pooling,
     )
     return ResolvedServer(

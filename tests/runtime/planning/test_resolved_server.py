@@ -1,16 +1,19 @@
 """Tests that a server is resolved once, into a frozen value without "auto", for present and absent devices alike."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import pytest
 
 from meshserve.runtime.api.errors import ConfigError
+from meshserve.runtime.api.sampling_params import SamplingMode
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning import resolved_server
 from meshserve.runtime.planning.auto_limits import StepLimits
 from meshserve.runtime.planning.kernel_selection import P2PFindings
 from meshserve.runtime.planning.resolved_server import PlacedServer, ResolvedServer, resolve_for, resolve_here
+from meshserve.runtime.program.batch import ANY_MODE
 from meshserve.runtime.weights.registry import named_model
 from meshserve.sharding.chips import CHIPS
 from meshserve.sharding.mesh import make_mesh
@@ -55,6 +58,31 @@ def test_buckets_and_limits_follow_the_kernels() -> None:
     assert any(bucket.is_decode for bucket in gpu.buckets) and not any(bucket.is_decode for bucket in cpu.buckets)
     assert gpu.limits.step_sizes == (256, 512)
     assert (gpu.dtype.name, cpu.dtype.name) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options", "is_by_mode"),
+    [
+        (4, {}, True),
+        (4, {"max_decode_steps": 4}, True),
+        (4, {"all_reduce": "xla"}, False),  # its all-reduces end the graph in each layer
+        (4, {"draft_tokens": 3}, False),
+        (8, {}, False),  # no P2P
+        (1, {"all_reduce": "p2p"}, False),  # no all-reduces
+    ],
+)
+def test_large_decodes_have_a_program_per_mode_where_p2p_keeps_them_in_a_graph(
+    num_devices: int, options: dict[str, Any], is_by_mode: bool
+) -> None:
+    config = ServeConfig(model="random", max_running=256, **options)
+    server = resolve_for(config, named_model("qwen3-8b"), chip=CHIPS["h200"], num_devices=num_devices)
+    large = [each for each in server.buckets if each.is_decode and not each.has_drafts and each.num_tokens > 128]
+    modes = list(SamplingMode) if is_by_mode else [ANY_MODE]
+    for size in (192, 256):
+        for num_steps in {1, server.limits.max_decode_steps}:
+            found = [each.mode for each in large if (each.num_tokens, each.num_steps) == (size, num_steps)]
+            assert found == modes
+    assert len({each.key for each in server.buckets}) == len(server.buckets)
 
 
 def test_a_model_that_cannot_be_split_is_refused() -> None:
