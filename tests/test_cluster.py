@@ -180,7 +180,7 @@ def test_pages_divided_among_two_processes_are_hugging_faces(tmp_path):
     model = checkpoints.save_checkpoint(tmp_path / "model", num_hidden_layers=2, num_key_value_heads=1)
     prompts = checkpoints.random_prompts((40, 9), vocab_size=320)
     expected = checkpoints.greedy(model, prompts, 16)
-    flags = (f"--model={model}", "--cp=4", "--fail-seconds=600", "--max-step-tokens=16")
+    flags = (f"--model={model}", "--cp=4", "--fail-seconds=600", "--max-step-tokens=4")
     with ready(2, tmp_path, *flags) as cluster, Client(cluster.target) as client:
         for prompt, tokens in zip(prompts * 2, expected * 2, strict=True):
             chunks = client.generate(prompt, max_tokens=16, temperature=0.0, ignore_eos=True)

@@ -26,7 +26,7 @@ NUM_STREAMS = 64
 README = Path(__file__).parents[1] / "README.md"
 SERVE = [
     sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--tp=4", "--cpu-devices=8",
-    "--dtype=float32", "--page-size=16", "--max-running=16", "--max-step-tokens=32", "--num-pages=96",
+    "--dtype=float32", "--page-size=16", "--max-running=16", "--max-step-tokens=16", "--num-pages=96",
     f"--drain-seconds={WAIT_SECONDS:g}", "--cache-dir=",
 ]  # fmt: skip
 

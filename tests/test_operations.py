@@ -26,7 +26,7 @@ from .waiting import WAIT_SECONDS, wait_for
 
 SERVE = [
     sys.executable, "-m", "meshserve", "serve", "--model=demo", "--port=0", "--cpu-devices=2",
-    "--dtype=float32", "--page-size=16", "--max-running=8", "--max-step-tokens=8", "--num-pages=512",
+    "--dtype=float32", "--page-size=16", "--max-running=4", "--max-step-tokens=4", "--num-pages=512",
     f"--drain-seconds={WAIT_SECONDS:g}", "--cache-dir=",
 ]  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_sighup_changes_the_tp_size_under_streams(server):
     with Client(server.target, token=server.token) as client:
 
         def complete() -> tuple[int, ...]:
-            return client.complete("IAGO:\n", max_tokens=400, temperature=0.8, seed=3, ignore_eos=True).token_ids
+            return client.complete("IAGO:\n", max_tokens=200, temperature=0.8, seed=3, ignore_eos=True).token_ids
 
         def reload(config: str, words: str) -> None:
             """Reloads the config and waits until the log contains the words."""
