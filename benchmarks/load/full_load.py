@@ -1,13 +1,16 @@
 """Compares meshserve, through gRPC, with vLLM: the same batches of token ids on the same GPU, one engine at a time.
 
     meshserve bench full_load --models qwen3-0.6b qwen3-8b --python-vllm /opt/vllm/bin/python --markdown table.md
-    meshserve bench full_load --models qwen3-8b --workloads 512 --tp 4 --engines ours
+    meshserve bench full_load --models qwen3-8b --workloads 512 --tp 4 --engines ours --set-all max_running=512
     meshserve bench full_load --models qwen3-8b --starts 3 --python-vllm /opt/vllm/bin/python
     meshserve bench full_load --models qwen3-8b --quantize fp8-block --python-vllm /opt/vllm/bin/python
 
 Every engine runs with its own defaults; vLLM is only given a context of 4,096 tokens and no prefix cache, which prompts
 that never repeat cannot use. With --quantize, both quantise the random weights while they load them, vLLM with its
-quantization="fp8". With --set, meshserve also runs with these options. A ratio above 1 means that meshserve is faster.
+quantization="fp8". With --set, meshserve also runs with these options, with --set-all only. A meshserve server on GPUs
+runs at most 256 requests at once by default, vLLM on a GPU of 70 GiB or more 1,024; with a workload of more requests
+than that, they take turns, and "ms per output token" is no longer the time of a step. A ratio above 1 means that
+meshserve is faster.
 With --starts, every engine is started so many times, in turn, and all figures are medians over the starts.
 All figures of a table come from one run of this command, and its heading says where and when it ran.
 """

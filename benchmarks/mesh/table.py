@@ -13,8 +13,7 @@ from meshserve.runtime.weights.orbax_layout import model_layout
 from .machine import Machine
 
 MS_A_TOKEN, TOKENS_PER_SECOND = "ms a token", "output tokens/s"
-_MAX_RUNNING = 256  # a server's default on GPUs
-_MAX_STEP_TOKENS = 8192  # likewise
+_MAX_STEP_TOKENS = 8192  # a server's default on GPUs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,12 +63,11 @@ class Case:
         return 1e3 * self._roofline.decode(batch, context).seconds
 
     def tokens_per_second(self, num_requests: int, num_in: int, num_out: int) -> float:
-        """Returns the rate of requests that start together, as many running as a server runs by default."""
+        """Returns the rate of requests that start together and run at once."""
         step = self._roofline.pooling(num_in, _MAX_STEP_TOKENS)
         prefill_seconds = num_requests * num_in * step.seconds / step.num_tokens
-        num_running = min(num_requests, _MAX_RUNNING)
-        step_seconds = self._roofline.decode(num_running, num_in + num_out // 2).seconds
-        return num_requests * num_out / (prefill_seconds + num_requests / num_running * num_out * step_seconds)
+        step_seconds = self._roofline.decode(num_requests, num_in + num_out // 2).seconds
+        return num_requests * num_out / (prefill_seconds + num_out * step_seconds)
 
     def all_reduces(self, batch: int) -> tuple[int, float] | None:
         """Returns the number of all-reduces of a decode step, and the kilobytes of each."""

@@ -143,6 +143,16 @@ def test_results_become_lines(tmp_path: Path) -> None:
     assert "to 2 after 3.0 s, paused 0.5 s" in read_live_tp("live-tp", written("live.json", live))[0].note
 
 
+def test_all_requests_of_a_workload_run_at_once() -> None:
+    """A rate at the roofline is of all of them; a server would run 256 at a time by default."""
+    rows, _ = Plan(machine=gpus(4), check_seconds=1.0).rows()
+    settings = {row.name: [each for each in row.tasks[0].arguments if "max_running" in each] for row in rows}
+    assert settings["8b"] == settings["8b-one-gpu"] == ["--set-all=max_running=512"]
+    assert settings["32b"] == settings["30b-a3b"] == []
+    case = Case(machine=gpus(4), model=named_model("qwen3-8b"), tp=4)
+    assert case.tokens_per_second(512, 1, 2048) == pytest.approx(512e3 / case.step_ms(512, 1025), rel=0.01)
+
+
 def test_the_machine_is_found_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(text: str) -> None:
         done = subprocess.CompletedProcess([], 0, stdout=text)
