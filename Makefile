@@ -9,7 +9,7 @@ NO_TPU := TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TY
 CUDA := $(wildcard kernels/cuda/*.cu kernels/cuda/*.cuh tests/kernels/*.cu tests/kernels/emulated*/*)
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo demo-cluster test test-fast test-cluster test-deploy test-fleet test-gateway test-package first-hour docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
+.PHONY: demo demo-cluster test test-fast test-every test-cluster test-deploy test-fleet test-gateway test-package first-hour docs screenshots test-gpu check check-cuda check-tpu fuzz simulate \
     structured traffic sample sanitize bench-cluster bench-edge bench-gpu bench-loading bench-sampling bench-scaling bench-scheduler protos clean
 
 demo: $(VENV)/.demo
@@ -33,6 +33,12 @@ FAST := tests/test_layout.py tests/test_protos.py tests/runtime/api tests/runtim
     tests/runtime/program/test_batch.py tests/sharding/test_layout.py tests/sharding/test_chips.py tests/kernels/test_tiles.py
 test-fast: $(VENV)/.test
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST)
+
+# The cases and shapes that `make test` leaves out because they differ from others in sizes only: servers of the tests
+# compile all of their programs. The other targets with --every-case have the rest.
+test-every: $(VENV)/.test
+	$(BIN)/pytest -n 2 --dist worksteal --timeout 900 --every-case tests --ignore tests/test_cluster.py \
+	    --ignore tests/kernels/test_tpu_kernels.py --ignore tests/runtime/planning/test_aot.py
 
 # Compiles every program for five TPU slices, without a TPU, and runs every case of the TPU kernels in the interpreter.
 # About an hour on two cores.
