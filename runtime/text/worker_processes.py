@@ -76,6 +76,7 @@ class WorkerTemplate:
         self._is_ready = False
         self._exits: dict[int, int] = {}  # token of a worker -> exit status, negative for signals
         self._num_workers = 0
+        self._num_lost = 0  # workers of templates that were lost; nobody reports how they have ended
         self._is_closed = False
         with self._lock:
             self._start()
@@ -129,7 +130,7 @@ class WorkerTemplate:
 
     def exit_status(self, token: int) -> int | None:
         """Returns how a worker has ended, negative for signals; None if that is unknown."""
-        self._read_reports(lambda: token in self._exits, _EXIT_SECONDS)
+        self._read_reports(lambda: token in self._exits or token <= self._num_lost, _EXIT_SECONDS)
         return self._exits.pop(token, None)
 
     def close(self) -> None:
@@ -179,6 +180,7 @@ class WorkerTemplate:
         self._stop()
         self._control, theirs = socket.socketpair()
         self._is_ready = False
+        self._num_lost = max(0, self._num_workers - 1)  # the last one is about to be forked
         self.num_starts += 1
         with theirs:
             settings = json.dumps({**self._settings, "path": sys.path})
