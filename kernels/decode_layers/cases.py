@@ -136,8 +136,8 @@ def fp8_cache_cases() -> list[Case]:
     )
     found = [*(cases[name] for name in names), cases["batch-30-int4-128"]]
     # Tiles of 32 tokens in clusters of blocks, and with the short rings of more than 528 pairs of request and KV head.
-    many = {"name": "batch-8-ring-wraps", "lengths": (700, 3, 1500, 31, 32, 33, 0, 260)}
-    found.append(dataclasses.replace(cases["group-4-ring-wraps"], **many))
+    lengths = (700, 3, 1500, 31, 32, 33, 0, 260)
+    found.append(dataclasses.replace(cases["group-4-ring-wraps"], name="batch-8-ring-wraps", lengths=lengths))
     found.append(dataclasses.replace(cases["batch-128"], name="batch-128-8-heads", kv_heads=8))
     return [dataclasses.replace(case, name=f"{case.name}-fp8-cache", cache_dtype="float8_e4m3fn") for case in found]
 
