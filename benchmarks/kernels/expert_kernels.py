@@ -68,9 +68,6 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="of cuda: steps of more tokens are computed in tiles, others by rows of weights where they can be",
     )
-    parser.add_argument(
-        "--most-fp8-tokens", type=int, help="of cuda: steps of more tokens dequantise the weights of a layer first"
-    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each figure")
     parser.add_argument("--json", type=Path)
@@ -121,8 +118,8 @@ def measure(options: argparse.Namespace, num_tokens: int, name: str) -> dict[str
     weights = ExpertWeights(*(make(shape, seed) for seed, shape in enumerate(shapes)))
     routing = Routing(jnp.asarray(chosen), jnp.full(chosen.shape, 1 / model.experts.num_chosen, jnp.float32))
     kernel: Any = implementation(name, jax.devices()[0])
-    limits = {"most_few_tokens": options.most_few_tokens, "most_fp8_tokens": options.most_fp8_tokens}
-    kernel = partial(kernel, **{limit: tokens for limit, tokens in limits.items() if tokens is not None})
+    if options.most_few_tokens is not None:
+        kernel = partial(kernel, most_few_tokens=options.most_few_tokens)
 
     def layers(weights: ExpertWeights, routing: Routing, x: jax.Array) -> jax.Array:
         for layer in range(options.layers):

@@ -1,63 +1,50 @@
-// The experts of a step of more than 8 tokens with 8-bit weights: products of 128 rows of one expert's weights by a few
-// of its tokens. The weights stay in 8 bits in shared memory and are wgmma's left operand, converted in registers
-// (quantised.cuh); the tokens, in order of their experts and with their columns in the order of weight_formats.cuh, are
-// its right one. A scale covers 128 columns, and 64 rows or a multiple.
+// The experts of a step in which an expert has many tokens, with 8-bit weights: products of 128 tokens of one expert by
+// 256 rows of its weights on the FP8 tensor cores. The tokens are e4m3 numbers with a scale for each 128 columns: the
+// sums over 128 columns, in float32, are multiplied by the scales of the weights' block and of the token, and added up
+// in float32.
 //
-// Persistent blocks, two an SM if tiles have few tokens, take tiles of equal work in turn. One warp fetches 128 columns
-// of a tile's weights and tokens with the bulk tensor copy engine, and their scales, into a ring of stages; two
-// warpgroups multiply 64 rows each.
-//   gate_up: 64 rows of gate, and the same rows of up, whose sums the second warpgroup passes to the first; stores
-//            share * silu(gate) * up, again in the order of weight_formats.cuh
-//   down:    128 rows. It finds its tiles and fetches its first weights while gate_up still runs
+// The tokens lie in order of their experts, as in expert_tiles.cuh. Persistent blocks take tiles of equal work in turn:
+//   warpgroup 0      one thread fetches boxes of tokens and of weights of 128 columns, and their scales, into a ring
+//   warpgroups 1, 2  all tokens by 128 rows each. While one adds up, the other multiplies
+// gate_up: a warpgroup's weights are 64 rows of gate and the same 64 of up, so that a thread gets both for a token.
+// Stores silu(gate) * up, rounded to e4m3, with a scale for the tile's 128 rows, which are columns of down; the share
+// is in the scale. down: 256 rows; it finds its tiles and fetches its first weights while gate_up still runs.
 #pragma once
-#include "expert_parts.cuh"
-#include "expert_tiles.cuh"
+#include "expert_narrow_tiles.cuh"
 
 namespace meshserve {
 namespace experts {
 
-constexpr int kFp8Threads = 288, kFp8Consumers = 256, kFp8Stages = 5, kFp8Columns = 128;
-constexpr int kFp8HalfBytes = 64 * kFp8Columns, kFp8WeightBytes = 2 * kFp8HalfBytes;
-constexpr int kFp8LaneScales = 2;  // each lane of a warp holds the scales of so many times 128 columns
-constexpr int kFp8MostColumns = 32 * kFp8LaneScales * kFp8Columns;
-// Blocks of an SM, by the tokens of a tile.
-constexpr int fp8_blocks(int tokens) { return tokens <= 32 ? 2 : 1; }
+constexpr int kFp8TileThreads = 384, kFp8TileTokens = 128, kFp8TileStages = 4, kFp8BoxRows = 64;
+constexpr int kFp8BoxBytes = kFp8BoxRows * kFp8Columns;
+constexpr int kFp8TokenBytes = 2 * kFp8BoxBytes, kFp8WeightBytes = 4 * kFp8BoxBytes;
 
-struct Fp8TilesArgs {
-  const int* first;       // [kMaxExperts + 1]: of each expert's tokens
-  const float* share_of;  // of each place
-  bf16* out;              // [places, rows]
-  Scales scales;
-  int rows, columns;  // rows of the output: an expert is [2, rows, columns] or [rows, columns]
-  int first_row;      // of the layer in the stack of all layers
-};
-
-template <int N>
 struct Fp8TilesMemory {
-  uint8_t ring[kFp8Stages][kFp8WeightBytes + 2 * N * 128];
-  float up[2][N / 2][128];  // of each thread of a warpgroup; two, so that one barrier a tile suffices
-  float scales[kFp8Stages][2];
-  uint64_t full[kFp8Stages], empty[kFp8Stages];
+  uint8_t ring[kFp8TileStages][kFp8TokenBytes + kFp8WeightBytes];
+  alignas(128) float token_scales[kFp8TileStages][kFp8TileTokens + 32];
+  float scales[kFp8TileStages][2];      // gate_up: of gate, of up; down: of each 128 rows
+  float highest[2][2][kFp8TileTokens];  // of a warpgroup's rows of each token; two, so that one barrier suffices
+  uint64_t full[kFp8TileStages], empty[kFp8TileStages];
   int first_tile[kMaxExperts + 1], first_token[kMaxExperts + 1];
   int totals[kWarps];
 };
 
-template <bool kIsDown, int N>
-__global__ void __launch_bounds__(kFp8Threads, fp8_blocks(N))
+template <bool kIsDown>
+__global__ void __launch_bounds__(kFp8TileThreads, 1)
     fp8_tiles_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
-                     const __grid_constant__ Fp8TilesArgs args) {
-  constexpr int kRows = kIsDown ? 128 : 64;  // of the output, of a tile
-  constexpr int kStageBytes = kFp8WeightBytes + 2 * N * 128;
+                     const __grid_constant__ CUtensorMap input_scales, const __grid_constant__ NarrowTilesArgs args) {
+  constexpr int kStages = kFp8TileStages, kRows = kIsDown ? 256 : 128;  // of the output, of a tile
   extern __shared__ __align__(1024) uint8_t shared[];
-  auto& memory = *reinterpret_cast<Fp8TilesMemory<N>*>(shared);
+  auto& memory = *reinterpret_cast<Fp8TilesMemory*>(shared);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const uint32_t full = shared_address(memory.full), empty = shared_address(memory.empty);
-  if (threadIdx.x == kFp8Consumers) {
+  if (threadIdx.x == 0) {
     prefetch_map(&weights);
     prefetch_map(&input);
-    for (int s = 0; s < kFp8Stages; ++s) {
+    prefetch_map(&input_scales);
+    for (int s = 0; s < kStages; ++s) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, kWarps);
+      barrier_init(empty + 8 * s, 8);  // warps that multiply
     }
     barrier_init_fence();
   }
@@ -67,44 +54,35 @@ __global__ void __launch_bounds__(kFp8Threads, fp8_blocks(N))
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
-  const int all_tiles = count_tiles<N>(memory, args.first, (args.rows + kRows - 1) / kRows);
+  const int all_tiles = count_tiles<kFp8TileTokens>(memory, args.first, (args.rows + kRows - 1) / kRows);
   const int blocks = args.columns / kFp8Columns;
   ExpertTile at;
 
-  if (warp == kWarps) {
-    const uint64_t policy = evict_first_policy();
+  if (warp < 4) {
+    give_up_registers<kFetchRegisters>();
+    if (warp != 0) return;
     int stage = 0;
     uint32_t parity = 1;
     bool is_waiting = kIsDown;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-      find_tile<N>(memory, tile, kRows, &at);
+      find_tile<kFp8TileTokens>(memory, tile, kRows, &at);
+      const int boxes = at.token + kFp8BoxRows < at.last_token ? 2 : 1;
       const int row = args.first_row + at.expert * args.rows * (kIsDown ? 1 : 2) + at.row;
-      const int second_row = row + (kIsDown ? 64 : args.rows);
-      ScaleInFlight scale[kFp8LaneScales] = {}, second_scale[kFp8LaneScales] = {};  // of columns 128 * (lane + 32 * i)
-      const Scales& s = args.scales;
-      const int grid_row = min(second_row / s.rows_each, s.grid_rows - 1);  // the last tile may exceed the matrix
-#pragma unroll
-      for (int i = 0; i < kFp8LaneScales; ++i) {
-        const int group = lane + 32 * i;
-        if (group >= blocks) continue;
-        scale[i].load(s, static_cast<size_t>(row / s.rows_each) * s.grid_columns + group);
-        second_scale[i].load(s, static_cast<size_t>(grid_row) * s.grid_columns + group);
-      }
+      const TileScales scales(args.scales, row, row + (kIsDown ? kFp8Columns : args.rows), blocks);
       auto fetch_weights = [&](int k, int to_stage) {
-        const int i = k / 32;
-        const float first = __shfl_sync(0xffffffffu, (i == 0 ? scale[0] : scale[1]).value(s), k % 32);
-        const float second = __shfl_sync(0xffffffffu, (i == 0 ? second_scale[0] : second_scale[1]).value(s), k % 32);
-        if (lane == 0) {
-          const uint32_t to = shared_address(memory.ring[to_stage]), barrier = full + 8 * to_stage;
-          memory.scales[to_stage][0] = first;
-          memory.scales[to_stage][1] = second;
-          barrier_expect_bytes(barrier, kStageBytes);
-          copy_bytes(to, &weights, row, k * kFp8Columns, barrier, policy);
-          copy_bytes(to + kFp8HalfBytes, &weights, second_row, k * kFp8Columns, barrier, policy);
+        const float2 of_rows = scales.of(args.scales, k);
+        if (lane != 0) return;
+        const uint32_t to = shared_address(memory.ring[to_stage]) + kFp8TokenBytes, barrier = full + 8 * to_stage;
+        memory.scales[to_stage][0] = of_rows.x, memory.scales[to_stage][1] = of_rows.y;
+        barrier_expect_bytes(barrier, kFp8WeightBytes + boxes * kFp8BoxBytes + (kFp8TileTokens + kMoreScales) * 4);
+#pragma unroll
+        for (int box = 0; box < 4; ++box) {
+          const int first = kIsDown ? row + kFp8BoxRows * box : row + kFp8BoxRows * (box / 2) + box % 2 * args.rows;
+          copy_box(to + box * kFp8BoxBytes, &weights, k * kFp8Columns, first, 0, barrier);
         }
       };
-      const int ahead = is_waiting ? min(kFp8Stages, blocks) : 0;  // stages whose weights are fetched before the wait
+      const int ahead = is_waiting ? min(kStages, blocks) : 0;  // stages whose weights are fetched before the wait
 #pragma unroll 1
       for (int k = 0; k < ahead; ++k) fetch_weights(k, k);
       if (is_waiting) wait_for_previous_kernel();
@@ -116,62 +94,116 @@ __global__ void __launch_bounds__(kFp8Threads, fp8_blocks(N))
           fetch_weights(k, stage);
         }
         if (lane == 0) {
-          const uint32_t to = shared_address(memory.ring[stage]) + kFp8WeightBytes, barrier = full + 8 * stage;
-          copy_box(to, &input, k * kFp8Columns, at.token, 0, barrier);
-          copy_box(to + N * 128, &input, k * kFp8Columns + 64, at.token, 0, barrier);
+          const uint32_t to = shared_address(memory.ring[stage]), barrier = full + 8 * stage;
+          for (int box = 0; box < boxes; ++box) {
+            copy_box(to + box * kFp8BoxBytes, &input, k * kFp8Columns, at.token + box * kFp8BoxRows, 0, barrier);
+          }
+          copy_box(shared_address(memory.token_scales[stage]), &input_scales, first_scale(at.token), k, 0, barrier);
         }
         __syncwarp();
-        if (++stage == kFp8Stages) stage = 0, parity ^= 1;
+        if (++stage == kStages) stage = 0, parity ^= 1;
       }
     }
     if (is_waiting) wait_for_previous_kernel();
     return;
   }
 
-  const int group = warp / 4, row_of_lane = warp % 4 * 16 + lane % 16;
-  const uint32_t lane_offset = group * kFp8HalfBytes + row_of_lane * 128 + ((lane / 16) ^ (row_of_lane % 8)) * 16;
+  take_registers<kComputeRegisters>();
+  const int group = warp / 4 - 1, first_token = 16 * (warp % 4) + lane / 4, quad = lane % 4;
   int stage = 0, buffer = 0;
   uint32_t parity = 0;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-    find_tile<N>(memory, tile, kRows, &at);
-    float sums[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) sums[i] = 0.0f;
+    find_tile<kFp8TileTokens>(memory, tile, kRows, &at);
+    const bool has_second = at.token + 64 < at.last_token;  // whether there are more than 64 tokens
+    float sums[2][64] = {};
 #pragma unroll 1
     for (int k = 0; k < blocks; ++k) {
       barrier_wait(full + 8 * stage, parity);
       const uint32_t from = shared_address(memory.ring[stage]);
-      const ScaleTable table = {shared_address(&memory.scales[stage][group]), 0, 0, 7, k, k};
-      BlockProduct<N, Fp8Weights>(sums, from + lane_offset, from + kFp8WeightBytes, table, k * kFp8Columns).run();
-      if (lane == 0) barrier_arrive(empty + 8 * stage);
-      if (++stage == kFp8Stages) stage = 0, parity ^= 1;
+      const uint64_t tokens = tile_descriptor(from);
+      const uint64_t rows = tile_descriptor(from + kFp8TokenBytes + group * 2 * kFp8BoxBytes);
+      const float of_rows[2] = {memory.scales[stage][kIsDown ? group : 0], memory.scales[stage][kIsDown ? group : 1]};
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        if (m == 1 && !has_second) break;
+        float partial[64];
+        wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          multiply_e4m3<128>(partial, moved_on(tokens, m * kFp8BoxBytes) + 2 * i, rows + 2 * i, i > 0);
+        }
+        wgmma_commit();
+        const float* of_tokens = memory.token_scales[stage] + at.token % kMoreScales + 64 * m + first_token;
+        const float low = of_tokens[0], high = of_tokens[8];
+        wgmma_wait<0>();
+        keep_in_place(partial);
+        if (m == has_second && lane == 0) barrier_arrive(empty + 8 * stage);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          sums[m][i] = fmaf((i / 2 % 2 == 0 ? low : high) * of_rows[i / 32], partial[i], sums[m][i]);
+        }
+      }
+      if (++stage == kStages) stage = 0, parity ^= 1;
     }
 
-    // Of a lane's sums, i / 2 % 2 tells which of two rows it is, and the rest which token.
-    auto& exchanged = memory.up[buffer];
-    if (!kIsDown) {
-      buffer ^= 1;
-      const int thread = threadIdx.x % 128;
+    // A lane has columns 2 * quad and 2 * quad + 1, of each 8, of two tokens of each 64.
+    if constexpr (kIsDown) {
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        if (group == 1) exchanged[i][thread] = sums[i];
+      for (int half = 0; half < 4; ++half) {
+        const int token = at.token + 64 * (half / 2) + first_token + 8 * (half % 2);
+        const int column = at.row + 128 * group + 8 * quad, columns_left = args.rows - column;
+        bf16* to = static_cast<bf16*>(args.out) + static_cast<size_t>(token) * args.rows + column;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t words[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float* pair = sums[half / 2] + 4 * (4 * i + j) + 2 * (half % 2);
+            words[j] = pack_bf16(pair[0], pair[1]);
+          }
+          const uint4 v = transpose_quad(make_uint4(words[0], words[1], words[2], words[3]), quad);
+          if (token < at.last_token && columns_left > 32 * i) *reinterpret_cast<uint4*>(to + 32 * i) = v;
+        }
       }
-      sync_threads(1, kFp8Consumers);
-      if (group == 1) continue;
+    } else {
+      auto& highest = memory.highest[buffer];
+      buffer ^= 1;
 #pragma unroll
-      for (int i = 0; i < N / 2; ++i) sums[i] = silu(sums[i]) * exchanged[i][thread];
-    }
-    const int first_row = at.row + 64 * group + warp % 4 * 16 + lane / 4;
+      for (int half = 0; half < 4; ++half) {
+        float most = 0.0f;
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      const int token = at.token + i / 4 * 8 + lane % 4 * 2 + i % 2, row = first_row + i / 2 % 2 * 8;
-      if (token >= at.last_token || row >= args.rows) continue;
-      bf16* to = args.out + static_cast<size_t>(token) * args.rows;
-      if (kIsDown) {
-        to[row] = __float2bfloat16(sums[i]);
-      } else {
-        to[ordered_column<Fp8Weights>(row)] = __float2bfloat16(sums[i] * args.share_of[token]);
+        for (int i = 0; i < 16; ++i) {
+          float& value = sums[half / 2][i / 2 * 4 + 2 * (half % 2) + i % 2];
+          value = silu(value) * sums[half / 2][32 + i / 2 * 4 + 2 * (half % 2) + i % 2];
+          most = fmaxf(most, fabsf(value));
+        }
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        if (quad == 0) highest[group][64 * (half / 2) + first_token + 8 * (half % 2)] = most;
+      }
+      sync_threads(1, 256);
+#pragma unroll
+      for (int half = 0; half < 4; ++half) {
+        const int local = 64 * (half / 2) + first_token + 8 * (half % 2), token = at.token + local;
+        const float scale = e4m3_scale(fmaxf(highest[0][local], highest[1][local])), inverse = 1.0f / scale;
+        uint32_t words[4];  // each of columns 2 * quad and one further, of two times 8
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* first = sums[half / 2] + 8 * j + 2 * (half % 2);
+          words[j] = to_e4m3(first[0] * inverse, first[1] * inverse) |
+                     static_cast<uint32_t>(to_e4m3(first[4] * inverse, first[5] * inverse)) << 16;
+        }
+        const uint4 v = transpose_quad(make_uint4(words[0], words[1], words[2], words[3]), quad);
+        if (token >= at.last_token) continue;
+        uint8_t* to = static_cast<uint8_t*>(args.out) + static_cast<size_t>(token) * args.rows + at.row;
+        *reinterpret_cast<uint4*>(to + 64 * group + 16 * quad) =
+            make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                       __byte_perm(v.z, v.w, 0x7632));
+        if (group == 0 && quad == 0) {
+          args.out_scales[static_cast<size_t>(at.row / kFp8Columns) * args.stride + token] =
+              scale * args.share_of[token];
+        }
       }
     }
   }

@@ -2,6 +2,7 @@
 // and the sum of each token's experts.
 #pragma once
 #include "expert_parts.cuh"
+#include "rounding.cuh"
 
 namespace meshserve {
 namespace experts {
@@ -139,7 +140,9 @@ struct GatherRowsArgs {
   const bf16* x;        // [T, D]
   const int* token_of;  // of each place
   const int* num_places;
-  bf16* rows;         // [places, D]
+  void* rows;     // [places, D]: bf16, or for 8-bit weights e4m3
+  float* scales;  // of e4m3 [D / 128, stride]
+  int stride;
   const float* sums;  // of squares of the tokens [T, norm_tiles]; null: x is normed
   int norm_tiles;
   float inverse_dim, epsilon;
@@ -152,22 +155,71 @@ __device__ __forceinline__ uint2 times(uint2 v, float factor) {
   return make_uint2(pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor));
 }
 
-template <class W>
-__device__ __forceinline__ void copy_row(const GatherRowsArgs& args, size_t token, size_t place) {
-  const uint4* from = reinterpret_cast<const uint4*>(args.x + token * args.columns);
-  uint8_t* to = reinterpret_cast<uint8_t*>(args.rows + place * args.columns);
-  float scale = 1.0f;
-  if (args.sums != nullptr) {
-    const float* sums = args.sums + token * args.norm_tiles;
-    scale = inverse_rms_of(sums, args.norm_tiles, args.inverse_dim, args.epsilon);
+// Rounds 8 of a row's columns to e4m3, with a scale for the 128 columns that 16 lanes have.
+__device__ __forceinline__ void round_columns(const GatherRowsArgs& args, int first, uint4 v, size_t place) {
+  const float4 low = unpack_bf16(make_uint2(v.x, v.y)), high = unpack_bf16(make_uint2(v.z, v.w));
+  const float most = fmaxf(fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(low.z), fabsf(low.w))),
+                           fmaxf(fmaxf(fabsf(high.x), fabsf(high.y)), fmaxf(fabsf(high.z), fabsf(high.w))));
+  const float scale = e4m3_scale(largest_of_16_lanes(most)), inverse = 1.0f / scale;
+  auto pair = [&](float a, float b) -> uint32_t {
+    return to_e4m3(divided(a, scale, inverse), divided(b, scale, inverse));
+  };
+  uint2 numbers =
+      make_uint2(pair(low.x, low.y) | pair(low.z, low.w) << 16, pair(high.x, high.y) | pair(high.z, high.w) << 16);
+  if (args.is_ordered) {  // an even lane has the even columns of 16, the next lane the odd ones
+    const bool is_odd = threadIdx.x % 2 == 1;
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, is_odd ? numbers.x : numbers.y, 1);
+    const uint32_t even = is_odd ? other : numbers.x, odd = is_odd ? numbers.y : other;
+    numbers = make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
   }
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < args.columns / 8; i += 32) {
-    const uint4 v = from[i];
-    const uint2 low = times(make_uint2(v.x, v.y), scale), high = times(make_uint2(v.z, v.w), scale);
-    store_token<W>(to, 8 * i, make_uint4(low.x, low.y, high.x, high.y), args.is_ordered);
-  }
+  if (first >= args.columns) return;
+  *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args.rows) + place * args.columns + first) = numbers;
+  if (first % 128 == 0) args.scales[static_cast<size_t>(first / 128) * args.stride + place] = scale;
 }
+
+// A row of x on its way from memory.
+struct RowInFlight {
+  static constexpr int kVectors = 8;  // of 8 columns, of a lane, at a time
+  uint4 vectors[kVectors];
+  float squares = 0.0f;  // a lane's sum of the token's sums of squares
+
+  __device__ __forceinline__ void load(const GatherRowsArgs& args, size_t token, int first) {
+    const uint4* from = reinterpret_cast<const uint4*>(args.x + token * args.columns);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int vector = first + 32 * i + threadIdx.x % 32;
+      vectors[i] = vector < args.columns / 8 ? from[vector] : make_uint4(0, 0, 0, 0);
+    }
+  }
+  __device__ __forceinline__ RowInFlight(const GatherRowsArgs& args, size_t token) {
+    load(args, token, 0);
+    if (args.sums != nullptr) squares = lane_squares(args.sums + token * args.norm_tiles, args.norm_tiles);
+  }
+
+  // Stores the row, loading more of it where it is longer.
+  template <class W>
+  __device__ __forceinline__ void store(const GatherRowsArgs& args, size_t token, size_t place) {
+    const float scale = args.sums == nullptr ? 1.0f : inverse_rms_of(squares, args.inverse_dim, args.epsilon);
+    const int num_vectors = args.columns / 8;
+#pragma unroll 1
+    for (int first = 0; first < num_vectors; first += 32 * kVectors) {
+      if (first > 0) load(args, token, first);
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (first + 32 * i >= num_vectors) break;
+        const int vector = first + 32 * i + threadIdx.x % 32;
+        const uint4 v = vectors[i];
+        const uint2 low = times(make_uint2(v.x, v.y), scale), high = times(make_uint2(v.z, v.w), scale);
+        const uint4 normed = make_uint4(low.x, low.y, high.x, high.y);
+        if constexpr (W::kIsQuantised) {
+          round_columns(args, 8 * vector, normed, place);
+        } else if (vector < num_vectors) {
+          static_cast<uint4*>(args.rows)[place * num_vectors + vector] = normed;
+        }
+      }
+    }
+  }
+};
 
 template <class W>
 __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_constant__ GatherRowsArgs args) {
@@ -175,11 +227,12 @@ __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_cons
   wait_for_previous_kernel();
   const int num_places = *args.num_places;
   for (int place = blockIdx.x * kWarps + threadIdx.x / 32; place < num_places; place += gridDim.x * kWarps) {
-    copy_row<W>(args, args.token_of[place], place);
+    const int token = args.token_of[place];
+    RowInFlight(args, token).template store<W>(args, token, place);
   }
 }
 
-// The same for a step of at most kMaxTokens tokens, a warp a choice, whose places are found here, too.
+// The same for a step of at most kMaxTokens tokens, a block a token, which also finds the places of its choices.
 template <class W>
 __global__ void __launch_bounds__(kThreads)
     place_and_gather_kernel(const __grid_constant__ ArrangeArgs args, const __grid_constant__ GatherRowsArgs rows) {
@@ -188,6 +241,8 @@ __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   clear(choices);
   wait_for_previous_kernel();
+  const int token = blockIdx.x;
+  RowInFlight row(rows, token);
   mark(choices, args.experts, args.num_tokens, args.num_chosen, args.num_experts);
   const int expert = threadIdx.x, count = count_tokens(choices, expert);
   const int before = sum_of_lower(count, choices.totals);
@@ -197,16 +252,16 @@ __global__ void __launch_bounds__(kThreads)
     if (expert == kMaxExperts - 1) args.first[kMaxExperts] = before + count;
   }
   __syncthreads();
-  const int choice = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (choice >= args.num_tokens * args.num_chosen) return;
-  const int chosen = args.experts[choice], token = choice / args.num_chosen;
-  const bool is_here = chosen >= 0 && chosen < args.num_experts;
-  const int place = is_here ? choices.first[chosen] + rank_of(choices, chosen, token) : -1;
-  if (threadIdx.x % 32 == 0) {
-    args.places[choice] = place;
-    if (is_here) args.share_of[place] = args.shares[choice];
+  for (int i = threadIdx.x / 32; i < args.num_chosen; i += kWarps) {
+    const int choice = token * args.num_chosen + i, chosen = args.experts[choice];
+    const bool is_here = chosen >= 0 && chosen < args.num_experts;
+    const int place = is_here ? choices.first[chosen] + rank_of(choices, chosen, token) : -1;
+    if (threadIdx.x % 32 == 0) {
+      args.places[choice] = place;
+      if (is_here) args.share_of[place] = args.shares[choice];
+    }
+    if (is_here) row.template store<W>(rows, token, place);
   }
-  if (is_here) copy_row<W>(rows, token, place);
 }
 
 // ---- the sum of a token's experts --------------------------------------------------------------------------------

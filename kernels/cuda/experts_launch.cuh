@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "expert_fp8_tiles.cuh"
+#include "expert_narrow_tiles.cuh"
 #include "expert_rings.cuh"
 #include "expert_router.cuh"
 #include "expert_tiles.cuh"
@@ -14,15 +15,21 @@ namespace experts {
 struct ExpertShapes {
   int tokens = 0, chosen = 0, experts = 0, embed = 0, mlp = 0;
   int choices() const { return tokens * chosen; }
+  int stride() const { return (choices() + 3) / 4 * 4; }  // of scales of a number for each choice
   int chunks() const { return (tokens + kMaxTokens - 1) / kMaxTokens; }
   int most_few_tokens = kFewTokens;  // of a step that is computed by rows of weights
 };
+
+// The most tokens that an expert may have on average for narrow tiles.
+template <class W>
+constexpr int kMostNarrowTokens = W::kIsQuantised ? 48 : 8;
 
 // Intermediate results, all in one buffer.
 struct ExpertScratch {
   bf16 *activated, *rows;  // [choices, F], [choices, D]: tokens in order of their experts, then the experts' results
   int *places, *counts, *first, *token_of, *experts;
   float *share_of, *shares, *sums, *scores;
+  float *row_scales, *activated_scales;  // of e4m3 `rows` and `activated` [D / 128, stride], [F / 128, stride]
 
   static size_t bytes(const ExpertShapes& s) {
     ExpertScratch none;
@@ -37,6 +44,8 @@ struct ExpertScratch {
     const size_t choices = s.choices();
     take(activated, choices * s.mlp);
     take(rows, choices * s.embed);
+    take(row_scales, static_cast<size_t>(s.stride()) * (s.embed / 128));
+    take(activated_scales, static_cast<size_t>(s.stride()) * (s.mlp / 128));
     take(places, choices);
     take(counts, static_cast<size_t>(s.chunks()) * kMaxExperts);
     take(first, kMaxExperts + 1);
@@ -148,12 +157,13 @@ class Launcher {
                  sizeof(DownRingsMemory), 1, down_map, down);
   }
 
-  // Encodes a stack of matrices for copies of kRingRows rows.
-  bool encode_rows(CUtensorMap* map, const typename W::Matrix& matrix, int columns, int rows) {
+  // Encodes a stack of matrices for copies of 128 bytes of each of `box_rows` rows.
+  bool encode_rows(CUtensorMap* map, const typename W::Matrix& matrix, int columns, int rows,
+                   cuuint32_t box_rows = kRingRows) {
     const cuuint64_t row_bytes = static_cast<cuuint64_t>(columns) * 128 / W::kBlockColumns, all_rows = rows;
     const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), all_rows, 1};
     const cuuint64_t strides[2] = {row_bytes, row_bytes * all_rows};
-    const cuuint32_t box[3] = {W::kBlockColumns, kRingRows, 1};
+    const cuuint32_t box[3] = {W::kBlockColumns, box_rows, 1};
     if constexpr (W::kIsQuantised) {
       return step_.encode(map, matrix.data, sizes, strides, box, CU_TENSOR_MAP_DATA_TYPE_UINT8);
     } else {
@@ -163,15 +173,103 @@ class Launcher {
 
   void many_tokens(int layer, int layers, const ExpertCall<W>& call) {
     put_in_order(call);
+    // Of a tile: twice the tokens that an expert has on average, as long as the weights are what takes time. Narrow
+    // tiles need whole boxes.
+    const int mean = (shapes_.choices() + shapes_.experts - 1) / shapes_.experts;
+    if (mean > kMostNarrowTokens<W> || shapes_.mlp % W::kBlockColumns != 0) {
+      wide_tiles(layer, layers, call);
+    } else if (mean <= 8) {
+      narrow_tiles<16>(layer, layers, call);
+    } else if constexpr (W::kIsQuantised) {
+      mean <= 16 ? narrow_tiles<32>(layer, layers, call) : narrow_tiles<64>(layer, layers, call);
+    }
+    combine(call);
+  }
+
+  NarrowTilesArgs gate_up_args(int layer, const ExpertCall<W>& call) {
+    NarrowTilesArgs args = {};
+    args.first = scratch_.first;
+    args.share_of = scratch_.share_of;
+    args.out = scratch_.activated;
+    args.out_scales = scratch_.activated_scales;
+    if constexpr (W::kIsQuantised) args.scales = call.gate_up.scales;
+    args.rows = shapes_.mlp;
+    args.columns = shapes_.embed;
+    args.first_row = layer * 2 * shapes_.experts * shapes_.mlp;
+    args.stride = shapes_.stride();
+    return args;
+  }
+  NarrowTilesArgs down_args(int layer, const ExpertCall<W>& call) {
+    NarrowTilesArgs args = gate_up_args(layer, call);
+    args.out = scratch_.rows;  // the tokens are not needed any more
+    if constexpr (W::kIsQuantised) args.scales = call.down.scales;
+    args.rows = shapes_.embed;
+    args.columns = shapes_.mlp;
+    args.first_row = layer * shapes_.experts * shapes_.embed;
+    return args;
+  }
+  int gate_up_rows(int layers) const { return 2 * layers * shapes_.experts * shapes_.mlp; }
+  int down_rows(int layers) const { return layers * shapes_.experts * shapes_.embed; }
+
+  // Encodes scales [columns / 128, places], of which `tokens` are copied at a time.
+  bool encode_scales(CUtensorMap* map, const float* scales, int columns, int tokens) {
+    const cuuint64_t places = shapes_.stride(), groups = columns / 128;
+    const cuuint64_t sizes[3] = {places, groups, 1}, strides[2] = {4 * places, 4 * places * groups};
+    const cuuint32_t box[3] = {static_cast<cuuint32_t>(tokens), 1, 1};
+    return step_.encode(map, scales, sizes, strides, box, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE);
+  }
+  static const void* data_of(const bf16* matrix) { return matrix; }
+  static const void* data_of(const ScaledMatrix& matrix) { return matrix.data; }
+
+  // Encodes [rows, columns] for copies of kGroups times 128 bytes of each of `box_rows` rows.
+  bool encode_groups(CUtensorMap* map, const void* data, int rows, int columns, int box_rows) {
+    const cuuint64_t row_bytes = static_cast<cuuint64_t>(columns) * 128 / W::kBlockColumns;
+    const cuuint64_t sizes[3] = {W::kBlockColumns, static_cast<cuuint64_t>(rows), row_bytes / 128};
+    const cuuint64_t strides[2] = {row_bytes, 128};
+    const cuuint32_t box[3] = {W::kBlockColumns, static_cast<cuuint32_t>(box_rows), kGroups};
+    const auto type = W::kIsQuantised ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    return step_.encode(map, data, sizes, strides, box, type);
+  }
+
+  template <bool kIsDown, int N>
+  void narrow_tiles(const NarrowTilesArgs& args, const void* weights, int rows, const void* input,
+                    const float* input_scales) {
+    CUtensorMap weights_map, input_map, scales_map = {};
+    if (!encode_groups(&weights_map, weights, rows, args.columns, kUnitRows) ||
+        !encode_groups(&input_map, input, shapes_.choices(), args.columns, N) ||
+        (W::kIsQuantised && !encode_scales(&scales_map, input_scales, args.columns, N + kMoreScales))) {
+      return;
+    }
+    step_.launch(kIsDown ? "expert down" : "expert gate_up", narrow_tiles_kernel<kIsDown, N, W>, dim3(kMultiprocessors),
+                 kNarrowThreads, sizeof(NarrowTilesMemory<N>), 1, weights_map, input_map, scales_map, args);
+  }
+  template <int N>
+  void narrow_tiles(int layer, int layers, const ExpertCall<W>& call) {
+    narrow_tiles<false, N>(gate_up_args(layer, call), data_of(call.gate_up), gate_up_rows(layers), scratch_.rows,
+                           scratch_.row_scales);
+    narrow_tiles<true, N>(down_args(layer, call), data_of(call.down), down_rows(layers), scratch_.activated,
+                          scratch_.activated_scales);
+  }
+
+  template <bool kIsDown>
+  void wide_tiles(const NarrowTilesArgs& args, const ScaledMatrix& weights, int rows, const void* input,
+                  const float* input_scales) {
+    CUtensorMap weights_map, input_map, scales_map;
+    if (!encode_rows(&weights_map, weights, args.columns, rows, kFp8BoxRows) ||
+        !encode_rows(&input_map, {input}, args.columns, shapes_.choices(), kFp8BoxRows) ||
+        !encode_scales(&scales_map, input_scales, args.columns, kFp8TileTokens + kMoreScales)) {
+      return;
+    }
+    step_.launch(kIsDown ? "expert down" : "expert gate_up", fp8_tiles_kernel<kIsDown>, dim3(kMultiprocessors),
+                 kFp8TileThreads, sizeof(Fp8TilesMemory), 1, weights_map, input_map, scales_map, args);
+  }
+
+  void wide_tiles(int layer, int layers, const ExpertCall<W>& call) {
     if constexpr (W::kIsQuantised) {
-      // Of a tile: about twice the tokens that an expert has on average, as long as the weights are what takes time.
-      if (shapes_.tokens <= 128) {
-        fp8_tiles<16>(layer, layers, call);
-      } else if (shapes_.tokens <= 256) {
-        fp8_tiles<32>(layer, layers, call);
-      } else {
-        fp8_tiles<64>(layer, layers, call);
-      }
+      wide_tiles<false>(gate_up_args(layer, call), call.gate_up, gate_up_rows(layers), scratch_.rows,
+                        scratch_.row_scales);
+      wide_tiles<true>(down_args(layer, call), call.down, down_rows(layers), scratch_.activated,
+                       scratch_.activated_scales);
     } else {
       TilesArgs args = {};
       args.first = scratch_.first;
@@ -190,7 +288,6 @@ class Launcher {
       args.first_matrix = layer * shapes_.experts;
       tiles<true>("expert down", scratch_.activated, call.down, layers * shapes_.experts, args);
     }
-    combine(call);
   }
 
   // Copies the tokens in order of their experts.
@@ -212,21 +309,22 @@ class Launcher {
     gather.token_of = scratch_.token_of;
     gather.num_places = scratch_.first + kMaxExperts;
     gather.rows = scratch_.rows;
+    gather.scales = scratch_.row_scales;
+    gather.stride = shapes_.stride();
     gather.sums = call.sums;
     gather.norm_tiles = shapes_.embed / kTileRows;
     gather.inverse_dim = 1.0f / static_cast<float>(shapes_.embed);
     gather.epsilon = call.epsilon;
     gather.columns = shapes_.embed;
-    const int blocks = (shapes_.choices() + kWarps - 1) / kWarps;
-    const dim3 chunks(shapes_.chunks());
+    const dim3 chunks(shapes_.chunks()), blocks(std::min(shapes_.choices(), 8 * kWarps * kMultiprocessors));
     if (chunks.x == 1) {
-      step_.launch("expert place", place_and_gather_kernel<W>, dim3(blocks), kThreads, sizeof(Choices), 1, arrange,
-                   gather);
+      step_.launch("expert place", place_and_gather_kernel<W>, dim3(shapes_.tokens), kThreads, sizeof(Choices), 1,
+                   arrange, gather);
       return;
     }
     step_.launch("expert count", count_kernel<W>, chunks, kThreads, sizeof(Choices), 1, arrange);
     step_.launch("expert place", place_kernel<W>, chunks, kThreads, sizeof(Choices), 1, arrange);
-    step_.launch("expert gather", gather_rows_kernel<W>, dim3(std::min(blocks, 8 * kMultiprocessors)), kThreads, 0, 1,
+    step_.launch("expert gather", gather_rows_kernel<W>, dim3((blocks.x + kWarps - 1) / kWarps), kThreads, 0, 1,
                  gather);
   }
 
@@ -246,41 +344,6 @@ class Launcher {
     }
     step_.launch(name, tiles_kernel<kIsDown>, dim3(kMultiprocessors), kTileThreads, sizeof(TilesMemory), 1, input_map,
                  weights_map, args);
-  }
-
-  template <int N>
-  void fp8_tiles(int layer, int layers, const ExpertCall<W>& call) {
-    Fp8TilesArgs args = {};
-    args.first = scratch_.first;
-    args.share_of = scratch_.share_of;
-    args.out = scratch_.activated;
-    args.rows = shapes_.mlp;
-    args.columns = shapes_.embed;
-    args.first_row = layer * 2 * shapes_.experts * shapes_.mlp;
-    fp8_tiles<false, N>("expert gate_up", scratch_.rows, call.gate_up, 2 * layers * shapes_.experts * shapes_.mlp,
-                        args);
-    args.out = scratch_.rows;  // the tokens are not needed any more
-    args.rows = shapes_.embed;
-    args.columns = shapes_.mlp;
-    args.first_row = layer * shapes_.experts * shapes_.embed;
-    fp8_tiles<true, N>("expert down", scratch_.activated, call.down, layers * shapes_.experts * shapes_.embed, args);
-  }
-
-  template <bool kIsDown, int N>
-  void fp8_tiles(const char* name, const bf16* input, const ScaledMatrix& weights, int rows, Fp8TilesArgs& args) {
-    args.scales = weights.scales;
-    const cuuint64_t columns = args.columns, places = shapes_.choices(), all_rows = rows;
-    const cuuint64_t input_sizes[3] = {columns, places, 1}, input_strides[2] = {2 * columns, 2 * columns * places};
-    const cuuint32_t token_box[3] = {kTileColumns, N, 1};
-    const cuuint64_t sizes[3] = {columns, all_rows, 1}, strides[2] = {columns, columns * all_rows};
-    const cuuint32_t box[3] = {kFp8Columns, 64, 1};
-    CUtensorMap input_map, weights_map;
-    if (!step_.encode(&input_map, input, input_sizes, input_strides, token_box) ||
-        !step_.encode(&weights_map, weights.data, sizes, strides, box, CU_TENSOR_MAP_DATA_TYPE_UINT8)) {
-      return;
-    }
-    step_.launch(name, fp8_tiles_kernel<kIsDown, N>, dim3(fp8_blocks(N) * kMultiprocessors), kFp8Threads,
-                 sizeof(Fp8TilesMemory<N>), 1, weights_map, input_map, args);
   }
 
   void combine(const ExpertCall<W>& call) {
@@ -381,13 +444,15 @@ std::vector<const void*> kernels_of() {
   add(gate_up_rings_kernel < W, W::kIsQuantised ? 2 : 4 >);
   add(gate_up_rings_kernel < W, W::kIsQuantised ? 4 : 8 >);
   add(down_rings_kernel<W>);
+  add(narrow_tiles_kernel<false, 16, W>);
+  add(narrow_tiles_kernel<true, 16, W>);
   if constexpr (W::kIsQuantised) {
-    add(fp8_tiles_kernel<false, 16>);
-    add(fp8_tiles_kernel<true, 16>);
-    add(fp8_tiles_kernel<false, 32>);
-    add(fp8_tiles_kernel<true, 32>);
-    add(fp8_tiles_kernel<false, 64>);
-    add(fp8_tiles_kernel<true, 64>);
+    add(narrow_tiles_kernel<false, 32, W>);
+    add(narrow_tiles_kernel<true, 32, W>);
+    add(narrow_tiles_kernel<false, 64, W>);
+    add(narrow_tiles_kernel<true, 64, W>);
+    add(fp8_tiles_kernel<false>);
+    add(fp8_tiles_kernel<true>);
   } else {
     add(tiles_kernel<false>);
     add(tiles_kernel<true>);

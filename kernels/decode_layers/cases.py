@@ -160,6 +160,10 @@ EXPERT_CASES = (
         for batch in (1, 6, 20, 90)
     ),
     Case(
+        name="experts-fp8-cache", lengths=tuple(range(40, 70)), embed=512, num_experts=16, num_chosen=4, mlp=256,
+        weights="fp8-block", cache_dtype="float8_e4m3fn",
+    ),
+    Case(
         name="experts-fp8-wide", lengths=(70, 0, 3), embed=2048, num_experts=12, num_chosen=4, mlp=128,
         weights="fp8-block",
     ),

@@ -6,9 +6,9 @@ Otherwise, the tokens are copied in order of their experts, multiplied in tiles 
 Which tokens chose which expert is found on the device, and launches depend on shapes alone, so that a step can be
 captured in a command buffer.
 
-Weights may be 8-bit floats with a scale for each block of 128 x 128. In steps of up to `FP8_TOKENS` tokens they stay in
-8 bits until they are in registers. In larger steps, which multiply each weight by many tokens, XLA dequantises the
-layer's experts first.
+Weights may be 8-bit floats with a scale for each block of 128 x 128. For few tokens they are converted in registers. In
+tiles, activations are rounded to 8-bit floats with a scale for each token and 128 columns, as for dense products, and
+the FP8 tensor cores multiply them.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshserve.kernels.cuda import build
-from meshserve.kernels.linear import FP8, QuantisedMatrix, layer_of
+from meshserve.kernels.linear import FP8, QuantisedMatrix
 
 if TYPE_CHECKING:
     from . import ExpertWeights, Routing
@@ -28,7 +28,6 @@ unavailable_reason = build.unavailable_reason
 
 # Of a step by rows of weights, at most; the kernels hold no more, and are faster (docs/log/experts.md).
 FEW_TOKENS = 8
-FP8_TOKENS = 4096  # of a step on the kernels for 8-bit weights, at most
 _MAX_EXPERTS = 256  # of a block
 _FP8_BLOCK = 128  # rows and columns that share a scale
 _MAX_FP8_COLUMNS = 8192  # a warp holds the scales of a row, a lane those of twice 128 columns
@@ -42,9 +41,8 @@ def experts(
     layer: int | jax.Array,
     num_experts: int,
     most_few_tokens: int = FEW_TOKENS,
-    most_fp8_tokens: int = FP8_TOKENS,
 ) -> jax.Array:
-    """See `Experts`. `most_few_tokens` and `most_fp8_tokens` are for benchmarks and tests.
+    """See `Experts`. `most_few_tokens` is for benchmarks and tests.
 
     Raises:
       TypeError: `layer` is not a Python number; it is a compile-time constant.
@@ -57,9 +55,6 @@ def experts(
     reason = unsupported_reason(weights) or (f"x is {x.dtype}; bfloat16 is needed" if x.dtype != jnp.bfloat16 else None)
     if reason is not None:
         raise ValueError(f"moe_backend 'cuda': {reason}. Use 'xla'.")
-    if weights.quantised is not None and x.shape[0] > most_fp8_tokens:
-        gate_up, down = (layer_of(stack, slice(layer, layer + 1)).astype(x.dtype) for stack in weights)
-        weights, layer = weights._replace(gate_up=gate_up, down=down), 0
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), scratch(x.shape[0], routing.experts.shape[1], weights))
     call = jax.ffi.ffi_call("meshserve_experts" if weights.quantised is None else "meshserve_experts_fp8", results)
     out, _ = call(x, *operands(weights), *routing, layer=np.int32(layer), most_few_tokens=np.int32(most_few_tokens))

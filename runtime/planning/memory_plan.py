@@ -238,8 +238,7 @@ class Planner:
         server, dtype = self.server, self.server.dtype
         bucket = server.buckets[-1]
         scratch = scratch_estimate(server.model, server.layout, bucket, dtype)
-        has_layer = server.kernel_names.moe_backend == "cuda"
-        scratch += dequantised_bytes(server.model, server.layout, dtype, has_expert_layer=has_layer)
+        scratch += dequantised_bytes(server.model, server.layout, dtype)
         if server.platform == "tpu" or server.kernel_names.attention == "cuda":
             return scratch
         page_values = cache_page_bytes(server.model, server.layout, server.limits.page_size, jnp.dtype("int8"))
@@ -279,19 +278,17 @@ def num_layer_weights(model: ModelConfig, layout: ShardLayout) -> int:
     return layer_bytes(dataclasses.replace(model, quantisation=None), layout, jnp.dtype("int8"))
 
 
-def dequantised_bytes(
-    model: ModelConfig, layout: ShardLayout, dtype: jnp.dtype, *, has_expert_layer: bool = False
-) -> int:
+def dequantised_bytes(model: ModelConfig, layout: ShardLayout, dtype: jnp.dtype) -> int:
     """Returns the bytes of the largest quantised matrix of a layer on one device once XLA has dequantised it.
 
-    Experts are dequantised one by one, or, with `has_expert_layer`, all of a layer at once.
+    Experts are dequantised one by one, if at all.
     """
     of_experts, others = [0], [0]
     for name, array in parameters_in(model, layout).items():
         if array.granule is not None and name.endswith(DATA):
             num_bytes = math.prod(array.matrix_shape) // layout.num_shards * dtype.itemsize
             (of_experts if ".experts." in name else others).append(num_bytes)
-    num_apart = 1 if layout.experts is None or has_expert_layer else layout.experts.block_experts
+    num_apart = 1 if layout.experts is None else layout.experts.block_experts
     return max(*others, sum(of_experts) // num_apart)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from meshserve.kernels.cuda import build
 from meshserve.kernels.decode_layers import DecodeBatch, cases, gpu, reference
+from meshserve.kernels.experts import gpu as experts_gpu
 
 REASON = build.unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -76,11 +77,15 @@ def test_whole_stack(case):
         np.testing.assert_array_equal(np.asarray(chosen)[:, ~real], -1)
         is_same = with_the_same_experts(np.asarray(chosen)[:, real], np.asarray(expected_chosen)[:, real])
         before, out, expected = before[is_same], out[is_same], expected[is_same]
-    assert relative_error(out, expected) < BOUND
+    # In tiles, experts' 8-bit weights are multiplied with activations rounded to e4m3: 4 to 5 % of what experts add.
+    is_by_rows = len(case.lengths) <= experts_gpu.FEW_TOKENS and case.embed in (2048, 4096)
+    rounding = 0.06 if case.num_experts and case.weights and not is_by_rows else 0.0
+    added = np.linalg.norm(expected - before) / np.linalg.norm(before)
+    assert relative_error(out, expected) < BOUND + rounding * added
     # Compares what the layers add, without the residual, whose rounding in each of two layers' sums remains: where the
     # layers add little, that is most of it (bfloat16 operations of XLA differ by as much).
-    added = np.linalg.norm(expected - before) / np.linalg.norm(before)
-    assert relative_error(out - before, expected - before) < 2 * BOUND + 2**-9 / added
+    print(f"error {relative_error(out - before, expected - before):.2e} of what the layers add, {added:.2f} of x")
+    assert relative_error(out - before, expected - before) < 2 * BOUND + 2**-9 / added + rounding
     bound = 4 * BOUND if case.num_experts else BOUND
     if case.cache_dtype:
         bound = 5 * BOUND  # where a number lies between two of 8 bits, a small difference decides

@@ -1,13 +1,7 @@
-"""Tests the CUDA kernels of the experts, compiled for the host.
-
-A copy of the copy engine is finished when it is issued, but what a block sends to another of its cluster arrives when
-that one waits for it. A misaligned access ends the process.
-"""
+"""Tests the CUDA kernels of the experts for few tokens, and the router, compiled for the host."""
 
 import ctypes
 import dataclasses
-import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +11,12 @@ import pytest
 
 from meshserve.kernels.experts import cases, reference
 
-from . import on_host
+from . import emulated_experts, on_host
+from .emulated_experts import NORM, SCALE_TYPES, Scales, Stack, ordered, stack, tensor_map
 
 pytestmark = on_host.needs_compiler
 
-_NORM = (("norm_tiles", ctypes.c_int), ("inverse_dim", ctypes.c_float), ("epsilon", ctypes.c_float))
 _SIZES = ("num_tokens", "num_chosen", "num_experts", "rows", "columns")
-
-
-class Scales(ctypes.Structure):
-    """Mirrors the struct in weight_formats.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("values", "zero")),
-        *((name, ctypes.c_int) for name in ("type", "rows_each", "columns_log2", "grid_rows", "grid_columns")),
-    ]
 
 
 class Args(ctypes.Structure):
@@ -42,7 +27,7 @@ class Args(ctypes.Structure):
         ("scales", Scales),
         ("first_row", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("experts", "shares", "sums")),
-        *_NORM,
+        *NORM,
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in _SIZES),
         ("is_ordered", ctypes.c_bool),
@@ -58,72 +43,9 @@ def arguments(sizes: dict[str, int], **arrays: np.ndarray) -> Args:
     return Args(**sizes, **{name: array.ctypes.data for name, array in arrays.items()})
 
 
-class Stack(NamedTuple):
-    """The matrices of all layers and experts [..., rows, columns]: bfloat16, or e4m3 with a scale for each block."""
-
-    data: np.ndarray
-    scale: np.ndarray | None
-
-    @property
-    def values(self) -> np.ndarray:
-        """The numbers in float32."""
-        values = self.data.astype(np.float32)
-        if self.scale is None:
-            return values
-        return (blocks(values, self.scale) * self.scale.astype(np.float32)[..., None, :, None]).reshape(values.shape)
-
-    @property
-    def scales(self) -> Scales:
-        if self.scale is None:
-            return Scales()
-        grid_columns = self.scale.shape[-1]
-        columns = self.data.shape[-1] // grid_columns
-        rows = self.data.shape[-2] // self.scale.shape[-2]
-        grid_rows = self.scale.size // grid_columns
-        kind = SCALE_TYPES.index(self.scale.dtype)
-        return Scales(self.scale.ctypes.data, None, kind, rows, int(math.log2(columns)), grid_rows, grid_columns)
-
-
-SCALE_TYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
-
-
-def blocks(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Returns [..., rows, columns] as [..., R, rows / R, C, columns / C] for scales [..., R, C]."""
-    *leading, rows, columns = values.shape
-    num_rows, num_columns = scale.shape[-2:]
-    return values.reshape(*leading, num_rows, rows // num_rows, num_columns, columns // num_columns)
-
-
-def stack(values: np.ndarray, is_fp8: bool, scale_type: np.dtype = SCALE_TYPES[0]) -> Stack:
-    if not is_fp8:
-        return Stack(values.astype(ml_dtypes.bfloat16), None)
-    *leading, rows, columns = values.shape
-    block = math.gcd(128, rows), math.gcd(128, columns)
-    rng = np.random.default_rng(7)
-    scale = np.exp2(rng.uniform(-2, 2, (*leading, rows // block[0], columns // block[1]))).astype(scale_type)
-    numbers = blocks(values, scale) / scale.astype(np.float32)[..., None, :, None]
-    return Stack(numbers.reshape(values.shape).astype(ml_dtypes.float8_e4m3fn), scale)
-
-
-def ordered(x: np.ndarray) -> np.ndarray:
-    """Returns activations with their columns in the order of weight_formats.cuh, for 8-bit weights."""
-    column = np.arange(x.shape[-1])
-    result = np.empty_like(x)
-    result[..., column // 16 * 16 + column % 2 * 8 + column % 16 // 4 * 2 + column % 4 // 2] = x
-    return result
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("emulated")
-    sources = (
-        "weight_formats.cuh", "quantised.cuh", "expert_choices.cuh", "expert_parts.cuh", "expert_rings.cuh",
-        "router_part.cuh", "expert_tiles.cuh", "expert_fp8_tiles.cuh", "expert_router.cuh",
-    )  # fmt: skip
-    flags = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
-    memory = "*reinterpret_cast<RouterMemory*>({})"
-    replaced = [(memory.format("shared_rows"), memory.format("of_block(shared_rows)"))]
-    return on_host.compiled(folder, "emulated", "expert_rows.cpp", *sources, replaced=replaced, flags=flags)
+    return emulated_experts.compiled(tmp_path_factory.mktemp("emulated"))
 
 
 CASES = (
@@ -196,89 +118,6 @@ def test_rows_are_the_reference(
     np.testing.assert_allclose(found.astype(np.float32), expected, atol=0.02 * np.abs(expected).max(), rtol=0.02)
 
 
-class TensorMap(ctypes.Structure):
-    """Mirrors the struct in emulated/ptx.cuh."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("sizes", ctypes.c_int * 3),
-        ("box", ctypes.c_int * 3),
-        ("element_bytes", ctypes.c_int),
-    ]
-
-
-def tensor_map(array: np.ndarray, sizes: tuple[int, int, int], rows: int) -> TensorMap:
-    columns = 128 // array.itemsize
-    return TensorMap(array.ctypes.data, sizes, (columns, rows, 1), array.itemsize)
-
-
-class TilesArgs(ctypes.Structure):
-    """Mirrors the struct in expert_tiles.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("first", "share_of", "out")),
-        *((name, ctypes.c_int) for name in ("num_experts", "rows", "columns", "box_tokens", "first_matrix")),
-    ]
-
-
-class Fp8TilesArgs(ctypes.Structure):
-    """Mirrors the struct in expert_fp8_tiles.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("first", "share_of", "out")),
-        ("scales", Scales),
-        *((name, ctypes.c_int) for name in ("rows", "columns", "first_row")),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("is_fp8", "box_tokens", "blocks", "embed"),
-    [(False, 16, 2, 256), (False, 128, 3, 256), (True, 16, 4, 256), (True, 64, 2, 256), (True, 16, 4, 4352)],
-)
-def test_tiles_are_the_float64_product(
-    library: ctypes.CDLL, is_fp8: bool, box_tokens: int, blocks: int, embed: int
-) -> None:
-    """Several tiles of tokens for one expert, none for another, and tiles that exceed the matrices.
-
-    The rows after the last token are never written, as where tokens are padding: they hold NaN.
-    """
-    bfloat16, num_experts, mlp = ml_dtypes.bfloat16, 4, 128 if is_fp8 else 96
-    counts = np.array([3, 0, (20 if embed == 256 else 2) + (box_tokens if is_fp8 else 130), 17])
-    first = np.zeros(257, np.int32)
-    first[1:] = np.concatenate([np.cumsum(counts), np.full(256 - num_experts, counts.sum())])
-    rng = np.random.default_rng(9)
-    num_places = counts.sum()
-    rows = rng.standard_normal((num_places + 150, embed)).astype(bfloat16)
-    shares = rng.random(len(rows), np.float32)
-    rows[num_places:] = shares[num_places:] = np.nan
-    gate_up = stack(rng.standard_normal((2, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, is_fp8)
-    down = stack(rng.standard_normal((2, num_experts, embed, mlp), np.float32) * mlp**-0.5, is_fp8)
-    activated = np.full((len(rows), mlp), np.nan, bfloat16)
-    outputs = np.full((len(rows), embed), np.nan, bfloat16)
-    steps = ((0, gate_up, ordered(rows) if is_fp8 else rows, activated), (1, down, activated, outputs))
-    for is_down, weights, tokens, out in steps:
-        size, columns = out.shape[1], tokens.shape[1]
-        common = first.ctypes.data, shares.ctypes.data, out.ctypes.data
-        input_map = tensor_map(tokens, (columns, len(tokens), 1), box_tokens)
-        if is_fp8:
-            weights_map = tensor_map(weights.data, (columns, weights.data.size // columns, 1), 64)
-            first_row = weights.data.size // columns // 2
-            args = Fp8TilesArgs(*common, weights.scales, size, columns, first_row)
-            library.fp8_tiles(box_tokens, is_down, blocks, *map(ctypes.byref, (weights_map, input_map, args)))
-        else:
-            matrices = weights.data.size // (size * columns)
-            weights_map = tensor_map(weights.data, (columns, size, matrices), 128)
-            args = TilesArgs(*common, num_experts, size, columns, box_tokens, matrices // 2)
-            library.tiles(is_down, blocks, *map(ctypes.byref, (weights_map, input_map, args)))
-    for expert in range(num_experts):
-        places = slice(first[expert], first[expert + 1])
-        gate, up = (rows[places].astype(np.float64) @ matrix.T for matrix in gate_up.values[1, expert])
-        expected = (shares[places, None] * gate / (1 + np.exp(-gate)) * up) @ down.values[1, expert].T
-        error = np.linalg.norm(outputs[places].astype(np.float64) - expected)
-        assert error <= 0.01 * np.linalg.norm(expected), expert
-    assert np.isnan(outputs[num_places:].astype(np.float32)).all()
-
-
 def test_the_router_reads_tokens_in_any_order(library: ctypes.CDLL) -> None:
     x = np.random.default_rng(10).standard_normal(128).astype(ml_dtypes.bfloat16)
     plain, row = np.empty_like(x), ordered(x)
@@ -345,100 +184,12 @@ def test_scores_and_the_kernels_that_choose_by_them(
     np.testing.assert_allclose(results[1], results[0], rtol=0.02, atol=0.02)
 
 
-class ArrangeArgs(ctypes.Structure):
-    """Mirrors the struct in expert_choices.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "experts shares counts first places token_of share_of".split()),
-        *((name, ctypes.c_int) for name in ("num_tokens", "num_chosen", "num_experts")),
-    ]
-
-
-class GatherArgs(ctypes.Structure):
-    """Mirrors the struct in expert_router.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "token_of", "num_places", "rows", "sums")),
-        *_NORM,
-        ("columns", ctypes.c_int),
-        ("is_ordered", ctypes.c_bool),
-    ]
-
-
-class CombineArgs(ctypes.Structure):
-    """Mirrors the struct in expert_router.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in "rows places residual next_gain out scaled_out sums_out".split()),
-        *((name, ctypes.c_int) for name in ("num_tokens", "num_chosen", "columns")),
-    ]
-
-
-@pytest.mark.parametrize("num_tokens", [200, 600])
-def test_tokens_are_put_in_order_of_their_experts_and_added_up(library: ctypes.CDLL, num_tokens: int) -> None:
-    """One and three chunks of tokens, with a norm; the experts do nothing but multiply by the share."""
-    block = {"num_experts": 24, "first_expert": 4, "block_experts": 16}
-    case = cases.Case(name="", num_tokens=num_tokens, padding=7, skew=0.5, **block)
-    inputs, bfloat16 = cases.make_inputs(case, seed=4), ml_dtypes.bfloat16
-    chosen, shares = (np.asarray(array) for array in inputs.routing)
-    x = np.asarray(inputs.x, bfloat16)
-    is_here = (chosen >= 0) & (chosen < case.num_local)
-    counts, first = np.full((3, 256), -7, np.int32), np.full(257, -7, np.int32)
-    places, token_of = np.full(chosen.shape, -7, np.int32), np.full(chosen.size, -7, np.int32)
-    share_of = np.full(chosen.size, np.nan, np.float32)
-    arrays = (chosen, shares, counts, first, places, token_of, share_of)
-    args = ArrangeArgs(*(array.ctypes.data for array in arrays), case.num_tokens, case.num_chosen, case.num_local)
-    library.arrange(ctypes.byref(args))
-    tokens, slots = np.nonzero(is_here)
-    order = np.lexsort((tokens, chosen[is_here]))
-    num_places = is_here.sum()
-    np.testing.assert_array_equal(token_of[:num_places], tokens[order])
-    np.testing.assert_array_equal(share_of[:num_places], shares[tokens, slots][order])
-    np.testing.assert_array_equal(first, np.searchsorted(chosen[is_here][order], np.arange(257)))
-    np.testing.assert_array_equal(places[~is_here], -1)
-    np.testing.assert_array_equal(places[is_here][order], np.arange(num_places))
-
-    rows = np.full((chosen.size, case.embed), np.nan, bfloat16)
-    norm_sums = np.random.default_rng(6).random((num_tokens, 3), np.float32) + 0.5
-    arrays = (x, token_of, first[256:], rows, norm_sums)
-    gather = GatherArgs(*(array.ctypes.data for array in arrays), 3, 0.5, 0.25, case.embed)
-    library.gather(True, 5, ctypes.byref(gather))
-    of_fp8 = rows.copy()
-    library.gather(False, 5, ctypes.byref(gather))
-    np.testing.assert_array_equal(of_fp8[:num_places], ordered(rows)[:num_places])
-    normed = x.astype(np.float32) / np.sqrt(norm_sums.sum(axis=1, keepdims=True) / 2 + 0.25)
-    np.testing.assert_allclose(rows[:num_places].astype(np.float32), normed[token_of[:num_places]], rtol=0.005)
-    if num_tokens <= 256:  # one kernel does the same, and orders columns for 8-bit weights
-        before = [array.copy() for array in (first, places, share_of, rows)]
-        for is_fp8 in (False, True):
-            for array in (first, places):
-                array[...] = -7
-            share_of[...], rows[...] = np.nan, np.nan
-            library.place_and_gather(is_fp8, ctypes.byref(args), ctypes.byref(gather))
-            for array, expected in zip((first, places, share_of), before[:3], strict=True):
-                np.testing.assert_array_equal(array, expected)
-            copied = ordered(before[3]) if is_fp8 else before[3]
-            np.testing.assert_array_equal(rows[:num_places], copied[:num_places])
-        rows[...] = before[3]
-
-    rows = (rows * share_of[:, None]).astype(bfloat16)
-    out, scaled, gain = np.full_like(x, 1), np.full_like(x, np.nan), np.full(case.embed, 2, bfloat16)
-    sums = np.full((case.num_tokens, 1), np.nan, np.float32)
-    arrays = (rows, places, out, gain, out, scaled, sums)
-    sizes = (case.num_tokens, case.num_chosen, case.embed)
-    library.combine(ctypes.byref(CombineArgs(*(array.ctypes.data for array in arrays), *sizes)))
-    expected = 1 + np.where(is_here, shares, 0).sum(axis=1, keepdims=True) * np.nan_to_num(normed)
-    np.testing.assert_allclose(out.astype(np.float32), expected, atol=0.03, rtol=0.02)
-    np.testing.assert_array_equal(scaled.astype(np.float32), 2 * out.astype(np.float32))
-    np.testing.assert_allclose(sums[:, 0], (out.astype(np.float32) ** 2).sum(axis=1), rtol=1e-5)
-
-
 class RouterArgs(ctypes.Structure):
     """Mirrors the struct in expert_router.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("scaled", "router", "sums", "positions")),
-        *_NORM,
+        *NORM,
         *((name, ctypes.c_int) for name in ("num_tokens", "num_experts", "num_chosen", "columns")),
         ("is_normalized", ctypes.c_bool),
         *((name, ctypes.c_void_p) for name in ("experts", "shares")),

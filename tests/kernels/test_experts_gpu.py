@@ -19,7 +19,7 @@ CASES = (
     *(
         cases.Case(name=f"fp8-{num_tokens}", num_tokens=num_tokens, num_experts=24, embed=256, mlp=256, padding=7,
                    skew=0.5, dtype="bfloat16", is_fp8=True)
-        for num_tokens in (1, 3, 8, 9, 40, 130, 256, 300, 1000)
+        for num_tokens in (1, 3, 8, 9, 40, 130, 256, 300, 1000, 3000)
     ),
     cases.Case(name="30b-a3b-fp8-2", num_tokens=2, num_chosen=8, embed=2048, mlp=768, dtype="bfloat16", is_fp8=True),
     *(
@@ -57,17 +57,26 @@ def compiled(most_few_tokens: int):
     return jax.jit(call, static_argnames="layer")
 
 
-def expected(inputs: cases.Inputs, layer: int) -> np.ndarray:
-    """Returns the output in float64, expert by expert."""
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Returns activations [T, K] rounded to e4m3 with a scale for each token and 128 columns."""
+    parts = x.astype(np.float32).reshape(len(x), -1, 128)
+    highest = np.abs(parts).max(axis=2, keepdims=True)
+    scale = np.where(highest > 0, highest / np.float32(448), np.float32(1)).astype(np.float32)
+    return ((parts / scale).astype(jnp.float8_e4m3fn).astype(np.float64) * scale).reshape(x.shape)
+
+
+def expected(inputs: cases.Inputs, layer: int, *, is_rounded: bool) -> np.ndarray:
+    """Returns the output in float64, expert by expert, of activations as they are or rounded to e4m3."""
     chosen, shares = (np.asarray(array) for array in inputs.routing)
     x = np.nan_to_num(np.asarray(inputs.x, np.float64))
     outputs = np.zeros(x.shape)
+    kept = rounded if is_rounded else np.asarray
     for expert in range(inputs.weights.down.shape[1]):
         tokens, slots = np.nonzero(chosen == expert)
         if len(tokens):
             gate_up, down = (np.asarray(layer_of(stack, (layer, expert)), np.float64) for stack in inputs.weights)
-            gate, up = (x[tokens] @ matrix.T for matrix in gate_up)
-            outputs[tokens] += shares[tokens, slots, None] * (gate / (1 + np.exp(-gate)) * up @ down.T)
+            gate, up = (kept(x[tokens]) @ matrix.T for matrix in gate_up)
+            outputs[tokens] += shares[tokens, slots, None] * (kept(gate / (1 + np.exp(-gate)) * up) @ down.T)
     return outputs
 
 
@@ -78,17 +87,22 @@ def expected(inputs: cases.Inputs, layer: int) -> np.ndarray:
     ids=lambda value: value.name if isinstance(value, cases.Case) else "few" if value else "many",
 )
 def test_every_case_is_the_float64_computation(case, most_few_tokens):
+    """In tiles, 8-bit weights are multiplied with activations rounded to e4m3, as in the reference."""
     inputs, layer = cases.make_inputs(case, seed=1), case.num_layers - 1
     run = compiled(most_few_tokens)
     found = np.asarray(run(inputs.x, inputs.weights, inputs.routing, layer=layer))
-    truth = expected(inputs, layer)
+    is_rounded = case.is_fp8 and most_few_tokens == 0
+    truth = expected(inputs, layer, is_rounded=is_rounded)
     found64 = found.astype(np.float64)
+    print(f"error {np.linalg.norm(found64 - truth) / np.linalg.norm(truth):.2e}")
     assert np.isfinite(found64).all()
     is_here = (np.abs(truth).sum(axis=1) > 0)[:, None]
     np.testing.assert_array_equal(np.where(is_here, 0, found64), 0)
     error = np.linalg.norm(found64 - truth, axis=1)
     assert (error <= 4 * BOUND * np.linalg.norm(truth, axis=1)).all()
-    assert np.linalg.norm(error) <= BOUND * np.linalg.norm(truth)
+    # The FP8 tensor cores' sums have some 14 bits, so a few activations are rounded the other way than in float64. With
+    # errors of 5e-4 in the reference's gate and up, a single token differs by up to 1.2e-2.
+    assert np.linalg.norm(error) <= (2 if is_rounded else 1) * BOUND * np.linalg.norm(truth)
     again = np.asarray(run(inputs.x, inputs.weights, inputs.routing, layer=layer))
     np.testing.assert_array_equal(again, found)  # bitwise equal: no races
 

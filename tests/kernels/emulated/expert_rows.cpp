@@ -1,5 +1,6 @@
 // Runs the kernels of the experts on the host, one block or cluster after another.
 #include "expert_fp8_tiles.cuh"
+#include "expert_narrow_tiles.cuh"
 #include "expert_rings.cuh"
 #include "expert_router.cuh"
 #include "expert_tiles.cuh"
@@ -92,9 +93,8 @@ extern "C" void gather(int is_fp8, unsigned blocks, const experts::GatherRowsArg
   run(is_fp8 ? experts::gather_rows_kernel<Fp8Weights> : experts::gather_rows_kernel<Bf16Weights>, blocks, *args);
 }
 extern "C" void place_and_gather(int is_fp8, const experts::ArrangeArgs* args, const experts::GatherRowsArgs* rows) {
-  const unsigned blocks = (args->num_tokens * args->num_chosen + experts::kWarps - 1) / experts::kWarps;
   auto* kernel = is_fp8 ? experts::place_and_gather_kernel<Fp8Weights> : experts::place_and_gather_kernel<Bf16Weights>;
-  run(kernel, blocks, *args, *rows);
+  run(kernel, args->num_tokens, *args, *rows);
 }
 extern "C" void combine(const experts::CombineArgs* args) {
   const unsigned warps = args->num_tokens * (args->columns / 128);
@@ -159,15 +159,24 @@ extern "C" void tiles(int is_down, unsigned blocks, const CUtensorMap* weights, 
   auto* kernel = is_down ? experts::tiles_kernel<true> : experts::tiles_kernel<false>;
   run(experts::kTileThreads, blocks, [&] { kernel(*input, *weights, *args); });
 }
+
+// Tiles of `tokens` tokens: 16 or 64 of narrow tiles; with 8-bit weights also 128.
 namespace {
-template <int N>
-void run_fp8_tiles(int is_down, unsigned blocks, const CUtensorMap* weights, const CUtensorMap* input,
-                   const experts::Fp8TilesArgs* args) {
-  auto* kernel = is_down ? experts::fp8_tiles_kernel<true, N> : experts::fp8_tiles_kernel<false, N>;
-  run(experts::kFp8Threads, blocks, [&] { kernel(*weights, *input, *args); });
+using Tiles = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, experts::NarrowTilesArgs);
+template <class W, bool kIsDown>
+Tiles narrow(int tokens) {
+  return tokens == 16 ? experts::narrow_tiles_kernel<kIsDown, 16, W> : experts::narrow_tiles_kernel<kIsDown, 64, W>;
+}
+template <bool kIsDown>
+void run_tiles(int is_fp8, int tokens, unsigned blocks, const CUtensorMap* maps, const experts::NarrowTilesArgs* args) {
+  const bool is_wide = tokens == experts::kFp8TileTokens;
+  Tiles kernel = is_fp8 ? narrow<Fp8Weights, kIsDown>(tokens) : narrow<Bf16Weights, kIsDown>(tokens);
+  if (is_wide) kernel = experts::fp8_tiles_kernel<kIsDown>;
+  run(is_wide ? experts::kFp8TileThreads : experts::kNarrowThreads, blocks,
+      [&] { kernel(maps[0], maps[1], maps[2], *args); });
 }
 }  // namespace
-extern "C" void fp8_tiles(int tokens, int is_down, unsigned blocks, const CUtensorMap* weights,
-                          const CUtensorMap* input, const experts::Fp8TilesArgs* args) {
-  (tokens == 16 ? run_fp8_tiles<16> : run_fp8_tiles<64>)(is_down, blocks, weights, input, args);
+extern "C" void narrow_tiles(int is_fp8, int tokens, int is_down, unsigned blocks, const CUtensorMap* maps,
+                             const experts::NarrowTilesArgs* args) {
+  (is_down ? run_tiles<true> : run_tiles<false>)(is_fp8, tokens, blocks, maps, args);
 }

@@ -236,6 +236,7 @@ inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 
 inline uint64_t evict_first_policy() { return 0; }
+inline uint64_t evict_last_policy() { return 0; }
 inline uint4 load_weights(const bf16* from, uint64_t) { return *reinterpret_cast<const uint4*>(from); }
 
 inline float from_f16(uint32_t bits) {
@@ -380,7 +381,7 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   }
 }
 
-struct CUtensorMap {  // of three dimensions, with the 128-byte swizzle
+struct CUtensorMap {  // of three dimensions, with the 128-byte swizzle, or none if the box is a single row
   const uint8_t* data;
   int sizes[3], box[3], element_bytes;  // sizes in elements
 };
@@ -388,8 +389,8 @@ inline void prefetch_map(const CUtensorMap*) {}
 inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, int matrix, uint32_t barrier) {
   const size_t row_bytes = static_cast<size_t>(map->sizes[0]) * map->element_bytes;
   const int bytes = map->box[0] * map->element_bytes;
-  if (bytes != 128 || to % 1024 != 0) __trap();
   if (column * map->element_bytes % 16 != 0) __trap();  // an illegal instruction on a GPU
+  if (map->box[1] == 1 ? bytes % 16 != 0 || to % 128 != 0 : bytes != 128 || to % 1024 != 0) __trap();
   for (int r = 0; r < map->box[1]; ++r) {
     const size_t from_row = static_cast<size_t>(matrix) * map->sizes[1] + row + r;
     for (int i = 0; i < bytes; ++i) {  // zero beyond the matrix
@@ -398,14 +399,14 @@ inline void copy_box(uint32_t to, const CUtensorMap* map, int column, int row, i
       shared_base[to + 128 * r + (i ^ r % 8 * 16)] = is_inside ? *from : 0;
     }
   }
-  change(barrier, 0, -128L * map->box[1]);
+  change(barrier, 0, -static_cast<long>(bytes) * map->box[1]);
 }
 inline void copy_bytes(uint32_t to, const CUtensorMap* map, int row, int first, uint32_t barrier, uint64_t) {
   copy_box(to, map, first, row, 0, barrier);
 }
 // A tile [box[2], box[1] rows, box[0] elements] of rows of sizes[0] * sizes[2] elements, in a swizzle as wide as a row
 // of the box.
-inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int, uint32_t barrier, uint64_t) {
+inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int outer, uint32_t barrier, uint64_t) {
   const int bytes = map->box[0] * map->element_bytes;
   const size_t row_bytes = static_cast<size_t>(map->sizes[0]) * map->sizes[2] * map->element_bytes;
   if ((bytes != 64 && bytes != 128) || to % 1024 != 0) __trap();
@@ -413,9 +414,9 @@ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int, uint32_
     for (int r = 0; r < map->box[1]; ++r) {
       for (int i = 0; i < bytes; ++i) {
         const uint32_t offset = (part * map->box[1] + r) * bytes + i;
-        const bool is_inside = row + r < map->sizes[1];
+        const bool is_inside = row + r < map->sizes[1] && outer + part < map->sizes[2];
         shared_base[to + (offset ^ (offset / 128 % (bytes / 16) * 16))] =
-            is_inside ? map->data[(row + r) * row_bytes + part * bytes + i] : 0;
+            is_inside ? map->data[(row + r) * row_bytes + (outer + part) * bytes + i] : 0;
       }
     }
   }

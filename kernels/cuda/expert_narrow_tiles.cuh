@@ -1,0 +1,361 @@
+// The experts of a step in which an expert has few tokens: products of 256 rows of one expert's weights by 16, 32 or 64
+// of its tokens, with wgmma. Weights are the left operand and tokens the right one, both in shared memory as they lie
+// in memory, so that an expert of few tokens costs hardly more than the time to read it.
+//
+// bf16 weights are multiplied with bf16 tokens. e4m3 weights are multiplied on the FP8 tensor cores, with tokens that
+// are e4m3 numbers and a scale for each 128 columns: the sums over 128 columns, in float32, are multiplied by the
+// scales of the weights' block and of the token, and added up in float32.
+//
+// Persistent blocks, one an SM, take tiles of equal work in turn. One warp fetches units of 64 rows of weights by 256
+// bytes (of shorter stretches, the memory delivers less), the tokens' 256 bytes, and scales, into two rings. Of a
+// tile's four units of the same columns, the first warpgroup multiplies the first and third, the second one the others.
+//   gate_up: 128 rows of gate, and the same rows of up, of which a thread has both. Stores share * silu(gate) * up: in
+//            bf16, or rounded to e4m3, with a scale for the 128 rows, which are columns of down; the share is in it
+//   down:    256 rows. It finds its tiles and fetches its first weights while gate_up still runs
+#pragma once
+#include "expert_parts.cuh"
+#include "expert_tiles.cuh"
+#include "rounding.cuh"
+#include "wgmma_e4m3.cuh"
+
+namespace meshserve {
+namespace experts {
+
+constexpr int kNarrowThreads = 288, kNarrowConsumers = 256;
+constexpr int kHalfRows = 128;  // of a tile's weights: of gate or of up, or the lower or upper ones of down
+constexpr int kUnitRows = 64, kGroups = 2, kUnitBytes = kGroups * kUnitRows * 128;
+constexpr int kFp8Columns = 128;   // that share a scale
+constexpr int kFp8LaneScales = 2;  // each lane of a warp holds the scales of so many times 128 columns
+constexpr int kFp8MostColumns = 32 * kFp8LaneScales * kFp8Columns;
+template <int N>
+constexpr int kUnits = N <= 32 ? 10 : 8;  // in shared memory
+template <int N>
+constexpr int kChunks = N <= 32 ? 3 : 2;  // of tokens
+
+// A copy must begin at a multiple of 16 bytes, so the scales of a tile's tokens begin up to 3 before them.
+constexpr int kMoreScales = 4;
+__device__ __forceinline__ int first_scale(int token) { return token / kMoreScales * kMoreScales; }
+
+struct NarrowTilesArgs {
+  const int* first;       // [kMaxExperts + 1]: of each expert's tokens
+  const float* share_of;  // of each place
+  void* out;              // [places, rows]: e4m3 of gate_up with 8-bit weights, else bf16
+  float* out_scales;      // of e4m3 [rows / 128, stride]
+  Scales scales;          // of 8-bit weights
+  int rows, columns;      // rows of the output: an expert is [2, rows, columns] or [rows, columns]
+  int first_row;          // of the layer in the stack of all layers
+  int stride;             // of out_scales
+};
+
+// The scales of a tile's first and second rows, for all columns: a lane has those of columns 128 * (lane + 32 * i).
+struct TileScales {
+  ScaleInFlight first[kFp8LaneScales] = {}, second[kFp8LaneScales] = {};
+
+  __device__ __forceinline__ TileScales(const Scales& s, int row, int second_row, int blocks) {
+    if (blocks == 0) return;
+    const int grid_row = min(second_row / s.rows_each, s.grid_rows - 1);  // the last tile may exceed the matrix
+#pragma unroll
+    for (int i = 0; i < kFp8LaneScales; ++i) {
+      const int group = threadIdx.x % 32 + 32 * i;
+      if (group >= blocks) continue;
+      first[i].load(s, static_cast<size_t>(row / s.rows_each) * s.grid_columns + group);
+      second[i].load(s, static_cast<size_t>(grid_row) * s.grid_columns + group);
+    }
+  }
+  // Returns those of block k of columns. All lanes call it.
+  __device__ __forceinline__ float2 of(const Scales& s, int k) const {
+    const float low = (k < 32 ? first[0] : first[1]).value(s), high = (k < 32 ? second[0] : second[1]).value(s);
+    return make_float2(__shfl_sync(0xffffffffu, low, k % 32), __shfl_sync(0xffffffffu, high, k % 32));
+  }
+};
+
+template <int N>
+struct NarrowTilesMemory {
+  uint8_t units[kUnits<N>][kUnitBytes];
+  uint8_t tokens[kChunks<N>][kGroups * N * 128];
+  alignas(128) float token_scales[kChunks<N>][kGroups][(N + kMoreScales + 31) / 32 * 32];
+  float scales[kUnits<N>][kGroups];
+  float highest[2][kWarps][N];  // of a warp's rows of each token; two, so that one barrier a tile suffices
+  uint64_t full[kUnits<N>], empty[kUnits<N>];
+  uint64_t tokens_full[kChunks<N>], tokens_empty[kChunks<N>];
+  int first_tile[kMaxExperts + 1], first_token[kMaxExperts + 1];
+  int totals[kWarps];
+};
+
+// Adds the product of a unit to the sums of its 64 rows. `groups` of its columns exist; `token` is the tile's first.
+template <class W, int N>
+__device__ __forceinline__ void add_unit(float (&sums)[N / 2], const NarrowTilesMemory<N>& memory, int unit, int chunk,
+                                         int token, int groups, bool is_first) {
+  const int lane = threadIdx.x % 32;
+  const uint64_t weights = tile_descriptor(shared_address(memory.units[unit]));
+  const uint64_t tokens = tile_descriptor(shared_address(memory.tokens[chunk]));
+  if constexpr (W::kIsQuantised) {
+    float partial[2][N / 2];
+    auto multiply = [&](int g) {
+      wgmma_begin();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        multiply_e4m3<N>(partial[g % 2], moved_on(weights, g * kUnitRows * 128) + 2 * i,
+                         moved_on(tokens, g * N * 128) + 2 * i, i > 0);
+      }
+      wgmma_commit();
+    };
+    auto scale = [&](int g) {
+      keep_in_place(partial[g % 2]);
+      const float of_rows = memory.scales[unit][g];
+#pragma unroll
+      for (int j = 0; j < N / 8; ++j) {
+        const float* of_tokens = memory.token_scales[chunk][g] + token % kMoreScales + 8 * j + 2 * (lane % 4);
+        const float scale[2] = {of_rows * of_tokens[0], of_rows * of_tokens[1]};
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) {
+          sums[i] = fmaf(scale[i % 2], partial[g % 2][i], is_first && g == 0 ? 0.0f : sums[i]);
+        }
+      }
+    };
+    multiply(0);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (g >= groups) break;
+      const bool has_next = g + 1 < kGroups && g + 1 < groups;
+      if (has_next) multiply(g + 1);
+      if (has_next) {
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      scale(g);
+    }
+  } else {
+    wgmma_begin();
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (g >= groups) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        wgmma<N>(sums, moved_on(weights, g * kUnitRows * 128) + 2 * i, moved_on(tokens, g * N * 128) + 2 * i,
+                 !is_first || g + i > 0);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    keep_in_place(sums);
+  }
+}
+
+// Stores a warp's 16 rows of the tokens as bf16. `to` is the first row's number of the tile's first token.
+template <int N>
+__device__ __forceinline__ void store_rows(bf16* to, int stride, const float (&sums)[N / 2], int num_tokens,
+                                           int num_rows) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // 8 rows by 8 tokens: a lane then has two rows of a token
+      const uint32_t pair = transpose_8x8(pack_bf16(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]));
+      const int token = 8 * j + lane / 4, row = 8 * half + 2 * (lane % 4);
+      if (token < num_tokens && row < num_rows) {
+        *reinterpret_cast<uint32_t*>(to + static_cast<size_t>(token) * stride + row) = pair;
+      }
+    }
+  }
+}
+
+// Stores a warp's 16 rows of the tokens as e4m3, multiplied by the inverses of the lane's tokens' scales.
+template <int N>
+__device__ __forceinline__ void store_rows(uint8_t* to, int stride, const float (&values)[N / 2],
+                                           const float (&inverse)[N / 4], int num_tokens) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < N / 8; ++j) {
+    uint32_t pairs = 0;  // rows r and r + 8 of each of two tokens
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const float factor = inverse[2 * j + t];
+      pairs |= static_cast<uint32_t>(to_e4m3(values[4 * j + t] * factor, values[4 * j + t + 2] * factor)) << 16 * t;
+    }
+    // 8 rows by 8 tokens: a lane then has rows 2q, 2q + 8, 2q + 1 and 2q + 9 of a token, where q = lane % 4.
+    pairs = __byte_perm(transpose_8x8(pairs), 0u, 0x3120);
+    // Of the neighboring lane's, one gets rows 2q and 2q + 1, the other 2q + 8 and 2q + 9.
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, pairs, 1);
+    const uint32_t four = lane % 2 == 0 ? __byte_perm(pairs, other, 0x5410) : __byte_perm(other, pairs, 0x7632);
+    const int token = 8 * j + lane / 4, row = lane % 4 / 2 * 4 + lane % 2 * 8;
+    if (token < num_tokens) *reinterpret_cast<uint32_t*>(to + static_cast<size_t>(token) * stride + row) = four;
+  }
+}
+
+template <bool kIsDown, int N, class W>
+__global__ void __launch_bounds__(kNarrowThreads, 1)
+    narrow_tiles_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
+                        const __grid_constant__ CUtensorMap input_scales,
+                        const __grid_constant__ NarrowTilesArgs args) {
+  using Memory = NarrowTilesMemory<N>;
+  constexpr int kRows = kIsDown ? 2 * kHalfRows : kHalfRows;  // of the output
+  constexpr int kTokenBytes = kGroups * (N * 128 + (W::kIsQuantised ? (N + kMoreScales) * 4 : 0));
+  extern __shared__ __align__(1024) uint8_t shared[];
+  auto& memory = *reinterpret_cast<Memory*>(shared);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const uint32_t full = shared_address(memory.full), empty = shared_address(memory.empty);
+  const uint32_t tokens_full = shared_address(memory.tokens_full), tokens_empty = shared_address(memory.tokens_empty);
+  if (threadIdx.x == kNarrowConsumers) {
+    prefetch_map(&weights);
+    prefetch_map(&input);
+    if (W::kIsQuantised) prefetch_map(&input_scales);
+    for (int s = 0; s < kUnits<N>; ++s) {
+      barrier_init(full + 8 * s, 1);
+      barrier_init(empty + 8 * s, kWarps / 2);
+    }
+    for (int s = 0; s < kChunks<N>; ++s) {
+      barrier_init(tokens_full + 8 * s, 1);
+      barrier_init(tokens_empty + 8 * s, kWarps);
+    }
+    barrier_init_fence();
+  }
+  if (kIsDown) {
+    let_next_kernel_start();
+  } else {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
+  const int all_tiles = count_tiles<N>(memory, args.first, (args.rows + kRows - 1) / kRows);
+  const int blocks = (args.columns + W::kBlockColumns - 1) / W::kBlockColumns;
+  ExpertTile at;
+
+  if (warp == kWarps) {
+    const uint64_t policy = evict_first_policy(), keep = evict_last_policy();
+    int unit = 0, chunk = 0;
+    uint32_t parity = 1, tokens_parity = 1;
+    bool is_waiting = kIsDown;
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
+      find_tile<N>(memory, tile, kRows, &at);
+      const int row = args.first_row + at.expert * args.rows * (kIsDown ? 1 : 2) + at.row;
+      const int second_row = row + (kIsDown ? kHalfRows : args.rows);
+      const TileScales scales(args.scales, row, second_row, W::kIsQuantised ? blocks : 0);
+      auto fetch_unit = [&](int i, int to_unit) {  // number i of the tile
+        const int first_group = i / 4 * kGroups;
+        const uint32_t to = shared_address(memory.units[to_unit]), barrier = full + 8 * to_unit;
+        if constexpr (W::kIsQuantised) {
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) {
+            const float2 of_rows = scales.of(args.scales, min(first_group + g, blocks - 1));
+            if (lane == 0) memory.scales[to_unit][g] = i % 4 < 2 ? of_rows.x : of_rows.y;
+          }
+        }
+        if (lane == 0) {
+          barrier_expect_bytes(barrier, kUnitBytes);
+          copy_tile(to, &weights, (i % 4 < 2 ? row : second_row) + i % 2 * kUnitRows, first_group, barrier, policy);
+        }
+      };
+      const int units = (blocks + kGroups - 1) / kGroups * 4;
+      const int ahead = is_waiting ? min(kUnits<N>, units) : 0;  // units that are fetched before the wait
+#pragma unroll 1
+      for (int i = 0; i < ahead; ++i) fetch_unit(i, i);
+      if (is_waiting) wait_for_previous_kernel();
+      is_waiting = false;
+#pragma unroll 1
+      for (int i = 0; i < units; ++i) {
+        if (i % 4 == 0) {
+          if (lane == 0) {
+            const uint32_t barrier = tokens_full + 8 * chunk;
+            barrier_wait(tokens_empty + 8 * chunk, tokens_parity);
+            barrier_expect_bytes(barrier, kTokenBytes);
+            copy_tile(shared_address(memory.tokens[chunk]), &input, at.token, i / 4 * kGroups, barrier, keep);
+            if (W::kIsQuantised) {
+#pragma unroll
+              for (int g = 0; g < kGroups; ++g) {
+                copy_box(shared_address(memory.token_scales[chunk][g]), &input_scales, first_scale(at.token),
+                         i / 4 * kGroups + g, 0, barrier);
+              }
+            }
+          }
+          if (++chunk == kChunks<N>) chunk = 0, tokens_parity ^= 1;
+        }
+        if (i >= ahead) {
+          if (lane == 0) barrier_wait(empty + 8 * unit, parity);
+          fetch_unit(i, unit);
+        }
+        __syncwarp();
+        if (++unit == kUnits<N>) unit = 0, parity ^= 1;
+      }
+    }
+    if (is_waiting) wait_for_previous_kernel();
+    return;
+  }
+
+  const int group = warp / 4, first_row = 64 * group + 16 * (warp % 4);  // of the warp, of each 128 rows
+  int unit = group, chunk = 0, buffer = 0;
+  uint32_t parity = 0, tokens_parity = 0;
+  float sums[2][N / 2];
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
+    find_tile<N>(memory, tile, kRows, &at);
+#pragma unroll 1
+    for (int first_group = 0; first_group < blocks; first_group += kGroups) {
+      barrier_wait(tokens_full + 8 * chunk, tokens_parity);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        barrier_wait(full + 8 * unit, parity);
+        add_unit<W>(sums[m], memory, unit, chunk, at.token, blocks - first_group, first_group == 0);
+        __syncwarp();  // all lanes have read the scales
+        if (lane == 0) barrier_arrive(empty + 8 * unit);
+        if ((unit += 2) >= kUnits<N>) unit -= kUnits<N>, parity ^= 1;
+      }
+      if (lane == 0) barrier_arrive(tokens_empty + 8 * chunk);
+      if (++chunk == kChunks<N>) chunk = 0, tokens_parity ^= 1;
+    }
+    const int num_tokens = at.last_token - at.token, row = at.row + first_row;
+    const size_t first_number = static_cast<size_t>(at.token) * args.rows + row;
+    if constexpr (kIsDown) {
+      bf16* to = static_cast<bf16*>(args.out) + first_number;
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        store_rows<N>(to + m * kHalfRows, args.rows, sums[m], num_tokens, args.rows - row - m * kHalfRows);
+      }
+    } else {
+      // A lane has rows lane / 4 and 8 further of tokens 2 * (lane % 4) and the next one, of each 8.
+      float values[N / 2];
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) values[i] = silu(sums[0][i]) * sums[1][i];
+      if constexpr (W::kIsQuantised) {
+        float inverse[N / 4];
+        auto& highest = memory.highest[buffer];
+        buffer ^= 1;
+#pragma unroll
+        for (int t = 0; t < N / 4; ++t) {
+          const float* of_token = values + t / 2 * 4 + t % 2;
+          float most = fmaxf(fabsf(of_token[0]), fabsf(of_token[2]));
+#pragma unroll
+          for (int lanes = 4; lanes < 32; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
+          if (lane < 4) highest[warp][t / 2 * 8 + 2 * lane + t % 2] = most;
+        }
+        sync_threads(1, kNarrowConsumers);
+        auto scale_of_token = [&](int token) {
+          float most = 0.0f;
+#pragma unroll
+          for (int w = 0; w < kWarps; ++w) most = fmaxf(most, highest[w][token]);
+          return e4m3_scale(most);
+        };
+#pragma unroll
+        for (int t = 0; t < N / 4; ++t) inverse[t] = 1.0f / scale_of_token(t / 2 * 8 + 2 * (lane % 4) + t % 2);
+        store_rows<N>(static_cast<uint8_t*>(args.out) + first_number, args.rows, values, inverse, num_tokens);
+        const int token = threadIdx.x;
+        if (token < N && token < num_tokens) {
+          const size_t place = at.token + token;
+          args.out_scales[static_cast<size_t>(at.row / kFp8Columns) * args.stride + place] =
+              scale_of_token(token) * args.share_of[place];
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+          const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+          values[i] *= token < num_tokens ? args.share_of[at.token + token] : 0.0f;
+        }
+        store_rows<N>(static_cast<bf16*>(args.out) + first_number, args.rows, values, num_tokens, args.rows - row);
+      }
+    }
+  }
+}
+
+}  // namespace experts
+}  // namespace meshserve

@@ -1,0 +1,299 @@
+"""Tests the CUDA kernels of the experts for many tokens, compiled for the host: their order, products and sums."""
+
+import ctypes
+import math
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from meshserve.kernels.experts import cases
+
+from . import emulated_experts, on_host
+from .emulated_experts import NORM, Scales, Stack, TensorMap, ordered, stack, tensor_map
+
+pytestmark = on_host.needs_compiler
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return emulated_experts.compiled(tmp_path_factory.mktemp("emulated"))
+
+
+class TilesArgs(ctypes.Structure):
+    """Mirrors the struct in expert_tiles.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("first", "share_of", "out")),
+        *((name, ctypes.c_int) for name in ("num_experts", "rows", "columns", "box_tokens", "first_matrix")),
+    ]
+
+
+class NarrowTilesArgs(ctypes.Structure):
+    """Mirrors the struct in expert_narrow_tiles.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("first", "share_of", "out", "out_scales")),
+        ("scales", Scales),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "first_row", "stride")),
+    ]
+
+
+def first_places(counts: np.ndarray) -> np.ndarray:
+    """Returns the place of each expert's first token, for all experts that a block can have."""
+    first = np.zeros(257, np.int32)
+    first[1:] = np.concatenate([np.cumsum(counts), np.full(256 - len(counts), counts.sum())])
+    return first
+
+
+@pytest.mark.parametrize(("box_tokens", "blocks"), [(16, 2), (128, 3)])
+def test_tiles_are_the_float64_product(library: ctypes.CDLL, box_tokens: int, blocks: int) -> None:
+    """Several tiles of tokens for one expert, none for another, and tiles that exceed the matrices.
+
+    The rows after the last token are never written, as where tokens are padding: they hold NaN.
+    """
+    bfloat16, num_experts, embed, mlp = ml_dtypes.bfloat16, 4, 256, 96
+    first = first_places(np.array([3, 0, 150 + box_tokens, 17]))
+    rng = np.random.default_rng(9)
+    num_places = first[-1]
+    rows = rng.standard_normal((num_places + 150, embed)).astype(bfloat16)
+    shares = rng.random(len(rows), np.float32)
+    rows[num_places:] = shares[num_places:] = np.nan
+    gate_up = stack(rng.standard_normal((2, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, False)
+    down = stack(rng.standard_normal((2, num_experts, embed, mlp), np.float32) * mlp**-0.5, False)
+    activated = np.full((len(rows), mlp), np.nan, bfloat16)
+    outputs = np.full((len(rows), embed), np.nan, bfloat16)
+    for is_down, weights, tokens, out in ((0, gate_up, rows, activated), (1, down, activated, outputs)):
+        size, columns = out.shape[1], tokens.shape[1]
+        input_map = tensor_map(tokens, (columns, len(tokens), 1), box_tokens)
+        matrices = weights.data.size // (size * columns)
+        weights_map = tensor_map(weights.data, (columns, size, matrices), 128)
+        pointers = first.ctypes.data, shares.ctypes.data, out.ctypes.data
+        args = TilesArgs(*pointers, num_experts, size, columns, box_tokens, matrices // 2)
+        library.tiles(is_down, blocks, *map(ctypes.byref, (weights_map, input_map, args)))
+    for expert in range(num_experts):
+        places = slice(first[expert], first[expert + 1])
+        gate, up = (rows[places].astype(np.float64) @ matrix.T for matrix in gate_up.values[1, expert])
+        expected = (shares[places, None] * gate / (1 + np.exp(-gate)) * up) @ down.values[1, expert].T
+        error = np.linalg.norm(outputs[places].astype(np.float64) - expected)
+        assert error <= 0.01 * np.linalg.norm(expected), expert
+    assert np.isnan(outputs[num_places:].astype(np.float32)).all()
+
+
+def rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns activations as e4m3 numbers, and their scales [columns / 128, tokens]."""
+    parts = values.astype(np.float32).reshape(len(values), -1, 128)
+    largest = np.abs(parts).max(axis=2)
+    scales = np.where(largest > 0, largest / np.float32(448), np.float32(1)).astype(np.float32)
+    numbers = (parts / scales[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    return numbers.reshape(values.shape), np.ascontiguousarray(scales.T)
+
+
+def scaled_rows(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Returns in float64 what `rounded` gave."""
+    return numbers.astype(np.float64) * np.repeat(scales.T.astype(np.float64), 128, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("is_fp8", "tile_tokens", "blocks", "embed", "mlp"),
+    [
+        (False, 16, 4, 320, 64), (False, 64, 2, 128, 192), (True, 16, 4, 384, 128), (True, 64, 2, 256, 256),
+        (True, 128, 3, 384, 256), (True, 16, 4, 4352, 128),
+    ],
+)  # fmt: skip
+def test_tiles_of_few_tokens_are_the_float64_product(
+    library: ctypes.CDLL, is_fp8: bool, tile_tokens: int, blocks: int, embed: int, mlp: int
+) -> None:
+    """As above, in each kernel by itself. What 8-bit weights are multiplied with is rounded to e4m3 in the reference,
+    too; what gate and up store must be within e4m3's rounding of it. Everything unwritten is NaN.
+    """
+    bfloat16, fp8, num_experts, block = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, 4, math.gcd(mlp, 128)
+    first = first_places(np.array([3, 0, (20 if embed <= 384 else 2) + tile_tokens, 17]))
+    rng = np.random.default_rng(9)
+    num_places, size = first[-1], first[-1] + 150
+    stride = -(-size // 4) * 4
+    shares = rng.random(size, np.float32)
+    shares[num_places:] = np.nan
+    gate_up = stack(rng.standard_normal((2, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, is_fp8)
+    down = stack(rng.standard_normal((2, num_experts, embed, mlp), np.float32) * mlp**-0.5, is_fp8)
+    kinds = fp8 if is_fp8 else bfloat16
+
+    def run(is_down: int, weights: Stack, tokens: np.ndarray, scales: np.ndarray | None, out: np.ndarray) -> np.ndarray:
+        padded = np.full((size, tokens.shape[1]), np.nan, kinds)
+        padded[:num_places] = tokens
+        of_tokens = np.full((tokens.shape[1] // 128 or 1, stride), np.nan, np.float32)
+        if scales is not None:
+            of_tokens[:, :num_places] = scales
+        columns, rows = tokens.shape[1], weights.data.size // tokens.shape[1]
+        out_scales = np.full((max(1, out.shape[1] // 128), stride), np.nan, np.float32)
+        columns_each, is_wide = 128 // weights.data.itemsize, tile_tokens == 128
+
+        def map_of(array: np.ndarray, num_rows: int, box_rows: int) -> TensorMap:
+            if is_wide:
+                return tensor_map(array, (columns, num_rows, 1), box_rows)
+            sizes, box = (columns_each, num_rows, columns // columns_each), (columns_each, box_rows, 2)
+            return TensorMap(array.ctypes.data, sizes, box, array.itemsize)
+
+        maps = (TensorMap * 3)(
+            map_of(weights.data, rows, 64),
+            map_of(padded, size, min(tile_tokens, 64)),
+            TensorMap(of_tokens.ctypes.data, (stride, len(of_tokens), 1), (tile_tokens + 4, 1, 1), 4),
+        )
+        pointers = (array.ctypes.data for array in (first, shares, out, out_scales))
+        args = NarrowTilesArgs(*pointers, weights.scales, out.shape[1], columns, rows // 2, stride)
+        library.narrow_tiles(is_fp8, tile_tokens, is_down, blocks, maps, ctypes.byref(args))
+        assert np.isnan(out[num_places:].astype(np.float32)).all()
+        return out_scales[:, :num_places]
+
+    rows = rng.standard_normal((num_places, embed))
+    tokens, scales = rounded(rows) if is_fp8 else (rows.astype(bfloat16), None)
+    activated, outputs = np.full((size, mlp), np.nan, kinds), np.full((size, embed), np.nan, bfloat16)
+    found_scales = run(0, gate_up, tokens, scales, activated)
+    activated = activated[:num_places]
+    truth = scaled_rows(tokens, scales) if is_fp8 else tokens.astype(np.float64)
+    found = scaled_rows(activated, found_scales) if is_fp8 else activated.astype(np.float64)
+    run(1, down, activated, found_scales if is_fp8 else None, outputs)
+    for expert in range(num_experts):
+        places = slice(first[expert], first[expert + 1])
+        gate, up = (truth[places] @ matrix.astype(np.float64).T for matrix in gate_up.values[1, expert])
+        hidden = shares[places, None] * gate / (1 + np.exp(-gate)) * up
+        size_of = np.abs(hidden)
+        largest = np.repeat(size_of.reshape(-1, mlp // block, block).max(axis=2), block, axis=1)
+        nearest = 2**-4 * size_of + 2**-10 / 448 * largest if is_fp8 else 2**-8 * size_of
+        assert (np.abs(found[places] - hidden) <= 1.01 * nearest + 1e-5 * largest).all(), expert
+        expected = found[places] @ down.values[1, expert].astype(np.float64).T
+        error = np.linalg.norm(outputs[places].astype(np.float64) - expected)
+        assert error <= 3e-3 * np.linalg.norm(expected), expert  # rounding to bfloat16: 1.7e-3
+
+
+class ArrangeArgs(ctypes.Structure):
+    """Mirrors the struct in expert_choices.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "experts shares counts first places token_of share_of".split()),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_chosen", "num_experts")),
+    ]
+
+
+class GatherArgs(ctypes.Structure):
+    """Mirrors the struct in expert_router.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "token_of", "num_places", "rows", "scales")),
+        ("stride", ctypes.c_int),
+        ("sums", ctypes.c_void_p),
+        *NORM,
+        ("columns", ctypes.c_int),
+        ("is_ordered", ctypes.c_bool),
+    ]
+
+
+class CombineArgs(ctypes.Structure):
+    """Mirrors the struct in expert_router.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "rows places residual next_gain out scaled_out sums_out".split()),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_chosen", "columns")),
+    ]
+
+
+class Arranged(NamedTuple):
+    """Choices [T, k] in order of their experts."""
+
+    case: cases.Case
+    x: np.ndarray
+    chosen: np.ndarray
+    shares: np.ndarray
+    places: np.ndarray
+    first: np.ndarray
+    token_of: np.ndarray
+    share_of: np.ndarray
+    args: ArrangeArgs
+    unused: np.ndarray  # which the arguments point to
+
+    @property
+    def is_here(self) -> np.ndarray:
+        return (self.chosen >= 0) & (self.chosen < self.case.num_local)
+
+
+def arranged(library: ctypes.CDLL, num_tokens: int) -> Arranged:
+    """Arranges the choices of a block of 16 of 24 experts, whose tokens' rows hold NaN where they are padding."""
+    block = {"num_experts": 24, "first_expert": 4, "block_experts": 16}
+    case = cases.Case(name="", num_tokens=num_tokens, padding=7, skew=0.5, **block)
+    inputs = cases.make_inputs(case, seed=4)
+    chosen, shares = (np.asarray(array) for array in inputs.routing)
+    counts, first = np.full((3, 256), -7, np.int32), np.full(257, -7, np.int32)
+    places, token_of = np.full(chosen.shape, -7, np.int32), np.full(chosen.size, -7, np.int32)
+    share_of = np.full(chosen.size, np.nan, np.float32)
+    arrays = (chosen, shares, counts, first, places, token_of, share_of)
+    args = ArrangeArgs(*(array.ctypes.data for array in arrays), case.num_tokens, case.num_chosen, case.num_local)
+    library.arrange(ctypes.byref(args))
+    x = np.asarray(inputs.x, ml_dtypes.bfloat16)
+    return Arranged(case, x, chosen, shares, places, first, token_of, share_of, args, counts)
+
+
+@pytest.mark.parametrize("num_tokens", [200, 600])
+def test_tokens_are_put_in_order_of_their_experts(library: ctypes.CDLL, num_tokens: int) -> None:
+    """One and three chunks of tokens, with a norm. For 8-bit weights, the copies are rounded."""
+    case, x, chosen, shares, places, first, token_of, share_of, args, _ = found = arranged(library, num_tokens)
+    is_here = found.is_here
+    tokens, slots = np.nonzero(is_here)
+    order = np.lexsort((tokens, chosen[is_here]))
+    num_places = is_here.sum()
+    np.testing.assert_array_equal(token_of[:num_places], tokens[order])
+    np.testing.assert_array_equal(share_of[:num_places], shares[tokens, slots][order])
+    np.testing.assert_array_equal(first, np.searchsorted(chosen[is_here][order], np.arange(257)))
+    np.testing.assert_array_equal(places[~is_here], -1)
+    np.testing.assert_array_equal(places[is_here][order], np.arange(num_places))
+
+    rows = np.full((chosen.size, case.embed), np.nan, ml_dtypes.bfloat16)
+    norm_sums = np.random.default_rng(6).random((num_tokens, 3), np.float32) + 0.5
+    numbers = np.full(rows.shape, np.nan, ml_dtypes.float8_e4m3fn)
+    scales = np.full((case.embed // 128, chosen.size + 4), np.nan, np.float32)
+
+    def gather_args(tokens: np.ndarray, *, is_fp8: bool, is_ordered: bool) -> GatherArgs:
+        arrays = (tokens, token_of, first[256:], numbers if is_fp8 else rows, scales)
+        pointers = (array.ctypes.data for array in arrays)
+        return GatherArgs(*pointers, scales.shape[1], norm_sums.ctypes.data, 3, 0.5, 0.25, case.embed, is_ordered)
+
+    library.gather(False, 5, ctypes.byref(gather_args(x, is_fp8=False, is_ordered=False)))
+    normed = x.astype(np.float32) / np.sqrt(norm_sums.sum(axis=1, keepdims=True) / 2 + 0.25)
+    np.testing.assert_allclose(rows[:num_places].astype(np.float32), normed[token_of[:num_places]], rtol=0.005)
+    expected_numbers, expected_scales = rounded(rows[:num_places])
+    before = [array.copy() for array in (first, places, share_of, rows[:num_places])]
+    for is_fp8, is_ordered in ((True, False), (True, True), (False, False)):
+        source = ordered(x) if is_ordered else x
+        gather = gather_args(source, is_fp8=is_fp8, is_ordered=is_ordered)
+        for is_one_kernel in (False, True) if num_tokens <= 256 else (False,):
+            rows[...] = numbers[...] = scales[...] = np.nan
+            if is_one_kernel:  # which also finds the places
+                first[...] = places[...] = -7
+                share_of[...] = np.nan
+                library.place_and_gather(is_fp8, ctypes.byref(args), ctypes.byref(gather))
+            else:
+                library.gather(is_fp8, 5, ctypes.byref(gather))
+            for array, expected in zip((first, places, share_of), before[:3], strict=True):
+                np.testing.assert_array_equal(array, expected)
+            if is_fp8:
+                np.testing.assert_array_equal(numbers[:num_places], expected_numbers)
+                np.testing.assert_array_equal(scales[:, :num_places], expected_scales)
+            else:
+                np.testing.assert_array_equal(rows[:num_places], before[3])
+            assert np.isnan(rows[num_places:].astype(np.float32)).all()
+
+
+def test_the_rows_of_a_token_are_added_up(library: ctypes.CDLL) -> None:
+    """The experts do nothing but multiply by the share."""
+    case, x, _, shares, places, _, token_of, share_of, _, _ = found = arranged(library, 200)
+    num_places = found.is_here.sum()
+    rows = np.full((found.chosen.size, case.embed), np.nan, ml_dtypes.bfloat16)
+    rows[:num_places] = x[token_of[:num_places]].astype(np.float32) * share_of[:num_places, None]
+    out, scaled, gain = np.full_like(x, 1), np.full_like(x, np.nan), np.full(case.embed, 2, ml_dtypes.bfloat16)
+    sums = np.full((case.num_tokens, 1), np.nan, np.float32)
+    pointers = (array.ctypes.data for array in (rows, places, out, gain, out, scaled, sums))
+    library.combine(ctypes.byref(CombineArgs(*pointers, case.num_tokens, case.num_chosen, case.embed)))
+    expected = 1 + np.where(found.is_here, shares, 0).sum(axis=1, keepdims=True) * np.nan_to_num(x.astype(np.float32))
+    np.testing.assert_allclose(out.astype(np.float32), expected, atol=0.03, rtol=0.02)
+    np.testing.assert_array_equal(scaled.astype(np.float32), 2 * out.astype(np.float32))
+    np.testing.assert_allclose(sums[:, 0], (out.astype(np.float32) ** 2).sum(axis=1), rtol=1e-5)
