@@ -11,7 +11,7 @@ from meshserve.sharding.memory import shard_bytes
 
 from ..program.batch import ProgramKey
 from .aot import DryServer, KnownKey, ProgramReport
-from .kernel_selection import max_fused_prompt_tokens
+from .kernel_selection import max_fused_prompt_tokens, product_refusals
 from .memory_plan import MIB, MemoryPlan, Planner
 
 _SAMPLING_ALL_REDUCES = 30  # upper bound: one search of 8 rounds for top-p, two for all filters; totals and maxima
@@ -115,8 +115,10 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     """Returns the expected number of calls of our kernels in a program."""
     server, names, num_layers = planner.server, planner.server.kernel_names, planner.server.model.num_layers
     has_experts = server.model.experts is not None and names.moe_backend in ("tpu", "cuda")
-    if report.kind == "prompt" and has_experts:
-        return int(num_layers - 1 in server.model.stacks["layers"])
+    products = _fp8_products(planner)
+    if report.kind == "prompt":  # the last layer's MLP
+        num_products = len(products & {"gate_up", "down"})
+        return int(num_layers - 1 in server.model.stacks["layers"]) if has_experts else num_products
     num_expert_kernels = _num_written(planner, server.model.stacks["layers"]) if has_experts and report.is_step else 0
     if server.platform == "tpu":
         return 2 * _num_written_layers(planner) + num_expert_kernels if report.is_step else 0  # to write and to attend
@@ -124,16 +126,26 @@ def _num_kernels(planner: Planner, report: ProgramReport) -> int:
     filters = is_sampling and not {"greedy", "random"}.intersection(report.kind.split())
     has_kernel = "cuda" in (names.attention, names.decode_layers) and server.tp == 1
     in_sampling = int(filters and has_kernel) + int(_has_readback(planner, report))
+    has_fp8_head = names.decode_layers == "cuda" and server.model.head_quantisation is not None
+    has_head = int(has_fp8_head and report.is_step and report.kind != "pooling")
     has_p2p = _has_p2p(planner)
     num_p2p = int(has_p2p and report.is_step and report.kind != "pooling")  # gathers the best tokens
     if report.kind.startswith("decode") and names.decode_layers == "cuda" and report.size <= server.max_fused_tokens:
         num_p2p += int(has_p2p)  # the embedding
-        return in_sampling + num_p2p + (1 if server.tp == 1 or has_p2p else 5 * num_layers)
+        return in_sampling + num_p2p + has_head + (1 if server.tp == 1 or has_p2p else 5 * num_layers)
     if report.kind == "pooling" and report.size <= max_fused_prompt_tokens(names, server.kernel_shapes):
         return 1
     num_p2p += _num_all_reduces(planner, report, is_p2p=True) if report.is_step else 0
     heads_and_attention = 2 * num_layers if report.is_step and names.attention == "cuda" else 0
-    return in_sampling + num_p2p + heads_and_attention + num_expert_kernels
+    num_products = len(products) * num_layers if report.is_step else 0
+    return in_sampling + num_p2p + heads_and_attention + num_products + has_head + num_expert_kernels
+
+
+def _fp8_products(planner: Planner) -> set[str]:
+    """Returns the projections of a layer that our calls multiply with, in steps that are not fused."""
+    if planner.server.kernel_names.linear != "cuda_fp8":
+        return set()
+    return {name for name, reason in product_refusals(planner.server.kernel_shapes).items() if reason is None}
 
 
 def _has_readback(planner: Planner, report: ProgramReport) -> bool:

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from meshserve.benchmarks.checks import check_cuda
+from meshserve.benchmarks.checks import check_cuda, check_programs
 from meshserve.kernels.cuda.build import find_nvcc
 from meshserve.runtime.commands.cli import main
 from meshserve.runtime.planning import hlo
@@ -92,6 +92,25 @@ def test_the_number_of_kernels_follows_from_the_config(target, kernels, kind, si
     right = report(kind, size, num_kernels=num_kernels, num_all_reduces=num_all_reduces)
     assert faults(right, plan) == []
     assert len(faults(dataclasses.replace(right, text=report(num_kernels=7).text), plan)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "quantize", "kind", "size", "num_kernels"),  # as compiled, with two layers
+    [
+        ("qwen3-8b", "fp8-block", "decode greedy", 64, 2),  # all layers, the output head
+        ("qwen3-8b", "fp8-block", "step", 512, 14),  # four products a layer
+        ("qwen3-8b", "fp8-block", "prompt", 64, 2),  # the last layer's MLP
+        ("qwen3-30b-a3b", "fp8-block", "step", 512, 12),  # two products a layer, and its experts
+        ("qwen3-30b-a3b", "fp8-block", "prompt", 64, 1),
+        ("qwen3-8b", "int4", "step", 512, 6),
+        ("qwen3-8b", "none", "step", 512, 6),
+    ],
+)
+def test_calls_with_8_bit_weights_are_expected(model, quantize, kind, size, num_kernels):
+    options = check_cuda.KERNELS["cuda"] | {"quantize": quantize, "fp8_head": True}
+    plan = check_programs.planner(model, "h200:1", **options)
+    plan = plan.replan(model=dataclasses.replace(plan.server.model, num_layers=2))
+    assert faults(report(kind, size, num_kernels=num_kernels), plan) == []
 
 
 def test_the_cache_that_fits_is_what_a_program_leaves():
