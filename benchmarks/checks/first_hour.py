@@ -30,7 +30,7 @@ PAGES = ("README.md", "docs/tutorial.md")
 TEXT_SECONDS, OPENAI_SECONDS = 90.0, 120.0  # from `pip install` to streamed text, and to an answer of OpenAI's API
 _LIMIT_SECONDS = 600.0  # of one command
 _LEFT_OUT = {
-    r"make test\b": "takes 20 minutes; CI runs it",
+    r"make test\b": "takes 15 minutes; CI runs it",
     r"\[(cuda|tpu)": "needs an accelerator",
     r"serve Qwen/": "needs an accelerator, and the network for the weights",
     r"^# serve.toml": "a file",
