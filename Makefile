@@ -59,10 +59,12 @@ check-cuda:
 fuzz: $(VENV)/.test
 	$(BIN)/pytest -q -s --timeout 3600 --fuzz 100000 --minutes 10 tests/hostile
 
-# Measures the load that the gRPC server sustains, how long one caller's request delays others, and a rolling restart of
-# two replicas under 2,000 requests. Needs an otherwise idle machine.
+# Measures the load that the gRPC server sustains, alone and with the engine beside a simulated device, how long one
+# caller's request delays others, and a rolling restart of two replicas under 2,000 requests. Needs an otherwise idle
+# machine.
 bench-edge: $(VENV)/.test
 	$(BIN)/python benchmarks/load/edge_streams.py
+	$(BIN)/python benchmarks/load/host_load.py --streams 512 --step-ms 13.3
 	$(BIN)/python benchmarks/load/stalls.py
 	$(BIN)/python benchmarks/load/edge_restart.py
 

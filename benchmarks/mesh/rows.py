@@ -13,6 +13,7 @@ from typing import Any
 
 from meshserve.runtime.api.errors import MeshserveError
 from meshserve.runtime.api.model_config import ModelConfig
+from meshserve.runtime.planning.auto_limits import GPU_RUNNING
 from meshserve.runtime.weights.registry import named_model
 
 from . import readers
@@ -28,7 +29,6 @@ _VLLM_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3
 _SUM_KILOBYTES = ("4", "8", "64", "256", "512", "2048", "8192")
 _VLLM_SECONDS = 300.0  # that a row with vLLM beside may take longer
 _STEP_CONTEXT = 1024
-_MAX_RUNNING = 256  # requests that a server on GPUs runs at once by default; vLLM runs 1,024 on such GPUs
 _TINY = ("--model", "qwen3-0.6b", "--layers=1", "--vocab=2048")  # of a dry run
 
 
@@ -202,7 +202,7 @@ class Plan:
         ]  # fmt: skip
         vllm_settings: dict[str, Any] = {}
         most = max((int(name) for name in served.workloads if name.isdecimal()), default=0)
-        if most > _MAX_RUNNING:  # or they would take turns, and the time of a token would not be that of a step
+        if most > GPU_RUNNING:  # or they would take turns, and the time of a token would not be that of a step
             arguments.append(f"--set-all=max_running={most}")
         if served.expert_parallel:
             arguments.append("--set-all=expert_parallel=true")

@@ -16,7 +16,7 @@ from ..options.serve_config import ServeConfig
 GPU_MEMORY_FRACTION = 0.92  # the rest is for the driver, communication between GPUs, and programs' code
 _REPORTED_FRACTION = 0.85  # of what other devices report
 
-_GPU_RUNNING, _GPU_STEP_TOKENS = 256, 8192
+GPU_RUNNING, _GPU_STEP_TOKENS = 256, 8192
 _SMALL_RUNNING, _SMALL_STEP_TOKENS = 64, 512
 _LEAST_PREFILL_TOKENS = 256
 _PREFILL_SECONDS = 0.11  # in a step that also decodes: how long a prompt may delay tokens (docs/decisions/038)
@@ -83,7 +83,7 @@ def choose_limits(
         min(speed.prefill_tokens_in(seconds), step_tokens) for seconds in (_PREFILL_SECONDS, _LOW_LOAD_PREFILL_SECONDS)
     )
     return StepLimits(
-        max_running=config.max_running or min(_GPU_RUNNING, step_tokens),
+        max_running=config.max_running or min(GPU_RUNNING, step_tokens),
         max_step_tokens=step_tokens,
         max_prefill_tokens=config.max_prefill_tokens or most,
         max_decode_steps=config.max_decode_steps or min(speed.decode_steps(), config.page_size),
