@@ -14,10 +14,10 @@ import jax
 import pytest
 
 from meshserve.runtime.api.sampling_params import SamplingMode
+from meshserve.runtime.compilation.compile_cache import use_cache
 from meshserve.runtime.planning import resolved_server
 from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.program.batch import ANY_MODE, Bucket
-from meshserve.runtime.program.compile_cache import use_cache
 from meshserve.sharding.mesh import use_cpu_devices
 
 from .compiled_programs import compiled_programs

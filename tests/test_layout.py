@@ -28,9 +28,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {"protos": set(), "kernels": set(), "shar
 # The packages of runtime in import order: each may import those before it.
 PACKAGES = (
     "api", "options", "text", "kv_events", "drafting", "pace", "scheduler", "host_cache", "quantisation", "layers",
-    "model", "weights", "processors", "pooling", "expert_counts", "program", "draft_model", "draft_head", "planning",
-    "engine", "telemetry", "server", "retrieval", "gateway", "cluster", "startup", "client", "offline", "dashboard",
-    "commands",
+    "model", "weights", "processors", "pooling", "expert_counts", "compilation", "program", "draft_model", "draft_head",
+    "planning", "engine", "telemetry", "server", "retrieval", "gateway", "cluster", "startup", "client", "offline",
+    "dashboard", "commands",
 )  # fmt: skip
 MAX_FILES = 12  # per package, besides its __init__.py
 

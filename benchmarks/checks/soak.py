@@ -28,9 +28,9 @@ from meshserve.benchmarks.lib.offline_engine import parse_settings
 from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.compilation.compile_cache import CompileWatch
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.options.serve_config import ServeConfig
-from meshserve.runtime.program.compile_cache import CompileWatch
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import build_engine, open_model
 

@@ -26,12 +26,12 @@ from typing import Any
 
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
+from meshserve.runtime.compilation.compile_cache import CompileWatch
 from meshserve.runtime.engine.engine import Engine
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.flags import add_options, serve_config
 from meshserve.runtime.options.serve_config import server_only_options
 from meshserve.runtime.planning.resolved_server import ResolvedServer
-from meshserve.runtime.program.compile_cache import CompileWatch
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup.launch import build_engine, open_model
 from meshserve.runtime.telemetry.logs import configure_logs

@@ -60,7 +60,7 @@ class FollowingProcess:
             self._watch.fail(f"process {self._membership.process_id} could not start: {error}")
 
     def _replay(self, follower: Follower) -> None:
-        from ..program.compile_cache import CompileWatch
+        from ..compilation.compile_cache import CompileWatch
         from .preflight import Cluster  # not at module level: importing jax takes seconds
         from .replay import replay
 

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 
 from meshserve.sharding.mesh import named_sharding
 
+from ..compilation.compile_cache import compile_all
 from ..program.batch import Bucket
-from ..program.compile_cache import compile_all
 
 
 class DraftFilling:

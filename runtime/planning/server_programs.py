@@ -16,13 +16,13 @@ from jax.sharding import Mesh
 from meshserve.kernels.readback.gpu import PinnedTokens
 from meshserve.sharding.mesh import named_sharding
 
+from ..compilation.compile_cache import compile_all
 from ..draft_model.readback_runner import ReadbackRunner
 from ..drafting.head_contract import Follower
 from ..host_cache import page_copies
 from ..host_cache.sizes import HostCacheSize
 from ..model.qwen3 import Kernels
 from ..program.batch import Bucket, ProgramKey
-from ..program.compile_cache import compile_all
 from ..program.output_buffers import OutputBufferKey, output_buffer_shapes
 from ..program.processor_programs import LogitsProcessors, ProcessorPrograms
 from ..program.step import DeviceState, set_page_row, sharded_step, weights_of

@@ -19,10 +19,10 @@ from meshserve.sharding.chips import compiler_options
 from meshserve.sharding.memory import added_bytes, shard_bytes
 from meshserve.sharding.mesh import named_sharding, partition_spec
 
+from ..compilation.compile_cache import compile_all
 from ..model.qwen3 import Kernels, specs_of
 from ..processors.contract import ProcessorState
 from .batch import Bucket, ProgramKey
-from .compile_cache import compile_all
 from .logits_processors import prompt_logprobs, sample_processed, set_slot_adjustments
 from .output_buffers import hidden_shape, logits_shape
 from .processor_batch import WORD_BITS, Logprobs, ProcessorShape, Sampled, next_size, processor_sizes

@@ -17,10 +17,10 @@ from meshserve.sharding.mesh import (
 
 from ..api.errors import ConfigError
 from ..api.model_config import ModelConfig
+from ..compilation.compile_cache import use_cache
 from ..options.serve_config import ServeConfig
 from ..planning.auto_limits import GPU_MEMORY_FRACTION
 from ..planning.tp_choice import choose_tp
-from ..program.compile_cache import use_cache
 
 _GIB = 1 << 30
 _MOVED_BYTES = 24 * _GIB  # of weights that are on their way at a time, at most, after a change of the TP size

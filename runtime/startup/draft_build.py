@@ -15,6 +15,7 @@ from meshserve.sharding.memory import shard_bytes
 from ..api.errors import ConfigError
 from ..api.model_config import GENERATE, ModelConfig, read_json
 from ..api.quantisation import NOT_QUANTIZED
+from ..compilation.compile_cache import compile_all
 from ..draft_head.block_config import BlockConfig
 from ..draft_head.head_programs import Head, chain_buckets, to_lower
 from ..draft_head.head_runner import HeadRunner
@@ -24,7 +25,6 @@ from ..draft_model.drafting_runner import DraftingRunner, RunnerBeside
 from ..options.serve_config import ServeConfig
 from ..planning.resolved_server import PlacedServer, resolve_here
 from ..program.batch import ANY_MODE, Bucket
-from ..program.compile_cache import compile_all
 from ..program.step_runner import StepRunner
 from ..weights.load import load_model, read_model_with_weights
 from ..weights.locate import ModelFiles, find_model

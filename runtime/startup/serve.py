@@ -136,7 +136,7 @@ class _Serving:
     def prepare(self) -> Backend:
         """Loads and compiles. Runs in a thread of its own."""
         self._tell("starting the devices")
-        from ..program.compile_cache import CompileWatch  # not at module level: importing jax takes seconds
+        from ..compilation.compile_cache import CompileWatch  # not at module level: importing jax takes seconds
         from .launch import launch
 
         compiles = self._open_things.enter_context(CompileWatch(is_strict=self._config.strict))

@@ -11,12 +11,12 @@ import jax
 import pytest
 
 from meshserve.benchmarks.checks import check_tpu
+from meshserve.runtime.compilation.compile_cache import CompileWatch
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.aot import DryServer
 from meshserve.runtime.planning.compiled_plan import program_faults
 from meshserve.runtime.planning.memory_plan import Planner
 from meshserve.runtime.planning.resolved_server import PlacedServer, resolve_here
-from meshserve.runtime.program.compile_cache import CompileWatch
 from meshserve.runtime.program.step_runner import ALLOCATE, SET_PAGE_ROW, StepRunner
 from meshserve.runtime.startup import runner_build
 from meshserve.runtime.startup.launch import open_model

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshserve.runtime.program.compile_cache import CompileWatch, LateCompileError, compile_all
+from meshserve.runtime.compilation.compile_cache import CompileWatch, LateCompileError, compile_all
 from tests.waiting import WAIT_SECONDS
 
 
@@ -82,7 +82,7 @@ def test_what_a_program_fails_with_is_raised() -> None:
 def test_the_cache_is_hit_by_the_next_process(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib, jax, jax.numpy as jnp\n"
-        "from meshserve.runtime.program.compile_cache import CompileWatch, use_cache\n"
+        "from meshserve.runtime.compilation.compile_cache import CompileWatch, use_cache\n"
         "use_cache(pathlib.Path(sys.argv[1]))\n"
         "with CompileWatch() as watch:\n"
         "    jax.jit(lambda x: x @ x)(jnp.ones((8, 8))).block_until_ready()\n"
