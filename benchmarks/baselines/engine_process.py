@@ -92,9 +92,12 @@ def _environment(folder: Path, module: str) -> dict[str, str]:
     """Returns the environment of the engine's process.
 
     meshserve runs with this interpreter's packages. The other engines see our benchmarks and no other package of this
-    interpreter.
+    interpreter. vLLM draws each token's experts at random, as random weights do here; otherwise its own random weights
+    send most tokens to the same few experts, whose weights alone are then read.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if module.startswith("vllm"):
+        environment.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     if module not in _OURS:
         package = folder / "packages" / "meshserve"
         if not package.exists():
