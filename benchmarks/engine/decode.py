@@ -44,7 +44,8 @@ from meshserve.runtime.api.model_config import ModelConfig
 from meshserve.runtime.api.quantisation import NOT_QUANTIZED, SCHEMES
 from meshserve.runtime.api.request import Output
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.engine.engine import Engine, Runner
+from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.engine.runner import Runner
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning.resolved_server import ResolvedServer
 from meshserve.runtime.planning.roofline import Roofline

@@ -50,7 +50,7 @@ from meshserve.benchmarks.lib.oracle import Oracle
 from meshserve.benchmarks.lib.workloads import MAX_TOKEN_ID, Work, fixed
 from meshserve.runtime.draft_model.drafting_runner import RunnerBeside
 from meshserve.runtime.drafting.payoff import Payoffs
-from meshserve.runtime.engine.engine import Runner
+from meshserve.runtime.engine.runner import Runner
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.startup.launch import open_model
 from meshserve.runtime.text.tokenizer import open_tokenizer

@@ -64,6 +64,9 @@ class Ticking:
         with self._lock:
             self._open[request_id] = 0
 
+    def hold(self, is_held: bool) -> bool:
+        return False
+
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         with self._lock:
             if self._open.pop(request_id, None) is not None:

@@ -21,7 +21,8 @@ import numpy as np
 from meshserve.benchmarks.load.edge_streams import WARM_UP_SECONDS, measure_server
 from meshserve.protos import inference_pb2 as pb
 from meshserve.runtime.api.engine_api import ModelInfo
-from meshserve.runtime.engine.engine import Engine, Runner
+from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.engine.runner import Runner
 from meshserve.runtime.planning.buckets import declare_buckets
 from meshserve.runtime.program.batch import BatchBuilder, Bucket
 from meshserve.runtime.program.processor_batch import Logprobs, ProcessorBatchBuilder, Sampled

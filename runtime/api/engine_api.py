@@ -66,6 +66,13 @@ class Engine(Protocol):
           As `submit`.
         """
 
+    def hold(self, is_held: bool) -> bool:
+        """Keeps an engine that has no requests from beginning a step, until called with False. Returns whether it does.
+
+        So that requests which arrive together share the first step. An engine that has requests cannot be held, and a
+        cancellation ends the hold. Call it on one thread only.
+        """
+
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         """Ends a request with `reason`, and delivers its last outputs. Ignores unknown and ended requests."""
 

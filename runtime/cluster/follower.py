@@ -29,7 +29,7 @@ from .stream_client import Follower
 from .watchdog import FAILED, Watch
 
 if TYPE_CHECKING:
-    from ..engine.engine import Runner
+    from ..engine.runner import Runner
     from .preflight import Cluster
 
 # Loads and compiles the follower's runner, reporting progress.

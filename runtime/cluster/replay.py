@@ -21,7 +21,7 @@ import numpy as np
 
 from meshserve.protos import steps_pb2 as pb
 
-from ..engine.engine import Runner
+from ..engine.runner import Runner
 from ..program.batch import BatchBuilder, Bucket
 from ..program.processor_batch import Logprobs, Sampled
 from ..scheduler.step_plan import StepPlan

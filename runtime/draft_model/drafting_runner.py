@@ -30,7 +30,7 @@ from .readback_runner import ReadbackRunner
 
 
 class RunnerBeside(abc.ABC):
-    """Implements `engine.Runner` and `ProposingRunner` by the runner of the served model, and what drafts.
+    """Implements `runner.Runner` and `ProposingRunner` by the runner of the served model, and what drafts.
 
     Args:
       served: The runner, started.

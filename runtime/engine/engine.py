@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -30,42 +30,21 @@ from ..draft_model.proposing_runner import ProposingRunner, propose_and_run
 from ..drafting.model_drafter import fill_unknown
 from ..host_cache.host_cache import HostCache
 from ..pooling.pooled_rows import PooledRows
-from ..program.batch import BatchBuilder, Bucket
-from ..program.processor_batch import Logprobs, ProcessorBatch, Sampled
+from ..program.batch import BatchBuilder
+from ..program.processor_batch import ProcessorBatch
 from ..scheduler.page_allocator import PageAllocator
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_plan import StepPlan
 from ..text.tokenizer import TextStream, Tokenizer
 from .logprobs import StepLogprobs
 from .output_streams import OpenSamples
+from .runner import Runner
 from .step_record import Record, StepRecord, StepRecorder
 
 if TYPE_CHECKING:
     from ..text.grammar import Grammar
 
 _log = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """Dispatches steps, which the device runs in order. Implemented by `step_runner.StepRunner`."""
-
-    def set_page_row(self, page_row: np.ndarray) -> None:
-        """Sets one slot's row of the page table for the following steps; see `batch.Batch`."""
-
-    def run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array | np.ndarray:
-        """Dispatches a step and returns its tokens, possibly not computed yet: [B] or [bucket.num_steps, B]."""
-
-    def set_slot_adjustments(self, slot: int, history: np.ndarray, bias: np.ndarray) -> None:
-        """Sets the state that `sample` uses for a newly assigned slot; see `processor_batch.SlotAdjustments`."""
-
-    def sample(self, packed: np.ndarray, masks: np.ndarray | None = None) -> Sampled[Any]:
-        """Samples the last `run` again with logits processors. May be called at any time before the next `run`."""
-
-    def prompt_logprobs(self, targets: np.ndarray) -> Logprobs[Any]:
-        """Returns the log-probabilities of `targets`, the tokens that follow those of the last `run`."""
-
-    def copy_pages(self, command: np.ndarray) -> None:
-        """Dispatches a command of the host cache; see `host_cache.commands`."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +118,7 @@ class Engine:
         self.failure: str | None = None  # why the loop failed; None while the engine is healthy
         # Guards everything above except `_flight`, which only the engine's thread uses. Held for under a millisecond.
         self._changed = threading.Condition()
+        self._is_held = False  # see `hold`, which writes it without the lock
         self._delivering = threading.RLock()  # acquired before `_changed`, to deliver outputs in order
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -212,7 +192,16 @@ class Engine:
             self._open.check_new(samples[0].request_id)
             self._scheduler.add(*samples)
             self._open.add(samples, grammar, text)
-            self._changed.notify()
+            if not self._is_held:
+                self._changed.notify()
+
+    def hold(self, is_held: bool) -> bool:
+        """Implements `engine_api.Engine.hold`."""
+        self._is_held = is_held and not self._scheduler.has_work  # reads a length, without the lock
+        if not is_held:
+            with self._changed:
+                self._changed.notify()
+        return self._is_held
 
     def _samples(
         self, request_id: str, prompts: Sequence[tuple[int, ...]], params: SamplingParams, options: RequestOptions
@@ -351,7 +340,7 @@ class Engine:
                 lambda: (
                     self._is_stopping
                     or self._pause
-                    or self._scheduler.has_work
+                    or (self._scheduler.has_work and not self._is_held)
                     or (self.host_cache is not None and self.host_cache.is_behind)
                     or self._flight
                     or self._open.has_outputs

@@ -38,6 +38,7 @@ from ..kv_events.feed import KvEventFeed
 from ..telemetry.request_log import Observer, RequestLog
 from ..text.grammar import Grammars
 from ..text.tokenizer import Tokenizer
+from .arrivals import Arrivals
 from .auth import Access
 from .grpc_status import abort, code_of
 from .method_permissions import new_access
@@ -104,6 +105,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         self.progress = "the process has begun"  # of the start, for people
         self.max_samples = MAX_SAMPLES  # of a request; set again once the server's limits are known
         self.backend: Backend | None = None
+        self.arrivals = Arrivals(lambda is_held: self.backend is not None and self.backend.engine.hold(is_held))
         self._intake: Intake | None = None
         self._refusal: str | None = "the server is starting; wait until its health is SERVING"
         self._state = pb.SERVER_STATE_STARTING
@@ -132,14 +134,15 @@ class Edge(pb_grpc.InferenceServiceServicer):
         if self.backend is not None:
             self.backend.engine.cancel(request_id, reason)
 
-    def check_room(self, tenant: Tenant) -> None:
-        """Checks that another request of the tenant can be queued.
+    def admit(self, tenant: Tenant) -> None:
+        """Checks that another request of the tenant can be queued, and counts its arrival.
 
         Raises:
           QueueFullError: Requests are accepted, but the queue is full.
         """
         if self._refusal is None and self.backend is not None:
             self.backend.engine.check_room(tenant.name, tenant.weight)
+            self.arrivals.begin()
 
     @property
     def failure(self) -> str | None:
@@ -265,6 +268,7 @@ class Edge(pb_grpc.InferenceServiceServicer):
         except BaseException:
             self.queues.discard(queue)
             raise
+        self.arrivals.end()
         request_log = self.observer.begin(
             method=method, request_id=asked.request_id, tenant=asked.tenant.name,
             num_prompt_tokens=num_prompt_tokens, metadata=dict(context.invocation_metadata() or ()), began=asked.began,

@@ -28,13 +28,13 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without permission, and requests while the queue is full.
 
     Args:
-      check_room: Raises if the queue has no room for another request of a tenant.
+      admit: Called for each request; raises if the queue has no room for another one of its tenant.
       access: The permissions of callers; None on a port without tokens.
     """
 
-    def __init__(self, metrics: Metrics, check_room: Callable[[Tenant], None], access: Access | None = None):
+    def __init__(self, metrics: Metrics, admit: Callable[[Tenant], None], access: Access | None = None):
         self._metrics = metrics
-        self._check_room = check_room
+        self._admit = admit
         self._access = access
         self._handlers: dict[str, Any] = {}  # by method, made by `_checking_bytes`
         self._large = WorkPool("large messages", num_threads=1, max_calls=256, max_size=2**29)
@@ -46,7 +46,7 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):
         try:
             tenant = LOCAL if self._access is None else self._access.check(details.method, details.invocation_metadata)
             if details.method in QUEUED_METHODS:
-                self._check_room(tenant)
+                self._admit(tenant)
         except Exception as error:
             self._metrics.count_refusal(code_of(error).name.lower())
             return _refusal(error)

@@ -138,7 +138,7 @@ async def serve(
         edge.access.tokenless = ANYBODY
     health_service = HealthService((SERVICE_NAME, *listen.gateway_services))
     # Reflection is only useful for manual exploration, and would describe the service to attackers.
-    interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room, edge.access)
+    interceptor = AdmissionInterceptor(edge.observer.metrics, edge.admit, edge.access)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
     handle = ServerHandle(bind(server, listen))
     _add_services(server, edge, health_service, Admin(edge, handle.drain, listen.profiler), has_reflection=is_local)
@@ -248,7 +248,7 @@ def _state(edge: Edge) -> ServerState:
 def _gateway(edge: Edge, listen: Listen, health_service: HealthService) -> grpc.aio.Server:
     """Returns the server of the gateway port, which is not bound yet."""
     assert listen.add_gateway is not None, "a gateway port has services"
-    interceptor = AdmissionInterceptor(edge.observer.metrics, edge.check_room)
+    interceptor = AdmissionInterceptor(edge.observer.metrics, edge.admit)
     gateway = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
     listen.add_gateway(edge, gateway)
     health_pb2_grpc.add_HealthServicer_to_server(health_service, gateway)

@@ -29,7 +29,8 @@ from ..api.quantisation import NOT_QUANTIZED
 from ..api.sampling_params import SamplingParams, Stage, params_at
 from ..cluster.preflight import Cluster
 from ..draft_model.drafting_runner import RunnerBeside
-from ..engine.engine import Engine, Runner
+from ..engine.engine import Engine
+from ..engine.runner import Runner
 from ..engine.step_record import Record
 from ..expert_counts.balance import ExpertBalance
 from ..host_cache.host_cache import HostCache

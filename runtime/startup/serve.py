@@ -36,7 +36,7 @@ from .reload import reload_on_hangup
 
 if TYPE_CHECKING:
     from ..cluster.preflight import Cluster
-    from ..engine.engine import Runner
+    from ..engine.runner import Runner
     from .launch import Launched
 
 _log = logging.getLogger(__name__)

@@ -89,6 +89,8 @@ class FakeEngine:
     submit_error: Exception | None = None
     failure: str | None = None
     cancels: list[tuple[str, FinishReason]] = field(default_factory=list)
+    can_be_held: bool = False
+    holds: list[tuple[bool, int]] = field(default_factory=list)  # arguments of `hold`, and the requests until then
     num_submits: int = 0
     ends: list[str] = field(default_factory=list)
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -122,6 +124,10 @@ class FakeEngine:
             self.salts.append(options.cache_salt)
             self.options.append(options)
             self.grammars.append(grammar)
+
+    def hold(self, is_held: bool) -> bool:
+        self.holds.append((is_held, self.num_submits))
+        return is_held and self.can_be_held
 
     def cancel(self, request_id: str, reason: FinishReason) -> None:
         with self.lock:

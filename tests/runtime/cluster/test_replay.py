@@ -14,7 +14,7 @@ from meshserve.runtime.cluster.stream_client import Follower
 from meshserve.runtime.cluster.stream_server import Leader
 from meshserve.runtime.cluster.watchdog import Limits, Watch
 from meshserve.runtime.draft_model.proposing_runner import ProposingRunner
-from meshserve.runtime.engine.engine import Runner
+from meshserve.runtime.engine.runner import Runner
 from meshserve.runtime.program.batch import Bucket
 from meshserve.runtime.program.processor_batch import Sampled
 from tests.waiting import WAIT_SECONDS, wait_for

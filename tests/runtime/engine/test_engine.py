@@ -302,6 +302,38 @@ def test_logits_that_are_not_finite_are_not_taken_for_a_constraint_at_its_end(st
     assert "logits that are NaN or infinite" in serving.outputs("r")[-1].message
 
 
+def test_requests_that_come_while_an_idle_engine_is_held_share_the_first_step(start: Start):
+    serving = start()
+    assert serving.engine.hold(True)
+    for name in "xyz":
+        serving.submit(name, max_tokens=1)
+    time.sleep(0.05)  # an engine that is not held would have begun
+    assert serving.device.events == [] and serving.engine.load().num_waiting == 3
+    assert not serving.engine.hold(False)
+    assert {serving.result(name)[0] for name in "xyz"} == {"b"}
+    assert [event for event in serving.device.events if event.startswith("dispatch")] == ["dispatch 0"]
+
+
+def test_an_engine_with_requests_is_not_held(start: Start):
+    serving = start()
+    serving.device.is_ready.clear()
+    serving.submit("x", max_tokens=3)
+    assert not serving.engine.hold(True)
+    serving.device.is_ready.set()
+    assert serving.result("x") == ("bcd", "bcd", FinishReason.LENGTH)
+
+
+def test_a_held_engine_ends_what_is_cancelled_and_can_be_stopped(start: Start):
+    serving = start()
+    assert serving.engine.hold(True)
+    serving.submit("x")
+    serving.engine.cancel("x", FinishReason.CANCELLED)
+    assert serving.result("x") == ("", "", FinishReason.CANCELLED)
+    serving.submit("y")
+    serving.engine.stop()
+    assert serving.result("y") == ("", "", FinishReason.CANCELLED) and serving.device.events == []
+
+
 def test_the_host_waits_for_the_device_with_two_steps_under_way(start: Start):
     serving = start()
     serving.device.is_ready.clear()

@@ -71,6 +71,9 @@ class PoolingEngine:
         if not self.num_places:
             raise QueueFullError("no place", 0.5)
 
+    def hold(self, is_held: bool) -> bool:
+        return False
+
     def submit_prompts(
         self, request_id: str, prompts: Sequence[tuple[int, ...]], params: Any, options: RequestOptions
     ) -> None:

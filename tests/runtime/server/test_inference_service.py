@@ -336,6 +336,12 @@ def test_a_full_queue_refuses_a_request_before_it_is_read(server, client, monkey
     assert server.engine.num_submits == num_submits + 1
 
 
+def test_an_idle_engine_is_held_until_the_request_that_arrives_is_submitted():
+    with running(can_be_held=True) as server, Client(server.target) as client:
+        list(client.generate([7, 8, 9], max_tokens=2))
+        assert server.engine.holds == [(True, 0), (False, 1)]
+
+
 def test_a_draining_server_does_not_speak_of_its_queue(monkeypatch):
     with running() as server, Client(server.target) as client:
         monkeypatch.setattr(server.engine, "is_full", True)

@@ -15,7 +15,8 @@ import pytest
 
 from meshserve.runtime.api.request import FinishReason, Output, RequestOptions, TokenLogprobs
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.engine.engine import Engine, Runner
+from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.engine.runner import Runner
 from meshserve.runtime.engine.step_record import StepRecord
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.planning import resolved_server

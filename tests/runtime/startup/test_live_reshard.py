@@ -16,7 +16,8 @@ from flax import nnx
 from meshserve.runtime.api.errors import ConfigError, EngineStoppedError
 from meshserve.runtime.api.request import FinishReason, Output
 from meshserve.runtime.api.sampling_params import SamplingParams
-from meshserve.runtime.engine.engine import Engine, Runner
+from meshserve.runtime.engine.engine import Engine
+from meshserve.runtime.engine.runner import Runner
 from meshserve.runtime.options.serve_config import ServeConfig
 from meshserve.runtime.program.step_runner import StepRunner
 from meshserve.runtime.startup import live_reshard
