@@ -9,6 +9,7 @@ loop takes (the CPU time of its thread, an upper bound for its share of the inte
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import os
 import re
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -208,6 +209,13 @@ def measure_server(
     warm_up_seconds: float = WARM_UP_SECONDS,
 ) -> Measured:
     """Starts a server on one core, and streams all requests from it on another. Raises as `measure`."""
+    with started(command) as (target, pid):
+        return uvloop.run(measure(target, pid, requests, seconds, warm_up_seconds))
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Runs a server on one core and this process on another. Yields the server's address and process id."""
     allowed = os.sched_getaffinity(0)
     cores = sorted(allowed)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -217,7 +225,7 @@ def measure_server(
             os.sched_setaffinity(0, cores[1:2])
         assert process.stdout is not None
         target = next(found[1] for line in process.stdout if (found := re.search(r"listens on (\S+)", line)))
-        return uvloop.run(measure(target, process.pid, requests, seconds, warm_up_seconds))
+        yield target, process.pid
     finally:
         process.kill()
         process.wait()

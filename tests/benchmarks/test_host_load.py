@@ -25,6 +25,16 @@ def test_all_streams_get_a_token_for_each_step_of_the_device():
     assert 18.0 <= float(found[1]) <= 80.0  # never faster than the device; a busy machine may be slower
 
 
+@pytest.mark.timeout(120)
+def test_requests_that_start_together_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(host_load, "_TIMES", 2)
+    assert host_load.main("--streams=4 --together=3 --step-ms=1 --prompt-ms=20".split()) == 0
+    out = capsys.readouterr().out
+    found = re.search(r"3 requests .*; ([\d.]+) ms .*first tokens after ([\d.]+) to ([\d.]+) ms", out)
+    assert found, out
+    assert 119.0 <= float(found[1]) and 20.0 <= float(found[2]) <= float(found[3]) <= float(found[1])
+
+
 def test_the_server_warms_up_for_as_long_as_asked(monkeypatch: pytest.MonkeyPatch):
     asked: list[float] = []
 
