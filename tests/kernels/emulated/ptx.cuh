@@ -88,6 +88,7 @@ inline void sync_threads(int number, int threads) {
   }
   meet->arrive_and_wait();
 }
+inline void arrive_threads(int number, int threads) { sync_threads(number, threads); }
 inline void __syncwarp() { block->warps[threadIdx.x / 32].meet.arrive_and_wait(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void __threadfence_system() { __threadfence(); }
@@ -278,6 +279,10 @@ inline void multiply_16x8x16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t
   multiply_fragments(c, a, b0, b1, from_f16);
 }
 
+// Of 4-bit weights, whose products the tests of quantised.cuh run.
+inline uint32_t and_xor(uint32_t x, uint32_t mask, uint32_t flipped) { return (x & mask) ^ flipped; }
+inline void multiply_16x8x32(int (&)[4], const uint32_t (&)[4], uint32_t, uint32_t) { __trap(); }
+
 // ---- the copy engine: a copy is finished when it is issued -------------------------------------------------------
 inline uint8_t* shared_base = nullptr;  // the shared memory of a kernel that takes addresses
 inline uint32_t shared_address(const void* pointer) {
@@ -293,6 +298,17 @@ inline uint4 load_shared(uint32_t address) {
   uint4 v;
   std::memcpy(&v, shared_base + address, 16);
   return v;
+}
+inline float4 load_shared_float4(uint32_t address) {
+  float4 v;
+  std::memcpy(&v, shared_base + address, 16);
+  return v;
+}
+inline void store_shared_byte(uint32_t address, uint8_t byte) { shared_base[address] = byte; }
+inline uint32_t load_shared_half(uint32_t address) {
+  uint16_t half;
+  std::memcpy(&half, shared_base + address, 2);
+  return half;
 }
 inline void store_shared(uint32_t address, uint4 v) { std::memcpy(shared_base + address, &v, 16); }
 inline void store_shared_float4(uint32_t address, float4 v) { std::memcpy(shared_base + address, &v, 16); }
@@ -371,7 +387,17 @@ inline void cluster_wait() {
   const auto& all = cluster->num_arrivals;
   while (*std::min_element(all.begin(), all.end()) < cluster->mine()) give_way();
 }
-inline void cluster_sync_shared() { __trap(); }
+inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+inline void cluster_sync_shared() { cluster_sync(); }
+inline void cluster_arrive_having(float) { cluster_arrive(); }
+inline float4 load_cluster_float4(uint32_t address) {
+  float4 v;
+  std::memcpy(&v, shared_base + address, 16);
+  return v;
+}
 
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   for (;; give_way()) {
@@ -422,6 +448,17 @@ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, int outer, u
   }
   change(barrier, 0, -static_cast<long>(bytes) * map->box[1] * map->box[2]);
 }
+inline void copy_shared(uint32_t to, const void* from, int size, int bytes) {
+  if (to % size != 0 || reinterpret_cast<uintptr_t>(from) % size != 0) __trap();
+  std::memset(shared_base + to, 0, size);
+  std::memcpy(shared_base + to, from, bytes);
+}
+inline void copy_16(uint32_t to, const void* from, int bytes) { copy_shared(to, from, 16, bytes); }
+inline void copy_4(uint32_t to, const void* from, int bytes) { copy_shared(to, from, 4, bytes); }
+inline void commit_copies() {}
+template <int kLeft>
+void wait_for_copies() {}
+inline void fence_shared_before_copies() {}
 template <int kRegisters>
 void give_up_registers() {}
 template <int kRegisters>

@@ -1,0 +1,144 @@
+// Runs projections of 64 tokens at a time (projection.cuh) on the host, one cluster of blocks after another.
+#include "ptx.cuh"
+
+namespace meshserve {
+inline uint8_t* ring_memory = nullptr;  // takes the place of the kernel's shared memory, a part for each block
+}
+
+#include "projection.cuh"
+
+#include <vector>
+
+using namespace meshserve;
+
+namespace {
+
+constexpr uint32_t kBlockBytes = 192 << 10, kRingBytes = 160 << 10;
+constexpr int kStages = 3, kThreads = 256;
+
+struct Problem {
+  int batch, columns, tiles, splits, layer_row;  // layer_row: the first of the layer in the stack
+  const float* x;                                // [batch, columns]
+  const void* weights;                           // [layers, tiles * 128, columns]
+  Scales scales;
+  const float* sums;  // of squares [batch, columns / 128]
+  float epsilon;
+  // QKV:
+  int kv_heads, group, pages, page_size, max_pages;
+  const bf16 *q_gain, *k_gain;
+  const float* cos_sin;
+  const int *page_table, *positions;
+  bf16 *q, *cache;
+  // The output projection:
+  const bf16 *residual, *next_gain;
+  bf16 *out, *scaled_out;
+  float* sums_out;
+};
+
+// Converts x to the activations that a format takes.
+template <class W>
+std::vector<bf16> activations_of(const Problem& problem) {
+  const int columns = problem.columns;
+  std::vector<bf16> result(activation_bytes(problem.batch, columns) / 2 + 64, bf16{0xFFFF});
+  uint8_t* exponents = exponents_of(result.data(), problem.batch, columns);
+  Block state(kThreads);
+  CudaThreads threads(threadIdx, blockIdx, block);
+  for (unsigned t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      threadIdx = {t};
+      block = &state;
+      for (int token = 0; token < problem.batch; ++token) {
+        const size_t row = static_cast<size_t>(token) * columns;
+        for (int column = 4 * t; column < columns; column += 4 * kThreads) {
+          const float* v = problem.x + row + column;
+          store_activations<W>(result.data() + row, exponents + row / kExponentColumns, column,
+                               float4{v[0], v[1], v[2], v[3]});
+        }
+      }
+    });
+  }
+  return result;
+}
+
+template <Epilogue E, class W>
+void run(const Problem& problem) {
+  constexpr int N = 64;
+  const std::vector<bf16> input = activations_of<W>(problem);
+  const int row_bytes = problem.columns * 128 / W::kBlockColumns, rows = 2 * problem.tiles * kTileRows;
+  const int element_bytes = W::kIsQuantised ? 1 : 2;
+  CUtensorMap weights = {static_cast<const uint8_t*>(problem.weights), {}, {}, element_bytes};
+  const int weight_sizes[3] = {row_bytes / element_bytes, rows, 1}, tile_sizes[3] = {kBlockK, rows, row_bytes / 128};
+  std::copy_n(W::kIsQuantised ? weight_sizes : tile_sizes, 3, weights.sizes);
+  const int box[3] = {128 / element_bytes, 64, 1};
+  std::copy_n(box, 3, weights.box);
+  const CUtensorMap tokens = {reinterpret_cast<const uint8_t*>(input.data()),
+                              {kBlockK, problem.batch, problem.columns / kBlockK},
+                              {kBlockK, N, W::kBlockColumns / kBlockK},
+                              2};
+  ArgsOf<E, W> args = {};
+  args.batch = problem.batch;
+  args.splits = problem.splits;
+  args.k_blocks = problem.columns / W::kBlockColumns;
+  args.stages = kStages;
+  args.blocks_per_stage = 1;
+  args.ring_bytes = kRingBytes;
+  args.row_base = problem.layer_row;
+  args.tile_step = kTileRows;
+  args.second_half = kTileRows / 2;
+  args.epsilon = problem.epsilon;
+  args.inverse_dim = 1.0f / problem.columns;
+  if constexpr (W::kIsQuantised) {
+    args.scales = problem.scales;
+    args.table_offset = 130 << 10;
+    args.input_tiles = problem.columns / kBlockK;
+  }
+  if constexpr (E == Epilogue::kQkv) {
+    args.sums_in = problem.sums;
+    args.norm_tiles = problem.columns / 128;
+    args.q_out = problem.q;
+    args.q_gain = problem.q_gain, args.k_gain = problem.k_gain;
+    args.cos_sin = problem.cos_sin;
+    args.cache = problem.cache;
+    args.page_table = problem.page_table, args.positions = problem.positions;
+    args.max_pages = problem.max_pages, args.page_size = problem.page_size;
+    args.kv_heads = problem.kv_heads, args.group = problem.group, args.head_dim = 128;
+  } else {
+    args.residual = problem.residual, args.out = problem.out;
+    args.out_columns = problem.tiles * kTileRows;
+    args.next_gain = problem.next_gain, args.scaled_out = problem.scaled_out, args.sums_out = problem.sums_out;
+  }
+  const unsigned splits = problem.splits, groups = (problem.batch + N - 1) / N;
+  std::vector<uint8_t> memory((splits + 1) * kBlockBytes);
+  ring_memory = memory.data() + 1024 - reinterpret_cast<uintptr_t>(memory.data()) % 1024;
+  shared_base = ring_memory;
+  for (unsigned c = 0; c < groups * problem.tiles; ++c) {
+    std::memset(ring_memory, 0xFF, splits * kBlockBytes);
+    Cluster state(splits, kProjectionThreads, kBlockBytes);
+    cluster = &state;
+    std::vector<std::unique_ptr<Block>> blocks;
+    {
+      CudaThreads threads(threadIdx, blockIdx, gridDim, block);
+      for (unsigned i = 0; i < splits * kProjectionThreads; ++i) {
+        if (i % kProjectionThreads == 0) blocks.push_back(std::make_unique<Block>(kProjectionThreads));
+        threads.emplace_back([&, i, c] {
+          threadIdx = {i % kProjectionThreads};
+          blockIdx = {i / kProjectionThreads, c % groups, c / groups};
+          gridDim = {splits, groups, static_cast<unsigned>(problem.tiles)};
+          block = blocks[i / kProjectionThreads].get();
+          projection_kernel<N, E, W>(weights, tokens, args);
+        });
+      }
+    }
+    cluster = nullptr;
+  }
+}
+
+}  // namespace
+
+extern "C" void project(int is_fp8, int is_qkv, const Problem* problem) {
+  if (is_fp8) {
+    is_qkv ? run<Epilogue::kQkv, Fp8Weights>(*problem) : run<Epilogue::kResidual, Fp8Weights>(*problem);
+  } else {
+    is_qkv ? run<Epilogue::kQkv, Bf16Weights>(*problem) : run<Epilogue::kResidual, Bf16Weights>(*problem);
+  }
+}
