@@ -12,6 +12,12 @@
 //   gate_up: 128 rows of gate, and the same rows of up, of which a thread has both. Stores share * silu(gate) * up: in
 //            bf16, or rounded to e4m3, with a scale for the 128 rows, which are columns of down; the share is in it
 //   down:    256 rows. It finds its tiles and fetches its first weights while gate_up still runs
+//
+// In a decode step with 8-bit weights (kPlaces), the kernels also find the places of the choices by themselves, and one
+// more warp copies each tile's tokens to shared memory from where the router has left them, so that no kernel puts
+// tokens in order; shares are multiplied when a token's experts are added up. Then gate_up does not wait for the
+// choices before it fetches its first weights: each block begins with a fixed expert's first tile, which is dropped if
+// no token chose this expert.
 #pragma once
 #include "expert_parts.cuh"
 #include "expert_tiles.cuh"
@@ -21,7 +27,8 @@
 namespace meshserve {
 namespace experts {
 
-constexpr int kNarrowThreads = 288, kNarrowConsumers = 256;
+constexpr int kNarrowConsumers = 256;
+constexpr int narrow_threads(bool places) { return places ? 320 : 288; }
 constexpr int kHalfRows = 128;  // of a tile's weights: of gate or of up, or the lower or upper ones of down
 constexpr int kUnitRows = 64, kGroups = 2, kUnitBytes = kGroups * kUnitRows * 128;
 constexpr int kFp8Columns = 128;   // that share a scale
@@ -45,6 +52,12 @@ struct NarrowTilesArgs {
   int rows, columns;      // rows of the output: an expert is [2, rows, columns] or [rows, columns]
   int first_row;          // of the layer in the stack of all layers
   int stride;             // of out_scales
+  // With kPlaces:
+  const int* experts;         // [T, k]: the choices
+  const uint8_t* tokens;      // gate_up: the normed tokens [T, columns] in e4m3
+  const float* token_scales;  // of e4m3 [columns / 128, stride]
+  int* places;                // gate_up: of each choice, written [T, k]
+  int num_tokens, num_chosen, num_experts;
 };
 
 // The scales of a tile's first and second rows, for all columns: a lane has those of columns 128 * (lane + 32 * i).
@@ -80,6 +93,26 @@ struct NarrowTilesMemory {
   uint64_t tokens_full[kChunks<N>], tokens_empty[kChunks<N>];
   int first_tile[kMaxExperts + 1], first_token[kMaxExperts + 1];
   int totals[kWarps];
+};
+template <int N>
+struct PlacesMemory : NarrowTilesMemory<N> {
+  Choices choices;
+};
+
+// The tiles of a block of gate_up that finds its choices by itself. Experts' first tiles of tokens are reserved for the
+// first blocks, in order; tiles that are left have numbers in order of experts. A block takes its reserved tile, or if
+// no token chose that expert, one of the first that are left, and then every gridDim-th of the others.
+struct ReservedTile {
+  int expert, row;     // of the reserved tile
+  bool is_reserved;    // for this block
+  bool is_chosen;      // whether tokens chose the expert
+  int num_before;      // lower blocks that have no tile reserved for them
+  int num_unreserved;  // of all blocks
+
+  __device__ __forceinline__ int number(int i) const {  // of the block's tile i among those that are left
+    if (i == 0) return num_before;
+    return num_unreserved + blockIdx.x + (i - 1) * gridDim.x;
+  }
 };
 
 // Adds the product of a unit to the sums of its 64 rows. `groups` of its columns exist; `token` is the tile's first.
@@ -184,12 +217,135 @@ __device__ __forceinline__ void store_rows(uint8_t* to, int stride, const float 
   }
 }
 
-template <bool kIsDown, int N, class W>
-__global__ void __launch_bounds__(kNarrowThreads, 1)
+// Computes the first token of each expert and the first of its tiles that are left, and returns their number. Of the
+// first `num_reserved` experts, the first tiles are not among these. `reserved.expert` is given. All threads call it.
+template <int N>
+__device__ __forceinline__ int place_choices(PlacesMemory<N>& memory, const NarrowTilesArgs& args, int row_tiles,
+                                             int num_reserved, ReservedTile* reserved) {
+  constexpr int kEmpty = 1 << 20;  // experts without tokens are counted in the upper bits of the same sum
+  Choices& choices = memory.choices;
+  mark(choices, args.experts, args.num_tokens, args.num_chosen, args.num_experts);
+  const int expert = threadIdx.x, count = expert < kMaxExperts ? count_tokens(choices, expert) : 0;
+  const int first = sum_of_lower(count, choices.totals);
+  const bool is_empty = expert < num_reserved && count == 0;
+  const int left = (count + N - 1) / N - (expert < num_reserved && count > 0 ? 1 : 0);
+  const int before = sum_of_lower(left * row_tiles + (is_empty ? kEmpty : 0), memory.totals);
+  if (expert < kMaxExperts) {
+    memory.first_token[expert] = choices.first[expert] = first;
+    memory.first_tile[expert] = before;
+    if (expert == kMaxExperts - 1) {
+      memory.first_token[kMaxExperts] = first + count;
+      memory.first_tile[kMaxExperts] = before + left * row_tiles;
+    }
+  }
+  __syncthreads();
+  const int all = memory.first_tile[kMaxExperts];
+  const int to_reserved = memory.first_tile[reserved->is_reserved ? reserved->expert : kMaxExperts] / kEmpty;
+  reserved->is_chosen =
+      reserved->is_reserved && memory.first_token[reserved->expert + 1] > memory.first_token[reserved->expert];
+  reserved->num_before = to_reserved * row_tiles + (reserved->is_reserved ? 0 : blockIdx.x - num_reserved * row_tiles);
+  reserved->num_before += reserved->is_reserved ? blockIdx.x % row_tiles : 0;
+  reserved->num_unreserved = all / kEmpty * row_tiles + gridDim.x - num_reserved * row_tiles;
+  return all % kEmpty;
+}
+
+// Finds tile number `tile` of those that are left.
+template <int N>
+__device__ __forceinline__ ExpertTile find_left_tile(const PlacesMemory<N>& memory, int tile, int rows_each,
+                                                     int num_reserved) {
+  constexpr int kEmpty = 1 << 20;
+  int expert = 0;
+#pragma unroll
+  for (int step = kMaxExperts / 2; step > 0; step /= 2) {
+    if (memory.first_tile[expert + step] % kEmpty <= tile) expert += step;
+  }
+  ExpertTile found;
+  const int skipped = expert < num_reserved ? N : 0, first = memory.first_token[expert] + skipped;
+  const int index = tile - memory.first_tile[expert] % kEmpty;
+  found.expert = expert;
+  found.last_token = memory.first_token[expert + 1];
+  const int token_tiles = (found.last_token - first + N - 1) / N;
+  found.token = first + index % token_tiles * N;
+  found.row = index / token_tiles * rows_each;
+  return found;
+}
+
+// Returns, to each of the first N lanes, the token of a tile.
+template <int N>
+__device__ __forceinline__ int token_of_lane(const PlacesMemory<N>& memory, const ExpertTile& at) {
+  int rank = at.token - memory.first_token[at.expert] + static_cast<int>(threadIdx.x % 32), word = 0;
+  const auto& words = memory.choices.tokens[at.expert];
+  if (at.token + static_cast<int>(threadIdx.x % 32) >= at.last_token) return 0;
+  for (; rank >= __popc(words[word]); ++word) rank -= __popc(words[word]);
+  uint32_t bits = words[word];
+  for (; rank > 0; --rank) bits &= bits - 1;
+  return 32 * word + __ffs(bits) - 1;
+}
+
+// Copies the tokens of a block's tiles and their scales to shared memory with one warp, as the copy engine would if
+// they lay in order. `find(i, &tile)` finds the block's tile i.
+template <int N, class Find>
+__device__ __forceinline__ void copy_tokens(PlacesMemory<N>& memory, const NarrowTilesArgs& args, int blocks,
+                                            uint32_t full, uint32_t empty, Find find) {
+  static_assert(N <= 32);
+  const int lane = threadIdx.x % 32;
+  int chunk = 0, waiting = -1;  // the chunk whose copies are not known to be complete
+  uint32_t parity = 1;
+  auto signal = [&](int which) {
+    fence_shared_before_copies();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(full + 8 * which);
+  };
+  ExpertTile at;
+#pragma unroll 1
+  for (int t = 0; find(t, &at); ++t) {
+    const int num_tokens = at.last_token - at.token, mine = token_of_lane<N>(memory, at);
+#pragma unroll 1
+    for (int first_group = 0; first_group < blocks; first_group += kGroups) {
+      barrier_wait(empty + 8 * chunk, parity);
+      const uint32_t to = shared_address(memory.tokens[chunk]);
+#pragma unroll
+      for (int i = 0; i < N / 4; ++i) {
+        const int row = lane / 8 + 4 * i, piece = lane % 8;
+        const int token = __shfl_sync(0xffffffffu, mine, row);
+        const uint8_t* from = args.tokens + static_cast<size_t>(token) * args.columns + piece * 16;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          const int group = first_group + g;
+          const bool is_real = row < num_tokens && group < blocks;
+          copy_16(to + (g * N + row) * 128 + (piece ^ row % 8) * 16, from + (is_real ? group * 128 : 0),
+                  is_real ? 16 : 0);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kGroups * N / 32; ++i) {
+        const int row = (lane + 32 * i) % N, g = (lane + 32 * i) / N;
+        const int token = __shfl_sync(0xffffffffu, mine, row);
+        const bool is_real = row < num_tokens && first_group + g < blocks;
+        const size_t from = is_real ? static_cast<size_t>(first_group + g) * args.stride + token : 0;
+        copy_4(shared_address(memory.token_scales[chunk][g] + row), args.token_scales + from, is_real ? 4 : 0);
+      }
+      commit_copies();
+      if (waiting >= 0) {
+        wait_for_copies<1>();
+        signal(waiting);
+      }
+      waiting = chunk;
+      if (++chunk == kChunks<N>) chunk = 0, parity ^= 1;
+    }
+  }
+  wait_for_copies<0>();
+  if (waiting >= 0) signal(waiting);
+}
+
+template <bool kIsDown, int N, class W, bool kPlaces = false>
+__global__ void __launch_bounds__(narrow_threads(kPlaces), 1)
     narrow_tiles_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap input,
                         const __grid_constant__ CUtensorMap input_scales,
                         const __grid_constant__ NarrowTilesArgs args) {
-  using Memory = NarrowTilesMemory<N>;
+  using Memory = std::conditional_t<kPlaces, PlacesMemory<N>, NarrowTilesMemory<N>>;
+  constexpr bool kGathers = kPlaces && !kIsDown;
+  static_assert(W::kIsQuantised || !kPlaces, "bf16 steps are not faster with it");
   constexpr int kRows = kIsDown ? 2 * kHalfRows : kHalfRows;  // of the output
   constexpr int kTokenBytes = kGroups * (N * 128 + (W::kIsQuantised ? (N + kMoreScales) * 4 : 0));
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -211,51 +367,106 @@ __global__ void __launch_bounds__(kNarrowThreads, 1)
     }
     barrier_init_fence();
   }
+  const int row_tiles = (args.rows + kRows - 1) / kRows;
+  const int blocks = (args.columns + W::kBlockColumns - 1) / W::kBlockColumns;
+  const int units = (blocks + kGroups - 1) / kGroups * 4;  // of a tile
+  const uint64_t policy = evict_first_policy();
+  const int to_second_row = kIsDown ? kHalfRows : args.rows;
+  auto row_of = [&](int expert, int row) { return args.first_row + expert * args.rows * (kIsDown ? 1 : 2) + row; };
+  auto scales_of = [&](int row) {
+    return TileScales(args.scales, row, row + to_second_row, W::kIsQuantised ? blocks : 0);
+  };
+  // Fetches unit i of the tile whose first row is `row`.
+  auto fetch_unit = [&](int row, const TileScales& scales, int i, int to_unit) {
+    const int first_group = i / 4 * kGroups;
+    const uint32_t to = shared_address(memory.units[to_unit]), barrier = full + 8 * to_unit;
+    if constexpr (W::kIsQuantised) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const float2 of_rows = scales.of(args.scales, min(first_group + g, blocks - 1));
+        if (lane == 0) memory.scales[to_unit][g] = i % 4 < 2 ? of_rows.x : of_rows.y;
+      }
+    }
+    if (lane == 0) {
+      barrier_expect_bytes(barrier, kUnitBytes);
+      copy_tile(to, &weights, row + (i % 4 < 2 ? 0 : to_second_row) + i % 2 * kUnitRows, first_group, barrier, policy);
+    }
+  };
+  ReservedTile reserved = {};
+  int num_reserved = 0, num_early = 0;  // experts, and units that are fetched before the wait
+  if constexpr (kPlaces) {
+    if constexpr (!kIsDown) num_reserved = min(static_cast<int>(gridDim.x) / row_tiles, args.num_experts);
+    reserved.expert = blockIdx.x / row_tiles, reserved.row = blockIdx.x % row_tiles * kRows;
+    reserved.is_reserved = reserved.expert < num_reserved;
+    if (reserved.is_reserved) num_early = min(kUnits<N>, units);
+    clear(memory.choices);
+    if (warp == kWarps && num_early > 0) {
+      const int row = row_of(reserved.expert, reserved.row);
+      const TileScales scales = scales_of(row);
+#pragma unroll 1
+      for (int i = 0; i < num_early; ++i) fetch_unit(row, scales, i, i);
+    }
+  }
   if (kIsDown) {
     let_next_kernel_start();
   } else {
     wait_for_previous_kernel();
     let_next_kernel_start();
   }
-  const int all_tiles = count_tiles<N>(memory, args.first, (args.rows + kRows - 1) / kRows);
-  const int blocks = (args.columns + W::kBlockColumns - 1) / W::kBlockColumns;
+  int all_tiles;
+  if constexpr (kPlaces) {
+    all_tiles = place_choices<N>(memory, args, row_tiles, num_reserved, &reserved);
+  } else {
+    all_tiles = count_tiles<N>(memory, args.first, row_tiles);
+  }
+  // Finds the block's tile i, given an earlier one.
+  auto find = [&](int i, ExpertTile* at) {
+    if constexpr (kPlaces) {
+      if (i == 0 && reserved.is_chosen) {
+        const int* first = memory.first_token + reserved.expert;
+        *at = {reserved.expert, first[0], first[1], reserved.row};
+        return true;
+      }
+      const int number = reserved.number(i);
+      if (number < all_tiles) *at = find_left_tile<N>(memory, number, kRows, num_reserved);
+      return number < all_tiles;
+    } else {
+      const int number = blockIdx.x + i * gridDim.x;
+      if (number < all_tiles) find_tile<N>(memory, number, kRows, at);
+      return number < all_tiles;
+    }
+  };
+  const bool is_dropped = num_early > 0 && !reserved.is_chosen;  // what was fetched before the wait
   ExpertTile at;
 
+  if constexpr (kGathers) {
+    if (warp == kWarps + 1) return copy_tokens<N>(memory, args, blocks, tokens_full, tokens_empty, find);
+  }
+  if (warp > kWarps) return;
   if (warp == kWarps) {
-    const uint64_t policy = evict_first_policy(), keep = evict_last_policy();
+    const uint64_t keep = evict_last_policy();
     int unit = 0, chunk = 0;
     uint32_t parity = 1, tokens_parity = 1;
     bool is_waiting = kIsDown;
+    if (is_dropped) {
+      unit = num_early % kUnits<N>;
+      if (unit == 0) parity ^= 1;
+      num_early = 0;
+    }
 #pragma unroll 1
-    for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-      find_tile<N>(memory, tile, kRows, &at);
-      const int row = args.first_row + at.expert * args.rows * (kIsDown ? 1 : 2) + at.row;
-      const int second_row = row + (kIsDown ? kHalfRows : args.rows);
-      const TileScales scales(args.scales, row, second_row, W::kIsQuantised ? blocks : 0);
-      auto fetch_unit = [&](int i, int to_unit) {  // number i of the tile
-        const int first_group = i / 4 * kGroups;
-        const uint32_t to = shared_address(memory.units[to_unit]), barrier = full + 8 * to_unit;
-        if constexpr (W::kIsQuantised) {
-#pragma unroll
-          for (int g = 0; g < kGroups; ++g) {
-            const float2 of_rows = scales.of(args.scales, min(first_group + g, blocks - 1));
-            if (lane == 0) memory.scales[to_unit][g] = i % 4 < 2 ? of_rows.x : of_rows.y;
-          }
-        }
-        if (lane == 0) {
-          barrier_expect_bytes(barrier, kUnitBytes);
-          copy_tile(to, &weights, (i % 4 < 2 ? row : second_row) + i % 2 * kUnitRows, first_group, barrier, policy);
-        }
-      };
-      const int units = (blocks + kGroups - 1) / kGroups * 4;
-      const int ahead = is_waiting ? min(kUnits<N>, units) : 0;  // units that are fetched before the wait
+    for (int t = 0; find(t, &at); ++t) {
+      const int row = row_of(at.expert, at.row);
+      const TileScales scales = scales_of(row);
+      if (is_waiting) {
+        num_early = min(kUnits<N>, units);
 #pragma unroll 1
-      for (int i = 0; i < ahead; ++i) fetch_unit(i, i);
-      if (is_waiting) wait_for_previous_kernel();
-      is_waiting = false;
+        for (int i = 0; i < num_early; ++i) fetch_unit(row, scales, i, i);
+        wait_for_previous_kernel();
+        is_waiting = false;
+      }
 #pragma unroll 1
       for (int i = 0; i < units; ++i) {
-        if (i % 4 == 0) {
+        if (!kGathers && i % 4 == 0) {
           if (lane == 0) {
             const uint32_t barrier = tokens_full + 8 * chunk;
             barrier_wait(tokens_empty + 8 * chunk, tokens_parity);
@@ -271,13 +482,14 @@ __global__ void __launch_bounds__(kNarrowThreads, 1)
           }
           if (++chunk == kChunks<N>) chunk = 0, tokens_parity ^= 1;
         }
-        if (i >= ahead) {
+        if (i >= num_early) {
           if (lane == 0) barrier_wait(empty + 8 * unit, parity);
-          fetch_unit(i, unit);
+          fetch_unit(row, scales, i, unit);
         }
         __syncwarp();
         if (++unit == kUnits<N>) unit = 0, parity ^= 1;
       }
+      num_early = 0;
     }
     if (is_waiting) wait_for_previous_kernel();
     return;
@@ -287,16 +499,33 @@ __global__ void __launch_bounds__(kNarrowThreads, 1)
   int unit = group, chunk = 0, buffer = 0;
   uint32_t parity = 0, tokens_parity = 0;
   float sums[2][N / 2];
+  if constexpr (kGathers) {
+    // The places of some tokens' choices, for the sum of a token's experts.
+    for (int token = blockIdx.x; token < args.num_tokens; token += gridDim.x) {
+      const int choice = token * args.num_chosen + threadIdx.x;
+      if (static_cast<int>(threadIdx.x) >= args.num_chosen) break;
+      const int chosen = args.experts[choice];
+      const bool is_here = chosen >= 0 && chosen < args.num_experts;
+      args.places[choice] = is_here ? memory.choices.first[chosen] + rank_of(memory.choices, chosen, token) : -1;
+    }
+    if (is_dropped) {
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-    find_tile<N>(memory, tile, kRows, &at);
+      for (; unit < num_early; unit += 2) {
+        barrier_wait(full + 8 * unit, parity);
+        if (lane == 0) barrier_arrive(empty + 8 * unit);
+      }
+      if (unit >= kUnits<N>) unit -= kUnits<N>, parity ^= 1;
+    }
+  }
+#pragma unroll 1
+  for (int t = 0; find(t, &at); ++t) {
 #pragma unroll 1
     for (int first_group = 0; first_group < blocks; first_group += kGroups) {
       barrier_wait(tokens_full + 8 * chunk, tokens_parity);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         barrier_wait(full + 8 * unit, parity);
-        add_unit<W>(sums[m], memory, unit, chunk, at.token, blocks - first_group, first_group == 0);
+        add_unit<W, N>(sums[m], memory, unit, chunk, kGathers ? 0 : at.token, blocks - first_group, first_group == 0);
         __syncwarp();  // all lanes have read the scales
         if (lane == 0) barrier_arrive(empty + 8 * unit);
         if ((unit += 2) >= kUnits<N>) unit -= kUnits<N>, parity ^= 1;
@@ -343,7 +572,7 @@ __global__ void __launch_bounds__(kNarrowThreads, 1)
         if (token < N && token < num_tokens) {
           const size_t place = at.token + token;
           args.out_scales[static_cast<size_t>(at.row / kFp8Columns) * args.stride + place] =
-              scale_of_token(token) * args.share_of[place];
+              scale_of_token(token) * (kPlaces ? 1.0f : args.share_of[place]);
         }
       } else {
 #pragma unroll

@@ -7,6 +7,63 @@
 namespace meshserve {
 namespace experts {
 
+// ---- normed tokens -------------------------------------------------------------------------------------------------
+// Tokens in the order that the weights need, with a finished RMSNorm, each at some places.
+struct GatherRowsArgs {
+  const bf16* x;        // [T, D]
+  const int* token_of;  // of each place
+  const int* num_places;
+  void* rows;     // [places, D]: bf16, or for 8-bit weights e4m3
+  float* scales;  // of e4m3 [D / 128, stride]
+  int stride;
+  const float* sums;  // of squares of the tokens [T, norm_tiles]; null: x is normed
+  int norm_tiles;
+  float inverse_dim, epsilon;
+  int columns;
+  bool is_ordered;  // whether x has that order already
+};
+
+__device__ __forceinline__ uint2 times(uint2 v, float factor) {
+  const float4 x = unpack_bf16(v);
+  return make_uint2(pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor));
+}
+
+// Rounds 8 of a row's columns to e4m3, with a scale for the 128 columns that 16 lanes have.
+__device__ __forceinline__ void round_columns(const GatherRowsArgs& args, int first, uint4 v, size_t place) {
+  const float4 low = unpack_bf16(make_uint2(v.x, v.y)), high = unpack_bf16(make_uint2(v.z, v.w));
+  const float most = fmaxf(fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(low.z), fabsf(low.w))),
+                           fmaxf(fmaxf(fabsf(high.x), fabsf(high.y)), fmaxf(fabsf(high.z), fabsf(high.w))));
+  const float scale = e4m3_scale(largest_of_16_lanes(most)), inverse = 1.0f / scale;
+  auto pair = [&](float a, float b) -> uint32_t {
+    return to_e4m3(divided(a, scale, inverse), divided(b, scale, inverse));
+  };
+  uint2 numbers =
+      make_uint2(pair(low.x, low.y) | pair(low.z, low.w) << 16, pair(high.x, high.y) | pair(high.z, high.w) << 16);
+  if (args.is_ordered) {  // an even lane has the even columns of 16, the next lane the odd ones
+    const bool is_odd = threadIdx.x % 2 == 1;
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, is_odd ? numbers.x : numbers.y, 1);
+    const uint32_t even = is_odd ? other : numbers.x, odd = is_odd ? numbers.y : other;
+    numbers = make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
+  }
+  if (first >= args.columns) return;
+  *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args.rows) + place * args.columns + first) = numbers;
+  if (first % 128 == 0) args.scales[static_cast<size_t>(first / 128) * args.stride + place] = scale;
+}
+
+// Stores columns 8 * vector to + 7 of a row, which are `v` before the norm's `factor`. All lanes of a warp call it,
+// with consecutive vectors.
+template <class W>
+__device__ __forceinline__ void store_normed(const GatherRowsArgs& args, int vector, uint4 v, float factor,
+                                             size_t place) {
+  const uint2 low = times(make_uint2(v.x, v.y), factor), high = times(make_uint2(v.z, v.w), factor);
+  const uint4 normed = make_uint4(low.x, low.y, high.x, high.y);
+  if constexpr (W::kIsQuantised) {
+    round_columns(args, 8 * vector, normed, place);
+  } else if (vector < args.columns / 8) {
+    static_cast<uint4*>(args.rows)[place * (args.columns / 8) + vector] = normed;
+  }
+}
+
 // ---- the router --------------------------------------------------------------------------------------------------
 constexpr int kRouterBlocks = 8;    // of a cluster, which has 8 tokens
 constexpr int kRouterTokens = 8;    // a block chooses for one of them
@@ -21,9 +78,10 @@ struct RouterArgs {
   int norm_tiles;
   float inverse_dim, epsilon;
   int num_tokens, num_experts, num_chosen, columns;
-  bool is_normalized;  // the shares of a token add up to 1
-  int* experts;        // written [T, k]
-  float* shares;       // written [T, k]
+  bool is_normalized;     // the shares of a token add up to 1
+  int* experts;           // written [T, k]
+  float* shares;          // written [T, k]
+  GatherRowsArgs normed;  // with 8-bit weights, where it stores each token, at the token's number; `rows` may be null
 };
 
 // Loads 8 columns of a token for the router, whose weights are never quantised: in their own order.
@@ -120,7 +178,19 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
     const uint32_t to = address_in_cluster(shared_address(&memory.scores[rank * kRouterExperts + expert]), local);
     if (expert % 4 == 0) send_float4(to, four, address_in_cluster(received, local));
   }
-  if (warp != 0) return;
+  if (warp != 0) {  // meanwhile, the first warp waits and chooses
+    if (!W::kIsQuantised || args.normed.rows == nullptr || chooser >= args.num_tokens) return;
+    const uint4* from = reinterpret_cast<const uint4*>(args.scaled + chooser * columns);
+    const float factor =
+        inverse_rms_of(args.sums + chooser * args.norm_tiles, args.norm_tiles, args.inverse_dim, args.epsilon);
+#pragma unroll 1
+    for (int first = 32 * (warp - 1); first < args.columns / 8; first += 32 * (kWarps - 1)) {
+      const int vector = first + lane;
+      const uint4 v = vector < args.columns / 8 ? from[vector] : make_uint4(0, 0, 0, 0);
+      store_normed<W>(args.normed, vector, v, factor, chooser);
+    }
+    return;
+  }
   barrier_wait(received, 0);  // also without a token: the others store here until then
   if (chooser < args.num_tokens) {
     const size_t at = static_cast<size_t>(chooser) * args.num_chosen;
@@ -134,49 +204,7 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const __grid_consta
 }
 
 // ---- tokens in order of their experts ----------------------------------------------------------------------------
-// Copies each token to the places of its choices, a warp a place, in the order that the weights need, and finishes its
-// RMSNorm.
-struct GatherRowsArgs {
-  const bf16* x;        // [T, D]
-  const int* token_of;  // of each place
-  const int* num_places;
-  void* rows;     // [places, D]: bf16, or for 8-bit weights e4m3
-  float* scales;  // of e4m3 [D / 128, stride]
-  int stride;
-  const float* sums;  // of squares of the tokens [T, norm_tiles]; null: x is normed
-  int norm_tiles;
-  float inverse_dim, epsilon;
-  int columns;
-  bool is_ordered;  // whether x has that order already
-};
-
-__device__ __forceinline__ uint2 times(uint2 v, float factor) {
-  const float4 x = unpack_bf16(v);
-  return make_uint2(pack_bf16(x.x * factor, x.y * factor), pack_bf16(x.z * factor, x.w * factor));
-}
-
-// Rounds 8 of a row's columns to e4m3, with a scale for the 128 columns that 16 lanes have.
-__device__ __forceinline__ void round_columns(const GatherRowsArgs& args, int first, uint4 v, size_t place) {
-  const float4 low = unpack_bf16(make_uint2(v.x, v.y)), high = unpack_bf16(make_uint2(v.z, v.w));
-  const float most = fmaxf(fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(low.z), fabsf(low.w))),
-                           fmaxf(fmaxf(fabsf(high.x), fabsf(high.y)), fmaxf(fabsf(high.z), fabsf(high.w))));
-  const float scale = e4m3_scale(largest_of_16_lanes(most)), inverse = 1.0f / scale;
-  auto pair = [&](float a, float b) -> uint32_t {
-    return to_e4m3(divided(a, scale, inverse), divided(b, scale, inverse));
-  };
-  uint2 numbers =
-      make_uint2(pair(low.x, low.y) | pair(low.z, low.w) << 16, pair(high.x, high.y) | pair(high.z, high.w) << 16);
-  if (args.is_ordered) {  // an even lane has the even columns of 16, the next lane the odd ones
-    const bool is_odd = threadIdx.x % 2 == 1;
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, is_odd ? numbers.x : numbers.y, 1);
-    const uint32_t even = is_odd ? other : numbers.x, odd = is_odd ? numbers.y : other;
-    numbers = make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
-  }
-  if (first >= args.columns) return;
-  *reinterpret_cast<uint2*>(static_cast<uint8_t*>(args.rows) + place * args.columns + first) = numbers;
-  if (first % 128 == 0) args.scales[static_cast<size_t>(first / 128) * args.stride + place] = scale;
-}
-
+// Copies each token to the places of its choices, a warp a place.
 // A row of x on its way from memory.
 struct RowInFlight {
   static constexpr int kVectors = 8;  // of 8 columns, of a lane, at a time
@@ -208,14 +236,7 @@ struct RowInFlight {
       for (int i = 0; i < kVectors; ++i) {
         if (first + 32 * i >= num_vectors) break;
         const int vector = first + 32 * i + threadIdx.x % 32;
-        const uint4 v = vectors[i];
-        const uint2 low = times(make_uint2(v.x, v.y), scale), high = times(make_uint2(v.z, v.w), scale);
-        const uint4 normed = make_uint4(low.x, low.y, high.x, high.y);
-        if constexpr (W::kIsQuantised) {
-          round_columns(args, 8 * vector, normed, place);
-        } else if (vector < num_vectors) {
-          static_cast<uint4*>(args.rows)[place * num_vectors + vector] = normed;
-        }
+        store_normed<W>(args, vector, vectors[i], scale, place);
       }
     }
   }
@@ -267,7 +288,8 @@ __global__ void __launch_bounds__(kThreads)
 // ---- the sum of a token's experts --------------------------------------------------------------------------------
 // out = residual + the rows at the token's places, a warp for each 128 columns of a token.
 struct CombineArgs {
-  const bf16* rows;       // [places, D], multiplied by their shares already
+  const bf16* rows;       // [places, D]
+  const float* shares;    // [T, k]; null: the rows are multiplied by them already
   const int* places;      // [T, k]
   const bf16* residual;   // may be null
   const bf16* next_gain;  // null: scaled_out and sums_out are not written
@@ -293,7 +315,9 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     const int place = places[j];
     if (place < 0) continue;
     const bf16* row = args.rows + static_cast<size_t>(place) * args.columns + column;
-    sum = add(sum, unpack_bf16(*reinterpret_cast<const uint2*>(row)));
+    const float4 v = unpack_bf16(*reinterpret_cast<const uint2*>(row));
+    const float share = args.shares != nullptr ? args.shares[token * args.num_chosen + j] : 1.0f;
+    sum = add(sum, make_float4(v.x * share, v.y * share, v.z * share, v.w * share));
   }
   const uint2 rounded = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
   *reinterpret_cast<uint2*>(args.out + at) = rounded;

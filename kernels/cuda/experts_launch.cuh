@@ -99,7 +99,14 @@ class Launcher {
            (blocks == kFewestBlocks || blocks == 2 * kFewestBlocks);
   }
   // Scores at most 128 experts, and chooses.
-  void route(const RouterArgs& args) {
+  void route(RouterArgs args) {
+    if (has_places()) {
+      args.normed.rows = scratch_.rows;
+      args.normed.scales = scratch_.row_scales;
+      args.normed.stride = shapes_.stride();
+      args.normed.columns = shapes_.embed;
+      args.normed.is_ordered = true;
+    }
     const int groups = (args.num_tokens + kRouterTokens - 1) / kRouterTokens;
     step_.launch("router", router_kernel<W>, dim3(groups * kRouterBlocks), kThreads, sizeof(RouterMemory),
                  kRouterBlocks, args);
@@ -171,11 +178,23 @@ class Launcher {
     }
   }
 
+  int mean_tokens() const { return (shapes_.choices() + shapes_.experts - 1) / shapes_.experts; }
+  // Whether the kernels of a decode step find the places of the choices by themselves.
+  bool has_places() const {
+    return W::kIsQuantised && shapes_.chunks() == 1 && mean_tokens() <= 16 && shapes_.mlp % W::kBlockColumns == 0;
+  }
+
   void many_tokens(int layer, int layers, const ExpertCall<W>& call) {
+    const int mean = mean_tokens();
+    if constexpr (W::kIsQuantised) {
+      if (call.sums != nullptr && has_places()) {  // a decode step, whose router has left normed tokens
+        mean <= 8 ? narrow_tiles<16, true>(layer, layers, call) : narrow_tiles<32, true>(layer, layers, call);
+        return combine(call, call.shares);
+      }
+    }
     put_in_order(call);
     // Of a tile: twice the tokens that an expert has on average, as long as the weights are what takes time. Narrow
     // tiles need whole boxes.
-    const int mean = (shapes_.choices() + shapes_.experts - 1) / shapes_.experts;
     if (mean > kMostNarrowTokens<W> || shapes_.mlp % W::kBlockColumns != 0) {
       wide_tiles(layer, layers, call);
     } else if (mean <= 8) {
@@ -183,7 +202,7 @@ class Launcher {
     } else if constexpr (W::kIsQuantised) {
       mean <= 16 ? narrow_tiles<32>(layer, layers, call) : narrow_tiles<64>(layer, layers, call);
     }
-    combine(call);
+    combine(call, nullptr);
   }
 
   NarrowTilesArgs gate_up_args(int layer, const ExpertCall<W>& call) {
@@ -197,6 +216,13 @@ class Launcher {
     args.columns = shapes_.embed;
     args.first_row = layer * 2 * shapes_.experts * shapes_.mlp;
     args.stride = shapes_.stride();
+    args.experts = call.experts;
+    args.tokens = reinterpret_cast<const uint8_t*>(scratch_.rows);
+    args.token_scales = scratch_.row_scales;
+    args.places = scratch_.places;
+    args.num_tokens = shapes_.tokens;
+    args.num_chosen = shapes_.chosen;
+    args.num_experts = shapes_.experts;
     return args;
   }
   NarrowTilesArgs down_args(int layer, const ExpertCall<W>& call) {
@@ -231,7 +257,7 @@ class Launcher {
     return step_.encode(map, data, sizes, strides, box, type);
   }
 
-  template <bool kIsDown, int N>
+  template <bool kIsDown, int N, bool kPlaces>
   void narrow_tiles(const NarrowTilesArgs& args, const void* weights, int rows, const void* input,
                     const float* input_scales) {
     CUtensorMap weights_map, input_map, scales_map = {};
@@ -240,15 +266,17 @@ class Launcher {
         (W::kIsQuantised && !encode_scales(&scales_map, input_scales, args.columns, N + kMoreScales))) {
       return;
     }
-    step_.launch(kIsDown ? "expert down" : "expert gate_up", narrow_tiles_kernel<kIsDown, N, W>, dim3(kMultiprocessors),
-                 kNarrowThreads, sizeof(NarrowTilesMemory<N>), 1, weights_map, input_map, scales_map, args);
+    step_.launch(kIsDown ? "expert down" : "expert gate_up", narrow_tiles_kernel<kIsDown, N, W, kPlaces>,
+                 dim3(kMultiprocessors), narrow_threads(kPlaces),
+                 kPlaces ? sizeof(PlacesMemory<N>) : sizeof(NarrowTilesMemory<N>), 1, weights_map, input_map,
+                 scales_map, args);
   }
-  template <int N>
+  template <int N, bool kPlaces = false>
   void narrow_tiles(int layer, int layers, const ExpertCall<W>& call) {
-    narrow_tiles<false, N>(gate_up_args(layer, call), data_of(call.gate_up), gate_up_rows(layers), scratch_.rows,
-                           scratch_.row_scales);
-    narrow_tiles<true, N>(down_args(layer, call), data_of(call.down), down_rows(layers), scratch_.activated,
-                          scratch_.activated_scales);
+    narrow_tiles<false, N, kPlaces>(gate_up_args(layer, call), data_of(call.gate_up), gate_up_rows(layers),
+                                    scratch_.rows, scratch_.row_scales);
+    narrow_tiles<true, N, kPlaces>(down_args(layer, call), data_of(call.down), down_rows(layers), scratch_.activated,
+                                   scratch_.activated_scales);
   }
 
   template <bool kIsDown>
@@ -346,9 +374,10 @@ class Launcher {
                  weights_map, args);
   }
 
-  void combine(const ExpertCall<W>& call) {
+  void combine(const ExpertCall<W>& call, const float* shares) {
     CombineArgs args = {};
     args.rows = scratch_.rows;
+    args.shares = shares;
     args.places = scratch_.places;
     args.residual = call.residual;
     args.next_gain = call.next_gain;
@@ -447,8 +476,12 @@ std::vector<const void*> kernels_of() {
   add(narrow_tiles_kernel<false, 16, W>);
   add(narrow_tiles_kernel<true, 16, W>);
   if constexpr (W::kIsQuantised) {
+    add(narrow_tiles_kernel<false, 16, W, true>);
+    add(narrow_tiles_kernel<true, 16, W, true>);
     add(narrow_tiles_kernel<false, 32, W>);
     add(narrow_tiles_kernel<true, 32, W>);
+    add(narrow_tiles_kernel<false, 32, W, true>);
+    add(narrow_tiles_kernel<true, 32, W, true>);
     add(narrow_tiles_kernel<false, 64, W>);
     add(narrow_tiles_kernel<true, 64, W>);
     add(fp8_tiles_kernel<false>);

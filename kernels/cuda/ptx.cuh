@@ -110,6 +110,20 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(matrix)
       : "memory");
 }
+// Copies 16 or 4 bytes to shared memory, of which the first `bytes` are read and the others become zero. They are
+// ordered as ordinary stores are. `commit_copies` makes a group of the thread's copies so far; `wait_for_copies` waits
+// until at most kLeft groups are not complete.
+__device__ __forceinline__ void copy_16(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_4(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
 // Orders ordinary stores to shared memory before reads by the copy engine and by wgmma.
 __device__ __forceinline__ void fence_shared_before_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -157,7 +157,14 @@ EXPERT_CASES = (
             name=f"experts-fp8-{batch}", lengths=tuple(range(40, 40 + batch)), embed=512, num_experts=16, num_chosen=4,
             mlp=256, weights="fp8-block",
         )
-        for batch in (1, 6, 20, 90)
+        for batch in (1, 6, 20, 60, 90, 200)
+    ),
+    *(
+        Case(
+            name=name, lengths=(0, *range(20, 147)), embed=2048, kv_heads=4, group=8, num_experts=64, num_chosen=4,
+            mlp=256, weights=weights,
+        )
+        for name, weights in (("experts-128-tokens", ""), ("experts-fp8-128-tokens", "fp8-block"))
     ),
     Case(
         name="experts-fp8-cache", lengths=tuple(range(40, 70)), embed=512, num_experts=16, num_chosen=4, mlp=256,

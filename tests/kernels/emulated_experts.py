@@ -27,6 +27,19 @@ class Scales(ctypes.Structure):
     ]
 
 
+class GatherArgs(ctypes.Structure):
+    """Mirrors the struct in expert_router.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "token_of", "num_places", "rows", "scales")),
+        ("stride", ctypes.c_int),
+        ("sums", ctypes.c_void_p),
+        *NORM,
+        ("columns", ctypes.c_int),
+        ("is_ordered", ctypes.c_bool),
+    ]
+
+
 class Stack(NamedTuple):
     """The matrices of all layers and experts [..., rows, columns]: bfloat16, or e4m3 with a scale for each block."""
 
@@ -108,3 +121,12 @@ def compiled(folder: Path) -> ctypes.CDLL:
     memory = "*reinterpret_cast<RouterMemory*>({})"
     replaced = [(memory.format("shared_rows"), memory.format("of_block(shared_rows)"))]
     return on_host.compiled(folder, "emulated", "expert_rows.cpp", *sources, replaced=replaced, flags=flags)
+
+
+def rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns activations as e4m3 numbers, and their scales [columns / 128, tokens]."""
+    parts = values.astype(np.float32).reshape(len(values), -1, 128)
+    largest = np.abs(parts).max(axis=2)
+    scales = np.where(largest > 0, largest / np.float32(448), np.float32(1)).astype(np.float32)
+    numbers = (parts / scales[..., None]).astype(ml_dtypes.float8_e4m3fn)
+    return numbers.reshape(values.shape), np.ascontiguousarray(scales.T)

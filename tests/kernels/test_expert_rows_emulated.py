@@ -12,7 +12,7 @@ import pytest
 from meshserve.kernels.experts import cases, reference
 
 from . import emulated_experts, on_host
-from .emulated_experts import NORM, SCALE_TYPES, Scales, Stack, ordered, stack, tensor_map
+from .emulated_experts import NORM, SCALE_TYPES, GatherArgs, Scales, Stack, ordered, rounded, stack, tensor_map
 
 pytestmark = on_host.needs_compiler
 
@@ -193,6 +193,7 @@ class RouterArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_tokens", "num_experts", "num_chosen", "columns")),
         ("is_normalized", ctypes.c_bool),
         *((name, ctypes.c_void_p) for name in ("experts", "shares")),
+        ("normed", GatherArgs),
     ]
 
 
@@ -225,7 +226,9 @@ def test_the_router_chooses_the_best(
 def test_the_blocks_of_the_router_exchange_their_scores(
     library: ctypes.CDLL, num_tokens: int, num_experts: int, is_fp8: bool
 ) -> None:
-    """Each token's scores come from all blocks of its cluster; rows of padding hold NaN, which no other token sees."""
+    """Each token's scores come from all blocks of its cluster; rows of padding hold NaN, which no other token sees. For
+    8-bit weights, the router leaves normed tokens, rounded.
+    """
     rng, columns, num_chosen, bfloat16 = np.random.default_rng(8), 512, 6, ml_dtypes.bfloat16
     x, router = (rng.integers(-8, 9, (rows, columns)) / 8 for rows in (num_tokens, num_experts))  # sums are exact
     positions = np.arange(num_tokens, dtype=np.int32)
@@ -235,10 +238,15 @@ def test_the_blocks_of_the_router_exchange_their_scores(
     sums = sums.astype(np.float32)
     chosen = np.full((num_tokens, num_chosen), -7, np.int32)
     shares = np.full((num_tokens, num_chosen), np.nan, np.float32)
+    rows = np.full(x.shape, np.nan, ml_dtypes.float8_e4m3fn)
+    scales = np.full((columns // 128, num_tokens + 3), np.nan, np.float32)
+    normed = GatherArgs(
+        rows=rows.ctypes.data, scales=scales.ctypes.data, stride=num_tokens + 3, columns=columns, is_ordered=True
+    )
     pointers = (array.ctypes.data for array in (scaled, weights, sums, positions))
     args = RouterArgs(
         *pointers, 4, 0.01, 1.0, num_tokens, num_experts, num_chosen, columns, True, chosen.ctypes.data,
-        shares.ctypes.data,
+        shares.ctypes.data, normed,
     )  # fmt: skip
     library.route(is_fp8, ctypes.byref(args))
     is_real = positions >= 0
@@ -249,3 +257,9 @@ def test_the_blocks_of_the_router_exchange_their_scores(
     inverse_rms = 1 / np.sqrt(sums[is_real].sum(axis=1, keepdims=True) * 0.01 + 1.0)
     expected = np.exp((np.take_along_axis(scores, best, axis=1) - scores.max(axis=1, keepdims=True)) * inverse_rms)
     np.testing.assert_allclose(shares[is_real], expected / expected.sum(axis=1, keepdims=True), rtol=1e-4)
+    if is_fp8:
+        normed_rows = (x[is_real].astype(np.float32) * inverse_rms.astype(np.float32)).astype(bfloat16)
+        numbers, expected_scales = rounded(normed_rows)
+        found = scales[:, :num_tokens][:, is_real] * rows[is_real].astype(np.float32).reshape(-1, columns // 128, 128).T
+        expected_rows = expected_scales * numbers.astype(np.float32).reshape(-1, columns // 128, 128).T
+        np.testing.assert_allclose(found, expected_rows, rtol=0.13, atol=0.01)  # a last bit of bfloat16 may differ

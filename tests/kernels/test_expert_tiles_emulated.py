@@ -11,7 +11,7 @@ import pytest
 from meshserve.kernels.experts import cases
 
 from . import emulated_experts, on_host
-from .emulated_experts import NORM, Scales, Stack, TensorMap, ordered, stack, tensor_map
+from .emulated_experts import GatherArgs, Scales, Stack, TensorMap, ordered, rounded, stack, tensor_map
 
 pytestmark = on_host.needs_compiler
 
@@ -37,6 +37,8 @@ class NarrowTilesArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("first", "share_of", "out", "out_scales")),
         ("scales", Scales),
         *((name, ctypes.c_int) for name in ("rows", "columns", "first_row", "stride")),
+        *((name, ctypes.c_void_p) for name in ("experts", "tokens", "token_scales", "places")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_chosen", "num_experts")),
     ]
 
 
@@ -79,15 +81,6 @@ def test_tiles_are_the_float64_product(library: ctypes.CDLL, box_tokens: int, bl
         error = np.linalg.norm(outputs[places].astype(np.float64) - expected)
         assert error <= 0.01 * np.linalg.norm(expected), expert
     assert np.isnan(outputs[num_places:].astype(np.float32)).all()
-
-
-def rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns activations as e4m3 numbers, and their scales [columns / 128, tokens]."""
-    parts = values.astype(np.float32).reshape(len(values), -1, 128)
-    largest = np.abs(parts).max(axis=2)
-    scales = np.where(largest > 0, largest / np.float32(448), np.float32(1)).astype(np.float32)
-    numbers = (parts / scales[..., None]).astype(ml_dtypes.float8_e4m3fn)
-    return numbers.reshape(values.shape), np.ascontiguousarray(scales.T)
 
 
 def scaled_rows(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -167,6 +160,66 @@ def test_tiles_of_few_tokens_are_the_float64_product(
         assert error <= 3e-3 * np.linalg.norm(expected), expert  # rounding to bfloat16: 1.7e-3
 
 
+@pytest.mark.parametrize(
+    ("tile_tokens", "blocks", "mlp", "chosen_by_none"),
+    [(16, 5, 128, (0, 2)), (32, 5, 256, (1,)), (16, 12, 128, (3, 7)), (16, 3, 256, ())],
+)
+def test_kernels_of_a_decode_step_find_the_places_of_the_choices(
+    library: ctypes.CDLL, tile_tokens: int, blocks: int, mlp: int, chosen_by_none: tuple[int, ...]
+) -> None:
+    """Experts with several tiles of tokens and with none, fewer and more blocks than tiles, and padding.
+
+    Tokens lie in their own order. Where they are padding they hold NaN, and so does everything unwritten.
+    """
+    bfloat16, fp8, num_experts, num_tokens, embed = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, 8, 45, 384
+    rng = np.random.default_rng(3)
+    usable = np.setdiff1d(np.arange(num_experts), chosen_by_none)
+    chosen = np.stack([rng.permutation(usable)[:3] for _ in range(num_tokens)]).astype(np.int32)
+    is_padding = rng.random(num_tokens) < 0.2
+    chosen[::2, 0], chosen[::2, 1], chosen[::2, 2] = usable[-1], usable[0], usable[1]
+    chosen[is_padding] = -1
+    order = np.argsort(np.where(chosen < 0, num_experts, chosen), axis=None, kind="stable")
+    num_places = int((chosen >= 0).sum())
+    token_of = order[:num_places] // chosen.shape[1]
+    stride = -(-chosen.size // 4) * 4
+    values = rng.standard_normal((num_tokens, embed))
+    tokens, token_scales = np.full((num_tokens, embed), np.nan, fp8), np.full((3, stride), np.nan, np.float32)
+    tokens[~is_padding], token_scales[:, :num_tokens][:, ~is_padding] = rounded(values[~is_padding])
+    gate_up = stack(rng.standard_normal((2, num_experts, 2, mlp, embed), np.float32) * embed**-0.5, True)
+    down = stack(rng.standard_normal((2, num_experts, embed, mlp), np.float32) * mlp**-0.5, True)
+    places = np.full(chosen.shape, -7, np.int32)
+    activated, outputs = np.full((chosen.size, mlp), np.nan, fp8), np.full((chosen.size, embed), np.nan, bfloat16)
+    out_scales = [np.full((size // 128, stride), np.nan, np.float32) for size in (mlp, embed)]
+    for is_down, weights, source, out in ((0, gate_up, tokens, activated), (1, down, activated, outputs)):
+        columns = source.shape[1]
+        rows, groups = weights.data.size // columns, columns // 128
+        maps = (TensorMap * 3)(
+            TensorMap(weights.data.ctypes.data, (128, rows, groups), (128, 64, 2), 1),
+            TensorMap(source.ctypes.data, (128, len(source), groups), (128, tile_tokens, 2), 1),
+            TensorMap(out_scales[0].ctypes.data, (stride, len(out_scales[0]), 1), (tile_tokens + 4, 1, 1), 4),
+        )
+        args = NarrowTilesArgs(
+            None, None, out.ctypes.data, out_scales[is_down].ctypes.data, weights.scales, out.shape[1], columns,
+            rows // 2, stride, chosen.ctypes.data, tokens.ctypes.data, token_scales.ctypes.data, places.ctypes.data,
+            num_tokens, chosen.shape[1], num_experts,
+        )  # fmt: skip
+        library.narrow_tiles(True, tile_tokens, is_down, blocks, maps, ctypes.byref(args))
+    np.testing.assert_array_equal(places.ravel()[order[:num_places]], np.arange(num_places))
+    np.testing.assert_array_equal(places[chosen < 0], -1)
+    numbers = scaled_rows(tokens, token_scales[:, :num_tokens])[token_of]
+    found = scaled_rows(activated, out_scales[0][:, : len(activated)])
+    experts = chosen.ravel()[order[:num_places]]
+    for expert in usable:
+        mine = np.flatnonzero(experts == expert)
+        gate, up = (numbers[mine] @ matrix.astype(np.float64).T for matrix in gate_up.values[1, expert])
+        hidden = gate / (1 + np.exp(-gate)) * up
+        assert np.linalg.norm(found[mine] - hidden) <= 0.04 * np.linalg.norm(hidden), expert
+        expected = found[mine] @ down.values[1, expert].astype(np.float64).T
+        error = np.linalg.norm(outputs[mine].astype(np.float64) - expected)
+        assert error <= 3e-3 * np.linalg.norm(expected), expert
+    assert np.isnan(outputs[num_places:].astype(np.float32)).all()
+
+
 class ArrangeArgs(ctypes.Structure):
     """Mirrors the struct in expert_choices.cuh."""
 
@@ -176,24 +229,11 @@ class ArrangeArgs(ctypes.Structure):
     ]
 
 
-class GatherArgs(ctypes.Structure):
-    """Mirrors the struct in expert_router.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "token_of", "num_places", "rows", "scales")),
-        ("stride", ctypes.c_int),
-        ("sums", ctypes.c_void_p),
-        *NORM,
-        ("columns", ctypes.c_int),
-        ("is_ordered", ctypes.c_bool),
-    ]
-
-
 class CombineArgs(ctypes.Structure):
     """Mirrors the struct in expert_router.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "rows places residual next_gain out scaled_out sums_out".split()),
+        *((name, ctypes.c_void_p) for name in "rows shares places residual next_gain out scaled_out sums_out".split()),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_chosen", "columns")),
     ]
 
@@ -283,16 +323,20 @@ def test_tokens_are_put_in_order_of_their_experts(library: ctypes.CDLL, num_toke
             assert np.isnan(rows[num_places:].astype(np.float32)).all()
 
 
-def test_the_rows_of_a_token_are_added_up(library: ctypes.CDLL) -> None:
-    """The experts do nothing but multiply by the share."""
+@pytest.mark.parametrize("has_shares", [False, True])
+def test_the_rows_of_a_token_are_added_up(library: ctypes.CDLL, has_shares: bool) -> None:
+    """The experts do nothing, but multiply by the share if the sum does not."""
     case, x, _, shares, places, _, token_of, share_of, _, _ = found = arranged(library, 200)
     num_places = found.is_here.sum()
     rows = np.full((found.chosen.size, case.embed), np.nan, ml_dtypes.bfloat16)
-    rows[:num_places] = x[token_of[:num_places]].astype(np.float32) * share_of[:num_places, None]
+    rows[:num_places] = x[token_of[:num_places]].astype(np.float32) * (1 if has_shares else share_of[:num_places, None])
     out, scaled, gain = np.full_like(x, 1), np.full_like(x, np.nan), np.full(case.embed, 2, ml_dtypes.bfloat16)
     sums = np.full((case.num_tokens, 1), np.nan, np.float32)
-    pointers = (array.ctypes.data for array in (rows, places, out, gain, out, scaled, sums))
-    library.combine(ctypes.byref(CombineArgs(*pointers, case.num_tokens, case.num_chosen, case.embed)))
+    pointers = (array.ctypes.data for array in (places, out, gain, out, scaled, sums))
+    given = shares.ctypes.data if has_shares else None
+    library.combine(
+        ctypes.byref(CombineArgs(rows.ctypes.data, given, *pointers, case.num_tokens, case.num_chosen, case.embed))
+    )
     expected = 1 + np.where(found.is_here, shares, 0).sum(axis=1, keepdims=True) * np.nan_to_num(x.astype(np.float32))
     np.testing.assert_allclose(out.astype(np.float32), expected, atol=0.03, rtol=0.02)
     np.testing.assert_array_equal(scaled.astype(np.float32), 2 * out.astype(np.float32))

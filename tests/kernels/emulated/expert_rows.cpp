@@ -160,7 +160,8 @@ extern "C" void tiles(int is_down, unsigned blocks, const CUtensorMap* weights, 
   run(experts::kTileThreads, blocks, [&] { kernel(*input, *weights, *args); });
 }
 
-// Tiles of `tokens` tokens: 16 or 64 of narrow tiles; with 8-bit weights also 128.
+// Tiles of `tokens` tokens: 16 or 64 of narrow tiles; with 8-bit weights also 128, and if choices are given, 16 or 32,
+// by the kernels that find the places themselves.
 namespace {
 using Tiles = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, experts::NarrowTilesArgs);
 template <class W, bool kIsDown>
@@ -168,11 +169,20 @@ Tiles narrow(int tokens) {
   return tokens == 16 ? experts::narrow_tiles_kernel<kIsDown, 16, W> : experts::narrow_tiles_kernel<kIsDown, 64, W>;
 }
 template <bool kIsDown>
+Tiles with_places(int tokens) {
+  return tokens == 16 ? experts::narrow_tiles_kernel<kIsDown, 16, Fp8Weights, true>
+                      : experts::narrow_tiles_kernel<kIsDown, 32, Fp8Weights, true>;
+}
+template <bool kIsDown>
 void run_tiles(int is_fp8, int tokens, unsigned blocks, const CUtensorMap* maps, const experts::NarrowTilesArgs* args) {
   const bool is_wide = tokens == experts::kFp8TileTokens;
+  if (args->experts != nullptr) {
+    Tiles kernel = with_places<kIsDown>(tokens);
+    return run(experts::narrow_threads(true), blocks, [&] { kernel(maps[0], maps[1], maps[2], *args); });
+  }
   Tiles kernel = is_fp8 ? narrow<Fp8Weights, kIsDown>(tokens) : narrow<Bf16Weights, kIsDown>(tokens);
   if (is_wide) kernel = experts::fp8_tiles_kernel<kIsDown>;
-  run(is_wide ? experts::kFp8TileThreads : experts::kNarrowThreads, blocks,
+  run(is_wide ? experts::kFp8TileThreads : experts::narrow_threads(false), blocks,
       [&] { kernel(maps[0], maps[1], maps[2], *args); });
 }
 }  // namespace
